@@ -1,0 +1,44 @@
+# `make demo` and `make test` need only Python and a package registry; they make .venv themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := runs/smollm2-135m-instruct
+READY := $(VENV)/.installed
+
+.PHONY: demo test test-all check bench bench-quality bench-speed table clean
+
+demo: $(MODEL)  ## prune a real model to 50% and show what it cost
+	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
+
+test: $(READY)  ## the fast suite and a real-model smoke
+	$(BIN)/pytest
+
+test-all: $(READY) $(MODEL)  ## everything, real models included
+	GRADPROBE_SMOLLM2=$(MODEL) $(BIN)/pytest -m ""
+
+check: $(READY)  ## lint, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: bench-quality bench-speed table
+
+bench-quality: $(READY) $(MODEL)
+	$(BIN)/python benchmarks/quality.py --model $(MODEL)
+
+bench-speed: $(READY) $(MODEL)
+	$(BIN)/python benchmarks/speed.py --model $(MODEL)
+
+table: $(READY)  ## write the README's tables from benchmarks/results
+	$(BIN)/python benchmarks/readme_table.py
+
+$(MODEL): $(READY)
+	$(BIN)/python examples/get_smollm2.py $@
+
+$(READY): setup.cfg constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) runs build dist *.egg-info

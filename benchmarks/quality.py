@@ -1,0 +1,128 @@
+"""Perplexity of a model pruned in several ways to the same exact sparsity.
+
+Every row is one `prune_pretrained` on the same loaded model, whose weights stay as they are; its masks are then scored
+by the package's perplexity on one fixed set of windows. Rows already in the result file are not run again.
+
+usage: python benchmarks/quality.py --model DIR [--calibration SPEC] [--evaluation SPEC] [--sparsity 0.5 0.6]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
+from gradprobe_hf.calibration import Batches, load_batches
+from gradprobe_hf.evaluation import measure
+from gradprobe_hf.probe import serving
+from gradprobe_hf.report import versions
+
+RESULTS = Path(__file__).parent / "results"
+
+METHODS: dict[str, dict[str, Any]] = {
+    "magnitude": {"strategy": "magnitude", "decision": "none"},
+    "wanda": {"strategy": "wanda", "decision": "none"},
+    "one probe": {"strategy": "fisher", "decision": "none"},
+    "two probes (path)": {},
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One cell of the table: what a method made of the model at one sparsity."""
+
+    method: str
+    sparsity: float
+    zeros: int
+    weights: int
+    perplexity: float
+    seconds: float
+
+
+def prune(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any], ask: argparse.Namespace) -> PruneResult:
+    config = GradProbeConfig(
+        **options, num_samples=ask.num_samples, sequence_length=ask.sequence_length, batch_size=ask.batch_size, seed=0
+    )
+    return prune_pretrained(
+        model, config, calibration=ask.calibration, evaluation=False, processing_class=tokenizer, apply=False
+    )
+
+
+def measured_row(model: PreTrainedModel, method: str, result: PruneResult, held_out: Batches) -> Row:
+    with serving(model, result.targets, result.masks):
+        found = measure(model, held_out, label=method)
+    report = result.report
+    assert found.perplexity is not None, "a causal language model has a perplexity"
+    seconds = sum(report.timings.values())
+    return Row(method, result.config.sparsity or 0.0, report.zeros, report.weights, found.perplexity, round(seconds, 1))
+
+
+def show(settings: dict[str, Any], dense: float, rows: list[Row]) -> None:
+    table = Table("method", "sparsity", "zeros", "perplexity", "/ wanda", "seconds", title=f"dense {dense:.4f}")
+    wanda = {row.sparsity: row.perplexity for row in rows if row.method == "wanda"}
+    for row in sorted(rows, key=lambda row: (row.sparsity, list(METHODS).index(row.method))):
+        ratio = f"{row.perplexity / wanda[row.sparsity]:.3f}" if row.sparsity in wanda else "-"
+        table.add_row(
+            row.method, f"{row.sparsity:.0%}", f"{row.zeros:,}", f"{row.perplexity:,.2f}", ratio, f"{row.seconds:.0f}"
+        )
+    Console(soft_wrap=True).print(table, json.dumps(settings))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--calibration", default="Salesforce/wikitext:wikitext-2-raw-v1:validation")
+    parser.add_argument("--evaluation", default="Salesforce/wikitext:wikitext-2-raw-v1:test")
+    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5, 0.6])
+    parser.add_argument("--num-samples", type=int, default=64)
+    parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--evaluation-samples", type=int, default=60)
+    parser.add_argument("--output", type=Path, default=RESULTS / "quality.json")
+    ask = parser.parse_args()
+
+    model = AutoModelForCausalLM.from_pretrained(ask.model, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(ask.model)
+    held_out = load_batches(
+        ask.evaluation,
+        part="evaluation",
+        model=model,
+        processing_class=tokenizer,
+        samples=ask.evaluation_samples,
+        sequence_length=ask.sequence_length,
+        batch_size=ask.batch_size,
+        seed=0,
+    )
+    settings = {
+        "model": Path(ask.model).name,
+        "dtype": "bfloat16",
+        "calibration": f"{ask.num_samples} x {ask.sequence_length} of {Path(ask.calibration).name}, seed 0",
+        "evaluation": f"{ask.evaluation_samples} x {ask.sequence_length} of {Path(ask.evaluation).name}",
+        "evaluation_fingerprint": held_out.fingerprint,
+    }
+    saved = json.loads(ask.output.read_text()) if ask.output.exists() else {}
+    if saved.get("settings") != settings:
+        saved = {"settings": settings, "dense": measure(model, held_out, label="dense").perplexity, "rows": []}
+    rows = [Row(**row) for row in saved["rows"]]
+    done = {(row.method, row.sparsity) for row in rows}
+    for sparsity in ask.sparsity:
+        for method, options in METHODS.items():
+            if (method, sparsity) not in done:
+                result = prune(model, tokenizer, {**options, "sparsity": sparsity}, ask)
+                rows.append(measured_row(model, method, result, held_out))
+                ask.output.parent.mkdir(parents=True, exist_ok=True)
+                values = {**saved, "rows": [asdict(row) for row in rows], "versions": versions()}
+                ask.output.write_text(json.dumps(values, indent=2) + "\n")
+    show(settings, saved["dense"], rows)
+
+
+if __name__ == "__main__":
+    main()

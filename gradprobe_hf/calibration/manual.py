@@ -1,0 +1,29 @@
+"""`"pydoc"`: the Python manual's topics that ship with CPython. Real English prose, always there, no network."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Part = Literal["calibration", "evaluation"]
+
+# Share of the text kept for evaluation: 40 windows of 512 tokens, with 130 left to calibrate on (CPython 3.11).
+EVALUATION_SHARE = 0.22
+
+
+def manual_text(part: Part) -> str:
+    """The paragraphs of one part. The topics quote each other, so a paragraph belongs to the first topic that has it:
+    no paragraph is in both parts."""
+    from pydoc_data.topics import topics  # slow to import, and needed only here
+
+    seen: set[str] = set()
+    parts: dict[Part, list[str]] = {"calibration": [], "evaluation": []}
+    size = {"calibration": 0, "evaluation": 0}
+    for name in sorted(topics):
+        own = [p for p in dict.fromkeys(q.strip() for q in topics[name].split("\n\n")) if p and p not in seen]
+        seen.update(own)
+        length = sum(map(len, own))
+        fits = size["evaluation"] + length <= EVALUATION_SHARE * (size["evaluation"] + size["calibration"] + length)
+        chosen: Part = "evaluation" if fits else "calibration"
+        parts[chosen] += own
+        size[chosen] += length
+    return "\n\n".join(parts[part])

@@ -1,0 +1,198 @@
+"""The model card: the template and the report's data, and nothing that is not in the report."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.report import Report
+
+PIPELINE_TAGS = {
+    "ForCausalLM": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForImageClassification": "image-classification",
+}
+
+ESTIMATES = {
+    "blend": "the geometric mean of its squared gradient summed over sequences and of that sum's factored estimate",
+    "sequence": "its squared gradient, summed over sequences",
+    "token": "its squared gradient, summed over tokens",
+    "factored": "the product of its input's and its output gradient's energy",
+}
+UNITS = {"global": "the whole model", "block": "each block", "tensor": "each matrix", "row": "each row"}
+
+
+def build_card(report: Report, config: GradProbeConfig, where: str) -> ModelCard:
+    """The card of a pruned model.
+
+    Args:
+        report: everything that is said comes from here.
+        config: how it was pruned.
+        where: what the loading snippet names: a repository, or the checkpoint's folder.
+    """
+    base = base_metadata(report.model)
+    template = files("gradprobe_hf.model_cards").joinpath("template.md").read_text(encoding="utf-8")
+    return ModelCard.from_template(
+        _metadata(report, config, base, where),
+        template_str=template,
+        title=f"{_short_name(report.model, base)}, {report.sparsity:.0%} pruned",
+        summary=_summary(report, config, base),
+        method=describe_method(config),
+        snippet=_snippet(report, where),
+        evaluation=_evaluation(report),
+        metric_name=_metric(report),
+        calibration=report.calibration,
+        config=yaml.safe_dump(config.to_dict(), sort_keys=False).strip(),
+        sparsity=report.sparsity,
+        dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
+        zeros=report.zeros,
+        zeros_before=sum(row.zeros_before for row in report.matrices),
+        weights=report.weights,
+        matrices=len(report.matrices),
+        blocks=report.by("block"),
+        versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        seconds=sum(report.timings.values()),
+        peak_gb=report.memory["peak_resident_bytes"] / 1e9,
+        warnings=report.warnings,
+    )
+
+
+def base_metadata(model: dict[str, Any]) -> dict[str, Any]:
+    """`base_model`, `license` and `language` of the model that was pruned, as far as its own card tells.
+
+    A folder's card may name the repository it was downloaded from; a folder without a card has no name on the Hub.
+    """
+    name = model["name"]
+    local = Path(name).is_dir()
+    card_file = Path(name) / "README.md"
+    try:
+        data = ModelCard.load(card_file if local else name, ignore_metadata_errors=True).data.to_dict()
+    except (OSError, ValueError, HFValidationError, HfHubHTTPError, EntryNotFoundError, LocalEntryNotFoundError):
+        data = {}
+    kept = {key: data[key] for key in ("license", "license_name", "license_link", "language") if data.get(key)}
+    base = data.get("base_model") if local else name or None
+    return {**kept, "base_model": base} if base else kept
+
+
+def describe_method(config: GradProbeConfig) -> str:
+    """One paragraph that says what decided."""
+    unit = (
+        f"every group of {config.group[1]} inputs, of which {config.group[0]} are kept"
+        if config.group
+        else UNITS[config.decision_scope]
+    )
+    if config.decision == "path":
+        return (
+            "The loss gradient was measured twice over the calibration data: at the original weights, and with the "
+            f"candidates tentatively multiplied by {config.reduction_factor:g}. Each weight was scored by its square "
+            f"times {ESTIMATES[config.fisher]}, added over both probes, which estimates the loss that removing it adds. "
+            f"The lowest scores were set to zero, with one exact budget over {unit}. No remaining weight was changed."
+        )
+    if config.decision == "threshold":
+        return (
+            f"Candidates were proposed by `{config.strategy}` with a budget over {unit}, and tentatively multiplied by "
+            f"{config.reduction_factor:g}. A candidate was set to zero if the largest magnitude of its gradient grew by "
+            f"no more than a factor of {1 + config.gradient_threshold:g}; the others were given back, so the budget is "
+            "an upper bound. No remaining weight was changed."
+        )
+    return (
+        f"Weights were scored by `{config.strategy}` and the lowest set to zero, with one exact budget over {unit}. "
+        "No remaining weight was changed."
+    )
+
+
+def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], where: str) -> ModelCardData:
+    pattern = () if config.group is None else (f"sparsity-{config.pattern.replace(':', '-')}",)
+    dataset_id = (report.calibration or {}).get("dataset_id")
+    return ModelCardData(
+        **base,
+        library_name="transformers",
+        pipeline_tag=PIPELINE_TAGS.get(report.model["objective"]),
+        tags=["gradprobe", "pruning", "sparse", *pattern],
+        datasets=[dataset_id] if dataset_id else None,
+        model_name=Path(where).name,
+        eval_results=_eval_results(report),
+    )
+
+
+def _eval_results(report: Report) -> list[EvalResult] | None:
+    measured = report.evaluation
+    perplexity = measured and measured["pruned"]["perplexity"]
+    if not measured or perplexity is None:
+        return None
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text Generation",
+            dataset_type=measured["dataset_id"] or measured["source"].split(" ")[0],
+            dataset_name=measured["source"],
+            metric_type="perplexity",
+            metric_name="Perplexity",
+            metric_value=round(perplexity, 4),
+        )
+    ]
+
+
+def _evaluation(report: Report) -> dict[str, Any] | None:
+    measured = report.evaluation
+    if measured is None:
+        return None
+    key = _key(report)
+    causal = key == "perplexity"
+    return {
+        **measured,
+        "dense_text": f"{measured['dense'][key]:,.4f}",
+        "pruned_text": f"{measured['pruned'][key]:,.4f}",
+        "terms": measured["dense"]["terms"],
+        "unit": "predicted tokens" if causal else "labels",
+        "definition": "exp of the mean next-token loss inside the windows" if causal else "the mean loss, in nats,",
+        "dtype": report.model["dtype"],
+        "plot": causal,
+    }
+
+
+def _key(report: Report) -> str:
+    assert report.evaluation is not None
+    return "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
+
+
+def _metric(report: Report) -> str:
+    return _key(report) if report.evaluation else "perplexity"
+
+
+def _summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> str:
+    origin = base.get("base_model")
+    linked = f"[{origin}](https://huggingface.co/{origin})" if isinstance(origin, str) else _short_name(report.model, base)
+    kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
+    return (
+        f"{linked} with {report.sparsity:.1%} of the weights in its transformer blocks set to zero, {kind}, by "
+        "gradprobe_hf. A plain transformers checkpoint: it loads without that package."
+    )
+
+
+def _short_name(model: dict[str, Any], base: dict[str, Any]) -> str:
+    """The model's name without the folders of the machine it was pruned on."""
+    origin = base.get("base_model")
+    return (origin if isinstance(origin, str) else model["name"]).rstrip("/").split("/")[-1] or model["class"]
+
+
+def _snippet(report: Report, where: str) -> str:
+    if report.model["objective"] == "ForCausalLM":
+        return (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'tokenizer = AutoTokenizer.from_pretrained("{where}")\n'
+            f'model = AutoModelForCausalLM.from_pretrained("{where}")\n'
+            'inputs = tokenizer("The largest ocean is", return_tensors="pt")\n'
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"
+        )
+    name = report.model["class"]
+    return f'from transformers import {name}\n\nmodel = {name}.from_pretrained("{where}")'

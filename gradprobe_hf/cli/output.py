@@ -1,0 +1,87 @@
+"""What the verbs share: the model's arguments, and tables on standard output."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from gradprobe_hf.inspection import Inspection
+from gradprobe_hf.report import Group, Report, finite
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a Hub id or a checkpoint folder")
+    parser.add_argument("--dtype", help="load the weights as bfloat16, float16 or float32 (default: the checkpoint's)")
+    parser.add_argument("--gguf-file", metavar="FILE", help="a GGUF file inside MODEL, dequantised on loading")
+
+
+def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    """The options that were set on the command line."""
+    return {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
+
+
+def print_json(values: dict[str, Any]) -> None:
+    print(json.dumps(finite(values), indent=2, allow_nan=False))
+
+
+def print_pruning(report: Report, output: str) -> None:
+    table = Table("", "dense", "pruned", title=f"{report.model['class']}, {report.weights:,} weights in "
+                  f"{len(report.matrices)} matrices")  # fmt: skip
+    before = sum(row.zeros_before for row in report.matrices) / report.weights
+    table.add_row("zeros", f"{before:.4%}", f"{report.sparsity:.4%}")
+    if report.evaluation:
+        key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
+        table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
+    console = _console()
+    console.print(table)
+    if report.evaluation:
+        console.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
+    console.print(_cost(report))
+    console.print(f"checkpoint {output}, model card {output}/README.md, pictures {output}/assets")
+
+
+def print_evaluation(values: dict[str, Any]) -> None:
+    table = Table("perplexity", "loss (nats)", "terms")
+    perplexity = "-" if values["perplexity"] is None else f"{values['perplexity']:,.4f}"
+    table.add_row(perplexity, f"{values['loss']:.4f}", f"{values['terms']:,}")
+    console = _console()
+    console.print(table)
+    console.print(f"{values['source']}: {values['protocol']}", style="dim")
+
+
+def print_inspection(found: Inspection, directory: str) -> None:
+    console = _console()
+    console.print(_groups("block", found.by("block")))
+    console.print(_groups("kind", found.by("role")))
+    matrices = ((row.name, row.weights, row.zeros, row.sparsity) for row in found.rows)
+    console.print(_sparsities("matrix", matrices))
+    patterns = ", ".join(found.patterns) or "none"
+    console.print(f"{directory}: {found.zeros:,} of {found.weights:,} weights are zero, {found.sparsity:.4%}")
+    console.print(f"n:m patterns that hold in every matrix: {patterns}")
+
+
+def _groups(label: str, groups: Iterable[Group]) -> Table:
+    return _sparsities(label, ((g.label, g.weights, g.zeros, g.sparsity) for g in groups))
+
+
+def _sparsities(label: str, rows: Iterable[tuple[str, int, int, float]]) -> Table:
+    table = Table(label)
+    for column in ("weights", "zeros", "sparsity"):
+        table.add_column(column, justify="right")
+    for name, weights, zeros, sparsity in rows:
+        table.add_row(name, f"{weights:,}", f"{zeros:,}", f"{sparsity:.2%}")
+    return table
+
+
+def _cost(report: Report) -> str:
+    slowest = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items() if seconds >= 1)
+    return f"peak memory {report.memory['peak_resident_bytes'] / 1e9:.2f} GB; {slowest or 'under a second'}"
+
+
+def _console() -> Console:
+    return Console(soft_wrap=True)

@@ -1,0 +1,205 @@
+"""GradProbeConfig: everything that decides the result, validated when it is made.
+
+What is *not* here: where the model and the text come from. Those are arguments of `prune_pretrained`, so that one
+configuration can be reused on another model.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from huggingface_hub import hf_hub_download
+
+Strategy = Literal["fisher", "wanda", "magnitude", "random"]
+Decision = Literal["path", "threshold", "none"]
+Scope = Literal["global", "block", "tensor", "row"]
+Fisher = Literal["blend", "sequence", "token", "factored"]
+
+CONFIG_NAME = "gradprobe_config.json"
+
+# The scope in which each strategy is published: Wanda compares within a row, magnitude within a layer.
+STRATEGY_SCOPE: dict[Strategy, Scope] = {"fisher": "global", "wanda": "row", "magnitude": "tensor", "random": "tensor"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradProbeConfig:
+    """How to prune.
+
+    Args:
+        sparsity: fraction of the target weights to remove, in [0, 1). Default 0.5, or what `pattern` implies.
+        pattern: `"unstructured"`, or `"n:m"`: of every m consecutive inputs of a row keep at most n
+            (`"2:4"` keeps 2 of 4, as NVIDIA counts).
+        strategy: which score proposes the candidates: `"fisher"`, `"wanda"`, `"magnitude"` or `"random"`.
+        decision: `"path"` scores every weight by both probes and meets the budget exactly; `"threshold"` is the
+            published GradProbe rule on the candidates, whose sparsity is what comes out, at most the budget;
+            `"none"` prunes the candidates.
+        scope: over what one budget is spent: `"global"`, `"block"`, `"tensor"` or `"row"`. Default: global for the
+            path decision, and for candidates the scope the strategy was published with (Wanda: row, magnitude and
+            random: tensor).
+        fisher: which estimate of the squared gradient: `"blend"` (sequence x factored), `"sequence"`, `"token"`,
+            `"factored"`.
+        gradient_threshold: relative growth of a gradient that the threshold decision tolerates, >= 0.
+        reduction_factor: what the second probe multiplies candidates by, in [0, 1).
+        num_samples: calibration windows, or rows of an already tokenised dataset.
+        sequence_length: tokens in a window.
+        batch_size: windows in one forward pass: memory and speed, never the result.
+        include: patterns of modules to prune: an exact name, the end of one (`"q_proj"`), a glob, or `"re:..."`.
+            When given, only what they match is pruned, embeddings and output head included if matched.
+        exclude: patterns of modules to leave alone.
+        evaluation_samples: windows to measure perplexity on.
+        seed: draws the calibration windows, the random strategy and the model's own text.
+    """
+
+    sparsity: float | None = None
+    pattern: str = "unstructured"
+    strategy: Strategy = "fisher"
+    decision: Decision = "path"
+    scope: Scope | None = None
+    fisher: Fisher = "blend"
+    gradient_threshold: float = 0.0
+    reduction_factor: float = 0.1
+    num_samples: int = 128
+    sequence_length: int = 512
+    batch_size: int = 4
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    evaluation_samples: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _one_of("strategy", self.strategy, get_args(Strategy))
+        _one_of("decision", self.decision, get_args(Decision))
+        _one_of("fisher", self.fisher, get_args(Fisher))
+        if self.scope is not None:
+            _one_of("scope", self.scope, get_args(Scope))
+        for name in ("num_samples", "batch_size", "evaluation_samples"):
+            _whole(name, getattr(self, name), at_least=1)
+        _whole("sequence_length", self.sequence_length, at_least=2)
+        _whole("seed", self.seed, at_least=0)
+        _number("gradient_threshold", self.gradient_threshold, "a finite number >= 0", lambda x: x >= 0)
+        _number("reduction_factor", self.reduction_factor, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
+        for name in ("include", "exclude"):
+            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+        object.__setattr__(self, "sparsity", self._resolved_sparsity())
+        if self.group is not None and self.scope is not None:
+            raise ValueError(
+                f"scope={self.scope!r} cannot hold with pattern={self.pattern!r}, which spends its budget in every "
+                "group of inputs; leave scope unset."
+            )
+
+    def _resolved_sparsity(self) -> float:
+        implied = None if self.group is None else 1 - self.group[0] / self.group[1]
+        if self.sparsity is None:
+            return 0.5 if implied is None else implied
+        _number("sparsity", self.sparsity, "a fraction in [0, 1), 0.5 for half of the weights", lambda x: 0 <= x < 1)
+        if implied is not None and not math.isclose(self.sparsity, implied):
+            raise ValueError(
+                f"sparsity={self.sparsity} contradicts pattern={self.pattern!r}, which prunes exactly {implied:g} "
+                "of the weights; leave sparsity unset."
+            )
+        return float(self.sparsity)
+
+    @property
+    def group(self) -> tuple[int, int] | None:
+        """(n kept, m inputs) of an n:m pattern, None when unstructured."""
+        if self.pattern == "unstructured":
+            return None
+        found = re.fullmatch(r"(\d+):(\d+)", self.pattern) if isinstance(self.pattern, str) else None
+        if found is None or not 0 < int(found[1]) < int(found[2]):
+            raise ValueError(
+                f"pattern must be 'unstructured' or 'n:m' with 0 < n < m, like '2:4' (keeps 2 of every 4 inputs), "
+                f"got {self.pattern!r}."
+            )
+        return int(found[1]), int(found[2])
+
+    @property
+    def candidate_scope(self) -> Scope:
+        """The scope in which candidates are chosen."""
+        return self.scope or STRATEGY_SCOPE[self.strategy]
+
+    @property
+    def decision_scope(self) -> Scope:
+        """The scope in which the final budget is spent."""
+        return self.scope or ("global" if self.decision == "path" else self.candidate_scope)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types; `from_dict` gives the same configuration back."""
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> GradProbeConfig:
+        known = [field.name for field in fields(cls)]
+        for name in values:
+            if name not in known:
+                near = difflib.get_close_matches(str(name), known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}."
+                raise ValueError(f"unknown option {name!r}; {hint}")
+        return cls(**values)
+
+    def to_yaml(self, path: str | Path) -> None:
+        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+    @classmethod
+    def from_yaml(cls, path: str | Path) -> GradProbeConfig:
+        return cls.from_dict(read_yaml(path))
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Write `gradprobe_config.json` into `directory`."""
+        path = Path(directory)
+        path.mkdir(parents=True, exist_ok=True)
+        (path / CONFIG_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def from_pretrained(cls, name_or_path: str | Path, **hub_kwargs: Any) -> GradProbeConfig:
+        """Read `gradprobe_config.json` from a folder or a Hub repository (`hub_kwargs`: revision, token, ...)."""
+        folder = Path(name_or_path)
+        path = folder / CONFIG_NAME if folder.is_dir() else hf_hub_download(str(name_or_path), CONFIG_NAME, **hub_kwargs)
+        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file of options; an empty file is an empty mapping."""
+    try:
+        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise ValueError(f"{path} must hold a mapping of options, like 'sparsity: 0.5', got {type(values).__name__}.")
+    return values
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+
+
+def _whole(name: str, value: object, at_least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
+        raise ValueError(f"{name} must be a whole number >= {at_least}, got {value!r}.")
+
+
+def _number(name: str, value: object, wanted: str, holds: Any) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not holds(value):
+        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+
+
+def _patterns(name: str, value: object) -> tuple[str, ...]:
+    """A tuple of non-empty patterns, whose regular expressions compile; one string alone is one pattern."""
+    given = (value,) if isinstance(value, str) else tuple(value or ())  # type: ignore[arg-type]  # checked below
+    for pattern in given:
+        if not isinstance(pattern, str) or not pattern:
+            raise ValueError(f"{name} must hold names, globs or 're:...' patterns, got {pattern!r}.")
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}.") from error
+    return given

@@ -1,0 +1,115 @@
+"""The decision: statistics of the probes -> which weights go.
+
+`candidate_keys` and `path_keys` order weights for `selection`; `threshold_mask` is the published rule. Layout `[out, in]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from gradprobe_hf.config import Fisher, GradProbeConfig
+from gradprobe_hf.probe import MatrixStatistics, Statistics, Term
+from gradprobe_hf.scores import blended_fisher, fisher_score, magnitude_score, random_score, wanda_score
+from gradprobe_hf.selection import Keys, score_keys
+from gradprobe_hf.targets import Target
+
+FISHER_TERMS: dict[Fisher, frozenset[Term]] = {
+    "blend": frozenset({"sequence", "marginals"}),
+    "sequence": frozenset({"sequence"}),
+    "token": frozenset({"token"}),
+    "factored": frozenset({"marginals"}),
+}
+
+Passes = Literal["none", "forward", "probe"]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a configuration has to measure: the terms of the first probe, and how much of a pass it takes."""
+
+    terms: frozenset[Term]
+    passes: Passes
+
+
+def evidence_needed(config: GradProbeConfig) -> Evidence:
+    """The least that the candidates and the decision can be made from."""
+    terms: frozenset[Term] = frozenset()
+    if config.strategy == "wanda":
+        terms |= {"marginals"}
+    if config.strategy == "fisher" or config.decision == "path":
+        terms |= FISHER_TERMS[config.fisher]
+    if config.decision == "threshold":
+        terms |= {"peak"}
+    if config.decision != "none" or config.strategy == "fisher":
+        return Evidence(terms, "probe")
+    return Evidence(terms, "forward" if config.strategy == "wanda" else "none")
+
+
+def fisher_of(statistics: MatrixStatistics, kind: Fisher) -> Tensor:
+    """The Fisher estimate `[out, in]`, summed over the probes that were folded so far."""
+    choices: dict[Fisher, Callable[[], Tensor | None]] = {
+        "blend": lambda: None if statistics.sequence is None else blended_fisher(statistics.sequence, statistics.factored()),
+        "sequence": lambda: statistics.sequence,
+        "token": lambda: statistics.token,
+        "factored": statistics.factored,
+    }
+    fisher = choices[kind]()
+    assert fisher is not None, f"the probe did not fold what {kind!r} needs"
+    return fisher
+
+
+def candidate_score(target: Target, weight: Tensor, statistics: Statistics | None, config: GradProbeConfig) -> Tensor:
+    """The strategy's score `[out, in]`. A matrix the loss never reached has no evidence: it goes last (infinity)."""
+    if config.strategy == "magnitude":
+        return magnitude_score(weight)
+    if config.strategy == "random":
+        return random_score(weight, target.name, config.seed)
+    assert statistics is not None, f"{config.strategy!r} needs statistics"
+    known = statistics[target.name]
+    if not known.reached:
+        return torch.full_like(weight, torch.inf)
+    if config.strategy == "wanda":
+        return wanda_score(weight, known.input_sq())
+    return fisher_score(weight, fisher_of(known, config.fisher))
+
+
+def path_score(target: Target, weight: Tensor, statistics: Statistics, fisher: Fisher) -> Tensor:
+    """`W^2 F` with F summed over both probes: the loss that pruning adds, averaged over the path to the shrunk weights."""
+    known = statistics[target.name]
+    if not known.reached:
+        return torch.full_like(weight, torch.inf)
+    return fisher_score(weight, fisher_of(known, fisher))
+
+
+def keys_of(model: nn.Module, score: Callable[[Target, Tensor], Tensor]) -> Keys:
+    """A stream of sortable keys: scores are made in float32 (float64 for a float64 model), one matrix at a time."""
+
+    def keys(target: Target) -> Tensor:
+        weight = target.matrix(model)
+        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+        return score_keys(score(target, weight), weight, target.name)
+
+    return keys
+
+
+def threshold_mask(candidates: Tensor, before: Tensor, after: Tensor, threshold: float, weight: Tensor) -> Tensor:
+    """The published GradProbe rule: prune candidates with `G_1 <= G_0 (1 + threshold)`, give the others back.
+
+    `G` is the largest magnitude of a gradient over the calibration sequences, at the original and at the shrunk
+    weights. The publication takes it over batches of the mean loss; over sequences it does not depend on the batch
+    size, and for windows of one length the scale of the loss cancels.
+
+    A gradient of zero in both probes is no evidence (an input never seen, an underflow): the weight is kept, unless it
+    is zero already.
+    """
+    return candidates & ((after <= before * (1 + threshold)) & ~no_evidence(before, after) | (weight == 0))
+
+
+def no_evidence(before: Tensor, after: Tensor) -> Tensor:
+    """Where neither probe saw a gradient."""
+    return (before == 0) & (after == 0)

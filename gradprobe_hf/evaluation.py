@@ -1,0 +1,62 @@
+"""Evaluation: the mean loss of a model over batches, and its perplexity where the loss is a token loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
+from gradprobe_hf.probe.modes import eval_mode
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Attributes: `loss` in nats per token (or per example), `perplexity` exp(loss) of a causal model, else None,
+    `terms` the tokens predicted (or examples)."""
+
+    loss: float
+    perplexity: float | None
+    terms: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@torch.no_grad()
+def measure(
+    model: PreTrainedModel,
+    batches: Iterable[Batch],
+    loss_fn: LossFunction | None = None,
+    label: str = "evaluation",
+    progress: bool = True,
+) -> Measurement:
+    """Mean loss over all batches: exp of the mean next-token loss inside the windows is their perplexity.
+
+    Raises:
+        ValueError: no token was predicted, or the loss is NaN. An infinite loss is a result, and is reported.
+    """
+    total, terms = 0.0, 0
+    with eval_mode(model):
+        for batch in tqdm(list(batches), desc=label, unit="batch", disable=not progress):
+            batch = send_to_device(batch, model.device)
+            loss, count = (loss_fn(model, batch), torch.tensor(1)) if loss_fn else summed_loss(model, batch)
+            total += loss.item()
+            terms += int(count)
+    if not terms or math.isnan(total):
+        raise ValueError(f"{label}: the loss over {terms} terms is {total}; nothing can be concluded from it.")
+    loss = total / terms
+    return Measurement(loss, _exp(loss) if is_causal(model) and loss_fn is None else None, terms)
+
+
+def _exp(loss: float) -> float:
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,199 @@
+"""Checkpoints on disk and on the Hub. What is written appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import SafetensorError
+from transformers import PreTrainedModel
+
+from gradprobe_hf.card import build_card
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.plots import save_plots
+from gradprobe_hf.report import Report
+
+CONFIG_KEY = "gradprobe"  # our own key in config.json: `quantization_config` would make other libraries refuse the model
+
+
+def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:
+    """Refuse, before any work, a folder that must not be replaced.
+
+    Raises:
+        FileExistsError: it exists and `overwrite` is not set, or it is not a checkpoint.
+        ValueError: it is the model's own folder.
+    """
+    path = Path(directory)
+    if model_name and path.exists() and Path(model_name).exists() and path.samefile(model_name):
+        raise ValueError(f"{directory} is the model that is to be pruned; write the result to another folder.")
+    if not path.exists():
+        return
+    if not overwrite:
+        raise FileExistsError(f"{directory} exists already; choose another folder, or pass overwrite (--overwrite).")
+    if not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").exists()):
+        raise FileExistsError(f"{directory} exists and is not a model checkpoint, so it is not overwritten.")
+
+
+def check_room(directory: str | Path, model: PreTrainedModel) -> None:
+    """Raise OSError, before any work, where the checkpoint will not fit on the disk."""
+    parent = _existing_parent(Path(directory).absolute())
+    needed = sum(parameter.nbytes for parameter in model.parameters())
+    free = shutil.disk_usage(parent).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"the checkpoint needs about {needed / 1e6:,.0f} MB and {free / 1e6:,.0f} MB are free; nothing was written",
+            str(directory),
+        )
+
+
+def write_checkpoint(
+    directory: str | Path,
+    model: PreTrainedModel,
+    processing_class: Any,
+    config: GradProbeConfig,
+    report: Report,
+    *,
+    overwrite: bool = False,
+    where: str | None = None,
+) -> None:
+    """Weights, configuration, tokenizer, report, pictures and card, written beside `directory` and renamed.
+
+    Args:
+        where: what the card's snippet names; the folder's name by default.
+    """
+    check_destination(directory, model.name_or_path, overwrite)
+    path = Path(directory)
+    with _replacing(path) as scratch:
+        model.save_pretrained(scratch)
+        _add_own_key(scratch / "config.json", config, report)
+        if processing_class is not None:
+            processing_class.save_pretrained(scratch)
+        config.save_pretrained(scratch)
+        report.save(scratch)
+        save_plots(report, scratch / "assets")
+        build_card(report, config, where or path.name).save(scratch / "README.md")
+
+
+def check_push(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+    """Make sure, before any work, that the repository exists and can be written to; returns its full name.
+
+    Raises:
+        ValueError: not a repository name.
+        OSError: no token, or the Hub refuses; the message says what to do.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"{repo_id!r} is not a repository name like 'user/model': {error}") from error
+    with _hub_errors(repo_id):
+        return HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
+
+
+def push_folder(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | None = None,
+    message: str = "Upload pruned model",
+) -> str:
+    """Upload a checkpoint folder; returns the address of the commit."""
+    api = HfApi(token=token)
+    with _hub_errors(repo_id):
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, revision=revision, create_pr=create_pr, commit_message=message
+        )
+    return str(commit.pr_url or commit.commit_url)
+
+
+@contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    """The Hub's refusals, with what to do about them. The token itself is in none of these messages."""
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        raise OSError(f"no Hub token to push to {repo_id}: run `hf auth login`, or set HF_TOKEN.") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        if status == 401:
+            raise OSError(
+                f"the Hub does not accept this login for {repo_id} (401): run `hf auth login` with a token that can "
+                "write, or set HF_TOKEN."
+            ) from error
+        if status == 403:
+            raise OSError(
+                f"the Hub refuses to let you write to {repo_id} (403): use a name of your own, ask for access to the "
+                "organisation, or log in with a token that has write permission."
+            ) from error
+        raise OSError(f"the Hub answered {status} for {repo_id}: {error.server_message or error}") from error
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A scratch folder beside `path` that takes its place if the body succeeds, and vanishes if it does not."""
+    path.absolute().parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.absolute().parent))
+    os.chmod(scratch, 0o777 & ~_umask())  # mkdtemp makes a private folder; the result should be an ordinary one
+    try:
+        yield scratch
+        _swap(scratch, path)
+    except SafetensorError as error:  # safetensors reports a full disk as an error of its own
+        raise OSError(f"could not write {path}: {error}. Nothing was kept of it.") from error
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise OSError(errno.ENOSPC, f"the disk is full; nothing was kept of {path.name}", str(path)) from error
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _swap(scratch: Path, path: Path) -> None:
+    if not path.exists():
+        scratch.rename(path)
+        return
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.absolute().parent))
+    path.rename(old / path.name)
+    try:
+        scratch.rename(path)
+    except BaseException:
+        (old / path.name).rename(path)
+        old.rmdir()
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _add_own_key(path: Path, config: GradProbeConfig, report: Report) -> None:
+    values = json.loads(path.read_text(encoding="utf-8"))
+    values[CONFIG_KEY] = {
+        "sparsity": report.sparsity,
+        "pattern": config.pattern,
+        "strategy": config.strategy,
+        "decision": config.decision,
+        "version": report.versions["gradprobe_hf"],
+    }
+    # json.dumps, not the configuration's own writer: transformers sorts keys and so do we, which keeps diffs small.
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _existing_parent(path: Path) -> Path:
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
+def _umask() -> int:
+    current = os.umask(0)
+    os.umask(current)
+    return current

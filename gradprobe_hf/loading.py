@@ -1,0 +1,67 @@
+"""Loading: an id, a folder or a loaded model -> the model in eval mode and its processing class."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+logger = logging.getLogger(__name__)
+
+# What of `from_pretrained`'s arguments says where files come from: the tokenizer needs the same.
+SOURCE_KWARGS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code", "gguf_file")
+
+
+def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any) -> PreTrainedModel:
+    """A loaded model as it is, or `from_pretrained` with the class the checkpoint asks for.
+
+    `dtype` defaults to the checkpoint's. A GGUF file is dequantised, so that it can be saved again.
+
+    Raises:
+        ValueError: arguments for loading beside a model that is loaded.
+        OSError: no such model, a gated one, or no network; the message is transformers' own.
+    """
+    if isinstance(model_or_id, PreTrainedModel):
+        if from_pretrained_kwargs:
+            raise ValueError(
+                f"{', '.join(from_pretrained_kwargs)} only make sense when a model is loaded by name; "
+                f"this {type(model_or_id).__name__} is loaded already."
+            )
+        return model_or_id
+    if not isinstance(model_or_id, (str, bytes)) and not hasattr(model_or_id, "__fspath__"):
+        raise ValueError(f"expected a model id, a folder or a PreTrainedModel, got {type(model_or_id).__name__}.")
+    if "gguf_file" in from_pretrained_kwargs:
+        from_pretrained_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
+    source = {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
+    cls = model_class(AutoConfig.from_pretrained(model_or_id, **source))
+    model = cls.from_pretrained(model_or_id, **from_pretrained_kwargs)
+    if "gguf_file" in from_pretrained_kwargs:
+        # Plain weights from here on: the saved checkpoint must not claim to be a GGUF one.
+        model.config.__dict__.pop("quantization_config", None)
+    return model
+
+
+def load_processing_class(model: PreTrainedModel, **from_pretrained_kwargs: Any) -> Any:
+    """The tokenizer (or processor) stored beside the model, or None."""
+    source = {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
+    if not model.name_or_path:
+        return None
+    for auto in (AutoTokenizer, AutoProcessor):
+        try:
+            return auto.from_pretrained(model.name_or_path, **source)
+        except (OSError, ValueError, KeyError, ImportError) as error:  # each means: there is none of this kind
+            logger.debug("no %s for %s: %s", auto.__name__, model.name_or_path, error)
+    return None
+
+
+def model_class(config: Any) -> Any:
+    """The architecture the checkpoint was saved as; a causal language model where it does not say."""
+    architecture = (getattr(config, "architectures", None) or [""])[0]
+    named = getattr(transformers, architecture, None)
+    if named is not None and issubclass(named, PreTrainedModel) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return named
+    causal = not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel"))
+    return AutoModelForCausalLM if causal or named is None else named

@@ -1,0 +1,65 @@
+"""The pictures of a report: where the zeros are, and what they cost. Drawn without touching pyplot's global state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+from gradprobe_hf.report import Report
+
+DENSE, PRUNED, INK, MUTED = "#9aa5b1", "#2f6f9f", "#1f2933", "#616e7c"
+
+
+def save_plots(report: Report, directory: Path) -> list[Path]:
+    """Write the PNG files that the card shows; returns their paths."""
+    directory.mkdir(parents=True, exist_ok=True)
+    figures = {"sparsity.png": sparsity_figure(report)}
+    if report.evaluation and report.evaluation["dense"]["perplexity"] and report.evaluation["pruned"]["perplexity"]:
+        figures["perplexity.png"] = perplexity_figure(report)
+    paths = []
+    for name, figure in figures.items():
+        FigureCanvasAgg(figure)
+        figure.savefig(directory / name, dpi=144)
+        paths.append(directory / name)
+    return paths
+
+
+def sparsity_figure(report: Report) -> Figure:
+    """A map of the sparsity of every matrix: blocks from left to right, kinds of matrix from top to bottom."""
+    blocks = list(dict.fromkeys(row.block for row in report.matrices))
+    roles = list(dict.fromkeys(row.role for row in report.matrices))
+    grid = np.full((len(roles), len(blocks)), np.nan)
+    for row in report.matrices:
+        grid[roles.index(row.role), blocks.index(row.block)] = row.sparsity
+    figure = Figure(figsize=(max(5.0, 0.24 * len(blocks) + 3.2), max(2.6, 0.32 * len(roles) + 1.5)), layout="constrained")
+    axes = figure.add_subplot()
+    image = axes.imshow(grid, aspect="auto", cmap="Blues", vmin=0, vmax=1)
+    axes.set_yticks(range(len(roles)), roles, fontsize=8)
+    every = max(1, len(blocks) // 10)
+    labels = [block.rsplit(".", 1)[-1] if block else "-" for block in blocks]
+    axes.set_xticks(range(0, len(blocks), every), labels[::every], fontsize=8)
+    axes.set_xlabel("block", color=MUTED)
+    axes.set_title(f"Zeros in every matrix, {report.sparsity:.1%} in all", loc="left", color=INK, fontsize=11)
+    axes.spines[:].set_visible(False)
+    bar = figure.colorbar(image, ax=axes, format=lambda x, _: f"{x:.0%}")
+    bar.outline.set_visible(False)
+    return figure
+
+
+def perplexity_figure(report: Report) -> Figure:
+    """Perplexity before and after, with what it was measured on."""
+    assert report.evaluation is not None
+    values = [report.evaluation[name]["perplexity"] for name in ("dense", "pruned")]
+    figure = Figure(figsize=(5.0, 2.2), layout="constrained")
+    axes = figure.add_subplot()
+    bars = axes.barh(["dense", f"{report.sparsity:.0%} sparse"], values, color=[DENSE, PRUNED], height=0.6)
+    axes.bar_label(bars, [f"{value:,.2f}" for value in values], padding=4, color=INK)
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(values) * 1.18)
+    axes.set_title("Perplexity, lower is better", loc="left", color=INK, fontsize=11)
+    axes.set_xlabel(f"on {report.evaluation['source']}", color=MUTED, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure

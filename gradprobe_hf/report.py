@@ -1,0 +1,186 @@
+"""The report: what happened, as plain data that serialises to JSON and that the card and the plots are made from."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import math
+import platform
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+REPORT_NAME = "gradprobe_report.json"
+PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MatrixRow:
+    """One matrix after the decision.
+
+    Attributes:
+        name, block, role, shape: which matrix, `[out, in]`.
+        weights: elements.
+        budget: what an equal share of the sparsity would take from it.
+        pruned: what went.
+        zeros_before: weights that were zero already.
+        zeros_after: weights that are zero now.
+        score_min, score_max: range of the scores the decision was made on, None where no score decided.
+        no_evidence: candidates given back because no probe saw a gradient (threshold decision).
+    """
+
+    name: str
+    block: str
+    role: str
+    shape: tuple[int, int]
+    weights: int
+    budget: int
+    pruned: int
+    zeros_before: int
+    zeros_after: int
+    score_min: float | None = None
+    score_max: float | None = None
+    no_evidence: int = 0
+
+    @property
+    def sparsity(self) -> float:
+        return self.zeros_after / self.weights
+
+
+@dataclass(frozen=True)
+class Group:
+    """Matrices taken together: a block, or a role over all blocks."""
+
+    label: str
+    weights: int
+    zeros: int
+
+    @property
+    def sparsity(self) -> float:
+        return self.zeros / self.weights
+
+
+@dataclass(frozen=True)
+class Report:
+    """Attributes: `model` (name, class, sizes), `config`, `matrices`, `calibration` and `evaluation` (source, protocol,
+    fingerprint; dense and pruned measurements), `probes` (mean calibration loss), `timings` (seconds per stage),
+    `memory` (bytes), `versions`, `warnings`."""
+
+    model: dict[str, Any]
+    config: dict[str, Any]
+    matrices: list[MatrixRow]
+    calibration: dict[str, Any] | None = None
+    evaluation: dict[str, Any] | None = None
+    probes: dict[str, float] = field(default_factory=dict)
+    timings: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def weights(self) -> int:
+        return sum(row.weights for row in self.matrices)
+
+    @property
+    def zeros(self) -> int:
+        return sum(row.zeros_after for row in self.matrices)
+
+    @property
+    def sparsity(self) -> float:
+        """The true share of zeros in the target matrices."""
+        return self.zeros / self.weights
+
+    def by(self, attribute: str) -> list[Group]:
+        """Totals per `"block"` or per `"role"`, in the model's order."""
+        return grouped((getattr(row, attribute), row.weights, row.zeros_after) for row in self.matrices)
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types; what is not finite becomes null."""
+        summary = {
+            "sparsity": self.sparsity,
+            "weights": self.weights,
+            "zeros": self.zeros,
+            "pruned": sum(row.pruned for row in self.matrices),
+            "zeros_before": sum(row.zeros_before for row in self.matrices),
+        }
+        rows = [{**asdict(row), "sparsity": row.sparsity} for row in self.matrices]
+        return finite({**asdict(self), **summary, "matrices": rows})
+
+    def save(self, directory: str | Path) -> None:
+        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        (Path(directory) / REPORT_NAME).write_text(text + "\n", encoding="utf-8")
+
+
+def grouped(rows: Iterable[tuple[str, int, int]]) -> list[Group]:
+    """Totals of `(label, weights, zeros)` per label, in the order in which labels first appear."""
+    totals: dict[str, list[int]] = {}
+    for label, weights, zeros in rows:
+        total = totals.setdefault(label or "outside the blocks", [0, 0])
+        total[0] += weights
+        total[1] += zeros
+    return [Group(label, weights, zeros) for label, (weights, zeros) in totals.items()]
+
+
+class Stopwatch:
+    """Seconds per stage; each stage is announced when it begins."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        logger.info("%s ...", stage)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            found[package] = "unknown"
+    return found
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes at the highest point so far: resident memory of this process, and allocated memory of a CUDA device."""
+    peaks = {"peak_resident_bytes": _peak_resident()}
+    if torch.cuda.is_available():
+        peaks["peak_cuda_bytes"] = torch.cuda.max_memory_allocated()
+    return peaks
+
+
+def _peak_resident() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows keeps the peak elsewhere
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def finite(value: Any) -> Any:
+    """The same value with every NaN and infinity replaced by None: JSON has neither."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: finite(inner) for name, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(inner) for inner in value]
+    return value

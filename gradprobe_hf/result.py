@@ -1,0 +1,91 @@
+"""PruneResult: what a run gives back, and how it is saved and shared."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.application import masks_applied
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.hub import check_destination, check_push, push_folder, write_checkpoint
+from gradprobe_hf.report import Report
+from gradprobe_hf.targets import Target
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PruneResult:
+    """What `prune_pretrained` returns.
+
+    Attributes:
+        model: the model; its masked weights are zero, unless `apply=False` was asked for.
+        masks: parameter name -> bool `[out, in]`, True = pruned. (A `Conv1D` stores its weight `[in, out]`.)
+        report: what happened.
+        config: how.
+        processing_class: the tokenizer, or None.
+        targets: the matrices the masks are for.
+    """
+
+    model: PreTrainedModel
+    masks: Mapping[str, Tensor]
+    report: Report
+    config: GradProbeConfig
+    processing_class: Any
+    targets: tuple[Target, ...]
+
+    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
+        """Write the pruned checkpoint, whole or not at all; with `apply=False` the model in memory stays as it is.
+
+        Args:
+            repo_id: the name the card's loading snippet uses; the folder's by default.
+
+        Raises:
+            FileExistsError: the folder exists and `overwrite` is not set.
+            OSError: it cannot be written; nothing of it remains.
+        """
+        check_destination(directory, self.model.name_or_path, overwrite)
+        with masks_applied(self.model, self.targets, self.masks, keep=False):
+            write_checkpoint(
+                directory,
+                self.model,
+                self.processing_class,
+                self.config,
+                self.report,
+                overwrite=overwrite,
+                where=repo_id,
+            )
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        token: str | None = None,
+    ) -> str:
+        """Upload the pruned checkpoint with its card; returns the address of the commit (or pull request).
+
+        Raises:
+            OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
+        """
+        full_name = check_push(repo_id, private, token)
+        scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
+        folder = scratch / full_name.split("/")[-1]
+        self.save_pretrained(folder, repo_id=full_name)
+        try:
+            address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
+        except BaseException:
+            logger.error("the upload failed; the pruned checkpoint is kept in %s", folder)
+            raise
+        shutil.rmtree(scratch, ignore_errors=True)
+        return address

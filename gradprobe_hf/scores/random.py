@@ -1,0 +1,12 @@
+"""Random: the baseline every other score has to beat."""
+
+import zlib
+
+import torch
+from torch import Tensor
+
+
+def random_score(weight: Tensor, name: str, seed: int) -> Tensor:
+    """Uniform in [0, 1), `[out, in]`: a function of the matrix's name and the seed alone, so it can be drawn again."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ (seed << 32))
+    return torch.rand(weight.shape, generator=generator).to(weight.device)

@@ -1,0 +1,198 @@
+"""Tiny real models, made from their own configurations, and a byte tokenizer to go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OPTConfig,
+    OPTForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+VOCABULARY = 260
+SPECIAL = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
+CAUSAL = {"vocab_size": VOCABULARY, **SPECIAL}
+
+
+def llama(tie: bool = False) -> PreTrainedModel:
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=tie,
+        **CAUSAL,
+    )
+    return LlamaForCausalLM(config)
+
+
+def gpt2() -> PreTrainedModel:
+    # dropout on, as in the real one: the probe must switch it off
+    return GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=4, n_positions=64, **CAUSAL))
+
+
+def opt() -> PreTrainedModel:
+    config = OPTConfig(
+        hidden_size=16,
+        ffn_dim=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        word_embed_proj_dim=16,
+        **CAUSAL,
+    )
+    return OPTForCausalLM(config)
+
+
+def gpt_neox() -> PreTrainedModel:
+    config = GPTNeoXConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        **CAUSAL,
+    )
+    return GPTNeoXForCausalLM(config)
+
+
+def mixtral() -> PreTrainedModel:
+    config = MixtralConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=64,
+        **CAUSAL,
+    )
+    return MixtralForCausalLM(config)
+
+
+def bert() -> PreTrainedModel:
+    config = BertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    return BertForMaskedLM(config)
+
+
+def t5() -> PreTrainedModel:
+    config = T5Config(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        d_ff=24,
+        d_kv=4,
+        num_layers=2,
+        num_heads=4,
+        decoder_start_token_id=258,
+        pad_token_id=258,
+        eos_token_id=257,
+    )
+    return T5ForConditionalGeneration(config)
+
+
+def vit() -> PreTrainedModel:
+    config = ViTConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=8,
+        patch_size=4,
+        num_labels=3,
+    )
+    return ViTForImageClassification(config)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how many weights of it are targets by default."""
+
+    make: Callable[[], PreTrainedModel]
+    targets: int
+    modality: str = "causal"
+
+
+LLAMA_BLOCK = 2 * 16 * 16 + 2 * 8 * 16 + 3 * 16 * 24
+GPT_BLOCK = 4 * 16 * 16 + 2 * 16 * 24
+
+CASES = {
+    "llama": Case(llama, 3 * LLAMA_BLOCK),
+    "tied": Case(lambda: llama(tie=True), 3 * LLAMA_BLOCK),
+    "gpt2": Case(gpt2, 2 * (4 * 16 * 16 + 2 * 16 * 64)),
+    "opt": Case(opt, 2 * GPT_BLOCK),
+    "gpt_neox": Case(gpt_neox, 2 * GPT_BLOCK),
+    "bert": Case(bert, 2 * GPT_BLOCK, "masked"),
+    "t5": Case(t5, 2 * (4 * 16 * 16 + 2 * 16 * 24) + 2 * (8 * 16 * 16 + 2 * 16 * 24), "seq2seq"),
+    "vit": Case(vit, 2 * GPT_BLOCK, "image"),
+}
+CAUSAL_CASES = [name for name, case in CASES.items() if case.modality == "causal"]
+
+
+def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:
+    """A model whose weights are large enough that gradients differ from matrix to matrix."""
+    torch.manual_seed(seed)
+    model = CASES[name].make()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.2)
+    return model.to(dtype).eval()
+
+
+def batches(name: str, rows: int = 6, length: int = 12, batch_size: int = 2, seed: int = 1) -> list[dict]:
+    """The same rows whatever the batch size, so that batchings compare."""
+    generator = torch.Generator().manual_seed(seed)
+    modality = CASES[name].modality
+    if modality == "image":
+        pixels = torch.randn(rows, 3, 8, 8, generator=generator)
+        labels = torch.randint(3, (rows,), generator=generator)
+        whole = {"pixel_values": pixels, "labels": labels}
+    else:
+        ids = torch.randint(256, (rows, length), generator=generator)
+        whole = {"input_ids": ids}
+        if modality != "causal":
+            whole["labels"] = torch.randint(256, (rows, length - 3 * (modality == "seq2seq")), generator=generator)
+    parts = {key: value.split(batch_size) for key, value in whole.items()}
+    return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per byte: no download, and text of any kind has a known length."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
+    vocabulary |= {"<s>": 256, "</s>": 257, "<pad>": 258, "<unk>": 259}
+    backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
+    )

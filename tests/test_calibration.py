@@ -1,0 +1,167 @@
+"""Everything a user may name becomes the same batches each time, or an error that says what is missing."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from gradprobe_hf.calibration import load_batches, shared_rows
+from gradprobe_hf.calibration.manual import manual_text
+from tests import cases
+from tests.conftest import TEXT
+
+MODEL = cases.build("llama")
+TOKENIZER = cases.tokenizer()
+
+
+def load(source, *, part="calibration", samples=4, length=16, batch_size=2, seed=0, tokenizer=TOKENIZER, model=MODEL):
+    return load_batches(
+        source,
+        part=part,
+        model=model,
+        processing_class=tokenizer,
+        samples=samples,
+        sequence_length=length,
+        batch_size=batch_size,
+        seed=seed,
+        progress=False,
+    )
+
+
+def ids(batches):
+    return torch.cat([batch["input_ids"] for batch in batches])
+
+
+def test_windows_are_cut_shuffled_and_taken_as_the_protocol_says(text_file):
+    found = load(str(text_file), samples=5, seed=3)
+    tokens = torch.tensor(TOKENIZER(TEXT, add_special_tokens=False)["input_ids"])
+    windows = tokens[: len(tokens) // 16 * 16].view(-1, 16)
+    order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(3))
+    assert torch.equal(ids(found), windows[order[:5]])
+    assert found.tokens == 80
+    assert "seed 3" in found.protocol
+
+
+def test_every_kind_of_text_gives_the_same_windows(tmp_path, text_file):
+    wanted = load(str(text_file)).fingerprint
+    (tmp_path / "t.jsonl").write_text(json.dumps({"text": TEXT}) + "\n")
+    Dataset.from_dict({"text": [TEXT]}).to_parquet(tmp_path / "t.parquet")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "a.txt").write_text(TEXT)
+    for source in (str(tmp_path / "t.jsonl"), str(tmp_path / "t.parquet"), str(folder), [TEXT],
+                   Dataset.from_dict({"body": [TEXT]})):  # fmt: skip
+        assert load(source).fingerprint == wanted
+
+
+def test_the_seed_draws_the_windows_and_evaluation_has_its_own(text_file):
+    name = str(text_file)
+    assert load(name, seed=1).fingerprint == load(name, seed=1).fingerprint != load(name, seed=2).fingerprint
+    assert load(name, part="evaluation", seed=1).fingerprint == load(name, part="evaluation", seed=2).fingerprint
+
+
+def test_the_fingerprint_is_of_the_tokens_not_of_the_batches(text_file):
+    assert load(str(text_file), batch_size=1).fingerprint == load(str(text_file), batch_size=4).fingerprint
+
+
+def test_a_stream_is_read_only_as_far_as_needed(tmp_path, monkeypatch, text_file):
+    from gradprobe_hf.calibration import texts
+
+    monkeypatch.setattr(texts, "STREAMED_FROM_BYTES", 1)
+    lines = tmp_path / "lines.txt"
+    lines.write_text("\n".join(f"line {i} of a long file" for i in range(500)))
+    found = load(str(lines), samples=3)
+    assert ids(found).shape == (3, 16)
+    assert found.fingerprint == load(str(lines), samples=3).fingerprint
+
+
+def test_too_little_text_says_how_much_there_is_and_how_much_is_needed():
+    with pytest.raises(ValueError, match=r"holds 22 tokens.*1 full windows of 16; 4 windows need 64"):
+        load(["only twenty-two letters"[:22]])
+    with pytest.raises(ValueError, match="holds 0 tokens"):
+        load([""] * 3)
+
+
+def test_pydoc_is_there_and_its_parts_share_no_paragraph():
+    parts = {part: set(manual_text(part).split("\n\n")) for part in ("calibration", "evaluation")}
+    assert not parts["calibration"] & parts["evaluation"]
+    assert all(len("\n\n".join(text)) > 40_000 for text in parts.values())
+    calibration, evaluation = load("pydoc"), load("pydoc", part="evaluation")
+    assert shared_rows(calibration, evaluation) == 0
+    assert shared_rows(calibration, calibration) == 4
+
+
+def test_the_model_writes_its_own_text():
+    state = torch.random.get_rng_state()
+    found = load("self", samples=5, length=12)
+    assert ids(found).shape == (5, 12)
+    assert (ids(found)[:, 0] == 256).all()  # the beginning-of-text token
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert found.fingerprint == load("self", samples=5, length=12).fingerprint != load("self", samples=5, length=12, seed=1).fingerprint  # fmt: skip
+    with pytest.raises(ValueError, match="causal language model"):
+        load("self", model=cases.build("bert"))
+
+
+def test_tokenised_rows_are_padded_and_masked():
+    rows = Dataset.from_dict({"input_ids": [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11]]})
+    found = load(rows, samples=4)
+    assert found.tokens == 11
+    for batch in found:
+        assert ((batch["input_ids"] == 258) == (batch["attention_mask"] == 0)).all()
+    with pytest.raises(ValueError, match="4 tokenised rows and 9 were asked for"):
+        load(rows, samples=9)
+
+
+def test_a_loader_that_shuffles_gives_the_same_batches_twice():
+    loader = DataLoader([{"input_ids": torch.tensor([i, i + 1])} for i in range(8)], batch_size=2, shuffle=True)
+    found = load(loader)
+    assert torch.equal(ids(found), ids(found))
+    assert found.samples == 8
+    assert found.tokens == 16
+
+
+@pytest.mark.parametrize(
+    ("source", "error", "message"),
+    [
+        ("/no/such/file.txt", ValueError, "no such file or folder"),
+        ("no such thing!", ValueError, "no such file or folder"),
+        ("somebody/some-dataset", OSError, "cannot load the dataset 'somebody/some-dataset'.*pydoc"),
+        (7, ValueError, "got int"),
+        ([1, 2], ValueError, "a list of texts must hold strings, got int"),
+        ([], ValueError, "holds no batches"),
+        (iter([{"input_ids": torch.ones(1, 2)}]), ValueError, "re-iterable"),
+        ([{"input_ids": [1, 2]}], ValueError, "mapping of tensors"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(source, error, message):
+    with pytest.raises(error, match=message):
+        load(source)
+
+
+def test_a_folder_of_several_formats_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    (tmp_path / "b.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"\.jsonl, \.txt"):
+        load(str(tmp_path))
+    (tmp_path / "c.doc").write_text("a")
+    with pytest.raises(ValueError, match=r"it holds \.doc"):
+        load(str(tmp_path / "c.doc"))
+
+
+def test_columns_without_one_text_are_named():
+    with pytest.raises(ValueError, match="its columns are question, answer"):
+        load(Dataset.from_dict({"question": ["a"], "answer": ["b"]}))
+
+
+def test_windows_the_model_has_no_positions_for_are_refused(text_file):
+    with pytest.raises(ValueError, match=r"sequence_length=65 is more than the 64 positions.*pass sequence_length=64"):
+        load(str(text_file), length=65)
+
+
+def test_text_without_a_tokenizer_is_refused(text_file):
+    with pytest.raises(ValueError, match="pass processing_class="):
+        load(str(text_file), tokenizer=None)

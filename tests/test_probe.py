@@ -1,0 +1,259 @@
+"""The engine against the slow obvious way, in float64, and what it must never do to a model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradprobe_hf.decision import fisher_of
+from gradprobe_hf.loss import summed_loss
+from gradprobe_hf.probe import Statistics, observe_inputs, run_probe, serving
+from gradprobe_hf.targets import find_targets
+from tests import cases
+from tests.reference import naive
+
+TERMS = frozenset({"sequence", "token", "marginals", "peak"})
+ORACLE_CASES = ["llama", "tied", "gpt2", "opt", "gpt_neox", "bert", "t5", "vit"]
+
+
+def bits(model):
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def assert_same_bits(model, before):
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+
+
+def candidates(targets, seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    return {target.name: torch.rand(target.shape, generator=generator) < 0.4 for target in targets}
+
+
+def as_double(parts):
+    return [{k: v.double() if v.is_floating_point() else v for k, v in part.items()} for part in parts]
+
+
+def probed(model, targets, parts, **options):
+    statistics = Statistics(targets, TERMS, model)
+    loss = run_probe(model, targets, as_double(parts), statistics, progress=False, **options)
+    return statistics, loss
+
+
+@pytest.mark.parametrize("name", ORACLE_CASES)
+@pytest.mark.parametrize("shrunk", [False, True], ids=["original", "shrunk"])
+def test_statistics_equal_a_loop_of_autograd(name, shrunk):
+    model = cases.build(name, torch.float64)
+    targets = find_targets(model)
+    masks = candidates(targets) if shrunk else None
+    statistics, loss = probed(model, targets, cases.batches(name), shrunk=masks, factor=0.1)
+    wanted, total = naive.statistics(
+        model, cases.batches(name, batch_size=1), [target.name for target in targets], masks, factor=0.1
+    )
+    assert loss.total == pytest.approx(total, rel=1e-9)
+    for target in targets:
+        found = statistics[target.name]
+        for term, value in {
+            "sequence": found.sequence,
+            "token": found.token,
+            "peak": found.peak,
+            "factored": found.factored(),
+        }.items():
+            torch.testing.assert_close(value, wanted[target.name][term], rtol=1e-7, atol=1e-18, msg=f"{target.name} {term}")
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "t5"])
+def test_batch_size_changes_nothing(name):
+    model = cases.build(name, torch.float64)
+    targets = find_targets(model)
+    one, loss_one = probed(model, targets, cases.batches(name, batch_size=1))
+    for size in (2, 3, 6):
+        other, loss_other = probed(model, targets, cases.batches(name, batch_size=size))
+        assert loss_other.total == pytest.approx(loss_one.total, rel=1e-12)
+        assert loss_other.terms == loss_one.terms
+        for target in targets:
+            for kind in ("sequence", "token", "factored", "blend"):
+                torch.testing.assert_close(
+                    fisher_of(other[target.name], kind), fisher_of(one[target.name], kind), rtol=1e-9, atol=1e-20
+                )
+
+
+def test_two_probes_add_up():
+    model = cases.build("llama", torch.float64)
+    targets = find_targets(model)
+    masks = candidates(targets)
+    statistics = Statistics(targets, TERMS, model)
+    run_probe(model, targets, cases.batches("llama"), statistics, progress=False)
+    statistics.probe = 1
+    run_probe(model, targets, cases.batches("llama"), statistics, shrunk=masks, factor=0.1, progress=False)
+    names = [target.name for target in targets]
+    first, _ = naive.statistics(model, cases.batches("llama", batch_size=1), names)
+    second, _ = naive.statistics(model, cases.batches("llama", batch_size=1), names, masks, 0.1)
+    for name in names:
+        for kind in ("sequence", "token", "factored"):
+            wanted = first[name][kind] + second[name][kind]
+            torch.testing.assert_close(fisher_of(statistics[name], kind), wanted, rtol=1e-7, atol=1e-18)
+        # Wanda looks at the inputs of the original model only
+        torch.testing.assert_close(statistics[name].input_sq()[0], first[name]["x_sq"], rtol=1e-9, atol=1e-18)
+
+
+def test_padding_counts_for_nothing():
+    model = cases.build("llama", torch.float64)
+    targets = find_targets(model)
+    rows = [{"input_ids": torch.randint(256, (1, n), generator=torch.Generator().manual_seed(n))} for n in (7, 12, 9)]
+    apart, loss_apart = probed(model, targets, rows)
+    padded = torch.full((3, 12), 258)
+    mask = torch.zeros(3, 12, dtype=torch.long)
+    for index, row in enumerate(rows):
+        length = row["input_ids"].shape[1]
+        padded[index, :length], mask[index, :length] = row["input_ids"][0], 1
+    together, loss_together = probed(model, targets, [{"input_ids": padded, "attention_mask": mask}])
+    assert loss_together.total == pytest.approx(loss_apart.total, rel=1e-9)
+    assert loss_together.terms == loss_apart.terms
+    for target in targets:
+        for kind in ("sequence", "token", "factored"):
+            torch.testing.assert_close(
+                fisher_of(together[target.name], kind), fisher_of(apart[target.name], kind), rtol=1e-7, atol=1e-18
+            )
+        torch.testing.assert_close(together[target.name].input_sq(), apart[target.name].input_sq())
+
+
+def test_a_matrix_used_twice_is_squared_after_its_uses_are_summed():
+    """The head and the embedding of a tied model are one matrix: autograd sums both uses, and so must we."""
+    model = cases.build("tied", torch.float64)
+    targets = find_targets(model, include=["lm_head"])
+    assert [target.name for target in targets] == ["model.embed_tokens.weight"]
+    rows = cases.batches("tied", batch_size=1)
+    statistics, _ = probed(model, targets, cases.batches("tied", batch_size=3))
+    wanted = peak = 0
+    for row in rows:
+        model.zero_grad()
+        naive.sequence_loss(model, row).backward()
+        gradient = model.model.embed_tokens.weight.grad
+        wanted = wanted + gradient**2
+        peak = torch.maximum(torch.as_tensor(peak, dtype=torch.float64), gradient.abs())
+    torch.testing.assert_close(statistics[targets[0].name].sequence, wanted, rtol=1e-8, atol=1e-18)
+    torch.testing.assert_close(statistics[targets[0].name].peak, peak, rtol=1e-8, atol=1e-18)
+
+
+def test_an_embedding_can_be_a_target():
+    model = cases.build("llama", torch.float64)
+    targets = find_targets(model, include=["embed_tokens"])
+    statistics, _ = probed(model, targets, cases.batches("llama"))
+    wanted = 0
+    for row in cases.batches("llama", batch_size=1):
+        model.zero_grad()
+        naive.sequence_loss(model, row).backward()
+        wanted = wanted + model.model.embed_tokens.weight.grad ** 2
+    found = statistics[targets[0].name]
+    torch.testing.assert_close(found.sequence, wanted, rtol=1e-8, atol=1e-18)
+    counts = torch.cat([row["input_ids"].flatten() for row in cases.batches("llama")]).bincount(minlength=cases.VOCABULARY)
+    torch.testing.assert_close(found.input_sq()[:, 0], counts.double())
+
+
+def test_inputs_alone_equal_the_probe_s_inputs():
+    for name in ("llama", "gpt2", "t5"):
+        model = cases.build(name, torch.float64)
+        targets = find_targets(model)
+        statistics = Statistics(targets, frozenset({"marginals"}), model)
+        observe_inputs(model, targets, cases.batches(name), statistics, progress=False)
+        full, _ = probed(model, targets, cases.batches(name))
+        for target in targets:
+            torch.testing.assert_close(statistics[target.name].input_sq(), full[target.name].input_sq())
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "tied", "vit"])
+def test_the_model_is_left_as_it_was(name):
+    model = cases.build(name).train()
+    model.get_parameter(next(iter(dict(model.named_parameters())))).requires_grad_(False)
+    required = {n: p.requires_grad for n, p in model.named_parameters()}
+    targets = find_targets(model)
+    before = bits(model)
+    probed(model, targets, cases.batches(name), shrunk=candidates(targets), factor=0.1)
+    with serving(model, targets, candidates(targets)):
+        pass
+    assert_same_bits(model, before)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert {n: p.requires_grad for n, p in model.named_parameters()} == required
+    assert all(p.grad is None for p in model.parameters())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
+
+
+def test_weights_never_require_a_gradient_in_a_probe():
+    model = cases.build("llama")
+    seen = []
+
+    def spy(model, batch):
+        seen.append(any(p.requires_grad for p in model.parameters()) or model.training)
+        return summed_loss(model, batch)[0]
+
+    probed(model, find_targets(model), cases.batches("llama"), loss_fn=spy)
+    assert seen == [False] * 3
+
+
+def test_everything_is_put_back_after_an_exception():
+    model = cases.build("llama").train()
+    before = bits(model)
+    calls = []
+
+    def fails_in_the_second_batch(model, batch):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return summed_loss(model, batch)[0]
+
+    targets = find_targets(model)
+    with pytest.raises(KeyboardInterrupt):
+        probed(model, targets, cases.batches("llama"), loss_fn=fails_in_the_second_batch, shrunk=candidates(targets))
+    assert_same_bits(model, before)
+    assert model.training
+    assert not any("forward" in module.__dict__ for module in model.modules())
+
+
+def test_a_served_model_is_the_pruned_model():
+    for name in ("llama", "gpt2", "t5"):
+        model = cases.build(name)
+        targets = find_targets(model)
+        masks = candidates(targets)
+        row = cases.batches(name)[0]
+        really = naive.shrunk_copy(model, masks, 0.0).float()
+        with serving(model, targets, masks):
+            served = model(**row).logits
+        torch.testing.assert_close(served, really(**row).logits)
+
+
+def test_nothing_of_a_matrix_s_size_outlives_it(monkeypatch):
+    """Gradients live one at a time: the factored Fisher of a big matrix must not hold [out, in] anywhere."""
+    model = cases.build("llama")
+    targets = find_targets(model)
+    statistics = Statistics(targets, frozenset({"marginals"}), model)
+    run_probe(model, targets, cases.batches("llama"), statistics, progress=False)
+    assert statistics.nbytes == 0
+    sizes = {target.name: target.numel for target in targets}
+    for name, numel in sizes.items():
+        kept = statistics[name]
+        held = [t for m in kept._marginals.values() for t in (m.rows, m.columns) if isinstance(t, torch.Tensor)]
+        assert sum(t.numel() for t in held) < numel / 4
+
+
+def test_a_bad_loss_is_refused_with_a_remedy():
+    model = cases.build("llama")
+    targets = find_targets(model)
+    with pytest.raises(ValueError, match="loss is nan"):
+        probed(model, targets, cases.batches("llama"), loss_fn=lambda m, b: m(**b).logits.sum() * float("nan"))
+    with pytest.raises(ValueError, match="must be a scalar"):
+        probed(model, targets, cases.batches("llama"), loss_fn=lambda m, b: m(**b).logits)
+    vit = cases.build("vit")
+    with pytest.raises(ValueError, match="returns no loss"):
+        probed(vit, find_targets(vit), [{"pixel_values": torch.randn(2, 3, 8, 8)}])
+
+
+def test_sequences_that_cannot_be_told_apart_are_refused():
+    model = cases.build("gpt2")
+    targets = find_targets(model, include=["wpe"])  # positions are looked up once for the whole batch
+    with pytest.raises(ValueError, match="batch_size=1"):
+        probed(model, targets, cases.batches("gpt2", batch_size=2))
+    statistics, _ = probed(model, targets, cases.batches("gpt2", batch_size=1))
+    assert statistics[targets[0].name].reached

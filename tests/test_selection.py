@@ -1,0 +1,167 @@
+"""Selection is exact: against a full stable sort, on random, tied, subnormal and infinite scores."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from gradprobe_hf.selection import find_cut, group_mask, key_range, row_mask, score_keys, select_masks
+from gradprobe_hf.targets import Site, Target
+
+FLOATS = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=True, allow_subnormal=True)
+FEW = st.sampled_from([0.0, 1e-45, 1e-40, 1.0, 1.0000001, 3e38, float("inf")])
+
+
+def target(name, shape, block="b"):
+    return Target(name, shape, False, (Site(name, "linear"),), block, name)
+
+
+def fully_sorted(scores, zero, budget):
+    """The mask that a stable sort of everything gives: zeros first, then by score, then by index."""
+    order = np.lexsort((np.arange(scores.size), np.where(zero.ravel(), -1.0, scores.ravel().astype(np.float64))))
+    mask = np.zeros(scores.size, dtype=bool)
+    mask[order[:budget]] = True
+    return mask.reshape(scores.shape)
+
+
+def split_rows(scores, parts):
+    """The same scores as several matrices, in order."""
+    return {f"m{i}": part for i, part in enumerate(np.array_split(scores, parts)) if part.size}
+
+
+def selected(matrices, zeros, sparsity, scope="global", group=None):
+    targets = [target(name, matrix.shape, block=name[:2]) for name, matrix in matrices.items()]
+
+    def keys(t):
+        weight = torch.from_numpy(np.where(zeros[t.name], 0.0, 1.0))
+        return score_keys(torch.from_numpy(matrices[t.name]), weight, t.name)
+
+    return select_masks(targets, keys, sparsity, scope, group)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    scores=hnp.arrays(np.float32, st.tuples(st.integers(1, 30), st.integers(1, 12)), elements=st.one_of(FLOATS, FEW)),
+    sparsity=st.floats(0, 0.999),
+    parts=st.integers(1, 4),
+    zero_share=st.sampled_from([0.0, 0.2, 0.9]),
+)
+def test_global_selection_is_a_full_sort(scores, sparsity, parts, zero_share):
+    zero = np.random.default_rng(0).random(scores.shape) < zero_share
+    masks = selected(split_rows(scores, parts), split_rows(zero, parts), sparsity)
+    found = np.concatenate([mask.numpy() for mask in masks.values()])
+    assert np.array_equal(found, fully_sorted(scores, zero, round(sparsity * scores.size)))
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "subnormal", "all equal"])
+def test_a_million_scores(kind):
+    rng = np.random.default_rng(1)
+    scores = {
+        "random": rng.lognormal(sigma=8, size=(1000, 1000)),
+        "tied": rng.integers(0, 40, size=(1000, 1000)),
+        "subnormal": rng.integers(0, 5000, size=(1000, 1000)) * 1.401298464324817e-45,
+        "all equal": np.full((1000, 1000), 0.25),
+    }[kind].astype(np.float32)
+    masks = selected(split_rows(scores, 7), split_rows(np.zeros_like(scores, dtype=bool), 7), 0.37)
+    found = np.concatenate([mask.numpy() for mask in masks.values()])
+    assert found.sum() == 370_000
+    assert np.array_equal(found, fully_sorted(scores, np.zeros_like(scores, dtype=bool), 370_000))
+
+
+@pytest.mark.parametrize("scope", ["row", "tensor", "block"])
+@settings(max_examples=40, deadline=None)
+@given(data=st.data())
+def test_every_unit_of_a_scope_has_its_own_exact_budget(scope, data):
+    shape = data.draw(st.tuples(st.integers(1, 9), st.integers(1, 9)))
+    sparsity = data.draw(st.floats(0, 0.999))
+    matrices = {
+        name: data.draw(hnp.arrays(np.float32, shape, elements=FEW)) for name in ("b0.q", "b0.k", "b1.q", "b1.k")
+    }
+    nothing = {name: np.zeros(shape, dtype=bool) for name in matrices}
+    masks = {name: mask.numpy() for name, mask in selected(matrices, nothing, sparsity, scope).items()}
+    if scope == "block":
+        units = [(np.concatenate([matrices[f"{b}.{r}"] for r in "qk"]), np.concatenate([masks[f"{b}.{r}"] for r in "qk"]))
+                 for b in ("b0", "b1")]  # fmt: skip
+    elif scope == "tensor":
+        units = [(matrices[name], masks[name]) for name in matrices]
+    else:
+        units = [(matrices[name][i], masks[name][i]) for name in matrices for i in range(shape[0])]
+    for scores, mask in units:
+        wanted = fully_sorted(scores, np.zeros(scores.shape, dtype=bool), round(sparsity * scores.size))
+        assert np.array_equal(mask, wanted)
+
+
+@settings(max_examples=60, deadline=None)
+@given(scores=hnp.arrays(np.float32, (6, 24), elements=st.one_of(FEW, FLOATS)), group=st.sampled_from([(2, 4), (1, 4), (4, 8), (1, 2), (5, 6)]))  # fmt: skip
+def test_groups_keep_the_n_highest_of_every_m(scores, group):
+    n, m = group
+    keys = score_keys(torch.from_numpy(scores), torch.ones(6, 24), "w")
+    mask = group_mask(keys, n, m).numpy()
+    for row, row_mask_ in zip(scores.reshape(-1, m), mask.reshape(-1, m), strict=True):
+        assert np.array_equal(row_mask_, fully_sorted(row, np.zeros(m, dtype=bool), m - n))
+
+
+def test_more_budget_never_gives_a_weight_back():
+    scores = {"m": np.random.default_rng(2).integers(0, 30, (20, 16)).astype(np.float32)}
+    nothing = {"m": np.zeros((20, 16), dtype=bool)}
+    for scope in ("global", "row", "tensor"):
+        last = torch.zeros(20, 16, dtype=torch.bool)
+        for sparsity in np.linspace(0, 0.99, 23):
+            mask = selected(scores, nothing, float(sparsity), scope)["m"]
+            assert not (last & ~mask).any()
+            last = mask
+
+
+def test_permuting_rows_permutes_the_mask():
+    rng = np.random.default_rng(3)
+    scores = rng.permutation(400).reshape(20, 20).astype(np.float32)  # no ties: those are cut by index
+    nothing = {"m": np.zeros((20, 20), dtype=bool)}
+    order = rng.permutation(20)
+    for scope in ("global", "row", "tensor"):
+        plain = selected({"m": scores}, nothing, 0.43, scope)["m"]
+        permuted = selected({"m": scores[order]}, nothing, 0.43, scope)["m"]
+        assert torch.equal(plain[order], permuted)
+
+
+def test_zeros_that_are_there_count_towards_the_budget():
+    weight = torch.tensor([[1.0, 0.0, 2.0, 0.0]])
+    keys = score_keys(torch.tensor([[0.0, 5.0, 1.0, 9.0]]), weight, "w")
+    assert row_mask(keys, 2).tolist() == [[False, True, False, True]]
+
+
+def test_an_infinite_score_goes_last():
+    scores = np.array([[np.inf, 1.0, 3e38, np.inf]], dtype=np.float32)
+    nothing = {"m": np.zeros((1, 4), dtype=bool)}
+    assert selected({"m": scores}, nothing, 0.5)["m"].tolist() == [[False, True, True, False]]
+    assert selected({"m": scores}, nothing, 0.75)["m"].tolist() == [[True, True, True, False]]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), -1.0, float("-inf")])
+def test_a_score_that_orders_nothing_is_refused_by_name(bad):
+    with pytest.raises(ValueError, match=r"layers\.3\.q_proj"):
+        score_keys(torch.tensor([[1.0, bad]]), torch.ones(1, 2), "layers.3.q_proj")
+
+
+def test_the_cut_reads_its_stream_twice_and_never_joins_it():
+    reads = []
+    parts = [torch.randint(0, 1000, (50,), dtype=torch.int32, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+
+    def stream():
+        reads.append(1)
+        return iter(parts)
+
+    cut = find_cut(stream, 100)
+    together = torch.cat(parts)
+    assert len(reads) == 2
+    assert (together < cut.key).sum() + cut.ties == 100
+    assert 0 < cut.ties <= (together == cut.key).sum()
+
+
+def test_a_key_remembers_its_score():
+    keys = score_keys(torch.tensor([[0.5, 2.0, 7.0]]), torch.tensor([[1.0, 1.0, 1.0]]), "w")
+    assert key_range(keys) == (0.5, 7.0)
+    assert key_range(score_keys(torch.tensor([[3.0, 2.0]]), torch.tensor([[0.0, 1.0]]), "w")) == (0.0, 2.0)

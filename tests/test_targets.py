@@ -1,0 +1,83 @@
+"""Which matrices are pruned."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradprobe_hf.targets import check_editable, check_group, find_targets
+from tests import cases
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+def test_the_linear_maps_of_the_blocks_and_nothing_else(name):
+    model = cases.build(name)
+    targets = find_targets(model)
+    assert sum(target.numel for target in targets) == cases.CASES[name].targets
+    for target in targets:
+        assert target.block
+        assert not any(part in target.name for part in ("embed", "wte", "wpe", "lm_head", "shared", "relative", "classifier"))
+        assert target.matrix(model).shape == target.shape
+        assert target.matrix(model).data_ptr() == model.get_parameter(target.name).data_ptr()
+
+
+def test_a_conv1d_is_transposed():
+    target = find_targets(cases.build("gpt2"), include=["h.0.attn.c_attn"])[0]
+    assert target.transposed
+    assert target.shape == (48, 16)  # stored [16, 48]
+
+
+def test_tied_weights_are_one_target():
+    model = cases.build("tied")
+    both = find_targets(model, include=["lm_head", "embed_tokens"])
+    assert [target.name for target in both] == ["model.embed_tokens.weight"]
+    assert {site.module for site in both[0].sites} == {"lm_head", "model.embed_tokens"}
+    assert len(find_targets(cases.build("llama"), include=["lm_head", "embed_tokens"])) == 2
+
+
+@pytest.mark.parametrize(
+    ("patterns", "count"),
+    [
+        (["model.layers.1.mlp.up_proj"], 1),
+        (["model.layers.1.mlp.up_proj.weight"], 1),
+        (["q_proj"], 3),
+        (["*.mlp.*"], 9),
+        ([r"re:layers\.[01]\.self_attn"], 8),
+        (["q_proj", "re:layers.0.*q_proj"], 3),
+        (["lm_head"], 1),
+    ],
+)
+def test_patterns(patterns, count):
+    assert len(find_targets(cases.build("llama"), include=patterns)) == count
+    if patterns != ["lm_head"]:
+        assert len(find_targets(cases.build("llama"), exclude=patterns)) == 21 - count
+
+
+def test_a_pattern_that_matches_nothing_is_an_error():
+    model = cases.build("llama")
+    for options in ({"include": ["q_projj"]}, {"exclude": ["model.layers.9.*"]}):
+        with pytest.raises(ValueError, match="matches no prunable module.*named like"):
+            find_targets(model, **options)
+    find_targets(model, exclude=["lm_head"])  # not a target anyway, but it exists: people write it to be sure
+    with pytest.raises(ValueError, match="leave no matrix"):
+        find_targets(model, include=["q_proj"], exclude=["*self_attn*"])
+
+
+def test_what_cannot_be_edited_is_refused():
+    with torch.device("meta"):
+        model = cases.llama()
+    with pytest.raises(ValueError, match="meta device"):
+        check_editable(model, find_targets(model))
+    model = cases.build("llama")
+    target = find_targets(model)[0]
+    model.get_parameter(target.name).requires_grad_(False)
+    model.get_parameter(target.name).data = torch.zeros(16, 16, dtype=torch.int8)
+    with pytest.raises(ValueError, match="quantized"):
+        check_editable(model, (target,))
+
+
+def test_columns_that_do_not_divide_are_refused_by_name():
+    targets = find_targets(cases.build("llama"))
+    check_group(targets, 2, 4)
+    with pytest.raises(ValueError, match=r"model\.layers\.0\..*24 inputs.*exclude"):
+        check_group(targets, 3, 16)
