@@ -27,9 +27,10 @@ from gradprobe_hf.report import versions
 
 RESULTS = Path(__file__).parent / "results"
 
+# Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
 METHODS: dict[str, dict[str, Any]] = {
-    "magnitude": {"strategy": "magnitude", "decision": "none"},
     "wanda": {"strategy": "wanda", "decision": "none"},
+    "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "global"},
     "one probe": {"strategy": "fisher", "decision": "none"},
     "two probes (path)": {},
 }
@@ -56,13 +57,13 @@ def prune(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any], ask: 
     )
 
 
-def measured_row(model: PreTrainedModel, method: str, result: PruneResult, held_out: Batches) -> Row:
+def measured_row(model: PreTrainedModel, method: str, sparsity: float, result: PruneResult, held_out: Batches) -> Row:
     with serving(model, result.targets, result.masks):
         found = measure(model, held_out, label=method)
     report = result.report
     assert found.perplexity is not None, "a causal language model has a perplexity"
     seconds = sum(report.timings.values())
-    return Row(method, result.config.sparsity or 0.0, report.zeros, report.weights, found.perplexity, round(seconds, 1))
+    return Row(method, sparsity, report.zeros, report.weights, found.perplexity, round(seconds, 1))
 
 
 def show(settings: dict[str, Any], dense: float, rows: list[Row]) -> None:
@@ -116,8 +117,9 @@ def main() -> None:
     for sparsity in ask.sparsity:
         for method, options in METHODS.items():
             if (method, sparsity) not in done:
-                result = prune(model, tokenizer, {**options, "sparsity": sparsity}, ask)
-                rows.append(measured_row(model, method, result, held_out))
+                matched = next((row.zeros / row.weights for row in rows if row.sparsity == sparsity), sparsity)
+                result = prune(model, tokenizer, {**options, "sparsity": matched}, ask)
+                rows.append(measured_row(model, method, sparsity, result, held_out))
                 ask.output.parent.mkdir(parents=True, exist_ok=True)
                 values = {**saved, "rows": [asdict(row) for row in rows], "versions": versions()}
                 ask.output.write_text(json.dumps(values, indent=2) + "\n")

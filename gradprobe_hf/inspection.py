@@ -1,13 +1,14 @@
-"""Inspection: what sparsity a checkpoint's files really hold. Reads tensors one at a time; the model is never built.
+"""Inspection: what sparsity a checkpoint's files really hold.
 
-The matrices are those `find_targets` would prune, found on the meta device from `config.json` alone.
+The matrices are those `find_targets` would prune, found on the meta device from `config.json` alone; tensors are read
+one at a time. Some families (ViT, mixtures of experts) are stored under other names or in other pieces than they have in
+memory: those are loaded, since only transformers knows the way back.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,11 @@ from typing import Any
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gradprobe_hf.config import CONFIG_NAME, GradProbeConfig
-from gradprobe_hf.loading import model_class
+from gradprobe_hf.loading import load_model, model_class
 from gradprobe_hf.report import Group, grouped
 from gradprobe_hf.targets import Target, find_targets
 
@@ -81,40 +82,38 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
     """Count the zeros in a checkpoint's safetensors files.
 
     Raises:
-        ValueError: not a folder with `config.json` and safetensors files, or none of the matrices is in them.
+        ValueError: not a folder with `config.json` and safetensors files.
     """
     path = Path(directory)
     files = weight_files(path)
-    targets = {target.name: target for target in _targets(path)}
-    holding = set(PATTERNS)
-    rows = []
-    for name, tensor in _tensors(path, files):
-        target = targets.pop(name, None)
-        if target is None:
-            continue
-        matrix = tensor.t() if target.transposed else tensor
+    skeleton = _skeleton(path)
+    chosen = GradProbeConfig.from_pretrained(path) if (path / CONFIG_NAME).is_file() else GradProbeConfig()
+    targets = {target.name: target for target in find_targets(skeleton, chosen.include, chosen.exclude)}
+    stored = {name for names in files.values() for name in names}
+    found = _from_files(path, files, targets) if stored >= set(targets) else _from_model(path, targets)
+    rows, holding = [], set(PATTERNS)
+    for target, matrix in found:
         zeros = int((matrix == 0).sum())
-        rows.append(MatrixSparsity(name, target.block, target.role, target.shape, target.numel, zeros))
+        rows.append(MatrixSparsity(target.name, target.block, target.role, target.shape, target.numel, zeros))
         holding = {group for group in holding if pattern_holds(matrix, *group)}
-    if not rows:
-        raise ValueError(f"none of the matrices of {path / 'config.json'} is in the files of {path}.")
-    rows.sort(key=lambda row: _natural(row.name))
+    rows.sort(key=lambda row: list(targets).index(row.name))
     return Inspection(rows, [f"{n}:{m}" for n, m in sorted(holding)])
 
 
-def weight_files(path: Path) -> dict[str, list[str] | None]:
-    """File name -> the tensors to read from it (None: all)."""
+def weight_files(path: Path) -> dict[str, list[str]]:
+    """File name -> the tensors in it."""
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is not a checkpoint folder: it has no config.json.")
     if (path / SAFE_WEIGHTS_INDEX_NAME).is_file():
         index = json.loads((path / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
-        files: dict[str, list[str] | None] = {}
+        files: dict[str, list[str]] = {}
         for name, file in index.items():
-            files.setdefault(file, []).append(name)  # type: ignore[union-attr]  # the lists are made here
+            files.setdefault(file, []).append(name)
         return files
-    if (path / SAFE_WEIGHTS_NAME).is_file():
-        return {SAFE_WEIGHTS_NAME: None}
-    raise ValueError(f"{path} has no safetensors weights ({SAFE_WEIGHTS_NAME}); save the model with save_pretrained first.")
+    if not (path / SAFE_WEIGHTS_NAME).is_file():
+        raise ValueError(f"{path} has no safetensors weights ({SAFE_WEIGHTS_NAME}); write them with save_pretrained.")
+    with safe_open(path / SAFE_WEIGHTS_NAME, framework="pt") as handle:
+        return {SAFE_WEIGHTS_NAME: list(handle.keys())}
 
 
 def pattern_holds(matrix: Tensor, n: int, m: int) -> bool:
@@ -129,24 +128,26 @@ def pattern_holds(matrix: Tensor, n: int, m: int) -> bool:
     return bool(((matrix != 0).reshape(-1, m).sum(1) <= n).all())
 
 
-def _targets(path: Path) -> tuple[Target, ...]:
-    """What was pruned, when the folder says so, else what would be by default."""
+def _skeleton(path: Path) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(path)
     cls = model_class(config)
     with init_empty_weights():
         skeleton = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
-    chosen = GradProbeConfig.from_pretrained(path) if (path / CONFIG_NAME).is_file() else GradProbeConfig()
-    return find_targets(skeleton, chosen.include, chosen.exclude)
+    skeleton.tie_weights()  # parameters made one by one on the meta device are not tied yet
+    return skeleton
 
 
-def _tensors(path: Path, files: dict[str, list[str] | None]) -> Iterator[tuple[str, Tensor]]:
-    with ExitStack() as opened:
-        for file, names in files.items():
-            handle = opened.enter_context(safe_open(path / file, framework="pt"))
-            for name in handle.keys() if names is None else names:
-                yield name, handle.get_tensor(name)
+def _from_files(
+    path: Path, files: dict[str, list[str]], targets: dict[str, Target]
+) -> Iterator[tuple[Target, Tensor]]:
+    for file, names in files.items():
+        with safe_open(path / file, framework="pt") as handle:
+            for name in names:
+                if target := targets.get(name):
+                    tensor = handle.get_tensor(name)
+                    yield target, tensor.t() if target.transposed else tensor
 
 
-def _natural(name: str) -> Sequence[tuple[int, str]]:
-    """Block 10 after block 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
+def _from_model(path: Path, targets: dict[str, Target]) -> Iterator[tuple[Target, Tensor]]:
+    model = load_model(str(path))
+    return ((target, target.matrix(model)) for target in targets.values())

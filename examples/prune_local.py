@@ -1,0 +1,21 @@
+"""Prune a model with your own text, look at what went, then save.
+
+usage: python examples/prune_local.py MODEL TEXT_FILE OUTPUT_DIR
+"""
+
+from __future__ import annotations
+
+import sys
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+
+if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit(__doc__)
+    model, text, output = sys.argv[1:]
+    config = GradProbeConfig(sparsity=0.4, num_samples=16, sequence_length=64, evaluation_samples=8, exclude=["down_proj"])
+    # With apply=False the model stays dense in memory: look first, decide after.
+    result = prune_pretrained(model, config, calibration=text, evaluation="pydoc", apply=False)
+    for group in result.report.by("role"):
+        print(f"{group.label:24s} {group.sparsity:.1%}")
+    result.save_pretrained(output)

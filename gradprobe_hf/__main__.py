@@ -1,0 +1,7 @@
+"""`python -m gradprobe_hf` is `gradprobe`."""
+
+import sys
+
+from gradprobe_hf.cli import main
+
+sys.exit(main())

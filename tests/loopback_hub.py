@@ -1,0 +1,197 @@
+"""A Hub on the loopback interface: create, upload (plain and LFS), branch, list and download, with tokens and refusals.
+
+Only what `huggingface_hub` asks for when a model is pushed and loaded again; anything else is answered 404 and listed in
+`Hub.unknown`, so that a test notices.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_aSecretThatMustNeverBeWritten"
+LFS_SUFFIXES = (".safetensors", ".png")
+
+
+@dataclass
+class Repository:
+    private: bool = False
+    revisions: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
+
+    def sha(self, revision: str) -> str:
+        names = sorted(self.revisions[revision])
+        return hashlib.sha1("".join([revision, *names]).encode()).hexdigest()
+
+    def files(self, revision: str) -> dict[str, bytes] | None:
+        by_sha = {self.sha(name): files for name, files in self.revisions.items()}
+        return self.revisions.get(revision, by_sha.get(revision))
+
+
+@dataclass
+class Hub:
+    url: str = ""
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    large: dict[str, bytes] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    hub: Hub
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def answer(self, code: int, content=None, headers=None, kind="application/json") -> None:
+        data = content if isinstance(content, bytes) else json.dumps(content if content is not None else {}).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(data)))
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(data)
+
+    def body(self) -> bytes:
+        if "chunked" not in (self.headers.get("Transfer-Encoding") or ""):
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        received = b""
+        while size := int(self.rfile.readline().strip() or b"0", 16):
+            received += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return received
+
+    def handle_any(self) -> None:
+        path, body = unquote(urlsplit(self.path).path), self.body()
+        if self.command == "POST" and path.startswith("/api/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return self.answer(401, {"error": "Invalid credentials"})
+        for pattern, method in ROUTES:
+            if found := re.fullmatch(pattern, path):
+                return method(self, body, *found.groups())
+        self.hub.unknown.append(f"{self.command} {path}")
+        return self.answer(404, {"error": "unknown"})
+
+    do_GET = do_POST = do_PUT = do_HEAD = do_DELETE = handle_any  # noqa: N815 - names the base class looks for
+
+    def create(self, body: bytes) -> None:
+        asked = json.loads(body)
+        name = f"{asked.get('organization') or 'me'}/{asked['name']}"
+        if not name.startswith("me/"):
+            return self.answer(403, {"error": "You don't have the rights to create a model under this namespace"})
+        answer = {"url": f"{self.hub.url}/{name}", "name": name, "id": name}
+        if name in self.hub.repositories:
+            return self.answer(409, {"error": "You already created this model repo", **answer})
+        self.hub.repositories[name] = Repository(private=bool(asked.get("private")))
+        return self.answer(200, answer)
+
+    def branch(self, _body: bytes, name: str, branch: str) -> None:
+        self.hub.repositories[name].revisions.setdefault(branch, {})
+        self.answer(200)
+
+    def validate_card(self, body: bytes) -> None:
+        fine = json.loads(body)["content"].startswith("---")
+        self.answer(200 if fine else 400, {"errors": [] if fine else [{"message": "no metadata"}], "warnings": []})
+
+    def preupload(self, body: bytes, _name: str, _revision: str) -> None:
+        files = [
+            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(LFS_SUFFIXES) else "regular", "shouldIgnore": False}
+            for f in json.loads(body)["files"]
+        ]
+        self.answer(200, {"files": files})
+
+    def lfs_batch(self, body: bytes, _name: str) -> None:
+        objects = []
+        for asked in json.loads(body)["objects"]:
+            actions = {"upload": {"href": f"{self.hub.url}/lfs/{asked['oid']}"}}
+            missing = {} if asked["oid"] in self.hub.large else {"actions": actions}
+            objects.append({"oid": asked["oid"], "size": asked["size"], **missing})
+        self.answer(200, {"transfer": "basic", "objects": objects}, kind="application/vnd.git-lfs+json")
+
+    def lfs_upload(self, body: bytes, oid: str) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
+            return self.answer(422, {"error": "the content is not what its name says"})
+        self.hub.large[oid] = body
+        return self.answer(200)
+
+    def commit(self, body: bytes, name: str, revision: str) -> None:
+        files = self.hub.repositories[name].revisions[revision]
+        for line in filter(bytes.strip, body.splitlines()):
+            entry = json.loads(line)
+            value = entry["value"]
+            if entry["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif entry["key"] == "lfsFile":
+                files[value["path"]] = self.hub.large[value["oid"]]
+        sha = self.hub.repositories[name].sha(revision)
+        url = f"{self.hub.url}/{name}/commit/{sha}"
+        self.answer(200, {"commitUrl": url, "commitOid": sha, "success": True})
+
+    def information(self, _body: bytes, name: str, revision: str | None) -> None:
+        repository = self.hub.repositories.get(name)
+        if repository is None:
+            return self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        files = repository.files(revision or "main") or {}
+        siblings = [{"rfilename": path} for path in files]
+        sha = repository.sha(revision if revision in repository.revisions else "main")
+        return self.answer(200, {"_id": "0", "id": name, "sha": sha, "private": repository.private, "tags": [],
+                                 "downloads": 0, "likes": 0, "siblings": siblings})  # fmt: skip
+
+    def tree(self, _body: bytes, name: str, revision: str) -> None:
+        files = self.hub.repositories[name].files(revision) or {}
+        self.answer(200, [{"type": "file", "path": p, "size": len(c), "oid": hashlib.sha1(c).hexdigest()} for p, c in files.items()])  # fmt: skip
+
+    def download(self, _body: bytes, name: str, revision: str, path: str) -> None:
+        repository = self.hub.repositories.get(name)
+        if repository is None:
+            return self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        content = (repository.files(revision) or {}).get(path)
+        sha = repository.sha(revision if revision in repository.revisions else "main")
+        if content is None:
+            return self.answer(404, {"error": "no such file"}, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha})
+        tag = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
+        return self.answer(200, content, tag, "application/octet-stream")
+
+    def optional(self, _body: bytes) -> None:
+        """The client asks and does without."""
+        self.answer(404, {"error": "not here"})
+
+
+NAME = r"([^/]+/[^/]+)"
+ROUTES = (
+    (r"/api/agent-harnesses", Handler.optional),
+    (r"/api/repos/create", Handler.create),
+    (r"/api/validate-yaml", Handler.validate_card),
+    (rf"/api/models/{NAME}/branch/(.+)", Handler.branch),
+    (rf"/api/models/{NAME}/preupload/(.+)", Handler.preupload),
+    (rf"/{NAME}\.git/info/lfs/objects/batch", Handler.lfs_batch),
+    (r"/lfs/(\w+)", Handler.lfs_upload),
+    (rf"/api/models/{NAME}/commit/(.+)", Handler.commit),
+    (rf"/api/models/{NAME}/tree/([^/]+)", Handler.tree),
+    (rf"/api/models/{NAME}(?:/revision/(.+))?", Handler.information),
+    (rf"/{NAME}/resolve/([^/]+)/(.+)", Handler.download),
+)
+
+
+@contextmanager
+def running_hub() -> Iterator[Hub]:
+    hub = Hub()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
+    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()

@@ -1,0 +1,134 @@
+"""The command, as a subprocess: exact spellings, clean standard output, exit codes, and what is left after Ctrl-C."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from gradprobe_hf.cli.main import main, parser
+
+GRADPROBE = [sys.executable, "-m", "gradprobe_hf"]
+SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "4"]
+
+
+def gradprobe(*arguments, **options):
+    return subprocess.run([*GRADPROBE, *map(str, arguments)], capture_output=True, text=True, check=False, **options)
+
+
+def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path):
+    out = tmp_path / "out"
+    ran = gradprobe("prune", checkpoint, "--output", out, "--sparsity", 0.6, "--calibration", text_file,
+                    "--evaluation", "pydoc", *SMALL)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    assert "60.00" in ran.stdout
+    assert "perplexity" in ran.stdout
+    assert "probe 0" in ran.stderr  # progress goes to standard error
+    assert "probe 0 (original" not in ran.stdout
+    seen = gradprobe("inspect", out)
+    assert "60.00" in seen.stdout
+    assert "model.layers.2" in seen.stdout
+    assert "n:m patterns that hold in every matrix: none" in seen.stdout
+    found = gradprobe("evaluate", out, "--data", "pydoc", "--num-samples", 4, "--sequence-length", 16, "--json")
+    report = json.loads((out / "gradprobe_report.json").read_text())
+    assert json.loads(found.stdout)["perplexity"] == pytest.approx(report["evaluation"]["pruned"]["perplexity"], rel=1e-6)
+
+
+def test_json_is_the_whole_of_standard_output(checkpoint, tmp_path):
+    ran = gradprobe("prune", checkpoint, "--output", tmp_path / "out", "--pattern", "2:4", "--json", *SMALL)
+    assert json.loads(ran.stdout)["sparsity"] == 0.5
+    seen = gradprobe("inspect", tmp_path / "out", "--json")
+    assert json.loads(seen.stdout)["patterns"] == ["2:4", "4:8"]
+    assert len(json.loads(seen.stdout)["matrices"]) == 21
+    quiet = gradprobe("prune", checkpoint, "--output", tmp_path / "b", "--quiet", "--json", *SMALL)
+    assert json.loads(quiet.stdout)["output"] == str(tmp_path / "b")
+    assert quiet.stderr == ""
+
+
+def test_every_option_has_the_spelling_that_was_promised():
+    line = (
+        "prune m --output o --sparsity 0.5 --strategy fisher --decision path --scope global --fisher blend "
+        "--gradient-threshold 0.0 --reduction-factor 0.1 --calibration c --num-samples 128 --sequence-length 512 "
+        "--batch-size 2 --dtype bfloat16 --include a --include b --exclude c --evaluation e --evaluation-samples 3 --seed 0 "
+        "--config f --push-to-hub r --private --overwrite --quiet --json --pattern 2:4"
+    )
+    options = parser().parse_args(line.split())
+    assert options.include == ["a", "b"]
+    for flag, choices in {"--strategy": ["fisher", "wanda", "magnitude", "random"], "--decision": ["path", "threshold", "none"],
+                          "--scope": ["global", "block", "tensor", "row"],
+                          "--fisher": ["blend", "sequence", "token", "factored"]}.items():  # fmt: skip
+        for choice in choices:
+            parser().parse_args(["prune", "m", "--output", "o", flag, choice])
+
+
+def test_a_file_of_options_and_the_command_line_over_it(checkpoint, tmp_path, capsys):
+    (tmp_path / "recipe.yaml").write_text("sparsity: 0.3\nstrategy: magnitude\ndecision: none\ninclude: [q_proj]\n")
+    main(["prune", str(checkpoint), "--output", str(tmp_path / "out"), "--config", str(tmp_path / "recipe.yaml"),
+          "--sparsity", "0.25", "--evaluation", "none", "--json"])  # fmt: skip
+    report = json.loads(capsys.readouterr().out)
+    assert report["sparsity"] == 0.25
+    assert {row["role"] for row in report["matrices"]} == {"self_attn.q_proj"}
+    assert report["calibration"] is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sparsity", "1.5"], "sparsity must be a fraction in [0, 1)"),
+        (["--sparsity", "0.6", "--pattern", "2:4"], "contradicts pattern='2:4'"),
+        (["--pattern", "2:64"], "not divisible by 64"),
+        (["--include", "nothing"], "matches no prunable module"),
+        (["--calibration", "no/such/file.txt"], "no such file or folder"),
+        (["--sequence-length", "4096"], "max_position_embeddings"),
+        (["--num-samples", "99999"], "full windows"),
+        (["--config", "/no/recipe.yaml"], "/no/recipe.yaml"),
+        (["--dtype", "int7"], "int7"),
+    ],
+)
+def test_wrong_input_is_one_readable_line(arguments, message, checkpoint, tmp_path, capsys):
+    assert main(["prune", str(checkpoint), "--output", str(tmp_path / "out"), *SMALL, *arguments]) == 1
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_model_is_one_readable_line(tmp_path):
+    ran = gradprobe("prune", "nobody/no-such-model", "--output", tmp_path / "out")
+    assert ran.returncode == 1
+    assert "nobody/no-such-model" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert main(["inspect", str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize("stage", ["read data ...", "probe 0 ...", "probe 1 ...", "evaluate dense ...", "save ..."])
+def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path):
+    """A real SIGINT, sent as soon as the stage is announced."""
+    command = [*GRADPROBE, "prune", str(checkpoint), "--output", str(tmp_path / "out"), "--num-samples", "60",
+               "--sequence-length", "16", "--batch-size", "1", "--evaluation-samples", "60"]  # fmt: skip
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    announced = False
+    for line in process.stderr:
+        if line.startswith(stage):
+            announced = True
+            process.send_signal(signal.SIGINT)
+            break
+    rest = process.stderr.read()
+    assert announced, rest
+    assert process.wait(timeout=60) == 130
+    assert "interrupted; nothing was written" in rest
+    assert "Traceback" not in rest
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_entry_points_start(tmp_path):
+    for script in ("gradprobe", "hf-gradprobe"):
+        path = os.path.join(os.path.dirname(sys.executable), script)
+        if not os.path.exists(path):
+            pytest.skip("the package is not installed here")
+        ran = subprocess.run([path, "--help"], capture_output=True, text=True, check=False)
+        assert "prune" in ran.stdout

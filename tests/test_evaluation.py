@@ -1,0 +1,67 @@
+"""Perplexity: the bundled measurement, offline, against a loop over tokens and against the independent scorer."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import evaluate
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gradprobe_hf import metrics
+from gradprobe_hf.calibration import load_batches
+from gradprobe_hf.evaluation import measure
+from tests import cases
+
+SHARED = Path(__file__).parent.parent.parent / "shared"
+
+
+def test_perplexity_is_exp_of_the_mean_token_loss():
+    model = cases.build("llama", torch.float64)
+    windows = torch.cat([batch["input_ids"] for batch in cases.batches("llama")])
+    total, tokens = 0.0, 0
+    for window in windows:
+        with torch.no_grad():
+            probabilities = model(input_ids=window[None]).logits[0].softmax(-1)
+        for position in range(len(window) - 1):
+            total -= math.log(probabilities[position, window[position + 1]])
+            tokens += 1
+    found = measure(model, cases.batches("llama"), progress=False)
+    assert found.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-9)
+    assert found.terms == tokens
+    assert measure(model, cases.batches("llama", batch_size=3), progress=False).loss == pytest.approx(found.loss, rel=1e-12)
+    measurement = evaluate.load(metrics.path("perplexity"))
+    assert measurement.compute(input_ids=windows.tolist(), model=model)["perplexity"] == pytest.approx(found.perplexity)
+
+
+def test_models_with_other_losses_have_no_perplexity():
+    for name in ("bert", "vit", "t5"):
+        found = measure(cases.build(name), cases.batches(name), progress=False)
+        assert found.perplexity is None
+        assert math.isfinite(found.loss)
+    assert measure(cases.build("vit"), cases.batches("vit"), progress=False).terms == 6
+
+
+def test_an_unknown_measurement_is_refused():
+    with pytest.raises(ValueError, match="there is 'perplexity'"):
+        metrics.path("bleu")
+
+
+@pytest.mark.skipif(not (SHARED / "tools" / "score.py").exists(), reason="the independent scorer is not beside this checkout")
+def test_it_agrees_with_the_independent_scorer():
+    model_dir, text = SHARED / "models" / "stories15M", SHARED / "data" / "tinystories.txt"
+    command = [sys.executable, SHARED / "tools" / "score.py", model_dir, "--windows", "8", "--length", "128", "--text", text,
+               "--dtype", "float32"]  # fmt: skip
+    wanted = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    batches = load_batches(str(text), part="evaluation", model=model, processing_class=AutoTokenizer.from_pretrained(model_dir),
+                           samples=8, sequence_length=128, batch_size=4, seed=0)  # fmt: skip
+    windows = torch.cat([batch["input_ids"] for batch in batches])
+    found = evaluate.load(metrics.path("perplexity")).compute(input_ids=windows.tolist(), model=model)
+    assert found["perplexity"] == pytest.approx(wanted["perplexity"], abs=1e-4)
+    assert found["tokens"] == wanted["tokens"]

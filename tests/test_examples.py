@@ -1,0 +1,48 @@
+"""The examples run as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradprobe_hf.inspection import inspect_checkpoint
+from tests.loopback_hub import TOKEN, running_hub
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(script, *arguments, check=True, **environment):
+    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=check, env={**os.environ, **environment})
+
+
+def test_local(checkpoint, text_file, tmp_path):
+    ran = run("prune_local.py", checkpoint, text_file, tmp_path / "out")
+    assert "self_attn.q_proj" in ran.stdout
+    assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.4, abs=1e-3)
+
+
+def test_demo(checkpoint, tmp_path):
+    ran = run("demo.py", "--model", checkpoint, "--output", tmp_path / "out", "--num-samples", 8, "--sequence-length", 32)
+    assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-4)
+    for said in ("perplexity", "50.00", "GB peak memory", "README.md", "The Earth goes around"):
+        assert said in ran.stdout
+
+
+def test_push(checkpoint, tmp_path):
+    with running_hub() as hub:
+        run("push_to_hub.py", checkpoint, "me/tiny-24", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")  # fmt: skip
+        card = hub.repositories["me/tiny-24"].revisions["main"]["README.md"].decode()
+    assert "sparsity-2-4" in card
+    assert "every group of 4 inputs, of which 2 are kept" in card
+
+
+def test_each_says_how_it_is_used():
+    for script in EXAMPLES.glob("*.py"):
+        ran = run(script.name, check=False)
+        assert ran.returncode != 0
+        assert "usage" in ran.stderr

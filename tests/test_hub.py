@@ -1,0 +1,278 @@
+"""What is written: complete, loadable without this package, whole or not at all; and pushed to a loopback Hub."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import ModelCard
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.calibration import load_batches
+from gradprobe_hf.evaluation import measure
+from tests import cases
+from tests.loopback_hub import TOKEN, running_hub
+
+ROOT = Path(__file__).parent.parent
+
+
+def prune(source, text_file, **options):
+    config = GradProbeConfig(sparsity=0.5, num_samples=4, sequence_length=16, evaluation_samples=4)
+    return prune_pretrained(source, config, calibration=str(text_file), evaluation="pydoc", progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def written(checkpoint, text_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written") / "tiny-50"
+    base = checkpoint / "README.md"
+    base.write_text("---\nlicense: mit\nlanguage: en\nbase_model: someone/tiny-llama\n---\n# The base's own words\n")
+    return prune(str(checkpoint), text_file, output_dir=folder), folder
+
+
+def test_the_folder_is_complete(written):
+    _, folder = written
+    names = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert names >= {
+        "model.safetensors",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "gradprobe_config.json",
+        "gradprobe_report.json",
+        "README.md",
+        "assets/sparsity.png",
+        "assets/perplexity.png",
+    }
+    config = json.loads((folder / "config.json").read_text())
+    assert config["gradprobe"]["sparsity"] == pytest.approx(0.5, abs=1e-4)
+    assert "quantization_config" not in config
+    assert GradProbeConfig.from_pretrained(folder) == written[0].config
+    assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+
+
+def test_it_loads_where_this_package_is_not(written):
+    """`-I -S` would lose torch too, so the import of this package is what is forbidden."""
+    result, folder = written
+    script = (
+        "import sys; sys.modules['gradprobe_hf'] = None\n"
+        "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+        f"m = AutoModelForCausalLM.from_pretrained({str(folder)!r}); t = AutoTokenizer.from_pretrained({str(folder)!r})\n"
+        "print(sum(int((p == 0).sum()) for n, p in m.named_parameters() if 'layers' in n and p.ndim == 2))\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=True)
+    assert int(ran.stdout) == result.report.zeros
+    reloaded = AutoModelForCausalLM.from_pretrained(folder)
+    for name, value in result.model.state_dict().items():
+        assert torch.equal(value, reloaded.state_dict()[name])
+
+
+def test_the_report_has_everything(written):
+    report = json.loads((written[1] / "gradprobe_report.json").read_text())
+    assert {row["name"] for row in report["matrices"]} == set(written[0].masks)
+    for row in report["matrices"]:
+        assert row["pruned"] == int(written[0].masks[row["name"]].sum())
+        assert 0 <= row["score_min"] <= row["score_max"]
+        assert row["budget"] == round(0.5 * row["weights"])
+    assert {"load", "read data", "probe 0", "candidates", "probe 1", "selection", "evaluate pruned"} <= set(report["timings"])
+    assert report["memory"]["peak_resident_bytes"] > 10**7
+    assert len(report["calibration"]["fingerprint"]) == 64
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["config"]["seed"] == 0
+    assert report["probes"]["probe 1"] > 0
+
+
+def test_the_card(written):
+    result, folder = written
+    text = (folder / "README.md").read_text()
+    data = ModelCard.load(folder / "README.md").data
+    assert data.base_model == "someone/tiny-llama"
+    assert data.license == "mit"
+    assert data.language == "en"
+    assert data.library_name == "transformers"
+    assert data.pipeline_tag == "text-generation"
+    assert "pruning" in data.tags
+    perplexity = result.report.evaluation["pruned"]["perplexity"]
+    assert data.eval_results[0].metric_value == pytest.approx(perplexity, abs=1e-4)
+    assert f"{perplexity:,.4f}" in text
+    assert f"{result.report.evaluation['dense']['perplexity']:,.4f}" in text
+    assert "4 windows of 16 tokens" in text
+    assert "stored densely" in text
+    assert "someone/tiny-llama" in text
+    assert "The base's own words" not in text
+    assert str(folder.parent) not in text  # no path of the machine it was made on
+    block = re.search(r"```yaml\n(.*?)```", text, re.S)[1]
+    assert GradProbeConfig.from_dict(yaml.safe_load(block)) == result.config
+    for group in result.report.by("block"):
+        assert f"| `{group.label}` | {group.weights:,} | {group.zeros:,} | {group.sparsity:.2%} |" in text
+    for picture in re.findall(r"\]\((assets/.*?)\)", text):
+        assert (folder / picture).read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_card_s_snippet_runs(written):
+    text = (written[1] / "README.md").read_text()
+    code = re.search(r"```python\n(.*?)```", text, re.S)[1]
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=written[1].parent, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "The largest ocean is" in ran.stdout
+
+
+@pytest.mark.parametrize("options", [{"decision": "threshold"}, {"pattern": "2:4"}, {"strategy": "magnitude", "decision": "none"},
+                                     {"strategy": "wanda", "decision": "none"}])  # fmt: skip
+def test_every_kind_of_run_has_a_card(options, checkpoint, tmp_path):
+    config = GradProbeConfig(num_samples=4, sequence_length=16, **options)
+    prune_pretrained(str(checkpoint), config, evaluation=False, output_dir=tmp_path / "out", progress=False)
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "**not measured**" in text
+    assert ("Calibration.** None" in text) == (options.get("strategy") == "magnitude")
+    assert not (tmp_path / "out" / "assets" / "perplexity.png").exists()
+
+
+def test_models_without_perplexity_have_a_card_too(tmp_path):
+    for name in ("bert", "vit", "t5"):
+        prune_pretrained(cases.build(name), calibration=cases.batches(name), evaluation=cases.batches(name, seed=5),
+                         output_dir=tmp_path / name, progress=False)  # fmt: skip
+        text = (tmp_path / name / "README.md").read_text()
+        assert "| loss |" in text
+        assert "mean loss, in nats" in text
+
+
+def test_an_existing_folder_is_refused_and_replaced_only_when_told(written, checkpoint, text_file, tmp_path):
+    result, folder = written
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "notes.txt").write_text("mine")
+    with pytest.raises(FileExistsError, match="--overwrite"):
+        result.save_pretrained(copy)
+    with pytest.raises(FileExistsError):
+        prune(str(checkpoint), text_file, output_dir=copy)
+    assert (copy / "notes.txt").exists()
+    result.save_pretrained(copy, overwrite=True)
+    assert not (copy / "notes.txt").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("years")
+    with pytest.raises(FileExistsError, match="not a model checkpoint"):
+        result.save_pretrained(tmp_path / "precious", overwrite=True)
+    with pytest.raises(ValueError, match="is the model that is to be pruned"):
+        prune(str(checkpoint), text_file, output_dir=checkpoint, overwrite=True)
+
+
+def test_a_result_that_was_not_applied_saves_pruned_weights(checkpoint, text_file, tmp_path):
+    result = prune(str(checkpoint), text_file, apply=False)
+    before = {name: value.clone() for name, value in result.model.state_dict().items()}
+    result.save_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, before[name]) for name, value in result.model.state_dict().items())
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all((saved.get_parameter(name)[mask] == 0).all() for name, mask in result.masks.items())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+@pytest.mark.parametrize("when", ["before", "while writing"])
+def test_a_full_disk(when, checkpoint, text_file, tmp_path, monkeypatch):
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"this machine mounts no tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        model = cases.build("llama")
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        if when == "while writing":
+            monkeypatch.setattr("gradprobe_hf.pruning.check_room", lambda *_: None)
+        with pytest.raises(OSError, match=r"No space left|free; nothing was written|disk is full"):
+            prune(model, text_file, output_dir=small / "out", processing_class=cases.tokenizer())
+        assert list(small.iterdir()) == []
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+HUB_SCRIPT = """
+import sys
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+source, text, repo, out = sys.argv[1:5]
+config = GradProbeConfig(num_samples=4, sequence_length=16, evaluation_samples=4)
+result = prune_pretrained(source, config, calibration=text, evaluation="pydoc", progress=False,
+                          push_to_hub=True, hub_model_id=repo, output_dir=out or None)
+print(result.push_to_hub(repo, revision="second"))
+"""
+
+
+def push(hub, checkpoint, text_file, repo, home, token=TOKEN, output=""):
+    """In a process of its own: the client reads its endpoint once, when it is imported."""
+    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    environment.pop("HF_TOKEN", None)
+    if token:
+        environment["HF_TOKEN"] = token
+    command = [sys.executable, "-c", HUB_SCRIPT, str(checkpoint), str(text_file), repo, output]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=home, check=False)
+
+
+def test_push_and_load_again(checkpoint, text_file, tmp_path, other_text_file):
+    with running_hub() as hub:
+        ran = push(hub, checkpoint, text_file, "tiny-50", tmp_path)  # a bare name becomes the user's own
+        assert ran.returncode == 0, ran.stderr
+        assert "/me/tiny-50/commit/" in ran.stdout
+        assert hub.unknown == []
+        main, second = (hub.repositories["me/tiny-50"].revisions[name] for name in ("main", "second"))
+        assert set(main) == set(second) >= {"model.safetensors", "README.md", "gradprobe_report.json", "assets/sparsity.png"}
+        assert all(TOKEN.encode() not in content for content in main.values())
+        assert TOKEN not in ran.stdout + ran.stderr
+        assert b'from_pretrained("me/tiny-50")' in main["README.md"]
+        script = (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
+            "m = AutoModelForCausalLM.from_pretrained('me/tiny-50'); AutoTokenizer.from_pretrained('me/tiny-50')\n"
+            "m.save_pretrained('again')\n"
+        )
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "fresh"), "HF_HUB_OFFLINE": "0"}
+        subprocess.run([sys.executable, "-c", script], env=environment, cwd=tmp_path, check=True, capture_output=True)
+    ours = prune(str(checkpoint), text_file)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    for name, value in ours.model.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name])
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "message"),
+    [
+        ("me/tiny", None, "hf auth login"),
+        ("me/tiny", "hf_wrong", "hf auth login"),
+        ("someone-else/tiny", TOKEN, "refuses to let you write to someone-else/tiny"),
+        ("not a name", TOKEN, "not a repository name"),
+    ],
+)
+def test_a_push_that_cannot_work_fails_before_the_work(repo, token, message, checkpoint, text_file, tmp_path):
+    with running_hub() as hub:
+        ran = push(hub, checkpoint, text_file, repo, tmp_path, token, output=str(tmp_path / "out"))
+    assert ran.returncode != 0
+    assert message in ran.stderr
+    assert "hf_wrong" not in ran.stderr
+    assert not (tmp_path / "out").exists()
+    assert not hub.repositories
+
+
+def test_the_protocol_is_what_another_reader_would_compute(written, checkpoint):
+    """The perplexities in the report, computed again with nothing but transformers and the saved files."""
+    result, folder = written
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    held_out = load_batches("pydoc", part="evaluation", model=result.model, processing_class=tokenizer, samples=4,
+                            sequence_length=16, batch_size=4, seed=0)  # fmt: skip
+    for source, name in ((checkpoint, "dense"), (folder, "pruned")):
+        model = AutoModelForCausalLM.from_pretrained(source).eval()
+        losses = []
+        for batch in held_out:
+            with torch.no_grad():
+                losses += [model(input_ids=row[None], labels=row[None]).loss for row in batch["input_ids"]]
+        wanted = torch.stack(losses).mean().exp().item()
+        assert result.report.evaluation[name]["perplexity"] == pytest.approx(wanted, rel=1e-5)
+        assert measure(model, held_out, progress=False).perplexity == pytest.approx(wanted, rel=1e-5)

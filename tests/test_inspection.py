@@ -1,0 +1,54 @@
+"""`inspect` counts what is in the files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.inspection import inspect_checkpoint
+from gradprobe_hf.targets import find_targets
+from tests import cases
+
+
+@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize("shard", ["1GB", "10KB"])
+def test_it_counts_the_zeros_of_the_files(name, shard, tmp_path):
+    model = cases.build(name)
+    with torch.no_grad():
+        for i, target in enumerate(find_targets(model)):
+            target.matrix(model)[: i % 5] = 0
+    model.save_pretrained(tmp_path, max_shard_size=shard)
+    found = inspect_checkpoint(tmp_path)
+    targets = {target.name: target for target in find_targets(model)}
+    assert {row.name for row in found.rows} == set(targets)
+    for row in found.rows:
+        assert row.zeros == int((targets[row.name].matrix(model) == 0).sum())
+        assert row.shape == targets[row.name].shape
+    assert sum(group.zeros for group in found.by("block")) == found.zeros == sum(g.zeros for g in found.by("role"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_it_sees_a_pattern_along_the_inputs(name, tmp_path):
+    model = cases.build(name)
+    prune_pretrained(model, GradProbeConfig(pattern="2:4"), calibration=cases.batches(name), output_dir=tmp_path / "a", progress=False)  # fmt: skip
+    assert inspect_checkpoint(tmp_path / "a").patterns == ["2:4", "4:8"]
+    model = cases.build(name)
+    prune_pretrained(model, calibration=cases.batches(name), output_dir=tmp_path / "b", progress=False)
+    assert inspect_checkpoint(tmp_path / "b").patterns == []
+
+
+def test_it_looks_where_the_configuration_says(tmp_path):
+    config = GradProbeConfig(include=["lm_head"], sparsity=0.25)
+    prune_pretrained(cases.build("tied"), config, calibration=cases.batches("tied"), output_dir=tmp_path / "a", progress=False)  # fmt: skip
+    found = inspect_checkpoint(tmp_path / "a")
+    assert [row.name for row in found.rows] == ["model.embed_tokens.weight"]
+    assert found.sparsity == 0.25
+
+
+def test_what_is_no_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="no config.json"):
+        inspect_checkpoint(tmp_path)
+    cases.build("llama").config.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="no safetensors weights"):
+        inspect_checkpoint(tmp_path)
