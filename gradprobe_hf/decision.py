@@ -1,6 +1,7 @@
 """The decision: statistics of the probes -> which weights go.
 
-`candidate_keys` and `path_keys` order weights for `selection`; `threshold_mask` is the published rule. Layout `[out, in]`.
+`candidate_score` and `path_score` order weights for `selection`; `threshold_mask` is the published rule. Everything is
+`[out, in]`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def evidence_needed(config: GradProbeConfig) -> Evidence:
 def fisher_of(statistics: MatrixStatistics, kind: Fisher) -> Tensor:
     """The Fisher estimate `[out, in]`, summed over the probes that were folded so far."""
     choices: dict[Fisher, Callable[[], Tensor | None]] = {
-        "blend": lambda: None if statistics.sequence is None else blended_fisher(statistics.sequence, statistics.factored()),
+        "blend": lambda: (
+            None if statistics.sequence is None else blended_fisher(statistics.sequence, statistics.factored())
+        ),
         "sequence": lambda: statistics.sequence,
         "token": lambda: statistics.token,
         "factored": statistics.factored,
@@ -79,7 +82,7 @@ def candidate_score(target: Target, weight: Tensor, statistics: Statistics | Non
 
 
 def path_score(target: Target, weight: Tensor, statistics: Statistics, fisher: Fisher) -> Tensor:
-    """`W^2 F` with F summed over both probes: the loss that pruning adds, averaged over the path to the shrunk weights."""
+    """`W^2 F` with F summed over both probes: the loss that pruning adds, averaged over the path between them."""
     known = statistics[target.name]
     if not known.reached:
         return torch.full_like(weight, torch.inf)

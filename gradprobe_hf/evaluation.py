@@ -51,8 +51,8 @@ def measure(
             terms += int(count)
     if not terms or math.isnan(total):
         raise ValueError(f"{label}: the loss over {terms} terms is {total}; nothing can be concluded from it.")
-    loss = total / terms
-    return Measurement(loss, _exp(loss) if is_causal(model) and loss_fn is None else None, terms)
+    mean = total / terms
+    return Measurement(mean, _exp(mean) if is_causal(model) and loss_fn is None else None, terms)
 
 
 def _exp(loss: float) -> float:

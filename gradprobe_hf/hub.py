@@ -14,7 +14,7 @@ from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.utils._validators import validate_repo_id
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -23,7 +23,9 @@ from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.plots import save_plots
 from gradprobe_hf.report import Report
 
-CONFIG_KEY = "gradprobe"  # our own key in config.json: `quantization_config` would make other libraries refuse the model
+CONFIG_KEY = (
+    "gradprobe"  # our own key in config.json: `quantization_config` would make other libraries refuse the model
+)
 
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:

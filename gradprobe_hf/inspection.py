@@ -1,8 +1,8 @@
 """Inspection: what sparsity a checkpoint's files really hold.
 
 The matrices are those `find_targets` would prune, found on the meta device from `config.json` alone; tensors are read
-one at a time. Some families (ViT, mixtures of experts) are stored under other names or in other pieces than they have in
-memory: those are loaded, since only transformers knows the way back.
+one at a time. Some families (ViT, mixtures of experts) are stored under other names or in other pieces than they have
+in memory: those are loaded, since only transformers knows the way back.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         groups = {
-            name: [{"label": g.label, "weights": g.weights, "zeros": g.zeros, "sparsity": g.sparsity} for g in self.by(key)]
+            name: [
+                {"label": g.label, "weights": g.weights, "zeros": g.zeros, "sparsity": g.sparsity} for g in self.by(key)
+            ]
             for name, key in (("blocks", "block"), ("kinds", "role"))
         }
         matrices = [
@@ -137,9 +139,7 @@ def _skeleton(path: Path) -> PreTrainedModel:
     return skeleton
 
 
-def _from_files(
-    path: Path, files: dict[str, list[str]], targets: dict[str, Target]
-) -> Iterator[tuple[Target, Tensor]]:
+def _from_files(path: Path, files: dict[str, list[str]], targets: dict[str, Target]) -> Iterator[tuple[Target, Tensor]]:
     for file, names in files.items():
         with safe_open(path / file, framework="pt") as handle:
             for name in names:

@@ -22,7 +22,7 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
 
     Raises:
         ValueError: arguments for loading beside a model that is loaded.
-        OSError: no such model, a gated one, or no network; the message is transformers' own.
+        OSError: no such model, a gated one, or no network; transformers' message and the remedies.
     """
     if isinstance(model_or_id, PreTrainedModel):
         if from_pretrained_kwargs:
@@ -36,8 +36,14 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
     if "gguf_file" in from_pretrained_kwargs:
         from_pretrained_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
     source = {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
-    cls = model_class(AutoConfig.from_pretrained(model_or_id, **source))
-    model = cls.from_pretrained(model_or_id, **from_pretrained_kwargs)
+    try:
+        cls = model_class(AutoConfig.from_pretrained(model_or_id, **source))
+        model = cls.from_pretrained(model_or_id, **from_pretrained_kwargs)
+    except OSError as error:
+        raise OSError(
+            f"cannot load {str(model_or_id)!r}: {error} Check the spelling, the network and HF_HUB_OFFLINE; a gated or "
+            "private model needs `hf auth login`."
+        ) from error
     if "gguf_file" in from_pretrained_kwargs:
         # Plain weights from here on: the saved checkpoint must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)

@@ -64,7 +64,7 @@ def is_causal(model: PreTrainedModel) -> bool:
 
 
 def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Next-token cross entropy, in float32 at least. Computed here: the model's own loss is a mean and may add others."""
+    """Next-token cross entropy, in float32 at least. The model's own loss is a mean, and may have others added."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
     if logits.dtype in (torch.float16, torch.bfloat16):

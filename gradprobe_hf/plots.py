@@ -34,7 +34,9 @@ def sparsity_figure(report: Report) -> Figure:
     grid = np.full((len(roles), len(blocks)), np.nan)
     for row in report.matrices:
         grid[roles.index(row.role), blocks.index(row.block)] = row.sparsity
-    figure = Figure(figsize=(max(5.0, 0.24 * len(blocks) + 3.2), max(2.6, 0.32 * len(roles) + 1.5)), layout="constrained")
+    figure = Figure(
+        figsize=(max(5.0, 0.24 * len(blocks) + 3.2), max(2.6, 0.32 * len(roles) + 1.5)), layout="constrained"
+    )
     axes = figure.add_subplot()
     image = axes.imshow(grid, aspect="auto", cmap="Blues", vmin=0, vmax=1)
     axes.set_yticks(range(len(roles)), roles, fontsize=8)

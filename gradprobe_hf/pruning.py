@@ -160,7 +160,8 @@ class _Run:
             candidates = self._select(keys_of(self.model, score), self.config.candidate_scope)
         if self.config.decision == "none":
             return candidates
-        assert statistics is not None and batches is not None, "every other decision probes"
+        assert statistics is not None, "every other decision probes"
+        assert batches is not None, "and probes something"
         if self.config.decision == "path":
             return self._decide_path(statistics, candidates, batches)
         return self._decide_threshold(statistics, candidates, batches)
@@ -179,7 +180,9 @@ class _Run:
             self._probe("probe 0", "probe 0 (original weights)", batches, statistics)
         return statistics
 
-    def _decide_path(self, statistics: Statistics, candidates: dict[str, Tensor], batches: Batches) -> dict[str, Tensor]:
+    def _decide_path(
+        self, statistics: Statistics, candidates: dict[str, Tensor], batches: Batches
+    ) -> dict[str, Tensor]:
         statistics.probe = 1
         self._probe("probe 1", "probe 1 (candidates shrunk)", batches, statistics, candidates)
         with self.stopwatch("selection"):
@@ -196,7 +199,8 @@ class _Run:
         with self.stopwatch("selection"):
             for target in self.targets:
                 peak_0, peak_1 = statistics[target.name].peak, after[target.name].peak
-                assert peak_0 is not None and peak_1 is not None, "both probes keep peaks"
+                assert peak_0 is not None, "probe 0 kept peaks"
+                assert peak_1 is not None, "probe 1 kept peaks"
                 chosen, weight = candidates[target.name], target.matrix(self.model)
                 masks[target.name] = threshold_mask(chosen, peak_0, peak_1, self.config.gradient_threshold, weight)
                 blind = chosen & no_evidence(peak_0, peak_1) & (weight != 0)
@@ -301,8 +305,8 @@ class _Run:
         if names := statistics.unreached:
             sample = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
             self.warnings.append(
-                f"The calibration loss does not depend on {len(names)} of {len(self.targets)} matrices ({sample}): with "
-                "no evidence about them they are pruned last. Exclude them, or calibrate on text that reaches them."
+                f"The calibration loss does not depend on {len(names)} of {len(self.targets)} matrices ({sample}): "
+                "with no evidence about them they are pruned last. Exclude them, or calibrate on what reaches them."
             )
 
     def _warn_missed_budget(self, rows: list[MatrixRow]) -> None:
@@ -338,4 +342,3 @@ def _default_evaluation(evaluation: Any, calibration: Any, model: PreTrainedMode
     if evaluation is None:
         return BUILT_IN if built_in and is_causal(model) else None
     return None if evaluation is False else evaluation
-

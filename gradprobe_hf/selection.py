@@ -46,8 +46,8 @@ def score_keys(score: Tensor, weight: Tensor, name: str) -> Tensor:
     lowest, highest = torch.aminmax(bits)
     if lowest < 0 or highest > _INFINITY_BITS:
         raise ValueError(
-            f"{name} has scores that are NaN or negative, so its weights cannot be ordered. Look for NaN in its weights "
-            "or in the calibration loss (float16 overflows: try dtype=bfloat16), or exclude this matrix."
+            f"{name} has scores that are NaN or negative, so its weights cannot be ordered. Look for NaN in its "
+            "weights or in the calibration loss (float16 overflows: try dtype=bfloat16), or exclude this matrix."
         )
     return (bits + 1).masked_fill_(weight == 0, 0)
 

@@ -13,7 +13,9 @@ import torch
 
 from tests import cases
 
-TEXT = " ".join(f"The {i}th of many plain sentences, each a little unlike the {i * 7 % 13} before it." for i in range(400))
+TEXT = " ".join(
+    f"The {i}th of many plain sentences, each a little unlike the {i * 7 % 13} before it." for i in range(400)
+)
 
 
 @pytest.fixture(autouse=True, scope="session")

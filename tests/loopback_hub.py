@@ -1,7 +1,7 @@
 """A Hub on the loopback interface: create, upload (plain and LFS), branch, list and download, with tokens and refusals.
 
-Only what `huggingface_hub` asks for when a model is pushed and loaded again; anything else is answered 404 and listed in
-`Hub.unknown`, so that a test notices.
+Only what `huggingface_hub` asks for when a model is pushed and loaded again; anything else is answered 404 and listed
+in `Hub.unknown`, so that a test notices.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def handle_any(self) -> None:
         path, body = unquote(urlsplit(self.path).path), self.body()
-        if self.command == "POST" and path.startswith("/api/") and self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        if (
+            self.command == "POST"
+            and path.startswith("/api/")
+            and self.headers.get("Authorization") != f"Bearer {TOKEN}"
+        ):
             return self.answer(401, {"error": "Invalid credentials"})
         for pattern, method in ROUTES:
             if found := re.fullmatch(pattern, path):
@@ -104,7 +108,11 @@ class Handler(BaseHTTPRequestHandler):
 
     def preupload(self, body: bytes, _name: str, _revision: str) -> None:
         files = [
-            {"path": f["path"], "uploadMode": "lfs" if f["path"].endswith(LFS_SUFFIXES) else "regular", "shouldIgnore": False}
+            {
+                "path": f["path"],
+                "uploadMode": "lfs" if f["path"].endswith(LFS_SUFFIXES) else "regular",
+                "shouldIgnore": False,
+            }
             for f in json.loads(body)["files"]
         ]
         self.answer(200, {"files": files})
@@ -143,12 +151,26 @@ class Handler(BaseHTTPRequestHandler):
         files = repository.files(revision or "main") or {}
         siblings = [{"rfilename": path} for path in files]
         sha = repository.sha(revision if revision in repository.revisions else "main")
-        return self.answer(200, {"_id": "0", "id": name, "sha": sha, "private": repository.private, "tags": [],
-                                 "downloads": 0, "likes": 0, "siblings": siblings})  # fmt: skip
+        return self.answer(
+            200,
+            {
+                "_id": "0",
+                "id": name,
+                "sha": sha,
+                "private": repository.private,
+                "tags": [],
+                "downloads": 0,
+                "likes": 0,
+                "siblings": siblings,
+            },
+        )
 
     def tree(self, _body: bytes, name: str, revision: str) -> None:
         files = self.hub.repositories[name].files(revision) or {}
-        self.answer(200, [{"type": "file", "path": p, "size": len(c), "oid": hashlib.sha1(c).hexdigest()} for p, c in files.items()])  # fmt: skip
+        self.answer(
+            200,
+            [{"type": "file", "path": p, "size": len(c), "oid": hashlib.sha1(c).hexdigest()} for p, c in files.items()],
+        )
 
     def download(self, _body: bytes, name: str, revision: str, path: str) -> None:
         repository = self.hub.repositories.get(name)

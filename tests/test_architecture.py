@@ -13,13 +13,35 @@ PACKAGE = ROOT / "gradprobe_hf"
 
 # A call is a walk down this list.
 ORDER = [
-    "config", "targets", "loss", "calibration", "scores", "selection", "probe", "decision", "evaluation", "application",
-    "metrics", "report", "plots", "loading", "inspection", "card", "hub", "result", "pruning", "cli",
-]  # fmt: skip
+    "config",
+    "targets",
+    "loss",
+    "calibration",
+    "scores",
+    "selection",
+    "probe",
+    "decision",
+    "evaluation",
+    "application",
+    "metrics",
+    "report",
+    "plots",
+    "loading",
+    "inspection",
+    "card",
+    "hub",
+    "result",
+    "pruning",
+    "cli",
+]
 
 
 def stages():
-    return sorted(path for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "__main__.py") or path.parent != PACKAGE)
+    return sorted(
+        path
+        for path in PACKAGE.rglob("*.py")
+        if path.name not in ("__init__.py", "__main__.py") or path.parent != PACKAGE
+    )
 
 
 def stage_of(path):
@@ -30,7 +52,11 @@ def imported_stages(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom) and node.module:
-            names = [f"{node.module}.{alias.name}" for alias in node.names] if node.module == "gradprobe_hf" else [node.module]
+            names = (
+                [f"{node.module}.{alias.name}" for alias in node.names]
+                if node.module == "gradprobe_hf"
+                else [node.module]
+            )
         for name in names:
             parts = name.split(".")
             if parts[0] == "gradprobe_hf" and len(parts) > 1:
@@ -55,6 +81,10 @@ def test_the_wheel_lists_every_package():
 def test_constraints_pin_what_the_package_needs():
     setup = configparser.ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    pinned = {line.split("==")[0] for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line and line[0] != "#"}
+    pinned = {
+        line.split("==")[0]
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line and line[0] != "#"
+    }
     for requirement in setup["options"]["install_requires"].split("\n"):
         assert not requirement or requirement.split()[0] in pinned

@@ -53,8 +53,13 @@ def test_every_kind_of_text_gives_the_same_windows(tmp_path, text_file):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "a.txt").write_text(TEXT)
-    for source in (str(tmp_path / "t.jsonl"), str(tmp_path / "t.parquet"), str(folder), [TEXT],
-                   Dataset.from_dict({"body": [TEXT]})):  # fmt: skip
+    for source in (
+        str(tmp_path / "t.jsonl"),
+        str(tmp_path / "t.parquet"),
+        str(folder),
+        [TEXT],
+        Dataset.from_dict({"body": [TEXT]}),
+    ):
         assert load(source).fingerprint == wanted
 
 
@@ -101,7 +106,11 @@ def test_the_model_writes_its_own_text():
     assert ids(found).shape == (5, 12)
     assert (ids(found)[:, 0] == 256).all()  # the beginning-of-text token
     assert torch.equal(torch.random.get_rng_state(), state)
-    assert found.fingerprint == load("self", samples=5, length=12).fingerprint != load("self", samples=5, length=12, seed=1).fingerprint  # fmt: skip
+    assert (
+        found.fingerprint
+        == load("self", samples=5, length=12).fingerprint
+        != load("self", samples=5, length=12, seed=1).fingerprint
+    )
     with pytest.raises(ValueError, match="causal language model"):
         load("self", model=cases.build("bert"))
 

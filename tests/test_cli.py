@@ -22,8 +22,19 @@ def gradprobe(*arguments, **options):
 
 def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path):
     out = tmp_path / "out"
-    ran = gradprobe("prune", checkpoint, "--output", out, "--sparsity", 0.6, "--calibration", text_file,
-                    "--evaluation", "pydoc", *SMALL)  # fmt: skip
+    ran = gradprobe(
+        "prune",
+        checkpoint,
+        "--output",
+        out,
+        "--sparsity",
+        0.6,
+        "--calibration",
+        text_file,
+        "--evaluation",
+        "pydoc",
+        *SMALL,
+    )
     assert ran.returncode == 0, ran.stderr
     assert "60.00" in ran.stdout
     assert "perplexity" in ran.stdout
@@ -35,7 +46,9 @@ def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path):
     assert "n:m patterns that hold in every matrix: none" in seen.stdout
     found = gradprobe("evaluate", out, "--data", "pydoc", "--num-samples", 4, "--sequence-length", 16, "--json")
     report = json.loads((out / "gradprobe_report.json").read_text())
-    assert json.loads(found.stdout)["perplexity"] == pytest.approx(report["evaluation"]["pruned"]["perplexity"], rel=1e-6)
+    assert json.loads(found.stdout)["perplexity"] == pytest.approx(
+        report["evaluation"]["pruned"]["perplexity"], rel=1e-6
+    )
 
 
 def test_json_is_the_whole_of_standard_output(checkpoint, tmp_path):
@@ -53,22 +66,38 @@ def test_every_option_has_the_spelling_that_was_promised():
     line = (
         "prune m --output o --sparsity 0.5 --strategy fisher --decision path --scope global --fisher blend "
         "--gradient-threshold 0.0 --reduction-factor 0.1 --calibration c --num-samples 128 --sequence-length 512 "
-        "--batch-size 2 --dtype bfloat16 --include a --include b --exclude c --evaluation e --evaluation-samples 3 --seed 0 "
-        "--config f --push-to-hub r --private --overwrite --quiet --json --pattern 2:4"
+        "--batch-size 2 --dtype bfloat16 --include a --include b --exclude c --evaluation e --evaluation-samples 3 "
+        "--seed 0 --config f --push-to-hub r --private --overwrite --quiet --json --pattern 2:4"
     )
     options = parser().parse_args(line.split())
     assert options.include == ["a", "b"]
-    for flag, choices in {"--strategy": ["fisher", "wanda", "magnitude", "random"], "--decision": ["path", "threshold", "none"],
-                          "--scope": ["global", "block", "tensor", "row"],
-                          "--fisher": ["blend", "sequence", "token", "factored"]}.items():  # fmt: skip
+    for flag, choices in {
+        "--strategy": ["fisher", "wanda", "magnitude", "random"],
+        "--decision": ["path", "threshold", "none"],
+        "--scope": ["global", "block", "tensor", "row"],
+        "--fisher": ["blend", "sequence", "token", "factored"],
+    }.items():
         for choice in choices:
             parser().parse_args(["prune", "m", "--output", "o", flag, choice])
 
 
 def test_a_file_of_options_and_the_command_line_over_it(checkpoint, tmp_path, capsys):
     (tmp_path / "recipe.yaml").write_text("sparsity: 0.3\nstrategy: magnitude\ndecision: none\ninclude: [q_proj]\n")
-    main(["prune", str(checkpoint), "--output", str(tmp_path / "out"), "--config", str(tmp_path / "recipe.yaml"),
-          "--sparsity", "0.25", "--evaluation", "none", "--json"])  # fmt: skip
+    main(
+        [
+            "prune",
+            str(checkpoint),
+            "--output",
+            str(tmp_path / "out"),
+            "--config",
+            str(tmp_path / "recipe.yaml"),
+            "--sparsity",
+            "0.25",
+            "--evaluation",
+            "none",
+            "--json",
+        ]
+    )
     report = json.loads(capsys.readouterr().out)
     assert report["sparsity"] == 0.25
     assert {row["role"] for row in report["matrices"]} == {"self_attn.q_proj"}
@@ -108,8 +137,21 @@ def test_an_unknown_model_is_one_readable_line(tmp_path):
 @pytest.mark.parametrize("stage", ["read data ...", "probe 0 ...", "probe 1 ...", "evaluate dense ...", "save ..."])
 def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path):
     """A real SIGINT, sent as soon as the stage is announced."""
-    command = [*GRADPROBE, "prune", str(checkpoint), "--output", str(tmp_path / "out"), "--num-samples", "60",
-               "--sequence-length", "16", "--batch-size", "1", "--evaluation-samples", "60"]  # fmt: skip
+    command = [
+        *GRADPROBE,
+        "prune",
+        str(checkpoint),
+        "--output",
+        str(tmp_path / "out"),
+        "--num-samples",
+        "60",
+        "--sequence-length",
+        "16",
+        "--batch-size",
+        "1",
+        "--evaluation-samples",
+        "60",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
     announced = False
     for line in process.stderr:

@@ -16,7 +16,9 @@ from tests.reference import naive
 
 def prune(model, name, **options):
     config = GradProbeConfig(**options)
-    return prune_pretrained(model, config, calibration=cases.batches(name), evaluation=False, apply=False, progress=False)
+    return prune_pretrained(
+        model, config, calibration=cases.batches(name), evaluation=False, apply=False, progress=False
+    )
 
 
 def lowest(scores, budget):
@@ -94,10 +96,17 @@ def test_no_evidence_keeps_the_weight_unless_it_is_zero():
 
 
 def test_tokens_that_never_occur_are_no_evidence():
-    """Rows of an embedding whose token is not in the calibration text are candidates that come back, and are counted."""
+    """Rows of an embedding whose token is not in the calibration text come back, and are counted."""
     model = cases.build("llama")
-    found = prune(model, "llama", sparsity=0.5, strategy="magnitude", decision="threshold", include=["embed_tokens"],
-                  gradient_threshold=1e6)  # fmt: skip
+    found = prune(
+        model,
+        "llama",
+        sparsity=0.5,
+        strategy="magnitude",
+        decision="threshold",
+        include=["embed_tokens"],
+        gradient_threshold=1e6,
+    )
     seen = torch.zeros(cases.VOCABULARY, dtype=torch.bool)
     for batch in cases.batches("llama"):
         seen[batch["input_ids"][:, :-1].flatten()] = True  # the last token predicts nothing
@@ -105,7 +114,9 @@ def test_tokens_that_never_occur_are_no_evidence():
     assert not mask[~seen].any()
     assert mask[seen].any()
     row = found.report.matrices[0]
-    candidates = prune(model, "llama", sparsity=0.5, strategy="magnitude", decision="none", include=["embed_tokens"]).masks
+    candidates = prune(
+        model, "llama", sparsity=0.5, strategy="magnitude", decision="none", include=["embed_tokens"]
+    ).masks
     assert row.no_evidence == int(candidates["model.embed_tokens.weight"][~seen].sum())
 
 
@@ -132,8 +143,15 @@ def test_a_matrix_the_loss_never_reaches_is_pruned_last_and_named():
         hidden = model.model(**batch, output_hidden_states=True).hidden_states[2]
         return hidden.square().sum()
 
-    found = prune_pretrained(model, GradProbeConfig(sparsity=0.5), calibration=cases.batches("llama"), evaluation=False,
-                             loss_fn=first_two_blocks, apply=False, progress=False)  # fmt: skip
+    found = prune_pretrained(
+        model,
+        GradProbeConfig(sparsity=0.5),
+        calibration=cases.batches("llama"),
+        evaluation=False,
+        loss_fn=first_two_blocks,
+        apply=False,
+        progress=False,
+    )
     assert not any(mask.any() for name, mask in found.masks.items() if ".layers.2." in name)
     assert found.report.sparsity == pytest.approx(0.5, abs=1e-4)
     assert any("7 of 21 matrices" in warning for warning in found.report.warnings)

@@ -34,7 +34,9 @@ def test_perplexity_is_exp_of_the_mean_token_loss():
     found = measure(model, cases.batches("llama"), progress=False)
     assert found.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-9)
     assert found.terms == tokens
-    assert measure(model, cases.batches("llama", batch_size=3), progress=False).loss == pytest.approx(found.loss, rel=1e-12)
+    assert measure(model, cases.batches("llama", batch_size=3), progress=False).loss == pytest.approx(
+        found.loss, rel=1e-12
+    )
     measurement = evaluate.load(metrics.path("perplexity"))
     assert measurement.compute(input_ids=windows.tolist(), model=model)["perplexity"] == pytest.approx(found.perplexity)
 
@@ -52,15 +54,36 @@ def test_an_unknown_measurement_is_refused():
         metrics.path("bleu")
 
 
-@pytest.mark.skipif(not (SHARED / "tools" / "score.py").exists(), reason="the independent scorer is not beside this checkout")
+@pytest.mark.skipif(
+    not (SHARED / "tools" / "score.py").exists(), reason="the independent scorer is not beside this checkout"
+)
 def test_it_agrees_with_the_independent_scorer():
     model_dir, text = SHARED / "models" / "stories15M", SHARED / "data" / "tinystories.txt"
-    command = [sys.executable, SHARED / "tools" / "score.py", model_dir, "--windows", "8", "--length", "128", "--text", text,
-               "--dtype", "float32"]  # fmt: skip
+    command = [
+        sys.executable,
+        SHARED / "tools" / "score.py",
+        model_dir,
+        "--windows",
+        "8",
+        "--length",
+        "128",
+        "--text",
+        text,
+        "--dtype",
+        "float32",
+    ]
     wanted = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
-    batches = load_batches(str(text), part="evaluation", model=model, processing_class=AutoTokenizer.from_pretrained(model_dir),
-                           samples=8, sequence_length=128, batch_size=4, seed=0)  # fmt: skip
+    batches = load_batches(
+        str(text),
+        part="evaluation",
+        model=model,
+        processing_class=AutoTokenizer.from_pretrained(model_dir),
+        samples=8,
+        sequence_length=128,
+        batch_size=4,
+        seed=0,
+    )
     windows = torch.cat([batch["input_ids"] for batch in batches])
     found = evaluate.load(metrics.path("perplexity")).compute(input_ids=windows.tolist(), model=model)
     assert found["perplexity"] == pytest.approx(wanted["perplexity"], abs=1e-4)

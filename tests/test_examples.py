@@ -27,7 +27,9 @@ def test_local(checkpoint, text_file, tmp_path):
 
 
 def test_demo(checkpoint, tmp_path):
-    ran = run("demo.py", "--model", checkpoint, "--output", tmp_path / "out", "--num-samples", 8, "--sequence-length", 32)
+    ran = run(
+        "demo.py", "--model", checkpoint, "--output", tmp_path / "out", "--num-samples", 8, "--sequence-length", 32
+    )
     assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-4)
     for said in ("perplexity", "50.00", "GB peak memory", "README.md", "The Earth goes around"):
         assert said in ran.stdout
@@ -35,7 +37,15 @@ def test_demo(checkpoint, tmp_path):
 
 def test_push(checkpoint, tmp_path):
     with running_hub() as hub:
-        run("push_to_hub.py", checkpoint, "me/tiny-24", HF_ENDPOINT=hub.url, HF_TOKEN=TOKEN, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="0")  # fmt: skip
+        run(
+            "push_to_hub.py",
+            checkpoint,
+            "me/tiny-24",
+            HF_ENDPOINT=hub.url,
+            HF_TOKEN=TOKEN,
+            HF_HOME=str(tmp_path),
+            HF_HUB_OFFLINE="0",
+        )
         card = hub.repositories["me/tiny-24"].revisions["main"]["README.md"].decode()
     assert "sparsity-2-4" in card
     assert "every group of 4 inputs, of which 2 are kept" in card

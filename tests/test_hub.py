@@ -66,7 +66,8 @@ def test_it_loads_where_this_package_is_not(written):
     script = (
         "import sys; sys.modules['gradprobe_hf'] = None\n"
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
-        f"m = AutoModelForCausalLM.from_pretrained({str(folder)!r}); t = AutoTokenizer.from_pretrained({str(folder)!r})\n"
+        f"m = AutoModelForCausalLM.from_pretrained({str(folder)!r})\n"
+        f"t = AutoTokenizer.from_pretrained({str(folder)!r})\n"
         "print(sum(int((p == 0).sum()) for n, p in m.named_parameters() if 'layers' in n and p.ndim == 2))\n"
     )
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd="/", check=True)
@@ -83,7 +84,9 @@ def test_the_report_has_everything(written):
         assert row["pruned"] == int(written[0].masks[row["name"]].sum())
         assert 0 <= row["score_min"] <= row["score_max"]
         assert row["budget"] == round(0.5 * row["weights"])
-    assert {"load", "read data", "probe 0", "candidates", "probe 1", "selection", "evaluate pruned"} <= set(report["timings"])
+    assert {"load", "read data", "probe 0", "candidates", "probe 1", "selection", "evaluate pruned"} <= set(
+        report["timings"]
+    )
     assert report["memory"]["peak_resident_bytes"] > 10**7
     assert len(report["calibration"]["fingerprint"]) == 64
     assert report["versions"]["torch"] == torch.__version__
@@ -121,13 +124,22 @@ def test_the_card(written):
 def test_the_card_s_snippet_runs(written):
     text = (written[1] / "README.md").read_text()
     code = re.search(r"```python\n(.*?)```", text, re.S)[1]
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=written[1].parent, check=False)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=written[1].parent, check=False
+    )
     assert ran.returncode == 0, ran.stderr
     assert "The largest ocean is" in ran.stdout
 
 
-@pytest.mark.parametrize("options", [{"decision": "threshold"}, {"pattern": "2:4"}, {"strategy": "magnitude", "decision": "none"},
-                                     {"strategy": "wanda", "decision": "none"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decision": "threshold"},
+        {"pattern": "2:4"},
+        {"strategy": "magnitude", "decision": "none"},
+        {"strategy": "wanda", "decision": "none"},
+    ],
+)
 def test_every_kind_of_run_has_a_card(options, checkpoint, tmp_path):
     config = GradProbeConfig(num_samples=4, sequence_length=16, **options)
     prune_pretrained(str(checkpoint), config, evaluation=False, output_dir=tmp_path / "out", progress=False)
@@ -139,8 +151,13 @@ def test_every_kind_of_run_has_a_card(options, checkpoint, tmp_path):
 
 def test_models_without_perplexity_have_a_card_too(tmp_path):
     for name in ("bert", "vit", "t5"):
-        prune_pretrained(cases.build(name), calibration=cases.batches(name), evaluation=cases.batches(name, seed=5),
-                         output_dir=tmp_path / name, progress=False)  # fmt: skip
+        prune_pretrained(
+            cases.build(name),
+            calibration=cases.batches(name),
+            evaluation=cases.batches(name, seed=5),
+            output_dir=tmp_path / name,
+            progress=False,
+        )
         text = (tmp_path / name / "README.md").read_text()
         assert "| loss |" in text
         assert "mean loss, in nats" in text
@@ -181,7 +198,9 @@ def test_a_result_that_was_not_applied_saves_pruned_weights(checkpoint, text_fil
 def test_a_full_disk(when, checkpoint, text_file, tmp_path, monkeypatch):
     small = tmp_path / "small"
     small.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, check=False)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, check=False
+    )
     if mounted.returncode:
         pytest.skip(f"this machine mounts no tmpfs: {mounted.stderr.decode().strip()}")
     try:
@@ -210,7 +229,13 @@ print(result.push_to_hub(repo, revision="second"))
 
 def push(hub, checkpoint, text_file, repo, home, token=TOKEN, output=""):
     """In a process of its own: the client reads its endpoint once, when it is imported."""
-    environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    environment = {
+        **os.environ,
+        "HF_ENDPOINT": hub.url,
+        "HF_HOME": str(home),
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_DISABLE_XET": "1",
+    }
     environment.pop("HF_TOKEN", None)
     if token:
         environment["HF_TOKEN"] = token
@@ -225,7 +250,11 @@ def test_push_and_load_again(checkpoint, text_file, tmp_path, other_text_file):
         assert "/me/tiny-50/commit/" in ran.stdout
         assert hub.unknown == []
         main, second = (hub.repositories["me/tiny-50"].revisions[name] for name in ("main", "second"))
-        assert set(main) == set(second) >= {"model.safetensors", "README.md", "gradprobe_report.json", "assets/sparsity.png"}
+        assert (
+            set(main)
+            == set(second)
+            >= {"model.safetensors", "README.md", "gradprobe_report.json", "assets/sparsity.png"}
+        )
         assert all(TOKEN.encode() not in content for content in main.values())
         assert TOKEN not in ran.stdout + ran.stderr
         assert b'from_pretrained("me/tiny-50")' in main["README.md"]
@@ -265,8 +294,16 @@ def test_the_protocol_is_what_another_reader_would_compute(written, checkpoint):
     """The perplexities in the report, computed again with nothing but transformers and the saved files."""
     result, folder = written
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    held_out = load_batches("pydoc", part="evaluation", model=result.model, processing_class=tokenizer, samples=4,
-                            sequence_length=16, batch_size=4, seed=0)  # fmt: skip
+    held_out = load_batches(
+        "pydoc",
+        part="evaluation",
+        model=result.model,
+        processing_class=tokenizer,
+        samples=4,
+        sequence_length=16,
+        batch_size=4,
+        seed=0,
+    )
     for source, name in ((checkpoint, "dense"), (folder, "pruned")):
         model = AutoModelForCausalLM.from_pretrained(source).eval()
         losses = []

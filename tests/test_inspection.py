@@ -31,7 +31,13 @@ def test_it_counts_the_zeros_of_the_files(name, shard, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_it_sees_a_pattern_along_the_inputs(name, tmp_path):
     model = cases.build(name)
-    prune_pretrained(model, GradProbeConfig(pattern="2:4"), calibration=cases.batches(name), output_dir=tmp_path / "a", progress=False)  # fmt: skip
+    prune_pretrained(
+        model,
+        GradProbeConfig(pattern="2:4"),
+        calibration=cases.batches(name),
+        output_dir=tmp_path / "a",
+        progress=False,
+    )
     assert inspect_checkpoint(tmp_path / "a").patterns == ["2:4", "4:8"]
     model = cases.build(name)
     prune_pretrained(model, calibration=cases.batches(name), output_dir=tmp_path / "b", progress=False)
@@ -40,14 +46,16 @@ def test_it_sees_a_pattern_along_the_inputs(name, tmp_path):
 
 def test_it_looks_where_the_configuration_says(tmp_path):
     config = GradProbeConfig(include=["lm_head"], sparsity=0.25)
-    prune_pretrained(cases.build("tied"), config, calibration=cases.batches("tied"), output_dir=tmp_path / "a", progress=False)  # fmt: skip
+    prune_pretrained(
+        cases.build("tied"), config, calibration=cases.batches("tied"), output_dir=tmp_path / "a", progress=False
+    )
     found = inspect_checkpoint(tmp_path / "a")
     assert [row.name for row in found.rows] == ["model.embed_tokens.weight"]
     assert found.sparsity == 0.25
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no config.json"):
+    with pytest.raises(ValueError, match=r"no config\.json"):
         inspect_checkpoint(tmp_path)
     cases.build("llama").config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no safetensors weights"):

@@ -59,7 +59,9 @@ def test_statistics_equal_a_loop_of_autograd(name, shrunk):
             "peak": found.peak,
             "factored": found.factored(),
         }.items():
-            torch.testing.assert_close(value, wanted[target.name][term], rtol=1e-7, atol=1e-18, msg=f"{target.name} {term}")
+            torch.testing.assert_close(
+                value, wanted[target.name][term], rtol=1e-7, atol=1e-18, msg=f"{target.name} {term}"
+            )
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "t5"])
@@ -144,10 +146,12 @@ def test_an_embedding_can_be_a_target():
     for row in cases.batches("llama", batch_size=1):
         model.zero_grad()
         naive.sequence_loss(model, row).backward()
-        wanted = wanted + model.model.embed_tokens.weight.grad ** 2
+        wanted = wanted + model.model.embed_tokens.weight.grad**2
     found = statistics[targets[0].name]
     torch.testing.assert_close(found.sequence, wanted, rtol=1e-8, atol=1e-18)
-    counts = torch.cat([row["input_ids"].flatten() for row in cases.batches("llama")]).bincount(minlength=cases.VOCABULARY)
+    counts = torch.cat([row["input_ids"].flatten() for row in cases.batches("llama")]).bincount(
+        minlength=cases.VOCABULARY
+    )
     torch.testing.assert_close(found.input_sq()[:, 0], counts.double())
 
 

@@ -84,10 +84,22 @@ def test_one_seed_one_mask_and_batching_changes_nothing():
 @pytest.mark.parametrize("strategy", ["fisher", "random"])
 def test_two_runs_with_one_seed_give_identical_masks(strategy, text_file):
     def run(seed):
-        config = GradProbeConfig(sparsity=0.5, strategy=strategy, num_samples=4, sequence_length=16, seed=seed,
-                                 decision="none" if strategy == "random" else "path")  # fmt: skip
-        return prune_pretrained(cases.build("llama"), config, calibration=str(text_file), evaluation=False,
-                                processing_class=cases.tokenizer(), progress=False).masks  # fmt: skip
+        config = GradProbeConfig(
+            sparsity=0.5,
+            strategy=strategy,
+            num_samples=4,
+            sequence_length=16,
+            seed=seed,
+            decision="none" if strategy == "random" else "path",
+        )
+        return prune_pretrained(
+            cases.build("llama"),
+            config,
+            calibration=str(text_file),
+            evaluation=False,
+            processing_class=cases.tokenizer(),
+            progress=False,
+        ).masks
 
     first, again, other = run(0), run(0), run(1)
     assert all(torch.equal(mask, again[name]) for name, mask in first.items())
@@ -104,7 +116,9 @@ def test_apply_false_changes_nothing_and_measures_the_same(text_file):
     assert all(torch.equal(mask, wet.masks[name]) for name, mask in dry.masks.items())
     assert dry.report.evaluation == wet.report.evaluation
     with torch.no_grad():
-        really = sum(float(pruning.measure(changed, [batch], progress=False).loss) for batch in held_out) / len(held_out)
+        really = sum(float(pruning.measure(changed, [batch], progress=False).loss) for batch in held_out) / len(
+            held_out
+        )
     assert really == pytest.approx(wet.report.evaluation["pruned"]["loss"], rel=1e-5)
 
 
@@ -124,8 +138,14 @@ def test_zeros_that_are_there_count_and_are_reported():
 
 def test_text_on_both_sides_is_pointed_out(text_file):
     config = GradProbeConfig(num_samples=40, sequence_length=16, evaluation_samples=1000)
-    result = prune_pretrained(cases.build("llama"), config, calibration=str(text_file), evaluation=str(text_file),
-                              processing_class=cases.tokenizer(), progress=False)  # fmt: skip
+    result = prune_pretrained(
+        cases.build("llama"),
+        config,
+        calibration=str(text_file),
+        evaluation=str(text_file),
+        processing_class=cases.tokenizer(),
+        progress=False,
+    )
     assert "of the 1000 evaluation windows were also calibrated on" in result.report.warnings[0]
 
 
@@ -135,7 +155,9 @@ STAGES = ["load_batches", "observe_inputs", "run_probe", "select_masks", "measur
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("late", [False, True], ids=["at once", "second call"])
-def test_a_failure_at_any_stage_leaves_the_model_and_the_disk_alone(stage, error, late, monkeypatch, tmp_path, text_file):
+def test_a_failure_at_any_stage_leaves_the_model_and_the_disk_alone(
+    stage, error, late, monkeypatch, tmp_path, text_file
+):
     import gradprobe_hf.result as result_module
 
     owner = result_module if stage == "write_checkpoint" else pruning
@@ -154,8 +176,15 @@ def test_a_failure_at_any_stage_leaves_the_model_and_the_disk_alone(stage, error
     config = GradProbeConfig(num_samples=4, sequence_length=16, evaluation_samples=2, **strategy)
 
     def run():
-        return prune_pretrained(model, config, calibration=str(text_file), evaluation="pydoc",
-                                processing_class=cases.tokenizer(), output_dir=tmp_path / "out", progress=False)  # fmt: skip
+        return prune_pretrained(
+            model,
+            config,
+            calibration=str(text_file),
+            evaluation="pydoc",
+            processing_class=cases.tokenizer(),
+            output_dir=tmp_path / "out",
+            progress=False,
+        )
 
     if late and stage in ("observe_inputs", "write_checkpoint", "masks_applied"):
         run()  # called once only
@@ -192,7 +221,7 @@ def test_an_interrupt_while_weights_are_zeroed_gives_them_back():
     ],
 )
 def test_wrong_input_is_refused_before_any_pass(arguments, message, monkeypatch):
-    monkeypatch.setattr(pruning, "run_probe", lambda *a, **k: pytest.fail("work began"))
+    monkeypatch.setattr(pruning, "run_probe", lambda *_, **__: pytest.fail("work began"))
     config = arguments.pop("config", GradProbeConfig(num_samples=4, sequence_length=16))
     with pytest.raises(ValueError, match=message):
         prune_pretrained(cases.build("llama"), config, processing_class=cases.tokenizer(), progress=False, **arguments)

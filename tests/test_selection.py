@@ -84,8 +84,10 @@ def test_every_unit_of_a_scope_has_its_own_exact_budget(scope, data):
     nothing = {name: np.zeros(shape, dtype=bool) for name in matrices}
     masks = {name: mask.numpy() for name, mask in selected(matrices, nothing, sparsity, scope).items()}
     if scope == "block":
-        units = [(np.concatenate([matrices[f"{b}.{r}"] for r in "qk"]), np.concatenate([masks[f"{b}.{r}"] for r in "qk"]))
-                 for b in ("b0", "b1")]  # fmt: skip
+        units = [
+            (np.concatenate([matrices[f"{b}.{r}"] for r in "qk"]), np.concatenate([masks[f"{b}.{r}"] for r in "qk"]))
+            for b in ("b0", "b1")
+        ]
     elif scope == "tensor":
         units = [(matrices[name], masks[name]) for name in matrices]
     else:
@@ -96,7 +98,10 @@ def test_every_unit_of_a_scope_has_its_own_exact_budget(scope, data):
 
 
 @settings(max_examples=60, deadline=None)
-@given(scores=hnp.arrays(np.float32, (6, 24), elements=st.one_of(FEW, FLOATS)), group=st.sampled_from([(2, 4), (1, 4), (4, 8), (1, 2), (5, 6)]))  # fmt: skip
+@given(
+    scores=hnp.arrays(np.float32, (6, 24), elements=st.one_of(FEW, FLOATS)),
+    group=st.sampled_from([(2, 4), (1, 4), (4, 8), (1, 2), (5, 6)]),
+)
 def test_groups_keep_the_n_highest_of_every_m(scores, group):
     n, m = group
     keys = score_keys(torch.from_numpy(scores), torch.ones(6, 24), "w")
@@ -148,7 +153,9 @@ def test_a_score_that_orders_nothing_is_refused_by_name(bad):
 
 def test_the_cut_reads_its_stream_twice_and_never_joins_it():
     reads = []
-    parts = [torch.randint(0, 1000, (50,), dtype=torch.int32, generator=torch.Generator().manual_seed(i)) for i in range(5)]
+    parts = [
+        torch.randint(0, 1000, (50,), dtype=torch.int32, generator=torch.Generator().manual_seed(i)) for i in range(5)
+    ]
 
     def stream():
         reads.append(1)

@@ -16,7 +16,9 @@ def test_the_linear_maps_of_the_blocks_and_nothing_else(name):
     assert sum(target.numel for target in targets) == cases.CASES[name].targets
     for target in targets:
         assert target.block
-        assert not any(part in target.name for part in ("embed", "wte", "wpe", "lm_head", "shared", "relative", "classifier"))
+        assert not any(
+            part in target.name for part in ("embed", "wte", "wpe", "lm_head", "shared", "relative", "classifier")
+        )
         assert target.matrix(model).shape == target.shape
         assert target.matrix(model).data_ptr() == model.get_parameter(target.name).data_ptr()
 
@@ -56,7 +58,7 @@ def test_patterns(patterns, count):
 def test_a_pattern_that_matches_nothing_is_an_error():
     model = cases.build("llama")
     for options in ({"include": ["q_projj"]}, {"exclude": ["model.layers.9.*"]}):
-        with pytest.raises(ValueError, match="matches no prunable module.*named like"):
+        with pytest.raises(ValueError, match=r"matches no prunable module.*named like"):
             find_targets(model, **options)
     find_targets(model, exclude=["lm_head"])  # not a target anyway, but it exists: people write it to be sure
     with pytest.raises(ValueError, match="leave no matrix"):

@@ -47,7 +47,7 @@ class Batches:
         for name in names:
             for batch in self.items:
                 if isinstance(value := batch.get(name), Tensor):
-                    digest.update(value.contiguous().flatten().view(torch.uint8).numpy())
+                    digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
@@ -81,7 +81,9 @@ def from_rows(rows: list[dict[str, Tensor]], batch_size: int, pad_token_id: int,
     fill = {"input_ids": pad_token_id, "labels": IGNORED}
     items = []
     for start in range(0, len(rows), batch_size):
-        part = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows[start : start + batch_size]]
+        part = [
+            {"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows[start : start + batch_size]
+        ]
         items.append(
             {
                 name: torch.nn.utils.rnn.pad_sequence(
@@ -101,7 +103,9 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
         ValueError: it can be read only once, is empty, or holds something `model(**batch)` cannot take.
     """
     if isinstance(source, Iterator):
-        raise ValueError("calibration batches must be re-iterable, got a one-shot iterator; pass a list or a DataLoader.")
+        raise ValueError(
+            "calibration batches must be re-iterable, got a one-shot iterator; pass a list or a DataLoader."
+        )
     items = []
     for batch in source:
         if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):

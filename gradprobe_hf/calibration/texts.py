@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset, get_dataset_split_names, load_dataset, load_dataset_builder
 from datasets.exceptions import DatasetNotFoundError
@@ -19,7 +19,7 @@ SHUFFLE_BUFFER = 10_000
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLITS = {"calibration": ("train", "validation", "test"), "evaluation": ("test", "validation", "train")}
 
-Rows = Dataset | IterableDataset
+Rows: TypeAlias = Dataset | IterableDataset
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,11 @@ def open_source(spec: str, part: str, seed: int) -> Source:
     path = Path(spec)
     if path.exists():
         return _local(path, seed)
-    if spec.startswith((".", "/", "~")) or path.suffix in FORMATS or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}", spec):
+    if (
+        spec.startswith((".", "/", "~"))
+        or path.suffix in FORMATS
+        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}", spec)
+    ):
         raise ValueError(
             f"no such file or folder: {spec!r}. Text is named by a path (.txt, .jsonl, .parquet or a folder of them), "
             "a Hub dataset 'id', 'id:config' or 'id:config:split', 'pydoc', or 'self'."
@@ -84,7 +88,7 @@ def _local(path: Path, seed: int) -> Source:
 
 
 def _from_hub(spec: str, part: str, seed: int) -> Source:
-    dataset_id, config, split = (spec.split(":") + [None, None])[:3]
+    dataset_id, config, split = [*spec.split(":"), None, None][:3]
     try:
         builder = load_dataset_builder(dataset_id, config)
         if split is None:
@@ -113,5 +117,7 @@ def _text_column(rows: Rows) -> str:
         return "text"
     strings = [name for name, value in first.items() if isinstance(value, str)]
     if len(strings) != 1:
-        raise ValueError(f"the dataset has no 'text' column; its columns are {', '.join(first)}. Rename the one to use.")
+        raise ValueError(
+            f"the dataset has no 'text' column; its columns are {', '.join(first)}. Rename the one to use."
+        )
     return strings[0]

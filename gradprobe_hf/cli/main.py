@@ -22,20 +22,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ngradprobe: interrupted; nothing was written", file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, OSError, ImportError) as error:  # wrong input, or a machine or Hub that will not; the rest is a bug
+    except (
+        ValueError,
+        OSError,
+        ImportError,
+    ) as error:  # wrong input, or a machine or Hub that will not; the rest is a bug
         print(f"gradprobe: error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="gradprobe", description="Prune pretrained transformers by asking their gradients.")
+    top = argparse.ArgumentParser(
+        prog="gradprobe", description="Prune pretrained transformers by asking their gradients."
+    )
     verbs = top.add_subparsers(dest="verb", required=True)
     for name, module in VERBS.items():
         description = (module.__doc__ or "").strip()
         verb = verbs.add_parser(name, help=description.splitlines()[0], description=description)
         module.add_arguments(verb)
-        verb.add_argument("--json", action="store_true", help="print one JSON object and nothing else on standard output")
+        verb.add_argument(
+            "--json", action="store_true", help="print one JSON object and nothing else on standard output"
+        )
     return top
 
 

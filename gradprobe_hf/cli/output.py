@@ -30,8 +30,12 @@ def print_json(values: dict[str, Any]) -> None:
 
 
 def print_pruning(report: Report, output: str) -> None:
-    table = Table("", "dense", "pruned", title=f"{report.model['class']}, {report.weights:,} weights in "
-                  f"{len(report.matrices)} matrices")  # fmt: skip
+    table = Table(
+        "",
+        "dense",
+        "pruned",
+        title=f"{report.model['class']}, {report.weights:,} weights in {len(report.matrices)} matrices",
+    )
     before = sum(row.zeros_before for row in report.matrices) / report.weights
     table.add_row("zeros", f"{before:.4%}", f"{report.sparsity:.4%}")
     if report.evaluation:

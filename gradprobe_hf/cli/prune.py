@@ -25,7 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--decision", choices=get_args(Decision), help="what the probes decide (default: path)")
     how.add_argument("--scope", choices=get_args(Scope), help="over what one budget is spent")
     how.add_argument("--fisher", choices=get_args(Fisher), help="estimate of the squared gradient (default: blend)")
-    how.add_argument("--gradient-threshold", type=float, metavar="X", help="growth tolerated by 'threshold' (default: 0.0)")
+    how.add_argument(
+        "--gradient-threshold", type=float, metavar="X", help="growth tolerated by 'threshold' (default: 0.0)"
+    )
     how.add_argument("--reduction-factor", type=float, metavar="X", help="what shrinks the candidates (default: 0.1)")
     how.add_argument("--include", action="append", metavar="PATTERN", help="prune only what matches (repeatable)")
     how.add_argument("--exclude", action="append", metavar="PATTERN", help="leave alone what matches (repeatable)")

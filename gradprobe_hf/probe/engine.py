@@ -1,7 +1,8 @@
 """The engine: route the targets through measured maps, run the batches, put everything back.
 
 Sequences are told apart by position: an input `[sequences, ...]`, or `[sequences * tokens, in]` where a model flattens
-(OPT). Routed experts see tokens of any sequence in any order, so a model that has them is probed one sequence at a time.
+(OPT). Routed experts see tokens of any sequence in any order, so a model that has them is probed one sequence at a
+time.
 """
 
 from __future__ import annotations
@@ -208,12 +209,14 @@ def observe_inputs(
         for batch in tqdm(list(_routable(batches, targets)), desc="inputs", unit="batch", disable=not progress):
             batch = send_to_device(batch, model.device)
             probe.start_batch(batch)
-            model(**{name: value for name, value in batch.items() if name != "labels" or model.config.is_encoder_decoder})
+            # An encoder-decoder makes its decoder's inputs from the labels; elsewhere they would only cost a loss.
+            unused = () if model.config.is_encoder_decoder else ("labels",)
+            model(**{name: value for name, value in batch.items() if name not in unused})
 
 
 @contextmanager
 def serving(model: PreTrainedModel, targets: Sequence[Target], masks: Masks, factor: float = 0.0) -> Iterator[None]:
-    """Run the model as if its masked weights were multiplied by `factor`, without touching them. Forward passes only."""
+    """Run the model as if its masked weights were multiplied by `factor`, without touching them: forward only."""
     with attached(model, targets, Probe(shrunk=masks, factor=factor)), torch.no_grad():
         yield
 

@@ -32,7 +32,14 @@ class MeasuredLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, probe: Folds, target: Target, site: Site
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        anchor: Tensor,
+        probe: Folds,
+        target: Target,
+        site: Site,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.probe, ctx.target, ctx.site = probe, target, site

@@ -1,8 +1,8 @@
 """Fisher: the loss that removing a weight adds, to second order.
 
 With the Hessian's diagonal estimated by the empirical Fisher F (squared gradients of the summed loss), removing w_i
-adds about `w_i^2 F_i / 2`. Source: LeCun et al. 1989, Optimal Brain Damage, eq. 5; Theis et al. 2018 (arXiv:1801.05787),
-eq. 6, for the empirical Fisher in its place. The factor 1/2 changes no order and is left out.
+adds about `w_i^2 F_i / 2`. Sources: LeCun et al. 1989, Optimal Brain Damage, eq. 5, for the diagonal; Theis et al. 2018
+(arXiv:1801.05787) for the empirical Fisher in its place. The factor 1/2 changes no order and is left out.
 """
 
 from torch import Tensor

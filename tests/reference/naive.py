@@ -49,7 +49,7 @@ def statistics(model, rows, names, masks=None, factor=1.0):
         for name in names:
             module = model.get_submodule(name.rsplit(".", 1)[0])
 
-            def hook(_module, args, output, name=name):
+            def hook(_module, args, output, name=name, caught=caught):
                 output.retain_grad()
                 caught.setdefault(name, []).append((args[0].detach(), output))
 

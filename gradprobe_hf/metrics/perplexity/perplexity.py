@@ -20,7 +20,7 @@ class Perplexity(evaluate.Measurement):
             module_type="measurement",
             description=_DESCRIPTION,
             citation="",
-            inputs_description="input_ids: windows of token ids; model: a transformers model; batch_size: windows a pass.",
+            inputs_description="input_ids: windows of token ids; model: a model; batch_size: windows in a pass.",
             features=datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int64"))}),
         )
 

@@ -1,0 +1,92 @@
+"""Write the README's measured tables from `benchmarks/results/*.json`, between its markers.
+
+usage: python benchmarks/readme_table.py [--check]     (--check: fail if the README is not what the results say)
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def quality_table(results: dict[str, Any]) -> str:
+    rows = results["rows"]
+    sparsities = sorted({row["sparsity"] for row in rows})
+    cell = {(row["method"], row["sparsity"]): row for row in rows}
+    wanda = {sparsity: cell["wanda", sparsity]["perplexity"] for sparsity in sparsities}
+    lines = [
+        "| perplexity (ratio to Wanda) | " + " | ".join(f"{sparsity:.0%}" for sparsity in sparsities) + " |",
+        "|---|" + "---:|" * len(sparsities),
+        f"| dense | {' | '.join([format(results['dense'], '.2f')] * len(sparsities))} |",
+    ]
+    for method in dict.fromkeys(row["method"] for row in rows):
+        cells = []
+        for sparsity in sparsities:
+            value = cell[method, sparsity]["perplexity"]
+            cells.append(f"{value:,.2f} ({value / wanda[sparsity]:.2f})")
+        name = f"**{method}**" if "path" in method else method
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    settings = results["settings"]
+    note = (
+        f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}; evaluation "
+        f"{settings['evaluation']}; every column has one number of zeros, to the element. Made by `make bench-quality`."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def speed_table(results: dict[str, Any]) -> str:
+    lines = [
+        "| Fisher | two probes / two bare passes | everything after the probes | accumulators |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in results["rows"]:
+        cells = (
+            f"`{row['fisher']}`",
+            f"{row['two_probes_over_two_bare_passes']:.2f}",
+            f"{row['after_the_probes_seconds']:.1f} s",
+            f"{row['accumulator_bytes'] / 1e6:.0f} MB",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    settings = results["settings"]
+    weights = results["rows"][0]["target_weights"]
+    note = (
+        f"{settings['model']}, {weights:,} target weights, {settings['batches']}, {settings['threads']} CPU threads; "
+        "medians, in one process. Made by `make bench-speed`."
+    )
+    return "\n".join([*lines, "", note])
+
+
+TABLES = {"quality": quality_table, "speed": speed_table}
+
+
+def rendered(readme: str) -> str:
+    for name, table in TABLES.items():
+        path = RESULTS / f"{name}.json"
+        if not path.exists():
+            continue
+        text = table(json.loads(path.read_text()))
+        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+        readme = re.sub(pattern, lambda found: f"{found[1]}{text}\n{found[2]}", readme, flags=re.S)  # noqa: B023
+    return readme
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true")
+    path = ROOT / "README.md"
+    before = path.read_text(encoding="utf-8")
+    after = rendered(before)
+    if parser.parse_args().check:
+        sys.exit(0 if after == before else "README.md is not what benchmarks/results say; run `make table`")
+    path.write_text(after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

