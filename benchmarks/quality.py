@@ -20,10 +20,10 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
+from gradprobe_hf.accounting import versions
 from gradprobe_hf.calibration import Batches, load_batches
 from gradprobe_hf.evaluation import measure
 from gradprobe_hf.probe import serving
-from gradprobe_hf.report import versions
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -24,13 +24,13 @@ from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig
+from gradprobe_hf.accounting import peak_memory, versions
 from gradprobe_hf.application import masks_applied
 from gradprobe_hf.calibration import Batches, load_batches
 from gradprobe_hf.decision import FISHER_TERMS, candidate_score, keys_of, path_score
 from gradprobe_hf.loading import load_model
 from gradprobe_hf.loss import summed_loss
 from gradprobe_hf.probe import Statistics, run_probe
-from gradprobe_hf.report import peak_memory, versions
 from gradprobe_hf.selection import select_masks
 from gradprobe_hf.targets import Target, find_targets
 

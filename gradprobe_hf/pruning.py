@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedModel
 
+from gradprobe_hf.accounting import build_report
 from gradprobe_hf.application import masks_applied
-from gradprobe_hf.calibration import Batches, load_batches, shared_rows
-from gradprobe_hf.config import GradProbeConfig, Scope
-from gradprobe_hf.decision import (
-    candidate_score,
-    evidence_needed,
-    keys_of,
-    no_evidence,
-    path_score,
-    threshold_mask,
-)
-from gradprobe_hf.evaluation import measure
+from gradprobe_hf.calibration import Batches, load_batches
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.decision import evidence_needed
+from gradprobe_hf.evaluation import Measurement, measure
 from gradprobe_hf.hub import check_destination, check_push, check_room, push_folder
 from gradprobe_hf.loading import load_model, load_processing_class
-from gradprobe_hf.loss import LossFunction, is_causal, objective
-from gradprobe_hf.probe import Statistics, observe_inputs, run_probe, serving
-from gradprobe_hf.report import MatrixRow, Report, Stopwatch, peak_memory, versions
+from gradprobe_hf.loss import LossFunction, is_causal
+from gradprobe_hf.probe import serving
 from gradprobe_hf.result import PruneResult
-from gradprobe_hf.selection import Keys, key_range, select_masks
+from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.targets import Target, check_editable, check_group, find_targets
+from gradprobe_hf.verdict import Verdict, reach_verdict
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +91,6 @@ def prune_pretrained(
         check_editable(model, targets)
         if config.group is not None:
             check_group(targets, *config.group)
-    run = _Run(model, targets, config, loss_fn, progress, stopwatch)
     with stopwatch("read data"):
         data = partial(
             load_batches,
@@ -115,16 +106,14 @@ def prune_pretrained(
         evaluation = _default_evaluation(evaluation, calibration, model)
         batches = data(calibration, part="calibration", samples=config.num_samples) if needs_data else None
         held_out = data(evaluation, part="evaluation", samples=config.evaluation_samples) if evaluation else None
-    if batches and held_out and (shared := shared_rows(batches, held_out)):
-        run.warnings.append(
-            f"{shared} of the {held_out.samples} evaluation windows were also calibrated on; evaluate on another text."
-        )
-    masks = run.decide(batches)
-    measured = run.evaluate(masks, held_out) if held_out else None
-    report = run.report(masks, batches, held_out, measured)
-    result = PruneResult(model, masks, report, config, processing_class, targets)
+    verdict = reach_verdict(model, targets, config, batches, loss_fn=loss_fn, stopwatch=stopwatch, progress=progress)
+    measured = _evaluate(model, targets, verdict, held_out, loss_fn, stopwatch, progress) if held_out else {}
+    report = build_report(model, targets, config, verdict, batches, held_out, measured, dict(stopwatch.seconds))
+    for warning in report.warnings:
+        logger.warning(warning)
+    result = PruneResult(model, verdict.masks, report, config, processing_class, targets)
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
-    with masks_applied(model, targets, masks, keep=apply):
+    with masks_applied(model, targets, verdict.masks, keep=apply):
         if output_dir is not None:
             with stopwatch("save"):
                 result.save_pretrained(output_dir, overwrite=overwrite, repo_id=repo_id)
@@ -134,195 +123,25 @@ def prune_pretrained(
     return replace(result, report=replace(report, timings=dict(stopwatch.seconds)))
 
 
-@dataclass
-class _Run:
-    """One pruning run: the stages between the loaded model and the report, and what they found on the way."""
-
-    model: PreTrainedModel
-    targets: tuple[Target, ...]
-    config: GradProbeConfig
-    loss_fn: LossFunction | None
-    progress: bool
-    stopwatch: Stopwatch
-    probes: dict[str, float] = field(default_factory=dict)
-    score_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    without_evidence: dict[str, int] = field(default_factory=dict)
-    warnings: list[str] = field(default_factory=list)
-    accumulator_bytes: int = 0
-
-    def decide(self, batches: Batches | None) -> dict[str, Tensor]:
-        """Masks of what is pruned."""
-        statistics = self._first_evidence(batches)
-        if statistics is not None:
-            self._warn_unreached(statistics)
-        score = partial(candidate_score, statistics=statistics, config=self.config)
-        with self.stopwatch("candidates"):
-            candidates = self._select(keys_of(self.model, score), self.config.candidate_scope)
-        if self.config.decision == "none":
-            return candidates
-        assert statistics is not None, "every other decision probes"
-        assert batches is not None, "and probes something"
-        if self.config.decision == "path":
-            return self._decide_path(statistics, candidates, batches)
-        return self._decide_threshold(statistics, candidates, batches)
-
-    def _first_evidence(self, batches: Batches | None) -> Statistics | None:
-        needed = evidence_needed(self.config)
-        if needed.passes == "none":
-            return None
-        assert batches is not None, "the data was loaded for this"
-        statistics = Statistics(self.targets, needed.terms, self.model)
-        self.accumulator_bytes = statistics.nbytes
-        if needed.passes == "forward":
-            with self.stopwatch("inputs"):
-                observe_inputs(self.model, self.targets, batches, statistics, self.progress)
-        else:
-            self._probe("probe 0", "probe 0 (original weights)", batches, statistics)
-        return statistics
-
-    def _decide_path(
-        self, statistics: Statistics, candidates: dict[str, Tensor], batches: Batches
-    ) -> dict[str, Tensor]:
-        statistics.probe = 1
-        self._probe("probe 1", "probe 1 (candidates shrunk)", batches, statistics, candidates)
-        with self.stopwatch("selection"):
-            score = partial(path_score, statistics=statistics, fisher=self.config.fisher)
-            return self._select(keys_of(self.model, score), self.config.decision_scope)
-
-    def _decide_threshold(
-        self, statistics: Statistics, candidates: dict[str, Tensor], batches: Batches
-    ) -> dict[str, Tensor]:
-        after = Statistics(self.targets, frozenset({"peak"}), self.model)
-        self.accumulator_bytes += after.nbytes
-        self._probe("probe 1", "probe 1 (candidates shrunk)", batches, after, candidates)
-        masks = {}
-        with self.stopwatch("selection"):
-            for target in self.targets:
-                peak_0, peak_1 = statistics[target.name].peak, after[target.name].peak
-                assert peak_0 is not None, "probe 0 kept peaks"
-                assert peak_1 is not None, "probe 1 kept peaks"
-                chosen, weight = candidates[target.name], target.matrix(self.model)
-                masks[target.name] = threshold_mask(chosen, peak_0, peak_1, self.config.gradient_threshold, weight)
-                blind = chosen & no_evidence(peak_0, peak_1) & (weight != 0)
-                self.without_evidence[target.name] = int(blind.sum())
-        return masks
-
-    def _probe(
-        self,
-        stage: str,
-        label: str,
-        batches: Batches,
-        statistics: Statistics,
-        shrunk: Mapping[str, Tensor] | None = None,
-    ) -> None:
-        with self.stopwatch(stage):
-            loss = run_probe(
-                self.model,
-                self.targets,
-                batches,
-                statistics,
-                shrunk=shrunk,
-                factor=self.config.reduction_factor,
-                loss_fn=self.loss_fn,
-                label=label,
-                progress=self.progress,
-            )
-        self.probes[stage] = loss.mean
-
-    def _select(self, keys: Keys, scope: Scope) -> dict[str, Tensor]:
-        assert self.config.sparsity is not None, "resolved by the configuration"
-        self.score_ranges = {}
-
-        def recorded(target: Target) -> Tensor:
-            found = keys(target)
-            if target.name not in self.score_ranges:
-                self.score_ranges[target.name] = key_range(found)
-            return found
-
-        return select_masks(self.targets, recorded, self.config.sparsity, scope, self.config.group)
-
-    def evaluate(self, masks: Mapping[str, Tensor], held_out: Batches) -> dict[str, Any]:
-        """The loss before and after; the pruned model is measured through what it is served, its weights untouched."""
-        measured = {}
-        for name in ("dense", "pruned"):
-            view = serving(self.model, self.targets, masks) if name == "pruned" else nullcontext()
-            with self.stopwatch(f"evaluate {name}"), view:
-                found = measure(self.model, held_out, self.loss_fn, f"evaluation ({name})", self.progress)
-            measured[name] = found.to_dict()
-        return measured
-
-    def report(
-        self,
-        masks: Mapping[str, Tensor],
-        batches: Batches | None,
-        held_out: Batches | None,
-        measured: dict[str, Any] | None,
-    ) -> Report:
-        rows = [self._row(target, masks[target.name]) for target in self.targets]
-        self._warn_missed_budget(rows)
-        for warning in self.warnings:
-            logger.warning(warning)
-        return Report(
-            model={
-                "name": self.model.name_or_path,
-                "class": type(self.model).__name__,
-                "objective": objective(self.model),
-                "parameters": self.model.num_parameters(),
-                "target_weights": sum(target.numel for target in self.targets),
-                "dtype": str(self.model.dtype).removeprefix("torch."),
-            },
-            config=self.config.to_dict(),
-            matrices=rows,
-            calibration=batches.describe() if batches else None,
-            evaluation={**held_out.describe(), **measured} if held_out and measured else None,
-            probes=self.probes,
-            timings=dict(self.stopwatch.seconds),
-            memory={**peak_memory(), "accumulator_bytes": self.accumulator_bytes},
-            versions=versions(),
-            warnings=self.warnings,
-        )
-
-    def _row(self, target: Target, mask: Tensor) -> MatrixRow:
-        weight = target.matrix(self.model)
-        zero = weight == 0
-        lowest, highest = self.score_ranges.get(target.name, (None, None))
-        return MatrixRow(
-            name=target.name,
-            block=target.block,
-            role=target.role,
-            shape=target.shape,
-            weights=target.numel,
-            budget=round((self.config.sparsity or 0.0) * target.numel),
-            pruned=int(mask.sum()),
-            zeros_before=int(zero.sum()),
-            zeros_after=int((mask | zero).sum()),
-            score_min=lowest,
-            score_max=highest,
-            no_evidence=self.without_evidence.get(target.name, 0),
-        )
-
-    def _warn_unreached(self, statistics: Statistics) -> None:
-        if names := statistics.unreached:
-            sample = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
-            self.warnings.append(
-                f"The calibration loss does not depend on {len(names)} of {len(self.targets)} matrices ({sample}): "
-                "with no evidence about them they are pruned last. Exclude them, or calibrate on what reaches them."
-            )
-
-    def _warn_missed_budget(self, rows: list[MatrixRow]) -> None:
-        asked = self.config.sparsity or 0.0
-        zeros, weights = sum(row.zeros_after for row in rows), sum(row.weights for row in rows)
-        if zeros > sum(row.pruned for row in rows):
-            self.warnings.append(
-                f"Some units of the budget held more zeros than it asked for: sparsity is {zeros / weights:.4%}, not "
-                f"{asked:.4%}."
-            )
-        elif self.config.decision == "threshold":
-            blind = sum(self.without_evidence.values())
-            self.warnings.append(
-                f"The threshold decision reached {zeros / weights:.2%} of at most {asked:.2%}; it gave back {blind:,} "
-                "candidates for want of evidence."
-            )
+def _evaluate(
+    model: PreTrainedModel,
+    targets: tuple[Target, ...],
+    verdict: Verdict,
+    held_out: Batches,
+    loss_fn: LossFunction | None,
+    stopwatch: Stopwatch,
+    progress: bool,
+) -> dict[str, Measurement]:
+    """The loss before and after; the pruned model is measured through what it is served, its weights untouched."""
+    views: dict[str, AbstractContextManager[None]] = {
+        "dense": nullcontext(),
+        "pruned": serving(model, targets, verdict.masks),
+    }
+    measured = {}
+    for name, view in views.items():
+        with stopwatch(f"evaluate {name}"), view:
+            measured[name] = measure(model, held_out, loss_fn, f"evaluation ({name})", progress)
+    return measured
 
 
 def _repository(push_to_hub: bool, hub_model_id: str | None, output_dir: str | Path | None) -> str | None:

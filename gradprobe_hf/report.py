@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import logging
 import math
-import platform
-import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 REPORT_NAME = "gradprobe_report.json"
-PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -128,51 +117,6 @@ def grouped(rows: Iterable[tuple[str, int, int]]) -> list[Group]:
         total[0] += weights
         total[1] += zeros
     return [Group(label, weights, zeros) for label, (weights, zeros) in totals.items()]
-
-
-class Stopwatch:
-    """Seconds per stage; each stage is announced when it begins."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-
-    @contextmanager
-    def __call__(self, stage: str) -> Iterator[None]:
-        logger.info("%s ...", stage)
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
-            found[package] = "unknown"
-    return found
-
-
-def peak_memory() -> dict[str, int]:
-    """Bytes at the highest point so far: resident memory of this process, and allocated memory of a CUDA device."""
-    peaks = {"peak_resident_bytes": _peak_resident()}
-    if torch.cuda.is_available():
-        peaks["peak_cuda_bytes"] = torch.cuda.max_memory_allocated()
-    return peaks
-
-
-def _peak_resident() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows keeps the peak elsewhere
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def finite(value: Any) -> Any:

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "gradprobe_hf"
 
 # A call is a walk down this list.
 ORDER = [
+    "stopwatch",
     "config",
     "targets",
     "loss",
@@ -21,10 +22,12 @@ ORDER = [
     "selection",
     "probe",
     "decision",
+    "verdict",
     "evaluation",
     "application",
     "metrics",
     "report",
+    "accounting",
     "plots",
     "loading",
     "inspection",

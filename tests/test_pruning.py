@@ -6,6 +6,8 @@ import pytest
 import torch
 
 import gradprobe_hf.pruning as pruning
+import gradprobe_hf.result as result_module
+import gradprobe_hf.verdict as verdict
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.inspection import pattern_holds
 from gradprobe_hf.targets import find_targets
@@ -158,9 +160,7 @@ STAGES = ["load_batches", "observe_inputs", "run_probe", "select_masks", "measur
 def test_a_failure_at_any_stage_leaves_the_model_and_the_disk_alone(
     stage, error, late, monkeypatch, tmp_path, text_file
 ):
-    import gradprobe_hf.result as result_module
-
-    owner = result_module if stage == "write_checkpoint" else pruning
+    owner = next(module for module in (pruning, verdict, result_module) if hasattr(module, stage))
     real, calls = getattr(owner, stage), []
 
     def failing(*args, **kwargs):
@@ -221,7 +221,7 @@ def test_an_interrupt_while_weights_are_zeroed_gives_them_back():
     ],
 )
 def test_wrong_input_is_refused_before_any_pass(arguments, message, monkeypatch):
-    monkeypatch.setattr(pruning, "run_probe", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr(verdict, "run_probe", lambda *_, **__: pytest.fail("work began"))
     config = arguments.pop("config", GradProbeConfig(num_samples=4, sequence_length=16))
     with pytest.raises(ValueError, match=message):
         prune_pretrained(cases.build("llama"), config, processing_class=cases.tokenizer(), progress=False, **arguments)

@@ -1,20 +1,14 @@
-"""The engine: route the targets through measured maps, run the batches, put everything back.
+"""The engine: passes over the batches, each of which leaves the model as it was.
 
-Sequences are told apart by position: an input `[sequences, ...]`, or `[sequences * tokens, in]` where a model flattens
-(OPT). Routed experts see tokens of any sequence in any order, so a model that has them is probed one sequence at a
-time.
+Routed experts see tokens of any sequence in any order, so a model that has them is probed one sequence at a time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import send_to_device
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -22,12 +16,11 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import Batch, LossFunction, summed_loss
-from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
+from gradprobe_hf.probe.attachment import attached
+from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.modes import eval_mode, frozen
-from gradprobe_hf.probe.statistics import MatrixStatistics, Statistics
-from gradprobe_hf.targets import Site, Target
-
-Masks = Mapping[str, Tensor]
+from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.targets import Target
 
 
 @dataclass(frozen=True)
@@ -40,119 +33,6 @@ class ProbeLoss:
     @property
     def mean(self) -> float:
         return self.total / self.terms if self.terms else self.total
-
-
-class Probe:
-    """What measured maps serve and fold into, during one pass over the batches."""
-
-    def __init__(self, statistics: Statistics | None = None, shrunk: Masks | None = None, factor: float = 1.0) -> None:
-        self.statistics, self.shrunk, self.factor = statistics, shrunk, factor
-        self._uses: Counter[str] = Counter()
-        self._unfinished: dict[str, list[Tensor]] = {}
-
-    def start_batch(self, batch: Batch) -> None:
-        self._sequences = row_count(batch)
-        ids = batch.get("input_ids")
-        self._tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1
-        mask = batch.get("attention_mask")
-        self._keep = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        self._uses.clear()
-
-    def finish_batch(self) -> None:
-        """Fold the matrices used more than once: a sequence's gradient is the sum over all uses, squared after it."""
-        for name, gradients in self._unfinished.items():
-            for gradient in gradients:
-                self._of(name).add_gradient(gradient)
-        self._unfinished.clear()
-
-    def count_use(self, target: Target) -> None:
-        self._uses[target.name] += 1
-
-    def served(self, target: Target, weight: Tensor) -> Tensor:
-        """The weight, with the candidates multiplied by the factor: `W + (factor - 1) * mask * W`.
-
-        Same result as `torch.where`, eight times faster in bfloat16 on a CPU; a byte view spares the slow bool cast.
-        """
-        mask = None if self.shrunk is None else self.shrunk.get(target.name)
-        if mask is None:
-            return weight
-        return torch.addcmul(weight, weight, mask.view(torch.uint8).to(weight.dtype), value=self.factor - 1)
-
-    def fold(self, target: Target, site: Site, inputs: Tensor, output_grad: Tensor) -> None:
-        statistics = self._of(target.name)
-        statistics.reached = True
-        d = self._by_sequence(output_grad, output_grad.ndim - 1, target)
-        x = self._by_sequence(inputs, inputs.ndim - (site.kind != "embedding"), target)
-        if statistics.terms & {"sequence", "peak"}:
-            gradients = _embedding_gradients(x, d, target) if site.kind == "embedding" else _linear_gradients(x, d)
-            self._fold_gradients(target, statistics, gradients)
-        if statistics.terms & {"token", "marginals"}:
-            self._fold_squares(target, site, statistics, x, d.to(statistics.dtype).square())
-
-    def fold_inputs(self, target: Target, site: Site, inputs: Tensor) -> None:
-        """The inputs' marginal alone, from a forward pass."""
-        statistics = self._of(target.name)
-        statistics.reached = True
-        x = self._by_sequence(inputs, inputs.ndim - (site.kind != "embedding"), target)
-        x_sq = self._input_squares(x, site, target, statistics.dtype)
-        if site.kind == "embedding":
-            statistics.add_marginals(0, target.sites.index(site), site.kind, x_sq, 0.0)
-        else:
-            statistics.add_marginals(0, target.sites.index(site), site.kind, 0.0, x_sq.sum((0, 1)))
-
-    def _fold_gradients(self, target: Target, statistics: MatrixStatistics, gradients: Iterable[Tensor]) -> None:
-        if self._uses[target.name] <= 1:
-            for gradient in gradients:
-                statistics.add_gradient(gradient)
-        elif target.name in self._unfinished:
-            for kept, gradient in zip(self._unfinished[target.name], gradients, strict=True):
-                kept += gradient
-        else:
-            self._unfinished[target.name] = [gradient.to(statistics.dtype) for gradient in gradients]
-
-    def _fold_squares(self, target: Target, site: Site, statistics: MatrixStatistics, x: Tensor, d_sq: Tensor) -> None:
-        x_sq = self._input_squares(x, site, target, statistics.dtype)
-        index, probe = target.sites.index(site), self.statistics.probe if self.statistics else 0
-        if site.kind == "embedding":
-            if statistics.token is not None:
-                statistics.token.index_add_(0, x.flatten(), d_sq.flatten(0, 1))
-            if "marginals" in statistics.terms:
-                statistics.add_marginals(probe, index, site.kind, x_sq, d_sq.sum((0, 1)))
-            return
-        if statistics.token is not None:
-            statistics.token.addmm_(d_sq.flatten(0, 1).t(), x_sq.flatten(0, 1))
-        if "marginals" in statistics.terms:
-            statistics.add_marginals(probe, index, site.kind, d_sq.sum((0, 1)), x_sq.sum((0, 1)))
-
-    def _input_squares(self, x: Tensor, site: Site, target: Target, dtype: torch.dtype) -> Tensor:
-        """x^2 with padding at zero, `[sequences, tokens, in]`; for an embedding how often each token occurs."""
-        keep = self._keep if self._keep is not None and self._keep.shape == x.shape[:2] else None
-        if site.kind == "embedding":
-            weights = torch.ones_like(x, dtype=dtype) if keep is None else keep.to(dtype)
-            counts = torch.zeros(target.shape[0], dtype=dtype, device=x.device)
-            return counts.index_add_(0, x.flatten(), weights.flatten())
-        x_sq = x.to(dtype).square()
-        return x_sq if keep is None else x_sq * keep[..., None]
-
-    def _by_sequence(self, value: Tensor, leading: int, target: Target) -> Tensor:
-        """`[sequences, tokens, ...]` from whatever shape the module was called with."""
-        features = value.shape[leading:]
-        lead = value.shape[:leading]
-        known = (
-            self._sequences == 1
-            or (leading >= 2 and lead[0] == self._sequences)
-            or (leading == 1 and lead[0] in (self._sequences, self._sequences * self._tokens))
-        )
-        if not known:
-            raise ValueError(
-                f"{target.name} is used on a tensor of shape {tuple(value.shape)}, in which the {self._sequences} "
-                "sequences of the batch cannot be told apart; set batch_size=1."
-            )
-        return value.reshape(self._sequences, -1, *features)
-
-    def _of(self, name: str) -> MatrixStatistics:
-        assert self.statistics is not None, "a probe without statistics serves, it does not fold"
-        return self.statistics[name]
 
 
 def run_probe(
@@ -214,63 +94,6 @@ def observe_inputs(
             model(**{name: value for name, value in batch.items() if name not in unused})
 
 
-@contextmanager
-def serving(model: PreTrainedModel, targets: Sequence[Target], masks: Masks, factor: float = 0.0) -> Iterator[None]:
-    """Run the model as if its masked weights were multiplied by `factor`, without touching them: forward only."""
-    with attached(model, targets, Probe(shrunk=masks, factor=factor)), torch.no_grad():
-        yield
-
-
-@contextmanager
-def attached(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
-    probe: Probe,
-    on_input: Callable[[Target, Site, Tensor], None] | None = None,
-) -> Iterator[None]:
-    """Replace the forward of every module that uses a target; put all of them back at the end."""
-    with ExitStack() as undo:
-        for target in targets:
-            for site in target.sites:
-                module: Any = model.get_submodule(site.module)
-                had = module.__dict__.get("forward")
-                module.forward = _forward(module, target, site, probe, on_input)
-                undo.callback(_put_back, module, had)
-        yield
-
-
-def _forward(
-    module: Any,
-    target: Target,
-    site: Site,
-    probe: Probe,
-    on_input: Callable[[Target, Site, Tensor], None] | None,
-) -> Callable[[Tensor], Tensor]:
-    anchor = torch.zeros((), requires_grad=True)
-
-    def forward(x: Tensor) -> Tensor:
-        weight = module.weight.t() if target.transposed else module.weight
-        bias = getattr(module, "bias", None)
-        if torch.is_grad_enabled():
-            probe.count_use(target)
-            if site.kind == "embedding":
-                return MeasuredEmbedding.apply(x, weight, anchor, probe, target, site)
-            return MeasuredLinear.apply(x, weight, bias, anchor, probe, target, site)
-        if on_input is not None:
-            on_input(target, site, x)
-        weight = probe.served(target, weight)
-        return F.embedding(x, weight) if site.kind == "embedding" else F.linear(x, weight, bias)
-
-    return forward
-
-
-def _put_back(module: Any, had: Any) -> None:
-    if had is None:
-        del module.forward
-    else:
-        module.forward = had
-
-
 def _routable(batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[Batch]:
     """The batches; one sequence at a time where experts mix the tokens of a batch."""
     routed = any("expert" in part for target in targets for part in target.name.split("."))
@@ -284,22 +107,6 @@ def _routable(batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[B
 def single_rows(batch: Batch) -> Iterator[Batch]:
     for row in range(row_count(batch)):
         yield {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
-
-
-def _linear_gradients(x: Tensor, d: Tensor) -> Iterator[Tensor]:
-    """The weight's gradient `[out, in]` of each sequence in turn: one at a time, so that only one is alive.
-
-    float16 would overflow at 65,504, which a summed loss reaches; bfloat16 has float32's range.
-    """
-    for x_s, d_s in zip(x, d, strict=True):
-        yield d_s.float().t() @ x_s.float() if d_s.dtype == torch.float16 else d_s.t() @ x_s
-
-
-def _embedding_gradients(ids: Tensor, d: Tensor, target: Target) -> Iterator[Tensor]:
-    """A token's rows are summed in float32 at least: a frequent token has thousands."""
-    dtype = torch.promote_types(d.dtype, torch.float32)
-    for ids_s, d_s in zip(ids, d, strict=True):
-        yield torch.zeros(target.shape, dtype=dtype, device=d.device).index_add_(0, ids_s, d_s.to(dtype))
 
 
 def _check_loss(loss: Tensor, model: PreTrainedModel) -> None:

@@ -49,6 +49,12 @@ class MatrixStatistics:
         self.reached = False
         self._marginals: dict[tuple[int, int], Marginals] = {}
 
+    @property
+    def peaks(self) -> Tensor:
+        """The largest magnitude of each gradient, `[out, in]`, of a probe that was asked for it."""
+        assert self.peak is not None, "the probe did not fold 'peak'"
+        return self.peak
+
     def add_gradient(self, gradient: Tensor) -> None:
         """Fold the gradient of one whole sequence, `[out, in]`."""
         gradient = gradient.to(self.dtype)

@@ -1,0 +1,145 @@
+"""Accounting: one finished run -> its report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.calibration import Batches, shared_rows
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.evaluation import Measurement
+from gradprobe_hf.loss import objective
+from gradprobe_hf.report import MatrixRow, Report
+from gradprobe_hf.targets import Target
+from gradprobe_hf.verdict import Verdict
+
+PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
+
+
+def build_report(
+    model: PreTrainedModel,
+    targets: tuple[Target, ...],
+    config: GradProbeConfig,
+    verdict: Verdict,
+    calibration: Batches | None,
+    held_out: Batches | None,
+    measured: dict[str, Measurement],
+    timings: dict[str, float],
+) -> Report:
+    """Everything that a reader of the card or the JSON may want to know. The model still has its original weights."""
+    rows = [_row(target, target.matrix(model), config, verdict) for target in targets]
+    evaluation = {name: found.to_dict() for name, found in measured.items()}
+    return Report(
+        model=_describe(model, targets),
+        config=config.to_dict(),
+        matrices=rows,
+        calibration=calibration.describe() if calibration else None,
+        evaluation={**held_out.describe(), **evaluation} if held_out else None,
+        probes=verdict.probe_losses,
+        timings=timings,
+        memory={**peak_memory(), "accumulator_bytes": verdict.accumulator_bytes},
+        versions=versions(),
+        warnings=[
+            *_about_text(calibration, held_out),
+            *_about_evidence(verdict, len(targets)),
+            *_about_budget(rows, config, verdict),
+        ],
+    )
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            found[package] = "unknown"
+    return found
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes at the highest point so far: resident memory of this process, and allocated memory of a CUDA device."""
+    peaks = {"peak_resident_bytes": _peak_resident()}
+    if torch.cuda.is_available():
+        peaks["peak_cuda_bytes"] = torch.cuda.max_memory_allocated()
+    return peaks
+
+
+def _peak_resident() -> int:
+    try:
+        import resource
+    except ImportError:  # Windows keeps the peak elsewhere
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _describe(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, Any]:
+    return {
+        "name": model.name_or_path,
+        "class": type(model).__name__,
+        "objective": objective(model),
+        "parameters": model.num_parameters(),
+        "target_weights": sum(target.numel for target in targets),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def _row(target: Target, weight: Tensor, config: GradProbeConfig, verdict: Verdict) -> MatrixRow:
+    mask, zero = verdict.masks[target.name], weight == 0
+    lowest, highest = verdict.score_ranges.get(target.name, (None, None))
+    return MatrixRow(
+        name=target.name,
+        block=target.block,
+        role=target.role,
+        shape=target.shape,
+        weights=target.numel,
+        budget=round((config.sparsity or 0.0) * target.numel),
+        pruned=int(mask.sum()),
+        zeros_before=int(zero.sum()),
+        zeros_after=int((mask | zero).sum()),
+        score_min=lowest,
+        score_max=highest,
+        no_evidence=verdict.without_evidence.get(target.name, 0),
+    )
+
+
+def _about_text(calibration: Batches | None, held_out: Batches | None) -> list[str]:
+    shared = shared_rows(calibration, held_out) if calibration and held_out else 0
+    if not shared or held_out is None:
+        return []
+    return [f"{shared} of the {held_out.samples} evaluation windows were also calibrated on; evaluate on another text."]
+
+
+def _about_evidence(verdict: Verdict, targets: int) -> list[str]:
+    if not verdict.unreached:
+        return []
+    sample = ", ".join(f"`{name}`" for name in verdict.unreached[:3]) + (", ..." if len(verdict.unreached) > 3 else "")
+    return [
+        f"The calibration loss does not depend on {len(verdict.unreached)} of {targets} matrices ({sample}): with no "
+        "evidence about them they are pruned last. Exclude them, or calibrate on what reaches them."
+    ]
+
+
+def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, verdict: Verdict) -> list[str]:
+    asked, pruned = config.sparsity or 0.0, sum(row.pruned for row in rows)
+    zeros, weights = sum(row.zeros_after for row in rows), sum(row.weights for row in rows)
+    if config.decision == "threshold":
+        return [
+            f"The threshold decision reached {zeros / weights:.2%} of at most {asked:.2%}; it gave back "
+            f"{sum(verdict.without_evidence.values()):,} candidates for want of evidence."
+        ]
+    if zeros > pruned:
+        return [
+            f"Some units of the budget held more zeros than it asked for: sparsity is {zeros / weights:.4%}, not "
+            f"{asked:.4%}."
+        ]
+    return []
