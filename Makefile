@@ -20,6 +20,7 @@ check: $(READY)  ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python benchmarks/readme_table.py --check
 
 bench: bench-quality bench-speed table
 

@@ -1,7 +1,8 @@
 """Perplexity of a model pruned in several ways to the same exact sparsity.
 
 Every row is one `prune_pretrained` on the same loaded model, whose weights stay as they are; its masks are then scored
-by the package's perplexity on one fixed set of windows. Rows already in the result file are not run again.
+by the package's perplexity on one fixed set of windows. Rows already in the result file are not run again; pass --fresh
+when the method has changed.
 
 usage: python benchmarks/quality.py --model DIR [--calibration SPEC] [--evaluation SPEC] [--sparsity 0.5 0.6]
 """
@@ -88,6 +89,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--evaluation-samples", type=int, default=60)
     parser.add_argument("--output", type=Path, default=RESULTS / "quality.json")
+    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
     ask = parser.parse_args()
 
     model = AutoModelForCausalLM.from_pretrained(ask.model, dtype=torch.bfloat16).eval()
@@ -109,7 +111,7 @@ def main() -> None:
         "evaluation": f"{ask.evaluation_samples} x {ask.sequence_length} of {Path(ask.evaluation).name}",
         "evaluation_fingerprint": held_out.fingerprint,
     }
-    saved = json.loads(ask.output.read_text()) if ask.output.exists() else {}
+    saved = json.loads(ask.output.read_text()) if ask.output.exists() and not ask.fresh else {}
     if saved.get("settings") != settings:
         saved = {"settings": settings, "dense": measure(model, held_out, label="dense").perplexity, "rows": []}
     rows = [Row(**row) for row in saved["rows"]]

@@ -4,7 +4,7 @@ The yardstick is two bare passes: forward and backward with only the target matr
 a training step spends before its optimizer. Bare passes and probes take turns, and the medians are compared, so that a
 noisy machine disturbs both alike. Then the stages after the probes are timed on the same statistics.
 
-usage: python benchmarks/speed.py --model DIR [--rounds 3] [--batches 4] [--batch-size 4]
+usage: python benchmarks/speed.py --model DIR [--rounds 3] [--batches 1] [--batch-size 4]
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--fisher", nargs="+", default=["blend", "sequence", "token", "factored"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=2)
+    parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--output", type=Path, default=RESULTS / "speed.json")

@@ -37,7 +37,7 @@ def show(result: PruneResult, seconds: float, before: str, after: str, output: s
         "sparsity", f"{sum(r.zeros_before for r in report.matrices) / report.weights:.4%}", f"{report.sparsity:.4%}"
     )
     table.add_row("writes", before, after)
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False)
     console.print(table)
     console.print(f"perplexity on {report.evaluation['source']}; {report.evaluation['protocol']}", style="dim")
     console.print(f"{seconds:.0f} seconds, {report.memory['peak_resident_bytes'] / 1e9:.2f} GB peak memory")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,12 +32,13 @@ def build_report(
     held_out: Batches | None,
     measured: dict[str, Measurement],
     timings: dict[str, float],
+    processing_class: Any = None,
 ) -> Report:
     """Everything that a reader of the card or the JSON may want to know. The model still has its original weights."""
     rows = [_row(target, target.matrix(model), config, verdict) for target in targets]
     evaluation = {name: found.to_dict() for name, found in measured.items()}
     return Report(
-        model=_describe(model, targets),
+        model={**_describe(model, targets), "processing_class": type(processing_class).__name__},
         config=config.to_dict(),
         matrices=rows,
         calibration=calibration.describe() if calibration else None,
@@ -84,7 +86,8 @@ def _peak_resident() -> int:
 
 def _describe(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, Any]:
     return {
-        "name": model.name_or_path,
+        # of a local folder its name alone: a report is published, and paths tell about the machine
+        "name": Path(model.name_or_path).name if Path(model.name_or_path).is_dir() else model.name_or_path,
         "class": type(model).__name__,
         "objective": objective(model),
         "parameters": model.num_parameters(),
@@ -124,8 +127,8 @@ def _about_evidence(verdict: Verdict, targets: int) -> list[str]:
         return []
     sample = ", ".join(f"`{name}`" for name in verdict.unreached[:3]) + (", ..." if len(verdict.unreached) > 3 else "")
     return [
-        f"The calibration loss does not depend on {len(verdict.unreached)} of {targets} matrices ({sample}): with no "
-        "evidence about them they are pruned last. Exclude them, or calibrate on what reaches them."
+        f"The calibration loss does not depend on {len(verdict.unreached)} of {targets} matrices ({sample}): without "
+        "evidence they go last and by magnitude. Exclude them, or calibrate on what reaches them."
     ]
 
 

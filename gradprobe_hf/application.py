@@ -26,14 +26,13 @@ def masks_applied(
         with torch.no_grad():
             for target in targets:
                 weight, mask = target.matrix(model), masks[target.name]
-                originals.append(
-                    (weight, mask, weight[mask].clone())
-                )  # before the write, so an interrupt loses nothing
+                originals.append((weight, mask, weight.masked_select(mask)))  # before the write: nothing is lost
                 weight.masked_fill_(mask, 0)
         yield
         keeping = keep
     finally:
         if not keeping:
             with torch.no_grad():
-                for weight, mask, values in originals:
-                    weight[mask] = values
+                while originals:  # each is let go as soon as it is back
+                    weight, mask, values = originals.pop()
+                    weight.masked_scatter_(mask, values)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
 
 from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.plots import has_perplexities
 from gradprobe_hf.report import Report
+
+logger = logging.getLogger(__name__)
 
 PIPELINE_TAGS = {
     "ForCausalLM": "text-generation",
@@ -31,20 +36,20 @@ ESTIMATES = {
 UNITS = {"global": "the whole model", "block": "each block", "tensor": "each matrix", "row": "each row"}
 
 
-def build_card(report: Report, config: GradProbeConfig, where: str) -> ModelCard:
+def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], where: str) -> ModelCard:
     """The card of a pruned model.
 
     Args:
         report: everything that is said comes from here.
         config: how it was pruned.
+        base: metadata of the base model, see `base_metadata`.
         where: what the loading snippet names: a repository, or the checkpoint's folder.
     """
-    base = base_metadata(report.model)
     template = files("gradprobe_hf.model_cards").joinpath("template.md").read_text(encoding="utf-8")
     return ModelCard.from_template(
         _metadata(report, config, base, where),
         template_str=template,
-        title=f"{_short_name(report.model, base)}, {report.sparsity:.0%} pruned",
+        title=f"{_short_name(report.model)}, {report.sparsity:.0%} pruned",
         summary=_summary(report, config, base),
         method=describe_method(config),
         snippet=_snippet(report, where),
@@ -66,21 +71,29 @@ def build_card(report: Report, config: GradProbeConfig, where: str) -> ModelCard
     )
 
 
-def base_metadata(model: dict[str, Any]) -> dict[str, Any]:
-    """`base_model`, `license` and `language` of the model that was pruned, as far as its own card tells.
+def base_metadata(name: str) -> dict[str, Any]:
+    """`base_model`, `license` and `language` of the model that was pruned, as far as can be told.
 
-    A folder's card may name the repository it was downloaded from; a folder without a card has no name on the Hub.
+    A name is a repository. A folder has no name on the Hub: its card, if there is one, names what it derives from.
     """
-    name = model["name"]
-    local = Path(name).is_dir()
-    card_file = Path(name) / "README.md"
+    folder = Path(name) if name and Path(name).is_dir() else None
     try:
-        data = ModelCard.load(card_file if local else name, ignore_metadata_errors=True).data.to_dict()
-    except (OSError, ValueError, HFValidationError, HfHubHTTPError, EntryNotFoundError, LocalEntryNotFoundError):
+        card = ModelCard.load(folder / "README.md" if folder else name, ignore_metadata_errors=True)
+        data = card.data.to_dict()
+    except Exception as error:  # a missing, broken or unreachable card of the base must not cost a finished result
+        logger.debug("no card of the base model %s: %s", name, error)
         data = {}
     kept = {key: data[key] for key in ("license", "license_name", "license_link", "language") if data.get(key)}
-    base = data.get("base_model") if local else name or None
+    base = data.get("base_model") if folder else (name if _names_repository(name) else None)
     return {**kept, "base_model": base} if base else kept
+
+
+def _names_repository(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return bool(name)
 
 
 def describe_method(config: GradProbeConfig) -> str:
@@ -126,7 +139,7 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
 
 def _eval_results(report: Report) -> list[EvalResult] | None:
     measured = report.evaluation
-    if measured is None or measured["pruned"]["perplexity"] is None:
+    if measured is None or not has_perplexities(report):
         return None
     return [
         EvalResult(
@@ -155,7 +168,7 @@ def _evaluation(report: Report) -> dict[str, Any] | None:
         "unit": "predicted tokens" if causal else "labels",
         "definition": "exp of the mean next-token loss inside the windows" if causal else "the mean loss, in nats,",
         "dtype": report.model["dtype"],
-        "plot": causal,
+        "plot": has_perplexities(report),
     }
 
 
@@ -169,25 +182,23 @@ def _metric(report: Report) -> str:
 
 
 def _summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> str:
-    origin = base.get("base_model")
-    linked = (
-        f"[{origin}](https://huggingface.co/{origin})" if isinstance(origin, str) else _short_name(report.model, base)
-    )
+    origin, name = base.get("base_model"), _short_name(report.model)
+    linked = f"[{origin}](https://huggingface.co/{origin})" if isinstance(origin, str) else name
+    derived = linked if origin is None or origin == report.model["name"] else f"`{name}` (derived from {linked})"
     kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
     return (
-        f"{linked} with {report.sparsity:.1%} of the weights in its transformer blocks set to zero, {kind}, by "
-        "gradprobe_hf. A plain transformers checkpoint: it loads without that package."
+        f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero, "
+        f"{kind}, by gradprobe_hf. A plain transformers checkpoint: it loads without that package."
     )
 
 
-def _short_name(model: dict[str, Any], base: dict[str, Any]) -> str:
-    """The model's name without the folders of the machine it was pruned on."""
-    origin = base.get("base_model")
-    return (origin if isinstance(origin, str) else model["name"]).rstrip("/").split("/")[-1] or model["class"]
+def _short_name(model: dict[str, Any]) -> str:
+    """The model's name without its owner."""
+    return str(model["name"]).rstrip("/").split("/")[-1] or str(model["class"])
 
 
 def _snippet(report: Report, where: str) -> str:
-    if report.model["objective"] == "ForCausalLM":
+    if report.model["objective"] == "ForCausalLM" and report.model["processing_class"] != "NoneType":
         return (
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             f'tokenizer = AutoTokenizer.from_pretrained("{where}")\n'

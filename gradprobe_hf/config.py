@@ -24,6 +24,7 @@ Scope = Literal["global", "block", "tensor", "row"]
 Fisher = Literal["blend", "sequence", "token", "factored"]
 
 CONFIG_NAME = "gradprobe_config.json"
+LARGEST_GROUP = 256
 
 # The scope in which each strategy is published: Wanda compares within a row, magnitude within a layer.
 STRATEGY_SCOPE: dict[Strategy, Scope] = {"fisher": "global", "wanda": "row", "magnitude": "tensor", "random": "tensor"}
@@ -71,7 +72,7 @@ class GradProbeConfig:
     batch_size: int = 4
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
-    evaluation_samples: int = 32
+    evaluation_samples: int = 20
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -95,6 +96,11 @@ class GradProbeConfig:
                 "group of inputs; leave scope unset."
             )
 
+        if self.group is not None and self.decision == "threshold":
+            raise ValueError(
+                f"decision='threshold' gives candidates back: pattern={self.pattern!r} would not hold; use 'path'."
+            )
+
     def _resolved_sparsity(self) -> float:
         implied = None if self.group is None else 1 - self.group[0] / self.group[1]
         if self.sparsity is None:
@@ -113,10 +119,10 @@ class GradProbeConfig:
         if self.pattern == "unstructured":
             return None
         found = re.fullmatch(r"(\d+):(\d+)", self.pattern) if isinstance(self.pattern, str) else None
-        if found is None or not 0 < int(found[1]) < int(found[2]):
+        if found is None or not 0 < int(found[1]) < int(found[2]) <= LARGEST_GROUP:
             raise ValueError(
-                f"pattern must be 'unstructured' or 'n:m' with 0 < n < m, like '2:4' (keeps 2 of every 4 inputs), "
-                f"got {self.pattern!r}."
+                f"pattern must be 'unstructured' or 'n:m' with 0 < n < m <= {LARGEST_GROUP}, like '2:4' (keeps 2 of "
+                f"every 4 inputs), got {self.pattern!r}."
             )
         return int(found[1]), int(found[2])
 
@@ -167,10 +173,24 @@ class GradProbeConfig:
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
+class _PlainNumbers(yaml.SafeLoader):
+    """YAML 1.1 reads `2:4` as a number to the base of 60, and `1e-3` as text. Here they are a pattern and a number."""
+
+
+_PlainNumbers.yaml_implicit_resolvers = {
+    first: [(tag, found) for tag, found in resolvers if tag.rsplit(":", 1)[1] not in ("int", "float")]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_PlainNumbers.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"[-+]?\d+$"), list("-+0123456789"))
+_PlainNumbers.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?$"), list("-+.0123456789")
+)
+
+
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file of options; an empty file is an empty mapping."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_PlainNumbers) or {}
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(values, dict):
@@ -195,7 +215,9 @@ def _number(name: str, value: object, wanted: str, holds: Any) -> None:
 
 def _patterns(name: str, value: object) -> tuple[str, ...]:
     """A tuple of non-empty patterns, whose regular expressions compile; one string alone is one pattern."""
-    given = (value,) if isinstance(value, str) else tuple(value or ())  # type: ignore[arg-type]  # checked below
+    if not isinstance(value, (str, list, tuple, set, frozenset, type(None))):
+        raise ValueError(f"{name} must be a pattern or a list of patterns, got {value!r}.")
+    given = (value,) if isinstance(value, str) else tuple(value or ())
     for pattern in given:
         if not isinstance(pattern, str) or not pattern:
             raise ValueError(f"{name} must hold names, globs or 're:...' patterns, got {pattern!r}.")

@@ -67,7 +67,7 @@ def fisher_of(statistics: MatrixStatistics, kind: Fisher) -> Tensor:
 
 
 def candidate_score(target: Target, weight: Tensor, statistics: Statistics | None, config: GradProbeConfig) -> Tensor:
-    """The strategy's score `[out, in]`. A matrix the loss never reached has no evidence: it goes last (infinity)."""
+    """The strategy's score `[out, in]`; see `unreached_score` for a matrix the loss does not depend on."""
     if config.strategy == "magnitude":
         return magnitude_score(weight)
     if config.strategy == "random":
@@ -75,7 +75,7 @@ def candidate_score(target: Target, weight: Tensor, statistics: Statistics | Non
     assert statistics is not None, f"{config.strategy!r} needs statistics"
     known = statistics[target.name]
     if not known.reached:
-        return torch.full_like(weight, torch.inf)
+        return unreached_score(weight)
     if config.strategy == "wanda":
         return wanda_score(weight, known.input_sq())
     return fisher_score(weight, fisher_of(known, config.fisher))
@@ -85,8 +85,13 @@ def path_score(target: Target, weight: Tensor, statistics: Statistics, fisher: F
     """`W^2 F` with F summed over both probes: the loss that pruning adds, averaged over the path between them."""
     known = statistics[target.name]
     if not known.reached:
-        return torch.full_like(weight, torch.inf)
+        return unreached_score(weight)
     return fisher_score(weight, fisher_of(known, fisher))
+
+
+def unreached_score(weight: Tensor) -> Tensor:
+    """No evidence about a whole matrix: its weights go after all others, and among themselves by magnitude."""
+    return 1e38 * (1 + weight.abs() / weight.abs().amax().clamp_min(1e-30))
 
 
 def keys_of(model: nn.Module, score: Callable[[Target, Tensor], Tensor]) -> Keys:

@@ -12,14 +12,15 @@ from accelerate.utils import send_to_device
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
 from gradprobe_hf.probe.modes import eval_mode
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Attributes: `loss` in nats per token (or per example), `perplexity` exp(loss) of a causal model, else None,
-    `terms` the tokens predicted (or examples)."""
+    """Attributes: `loss` in nats per term, `perplexity` exp(loss) of a causal model, else None, `terms` the tokens
+    that were predicted, the examples of a model without a token loss, or the rows where there is a `loss_fn`."""
 
     loss: float
     perplexity: float | None
@@ -42,13 +43,15 @@ def measure(
     Raises:
         ValueError: no token was predicted, or the loss is NaN. An infinite loss is a result, and is reported.
     """
-    total, terms = 0.0, 0
+    totals: list[torch.Tensor] = []
+    terms: int | torch.Tensor = 0
     with eval_mode(model):
         for batch in tqdm(list(batches), desc=label, unit="batch", disable=not progress):
             batch = send_to_device(batch, model.device)
-            loss, count = (loss_fn(model, batch), torch.tensor(1)) if loss_fn else summed_loss(model, batch)
-            total += loss.item()
-            terms += int(count)
+            loss, count = (loss_fn(model, batch), row_count(batch)) if loss_fn else summed_loss(model, batch)
+            totals.append(loss.double())
+            terms = terms + count
+    total, terms = float(sum(totals)), int(terms)
     if not terms or math.isnan(total):
         raise ValueError(f"{label}: the loss over {terms} terms is {total}; nothing can be concluded from it.")
     mean = total / terms

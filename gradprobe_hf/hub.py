@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from httpx2 import TransportError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils._validators import validate_repo_id
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
-from gradprobe_hf.card import build_card
+from gradprobe_hf.card import base_metadata, build_card
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.plots import save_plots
 from gradprobe_hf.report import Report
@@ -42,13 +43,20 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
         return
     if not overwrite:
         raise FileExistsError(f"{directory} exists already; choose another folder, or pass overwrite (--overwrite).")
-    if not path.is_dir() or (any(path.iterdir()) and not (path / "config.json").exists()):
-        raise FileExistsError(f"{directory} exists and is not a model checkpoint, so it is not overwritten.")
+    if not path.is_dir() or (any(path.iterdir()) and not _is_checkpoint(path)):
+        raise FileExistsError(f"{directory} exists and is not a model checkpoint alone, so it is not overwritten.")
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """A folder that somebody's model lives in and nothing else does: no repository, no folders but our pictures."""
+    folders = {inner.name for inner in path.iterdir() if inner.is_dir()}
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors")) and folders <= {"assets"}
 
 
 def check_room(directory: str | Path, model: PreTrainedModel) -> None:
-    """Raise OSError, before any work, where the checkpoint will not fit on the disk."""
-    parent = _existing_parent(Path(directory).absolute())
+    """Raise OSError, before any work, where the checkpoint cannot be written or will not fit on the disk."""
+    parent = _existing_parent(Path(directory).absolute().parent)
+    os.rmdir(tempfile.mkdtemp(prefix=".gradprobe-", dir=parent))
     needed = sum(parameter.nbytes for parameter in model.parameters())
     free = shutil.disk_usage(parent).free
     if free < needed:
@@ -73,6 +81,10 @@ def write_checkpoint(
 
     Args:
         where: what the card's snippet names; the folder's name by default.
+
+    Raises:
+        FileExistsError: see `check_destination`.
+        OSError: it cannot be written; nothing of it remains.
     """
     check_destination(directory, model.name_or_path, overwrite)
     path = Path(directory)
@@ -84,7 +96,8 @@ def write_checkpoint(
         config.save_pretrained(scratch)
         report.save(scratch)
         save_plots(report, scratch / "assets")
-        build_card(report, config, where or path.name).save(scratch / "README.md")
+        base = base_metadata(model.name_or_path)
+        build_card(report, config, base, where or path.name).save(scratch / "README.md")
 
 
 def check_push(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
@@ -98,8 +111,12 @@ def check_push(repo_id: str, private: bool | None = None, token: str | None = No
         validate_repo_id(repo_id)
     except HFValidationError as error:
         raise ValueError(f"{repo_id!r} is not a repository name like 'user/model': {error}") from error
+    api = HfApi(token=token)
     with _hub_errors(repo_id):
-        return HfApi(token=token).create_repo(repo_id, private=private, exist_ok=True).repo_id
+        full_name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if private and not api.repo_info(full_name).private:
+            raise OSError(f"{full_name} exists and is public: make it private in its settings, or choose another name.")
+        return full_name
 
 
 def push_folder(
@@ -129,6 +146,8 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
         yield
     except LocalTokenNotFoundError as error:
         raise OSError(f"no Hub token to push to {repo_id}: run `hf auth login`, or set HF_TOKEN.") from error
+    except TransportError as error:
+        raise OSError(f"the Hub cannot be reached to push to {repo_id}: {error}. Check the network.") from error
     except HfHubHTTPError as error:
         status = error.response.status_code if error.response is not None else None
         if status == 401:
@@ -147,8 +166,9 @@ def _hub_errors(repo_id: str) -> Iterator[None]:
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A scratch folder beside `path` that takes its place if the body succeeds, and vanishes if it does not."""
-    path.absolute().parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.absolute().parent))
+    path = path.absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
     os.chmod(scratch, 0o777 & ~_umask())  # mkdtemp makes a private folder; the result should be an ordinary one
     try:
         yield scratch
@@ -167,13 +187,14 @@ def _swap(scratch: Path, path: Path) -> None:
     if not path.exists():
         scratch.rename(path)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.absolute().parent))
-    path.rename(old / path.name)
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
     try:
+        path.rename(old / path.name)
         scratch.rename(path)
     except BaseException:
-        (old / path.name).rename(path)
-        old.rmdir()
+        if not path.exists():
+            (old / path.name).rename(path)
+        shutil.rmtree(old, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
 

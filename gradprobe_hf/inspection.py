@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import init_empty_weights
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
@@ -93,7 +93,7 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
     targets = {target.name: target for target in find_targets(skeleton, chosen.include, chosen.exclude)}
     stored = {name for names in files.values() for name in names}
     found = _from_files(path, files, targets) if stored >= set(targets) else _from_model(path, targets)
-    rows, holding = [], set(PATTERNS)
+    rows, holding = [], {*PATTERNS, *([chosen.group] if chosen.group else [])}
     for target, matrix in found:
         zeros = int((matrix == 0).sum())
         rows.append(MatrixSparsity(target.name, target.block, target.role, target.shape, target.numel, zeros))
@@ -114,8 +114,11 @@ def weight_files(path: Path) -> dict[str, list[str]]:
         return files
     if not (path / SAFE_WEIGHTS_NAME).is_file():
         raise ValueError(f"{path} has no safetensors weights ({SAFE_WEIGHTS_NAME}); write them with save_pretrained.")
-    with safe_open(path / SAFE_WEIGHTS_NAME, framework="pt") as handle:
-        return {SAFE_WEIGHTS_NAME: list(handle.keys())}
+    try:
+        with safe_open(path / SAFE_WEIGHTS_NAME, framework="pt") as handle:
+            return {SAFE_WEIGHTS_NAME: list(handle.keys())}
+    except SafetensorError as error:
+        raise ValueError(f"{path / SAFE_WEIGHTS_NAME} is damaged: {error}") from error
 
 
 def pattern_holds(matrix: Tensor, n: int, m: int) -> bool:

@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -39,6 +40,10 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
     try:
         cls = model_class(AutoConfig.from_pretrained(model_or_id, **source))
         model = cls.from_pretrained(model_or_id, **from_pretrained_kwargs)
+    except SafetensorError as error:
+        raise OSError(
+            f"cannot load {str(model_or_id)!r}: its weights are damaged ({error}); fetch them again."
+        ) from error
     except OSError as error:
         raise OSError(
             f"cannot load {str(model_or_id)!r}: {error} Check the spelling, the network and HF_HUB_OFFLINE; a gated or "
@@ -55,11 +60,12 @@ def load_processing_class(model: PreTrainedModel, **from_pretrained_kwargs: Any)
     source = {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
     if not model.name_or_path:
         return None
-    for auto in (AutoTokenizer, AutoProcessor):
+    for auto in (AutoProcessor, AutoTokenizer):  # a processor holds the tokenizer of a model that has both
         try:
             return auto.from_pretrained(model.name_or_path, **source)
-        except (OSError, ValueError, KeyError, ImportError) as error:  # each means: there is none of this kind
-            logger.debug("no %s for %s: %s", auto.__name__, model.name_or_path, error)
+        except Exception as error:  # tokenizers raises plain Exception; a model without a tokenizer can still be pruned
+            reason = error
+    logger.warning("no tokenizer or processor was found for %s: %s", model.name_or_path, reason)
     return None
 
 

@@ -71,6 +71,9 @@ def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         logits = logits.float()
     # Shift the labels, not the logits: shifting logits would copy [sequences, tokens, vocabulary].
     labels = F.pad(_labels(batch).to(logits.device)[:, 1:], (0, 1), value=IGNORED)
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.shape == labels.shape:  # padding predicts nothing, on the left either
+        labels = labels.masked_fill(mask == 0, IGNORED)
     loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss, (labels != IGNORED).sum()
 

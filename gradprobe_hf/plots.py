@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ def save_plots(report: Report, directory: Path) -> list[Path]:
     """Write the PNG files that the card shows; returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
     figures = {"sparsity.png": sparsity_figure(report)}
-    if report.evaluation and report.evaluation["dense"]["perplexity"] and report.evaluation["pruned"]["perplexity"]:
+    if has_perplexities(report):
         figures["perplexity.png"] = perplexity_figure(report)
     paths = []
     for name, figure in figures.items():
@@ -27,13 +28,23 @@ def save_plots(report: Report, directory: Path) -> list[Path]:
     return paths
 
 
+def has_perplexities(report: Report) -> bool:
+    """Whether both perplexities were measured and can be drawn: an infinite one cannot."""
+    measured = report.evaluation or {}
+    values = [measured.get(name, {}).get("perplexity") for name in ("dense", "pruned")]
+    return all(value is not None and math.isfinite(value) for value in values)
+
+
 def sparsity_figure(report: Report) -> Figure:
-    """A map of the sparsity of every matrix: blocks from left to right, kinds of matrix from top to bottom."""
+    """A map of the sparsity: blocks from left to right, kinds of matrix from top to bottom."""
     blocks = list(dict.fromkeys(row.block for row in report.matrices))
     roles = list(dict.fromkeys(row.role for row in report.matrices))
-    grid = np.full((len(roles), len(blocks)), np.nan)
-    for row in report.matrices:
-        grid[roles.index(row.role), blocks.index(row.block)] = row.sparsity
+    zeros, weights = np.zeros((2, len(roles), len(blocks)))
+    for row in report.matrices:  # the experts of one kind share a cell
+        cell = roles.index(row.role), blocks.index(row.block)
+        zeros[cell] += row.zeros_after
+        weights[cell] += row.weights
+    grid = np.divide(zeros, weights, out=np.full_like(zeros, np.nan), where=weights > 0)
     figure = Figure(
         figsize=(max(5.0, 0.24 * len(blocks) + 3.2), max(2.6, 0.32 * len(roles) + 1.5)), layout="constrained"
     )

@@ -79,8 +79,6 @@ def prune_pretrained(
     repo_id = _repository(push_to_hub, hub_model_id, output_dir)
     if output_dir is not None:
         check_destination(output_dir, _name_of(model_or_id), overwrite)
-    if repo_id is not None:
-        repo_id = check_push(repo_id, hub_private_repo)
     stopwatch = Stopwatch()
     with stopwatch("load"):
         model = load_model(model_or_id, **from_pretrained_kwargs)
@@ -105,10 +103,16 @@ def prune_pretrained(
         calibration = BUILT_IN if calibration is None else calibration
         evaluation = _default_evaluation(evaluation, calibration, model)
         batches = data(calibration, part="calibration", samples=config.num_samples) if needs_data else None
-        held_out = data(evaluation, part="evaluation", samples=config.evaluation_samples) if evaluation else None
+        held_out = (
+            data(evaluation, part="evaluation", samples=config.evaluation_samples) if evaluation is not None else None
+        )
+    if repo_id is not None:  # last of the checks: it creates the repository
+        repo_id = check_push(repo_id, hub_private_repo)
     verdict = reach_verdict(model, targets, config, batches, loss_fn=loss_fn, stopwatch=stopwatch, progress=progress)
     measured = _evaluate(model, targets, verdict, held_out, loss_fn, stopwatch, progress) if held_out else {}
-    report = build_report(model, targets, config, verdict, batches, held_out, measured, dict(stopwatch.seconds))
+    report = build_report(
+        model, targets, config, verdict, batches, held_out, measured, dict(stopwatch.seconds), processing_class
+    )
     for warning in report.warnings:
         logger.warning(warning)
     result = PruneResult(model, verdict.masks, report, config, processing_class, targets)

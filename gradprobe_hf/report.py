@@ -23,7 +23,7 @@ class MatrixRow:
         pruned: what went.
         zeros_before: weights that were zero already.
         zeros_after: weights that are zero now.
-        score_min, score_max: range of the scores the decision was made on, None where no score decided.
+        score_min, score_max: range of the scores that ordered its weights last (threshold decision: as candidates).
         no_evidence: candidates given back because no probe saw a gradient (threshold decision).
     """
 

@@ -84,8 +84,10 @@ class PruneResult:
         self.save_pretrained(folder, repo_id=full_name)
         try:
             address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
-        except BaseException:
-            logger.error("the upload failed; the pruned checkpoint is kept in %s", folder)
+        except BaseException as error:
+            logger.error("the upload did not finish; the pruned checkpoint is kept in %s", folder)
+            if isinstance(error, OSError):
+                raise OSError(f"{error} The pruned checkpoint is kept in {folder}.") from error
             raise
         shutil.rmtree(scratch, ignore_errors=True)
         return address

@@ -104,10 +104,12 @@ def find_cut(stream: Callable[[], Iterable[Tensor]], budget: int) -> Cut:
     """
     if budget <= 0:
         return Cut(key=0, ties=0)
-    counts = sum(torch.bincount(keys.flatten() >> _LOW_BITS, minlength=_HIGH_BINS) for keys in stream())
+    # Histograms are small, and matrices may live on several devices: they are summed on the CPU.
+    counts = sum(torch.bincount(keys.flatten() >> _LOW_BITS, minlength=_HIGH_BINS).cpu() for keys in stream())
     high, left = _bin_of(counts, budget)
     counts = sum(
-        torch.bincount(keys[keys >> _LOW_BITS == high] & (_LOW_BINS - 1), minlength=_LOW_BINS) for keys in stream()
+        torch.bincount(keys[keys >> _LOW_BITS == high] & (_LOW_BINS - 1), minlength=_LOW_BINS).cpu()
+        for keys in stream()
     )
     low, ties = _bin_of(counts, left)
     return Cut(key=(high << _LOW_BITS) + low, ties=ties)

@@ -1,7 +1,8 @@
 """Targets: which weight matrices of a model may be pruned, and where in the model each of them is used.
 
 Layout, here and below: a target's matrix is `[out, in]`. GPT-2's `Conv1D` stores `[in, out]`, so its target is
-`transposed`; an embedding stores `[tokens, features]`, one row per token, and is used as it is stored.
+`transposed`; an embedding stores `[tokens, features]`, one row per token, and is used as it is stored. The experts of a
+mixture are fused in tensors `[experts, out, in]` (gpt-oss: `[experts, in, out]`): every expert's slice is a target.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-Kind = Literal["linear", "conv1d", "embedding"]
+Kind = Literal["linear", "conv1d", "embedding", "experts"]
 
 
 @dataclass(frozen=True)
 class Site:
-    """A module that uses a target's matrix. Tied weights have several."""
+    """A module that uses a target's matrix. Tied weights have several, and an experts module has many matrices."""
 
     module: str
     kind: Kind
@@ -33,20 +34,24 @@ class Target:
     """One prunable matrix.
 
     Attributes:
-        name: its parameter's name; of tied parameters, the first.
+        name: its parameter's name (of tied parameters, the first); an expert's slice has its index behind it.
+        parameter: the parameter it is stored in.
         shape: (out, in).
         transposed: True when the parameter stores `[in, out]`.
         sites: the modules that use it.
         block: the transformer block it lives in, `""` outside of the blocks.
         role: what it is inside its block, like `"mlp.down_proj"`.
+        expert: which slice of a fused parameter, None when it is the whole of it.
     """
 
     name: str
+    parameter: str
     shape: tuple[int, int]
     transposed: bool
     sites: tuple[Site, ...]
     block: str
     role: str
+    expert: int | None = None
 
     @property
     def numel(self) -> int:
@@ -54,8 +59,12 @@ class Target:
 
     def matrix(self, model: nn.Module) -> Tensor:
         """A view `[out, in]` of the parameter: writing to it writes to the model."""
-        parameter = model.get_parameter(self.name).detach()
-        return parameter.t() if self.transposed else parameter
+        return self.view(model.get_parameter(self.parameter).detach())
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """The matrix `[out, in]` in its parameter as it is stored."""
+        stored = parameter if self.expert is None else parameter[self.expert]
+        return stored.t() if self.transposed else stored
 
 
 def find_targets(
@@ -63,21 +72,26 @@ def find_targets(
 ) -> tuple[Target, ...]:
     """The matrices to prune, in the model's order, tied ones once.
 
-    Without `include`: every `nn.Linear` and `Conv1D` inside the blocks. With it: whatever it matches. `exclude` is
-    applied last. A pattern is an exact module (or parameter) name, the end of one (`"q_proj"`), a glob, or `"re:"`
-    and a regular expression that is searched for.
+    Without `include`: every `nn.Linear`, `Conv1D` and fused expert inside the blocks. With it: whatever it matches.
+    `exclude` is applied last. A pattern is an exact module (or parameter) name, the end of one (`"q_proj"`), a glob, or
+    `"re:"` and a regular expression that is searched for.
 
     Raises:
         ValueError: a pattern that matches nothing, or nothing left to prune.
     """
-    sites = _prunable(model)
-    chosen = _matched(include, sites, "include") if include else _inside_blocks(model, sites)
-    chosen -= _matched(exclude, sites, "exclude")
-    targets = tuple(t for t in _by_parameter(model, sites) if any(site.module in chosen for site in t.sites))
+    uses = _prunable(model)
+    chosen = _matched(include, uses, "include") if include else _inside_blocks(model, uses)
+    chosen -= _matched(exclude, uses, "exclude")
+    targets = tuple(
+        target
+        for users in _by_parameter(model, uses).values()
+        if any(use.name in chosen for use in users)
+        for target in _targets_of(model, users)
+    )
     if not targets:
         raise ValueError(
             f"nothing to prune in {type(model).__name__}: "
-            + ("include and exclude together leave no matrix." if include or exclude else _no_blocks(sites))
+            + ("include and exclude together leave no matrix." if include or exclude else _no_blocks(uses))
         )
     return targets
 
@@ -85,7 +99,8 @@ def find_targets(
 def check_editable(model: nn.Module, targets: Sequence[Target]) -> None:
     """Raise ValueError for the first matrix whose weights cannot be edited: quantized, or not in memory."""
     for target in targets:
-        _check_editable(target, model.get_parameter(target.name))
+        _check_editable(target, model.get_parameter(target.parameter))
+        _check_measured(model, target)
 
 
 def check_group(targets: Sequence[Target], n: int, m: int) -> None:
@@ -118,28 +133,51 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
 
 
-def _prunable(model: nn.Module) -> list[Site]:
-    """Modules that are a plain linear map. A subclass with a forward of its own may use its weight differently."""
+@dataclass(frozen=True)
+class _Use:
+    """A site's use of one parameter; patterns are matched with `name` and `parameter`."""
+
+    name: str
+    parameter: str
+    site: Site
+
+
+def _prunable(model: nn.Module) -> list[_Use]:
+    """Uses of a weight as a plain linear map. A subclass with a forward of its own may use its weight differently."""
     plain: dict[Kind, type[nn.Module]] = {"linear": nn.Linear, "conv1d": Conv1D, "embedding": nn.Embedding}
-    return [
-        Site(name, kind)
-        for name, module in model.named_modules()
-        for kind, cls in plain.items()
-        if isinstance(module, cls) and type(module).forward is cls.forward
-    ]
+    found = []
+    for name, module in model.named_modules():
+        for kind, cls in plain.items():
+            if isinstance(module, cls) and type(module).forward is cls.forward:
+                found.append(_Use(name, f"{name}.weight", Site(name, kind)))
+        if is_fused_experts(module):
+            for parameter in expert_parameters(module):
+                found.append(_Use(f"{name}.{parameter}", f"{name}.{parameter}", Site(name, "experts")))
+    return found
 
 
-def _inside_blocks(model: nn.Module, sites: list[Site]) -> set[str]:
+def is_fused_experts(module: nn.Module) -> bool:
+    """Experts as transformers fuses them (transformers/integrations/moe.py, `use_experts_implementation`)."""
+    described = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts"))
+    return described and not getattr(module, "_is_expert_parallel", False)
+
+
+def expert_parameters(module: nn.Module) -> tuple[str, str]:
+    """The names of the fused parameters, in the order in which a token passes them."""
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+
+def _inside_blocks(model: nn.Module, uses: list[_Use]) -> set[str]:
     """The linear maps of the blocks. T5 keeps an embedding in a block (its position bias): no target unless named."""
-    return {site.module for site in sites if site.kind != "embedding" and block_of(model, site.module)}
+    return {use.name for use in uses if use.site.kind != "embedding" and block_of(model, use.site.module)}
 
 
-def _matched(patterns: Sequence[str], sites: list[Site], option: str) -> set[str]:
+def _matched(patterns: Sequence[str], uses: list[_Use], option: str) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
-        hits = {s.module for s in sites if matches(pattern, s.module) or matches(pattern, f"{s.module}.weight")}
+        hits = {use.name for use in uses if matches(pattern, use.name) or matches(pattern, use.parameter)}
         if not hits:
-            sample = ", ".join(s.module for s in sites[:3])
+            sample = ", ".join(use.name for use in uses[:3])
             raise ValueError(
                 f"{option} pattern {pattern!r} matches no prunable module. Prunable modules are named like: {sample}. "
                 "Use an exact name, the end of one, a glob like '*.mlp.*', or 're:' and a regular expression."
@@ -148,29 +186,43 @@ def _matched(patterns: Sequence[str], sites: list[Site], option: str) -> set[str
     return found
 
 
-def _by_parameter(model: nn.Module, sites: list[Site]) -> list[Target]:
-    """Group the sites by the parameter they share; a linear map's layout wins over an embedding's."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    shared: dict[int, list[Site]] = {}
-    for site in sites:
-        shared.setdefault(id(model.get_submodule(site.module).weight), []).append(site)
-    targets = []
-    for key, group in shared.items():
-        group.sort(key=lambda site: site.kind == "embedding")
-        stored = model.get_parameter(names[key]).shape
-        transposed = group[0].kind == "conv1d"
-        shape = (stored[1], stored[0]) if transposed else (stored[0], stored[1])
-        block = block_of(model, group[0].module)
-        role = group[0].module[len(block) + 1 :] if block else group[0].module
-        targets.append(Target(names[key], shape, transposed, tuple(group), block, role))
-    return targets
+def _by_parameter(model: nn.Module, uses: list[_Use]) -> dict[int, list[_Use]]:
+    """The uses grouped by the parameter they share; a linear map comes before an embedding, for its layout wins."""
+    shared: dict[int, list[_Use]] = {}
+    for use in uses:
+        shared.setdefault(id(model.get_parameter(use.parameter)), []).append(use)
+    return {key: sorted(users, key=lambda use: use.site.kind == "embedding") for key, users in shared.items()}
+
+
+def _targets_of(model: nn.Module, users: list[_Use]) -> list[Target]:
+    """The target of one shared parameter, or of each slice of a fused one."""
+    first = users[0]
+    parameter = model.get_parameter(first.parameter)
+    canonical = next(name for name, found in model.named_parameters() if found is parameter)
+    fused = first.site.kind == "experts"
+    transposed = model.get_submodule(first.site.module).is_transposed if fused else first.site.kind == "conv1d"
+    rows, columns = parameter.shape[-2:]
+    block = block_of(model, first.site.module)
+    return [
+        Target(
+            name=canonical if expert is None else f"{canonical}[{expert}]",
+            parameter=canonical,
+            shape=(columns, rows) if transposed else (rows, columns),
+            transposed=bool(transposed),
+            sites=tuple(use.site for use in users),
+            block=block,
+            role=first.name[len(block) + 1 :] if block else first.name,
+            expert=expert,
+        )
+        for expert in (range(parameter.shape[0]) if fused else [None])
+    ]
 
 
 def _check_editable(target: Target, weight: Tensor) -> None:
     if not weight.is_floating_point() or type(weight.data) is not torch.Tensor:
         raise ValueError(
             f"{target.name} is stored as {weight.dtype} ({type(weight).__name__}): quantized weights cannot be pruned. "
-            "Load the model with dequantize=True, or exclude this matrix."
+            "Load the model dequantized (its quantization_config with dequantize=True), or exclude this matrix."
         )
     if weight.is_meta:
         raise ValueError(
@@ -179,7 +231,18 @@ def _check_editable(target: Target, weight: Tensor) -> None:
         )
 
 
-def _no_blocks(sites: list[Site]) -> str:
-    if not sites:
-        return "it has no nn.Linear, Conv1D or nn.Embedding."
-    return f"it has no blocks (an nn.ModuleList of layers); name matrices with include, like {sites[0].module!r}."
+def _check_measured(model: nn.Module, target: Target) -> None:
+    """Every module that has the weight must be one that is measured: tied weights may be used in a way of their own."""
+    weight, known = model.get_parameter(target.parameter), {site.module for site in target.sites}
+    for name, module in model.named_modules():
+        if name not in known and any(parameter is weight for parameter in module._parameters.values()):
+            raise ValueError(
+                f"{target.name} is also used by {name} ({type(module).__name__}), whose forward is its own, so it "
+                "cannot be measured; exclude this matrix."
+            )
+
+
+def _no_blocks(uses: list[_Use]) -> str:
+    if not uses:
+        return "it has no nn.Linear, Conv1D, nn.Embedding or fused experts."
+    return f"it has no blocks (an nn.ModuleList of layers); name matrices with include, like {uses[0].name!r}."

@@ -150,11 +150,11 @@ CASES = {
     "gpt2": Case(gpt2, 2 * (4 * 16 * 16 + 2 * 16 * 64)),
     "opt": Case(opt, 2 * GPT_BLOCK),
     "gpt_neox": Case(gpt_neox, 2 * GPT_BLOCK),
+    "mixtral": Case(mixtral, 2 * (2 * 16 * 16 + 2 * 8 * 16 + 4 * 3 * 16 * 24)),
     "bert": Case(bert, 2 * GPT_BLOCK, "masked"),
     "t5": Case(t5, 2 * (4 * 16 * 16 + 2 * 16 * 24) + 2 * (8 * 16 * 16 + 2 * 16 * 24), "seq2seq"),
     "vit": Case(vit, 2 * GPT_BLOCK, "image"),
 }
-CAUSAL_CASES = [name for name, case in CASES.items() if case.modality == "causal"]
 
 
 def build(name: str, dtype: torch.dtype = torch.float32, seed: int = 0) -> PreTrainedModel:

@@ -25,6 +25,9 @@ from gradprobe_hf import GradProbeConfig
         ({"pattern": "dense"}, "got 'dense'"),
         ({"pattern": "2:4", "sparsity": 0.6}, "contradicts pattern='2:4'"),
         ({"pattern": "2:4", "scope": "row"}, "leave scope unset"),
+        ({"pattern": "2:4", "decision": "threshold"}, "would not hold"),
+        ({"pattern": "1:300"}, "m <= 256"),
+        ({"include": 5}, "got 5"),
         ({"reduction_factor": 1.0}, "got 1.0"),
         ({"gradient_threshold": -0.5}, "got -0.5"),
         ({"num_samples": 0}, "whole number >= 1, got 0"),
@@ -65,6 +68,13 @@ def test_round_trips(tmp_path):
     config.save_pretrained(tmp_path / "model")
     assert (tmp_path / "model" / "gradprobe_config.json").is_file()
     assert GradProbeConfig.from_pretrained(tmp_path / "model") == config
+
+
+def test_yaml_means_what_it_looks_like(tmp_path):
+    """YAML 1.1 would read 2:4 as 124, and 1e-3 as text."""
+    (tmp_path / "c.yaml").write_text("pattern: 2:4\ngradient_threshold: 1e-3\nseed: 12\n")
+    config = GradProbeConfig.from_yaml(tmp_path / "c.yaml")
+    assert (config.pattern, config.gradient_threshold, config.seed) == ("2:4", 1e-3, 12)
 
 
 def test_an_unknown_option_names_its_neighbour(tmp_path):

@@ -154,6 +154,20 @@ def test_a_matrix_the_loss_never_reaches_is_pruned_last_and_named():
     )
     assert not any(mask.any() for name, mask in found.masks.items() if ".layers.2." in name)
     assert found.report.sparsity == pytest.approx(0.5, abs=1e-4)
+    # where a budget is its own, an unreached matrix loses its smallest weights
+    by_row = prune_pretrained(
+        model,
+        GradProbeConfig(sparsity=0.5, scope="row"),
+        calibration=cases.batches("llama"),
+        evaluation=False,
+        loss_fn=first_two_blocks,
+        apply=False,
+        progress=False,
+    )
+    name = "model.layers.2.mlp.up_proj.weight"
+    weight = model.get_parameter(name).abs()
+    for row, mask in zip(weight, by_row.masks[name], strict=True):
+        assert row[mask].max() <= row[~mask].min()
     assert any("7 of 21 matrices" in warning for warning in found.report.warnings)
 
 

@@ -99,6 +99,7 @@ def test_the_card(written):
     text = (folder / "README.md").read_text()
     data = ModelCard.load(folder / "README.md").data
     assert data.base_model == "someone/tiny-llama"
+    assert "`tiny-llama` (derived from [someone/tiny-llama]" in text
     assert data.license == "mit"
     assert data.language == "en"
     assert data.library_name == "transformers"
@@ -177,9 +178,12 @@ def test_an_existing_folder_is_refused_and_replaced_only_when_told(written, chec
     assert not (copy / "notes.txt").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
     (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "thesis.tex").write_text("years")
+    (tmp_path / "precious" / "config.json").write_text("{}")
     with pytest.raises(FileExistsError, match="not a model checkpoint"):
         result.save_pretrained(tmp_path / "precious", overwrite=True)
+    (copy / ".git").mkdir()
+    with pytest.raises(FileExistsError, match="not a model checkpoint"):
+        result.save_pretrained(copy, overwrite=True)
     with pytest.raises(ValueError, match="is the model that is to be pruned"):
         prune(str(checkpoint), text_file, output_dir=checkpoint, overwrite=True)
 
@@ -214,6 +218,18 @@ def test_a_full_disk(when, checkpoint, text_file, tmp_path, monkeypatch):
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     finally:
         subprocess.run(["umount", small], check=True)
+
+
+def test_an_infinite_perplexity_and_a_broken_base_card_cost_no_result(checkpoint, text_file, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(checkpoint, source)
+    (source / "README.md").write_text("---\nlicense: [\n---\n")
+    result = prune(str(source), text_file, apply=False)
+    for measured in ("dense", "pruned"):
+        result.report.evaluation[measured]["perplexity"] = float("inf")
+    result.save_pretrained(tmp_path / "out")
+    assert "| perplexity | inf | inf |" in (tmp_path / "out" / "README.md").read_text()
+    assert not (tmp_path / "out" / "assets" / "perplexity.png").exists()
 
 
 HUB_SCRIPT = """

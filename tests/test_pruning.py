@@ -39,10 +39,10 @@ def test_every_family_is_pruned_exactly_and_only_where_it_should_be(name):
     assert result.report.weights == total
     for target in result.targets:
         mask, weight = result.masks[target.name], target.matrix(model)
-        stored = before[target.name].t() if target.transposed else before[target.name]
+        stored = target.view(before[target.parameter])
         assert (weight[mask] == 0).all()
         assert torch.equal(weight[~mask], stored[~mask])
-    untouched = set(before) - {target.name for target in result.targets} - set(model.all_tied_weights_keys)
+    untouched = set(before) - {target.parameter for target in result.targets} - set(model.all_tied_weights_keys)
     assert all(torch.equal(model.state_dict()[key], before[key]) for key in untouched)
     assert result.report.evaluation["pruned"]["loss"] != result.report.evaluation["dense"]["loss"]
 

@@ -17,7 +17,7 @@ FEW = st.sampled_from([0.0, 1e-45, 1e-40, 1.0, 1.0000001, 3e38, float("inf")])
 
 
 def target(name, shape, block="b"):
-    return Target(name, shape, False, (Site(name, "linear"),), block, name)
+    return Target(name, name, shape, False, (Site(name, "linear"),), block, name)
 
 
 def fully_sorted(scores, zero, budget):

@@ -20,13 +20,26 @@ def test_the_linear_maps_of_the_blocks_and_nothing_else(name):
             part in target.name for part in ("embed", "wte", "wpe", "lm_head", "shared", "relative", "classifier")
         )
         assert target.matrix(model).shape == target.shape
-        assert target.matrix(model).data_ptr() == model.get_parameter(target.name).data_ptr()
+        stored = model.get_parameter(target.parameter)
+        slice_ = stored if target.expert is None else stored[target.expert]
+        assert target.matrix(model).data_ptr() == slice_.data_ptr()
 
 
 def test_a_conv1d_is_transposed():
     target = find_targets(cases.build("gpt2"), include=["h.0.attn.c_attn"])[0]
     assert target.transposed
     assert target.shape == (48, 16)  # stored [16, 48]
+
+
+def test_every_expert_of_a_fused_tensor_is_a_target():
+    model = cases.build("mixtral")
+    experts = find_targets(model, include=["experts.down_proj"])
+    assert [target.name for target in experts[:2]] == [f"model.layers.0.mlp.experts.down_proj[{e}]" for e in (0, 1)]
+    assert len(experts) == 2 * 4
+    assert {target.shape for target in experts} == {(16, 24)}
+    assert {target.role for target in experts} == {"mlp.experts.down_proj"}
+    model.get_submodule("model.layers.0.mlp.experts").is_transposed = True  # as gpt-oss stores them
+    assert find_targets(model, include=["layers.0.mlp.experts.down_proj"])[0].shape == (24, 16)
 
 
 def test_tied_weights_are_one_target():
@@ -76,6 +89,20 @@ def test_what_cannot_be_edited_is_refused():
     model.get_parameter(target.name).data = torch.zeros(16, 16, dtype=torch.int8)
     with pytest.raises(ValueError, match="quantized"):
         check_editable(model, (target,))
+
+
+def test_a_weight_that_is_also_used_in_another_way_is_refused():
+    class Scaled(torch.nn.Embedding):
+        def forward(self, ids):
+            return super().forward(ids) * 4
+
+    model = cases.build("tied")
+    scaled = Scaled(cases.VOCABULARY, 16)
+    scaled.weight = model.model.embed_tokens.weight
+    model.model.embed_tokens = scaled
+    with pytest.raises(ValueError, match=r"also used by model\.embed_tokens \(Scaled\)"):
+        check_editable(model, find_targets(model, include=["lm_head"]))
+    check_editable(model, find_targets(model))
 
 
 def test_columns_that_do_not_divide_are_refused_by_name():

@@ -126,6 +126,8 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
 
 def row_count(batch: Mapping[str, Any]) -> int:
     """Sequences (or images, or examples) in a batch: the leading dimension of its tensors."""
+    if isinstance(ids := batch.get("input_ids"), Tensor):
+        return ids.shape[0]
     return next(value.shape[0] for value in batch.values() if isinstance(value, Tensor))
 
 

@@ -8,6 +8,7 @@ windows, the windows shuffled with the seed and the first `samples` taken. Evalu
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -54,6 +55,7 @@ def load_batches(
         OSError: the Hub cannot be reached.
     """
     seed = EVALUATION_SEED if part == "evaluation" else seed
+    source = str(source) if isinstance(source, Path) else source
     shape = {"samples": samples, "length": sequence_length, "seed": seed}
     if isinstance(source, str) and source == "self":
         _check_length(model, sequence_length)
@@ -100,7 +102,8 @@ def _token_ids(opened: Source, processing_class: Any, needed: int) -> Tensor:
     texts = texts_of(opened.rows)
     if isinstance(opened.rows, IterableDataset):
         texts = iter(_enough(texts, needed * CHARACTERS_PER_TOKEN))
-    encoded = processing_class(SEPARATOR.join(texts), add_special_tokens=False, verbose=False)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)  # a processor has one
+    encoded = tokenizer(SEPARATOR.join(texts), add_special_tokens=False, verbose=False)
     return torch.tensor(encoded["input_ids"], dtype=torch.long)
 
 

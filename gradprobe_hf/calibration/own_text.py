@@ -38,6 +38,8 @@ def own_text(model: PreTrainedModel, samples: int, length: int, seed: int, progr
                     temperature=1.0,
                     top_k=0,
                     top_p=1.0,
+                    repetition_penalty=1.0,
+                    no_repeat_ngram_size=0,
                     min_new_tokens=length - 1,  # an end-of-text token would leave a window that is not full
                     max_new_tokens=length - 1,
                     pad_token_id=0,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from datasets import Dataset, IterableDataset, get_dataset_split_names, load_dataset, load_dataset_builder
-from datasets.exceptions import DatasetNotFoundError
+from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
 STREAMED_FROM_BYTES = 256 * 2**20
 SHUFFLE_BUFFER = 10_000
@@ -83,7 +83,11 @@ def _local(path: Path, seed: int) -> Source:
     options: dict[str, Any] = {}
     if kind == "text":
         options = {"sample_by": "line", "keep_linebreaks": True} if streaming else {"sample_by": "document"}
-    rows = load_dataset(kind, data_files=[str(file) for file in files], split="train", streaming=streaming, **options)
+    names = [str(file) for file in files]
+    try:
+        rows = load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
+    except DatasetsError as error:
+        raise ValueError(f"{path} cannot be read as {kind}: {error.__cause__ or error}") from error
     return Source(_shuffled(rows, seed) if streaming else rows, path.name)
 
 

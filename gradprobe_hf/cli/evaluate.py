@@ -13,7 +13,7 @@ from gradprobe_hf.loading import load_model, load_processing_class
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_arguments(parser)
     parser.add_argument("--data", required=True, metavar="SPEC", help="'pydoc', a file or folder, or a Hub dataset")
-    parser.add_argument("--num-samples", type=int, default=32, metavar="N", help="windows (default: 32)")
+    parser.add_argument("--num-samples", type=int, default=20, metavar="N", help="windows (default: 20)")
     parser.add_argument("--sequence-length", type=int, default=512, metavar="N", help="tokens a window (default: 512)")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="windows in a pass (default: 4)")
     parser.add_argument("--quiet", action="store_true", help="no progress bars, errors only")
@@ -31,6 +31,7 @@ def run(options: argparse.Namespace) -> None:
         sequence_length=options.sequence_length,
         batch_size=options.batch_size,
         seed=0,
+        progress=not options.quiet,
     )
     found = measure(model, batches, progress=not options.quiet)
     values = {"model": options.model, **found.to_dict(), **batches.describe()}

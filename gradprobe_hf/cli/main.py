@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
+
+import torch
 
 from gradprobe_hf.cli import evaluate, inspect, prune
 
@@ -20,13 +21,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         VERBS[options.verb].run(options)
     except KeyboardInterrupt:
-        print("\ngradprobe: interrupted; nothing was written", file=sys.stderr)
+        print("\ngradprobe: interrupted; no unfinished checkpoint is left behind", file=sys.stderr)
         return INTERRUPTED
-    except (
-        ValueError,
-        OSError,
-        ImportError,
-    ) as error:  # wrong input, or a machine or Hub that will not; the rest is a bug
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        remedies = "set --batch-size 1, a shorter --sequence-length, or --fisher factored"
+        print(f"gradprobe: error: out of memory ({error}); {remedies}", file=sys.stderr)
+        return 1
+    except (ValueError, OSError, ImportError) as error:  # wrong input, or a machine or Hub that will not
+        print(f"gradprobe: error: {error}", file=sys.stderr)
+        return 1
         print(f"gradprobe: error: {error}", file=sys.stderr)
         return 1
     return 0
@@ -52,7 +55,6 @@ def _configure_logging(quiet: bool) -> None:
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
     logging.getLogger("gradprobe_hf").setLevel(logging.ERROR if quiet else logging.INFO)
     if quiet:
-        os.environ["TQDM_DISABLE"] = "1"
         from datasets import disable_progress_bars
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 

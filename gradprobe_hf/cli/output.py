@@ -88,4 +88,4 @@ def _cost(report: Report) -> str:
 
 
 def _console() -> Console:
-    return Console(soft_wrap=True)
+    return Console(soft_wrap=True, markup=False)  # names and texts may hold brackets

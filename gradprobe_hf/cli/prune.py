@@ -21,7 +21,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how to prune")
     how.add_argument("--sparsity", type=float, help="fraction of the weights to remove, in [0, 1) (default: 0.5)")
     how.add_argument("--pattern", help="'unstructured' (default) or n:m; 2:4 keeps 2 of every 4 inputs")
-    how.add_argument("--strategy", choices=get_args(Strategy), help="score of the candidates (default: fisher)")
+    how.add_argument(
+        "--strategy",
+        choices=get_args(Strategy),
+        help="proposes the candidates; with --decision none it decides (default: fisher)",
+    )
     how.add_argument("--decision", choices=get_args(Decision), help="what the probes decide (default: path)")
     how.add_argument("--scope", choices=get_args(Scope), help="over what one budget is spent")
     how.add_argument("--fisher", choices=get_args(Fisher), help="estimate of the squared gradient (default: blend)")
@@ -39,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     data.add_argument("--sequence-length", type=int, metavar="N", help="tokens in a window (default: 512)")
     data.add_argument("--batch-size", type=int, metavar="N", help="windows in a pass; changes no result (default: 4)")
     data.add_argument("--evaluation", metavar="SPEC", help="text to measure on, or 'none' (default: pydoc with pydoc)")
-    data.add_argument("--evaluation-samples", type=int, metavar="N", help="evaluation windows (default: 32)")
+    data.add_argument("--evaluation-samples", type=int, metavar="N", help="evaluation windows (default: 20)")
     hub = parser.add_argument_group("sharing")
     hub.add_argument("--push-to-hub", metavar="REPO", help="upload the checkpoint to this repository")
     hub.add_argument("--private", action="store_true", help="create the repository private")

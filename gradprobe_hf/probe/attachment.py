@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
-from gradprobe_hf.targets import Site, Target
+from gradprobe_hf.targets import Site, Target, expert_parameters
 
 OnInput = Callable[[Target, Site, Tensor], None]
 
@@ -33,43 +33,83 @@ def attached(
     on_input: OnInput | None = None,
 ) -> Iterator[None]:
     """Replace the forward of every module that uses a target; put all of them back at the end."""
+    used: dict[Site, list[Target]] = {}
+    for target in targets:
+        for site in target.sites:
+            used.setdefault(site, []).append(target)
     with ExitStack() as undo:
-        for target in targets:
-            for site in target.sites:
-                module: Any = model.get_submodule(site.module)
-                had = module.__dict__.get("forward")
-                module.forward = _forward(module, target, site, probe, on_input)
-                undo.callback(_put_back, module, had)
+        for site, owned in used.items():
+            module: Any = model.get_submodule(site.module)
+            had = module.__dict__.get("forward")
+            make = _experts_forward if site.kind == "experts" else _single_forward
+            undo.callback(_put_back, module, had)
+            module.forward = make(module, owned, _Router(probe, site, on_input))
         yield
 
 
-def _forward(
-    module: Any,
-    target: Target,
-    site: Site,
-    probe: Probe,
-    on_input: OnInput | None,
-) -> Callable[[Tensor], Tensor]:
-    anchor = torch.zeros((), requires_grad=True)
+class _Router:
+    """Sends a use of a target's matrix through its measured map; without gradients, through what is served."""
+
+    def __init__(self, probe: Probe, site: Site, on_input: OnInput | None) -> None:
+        self.probe, self.site, self.on_input = probe, site, on_input
+        self.anchor = torch.zeros((), requires_grad=True)
+
+    def __call__(self, target: Target, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        embedding = self.site.kind == "embedding"
+        if torch.is_grad_enabled():
+            self.probe.count_use(target)
+            if embedding:
+                return MeasuredEmbedding.apply(x, weight, self.anchor, self.probe, target, self.site)
+            return MeasuredLinear.apply(x, weight, bias, self.anchor, self.probe, target, self.site)
+        if self.on_input is not None:
+            self.on_input(target, self.site, x)
+        weight = self.probe.served(target, weight)
+        return F.embedding(x, weight) if embedding else F.linear(x, weight, bias)
+
+
+def _single_forward(module: Any, owned: list[Target], route: _Router) -> Callable[[Tensor], Tensor]:
+    (target,) = owned
 
     def forward(x: Tensor) -> Tensor:
-        weight = module.weight.t() if target.transposed else module.weight
-        bias = getattr(module, "bias", None)
-        if torch.is_grad_enabled():
-            probe.count_use(target)
-            if site.kind == "embedding":
-                return MeasuredEmbedding.apply(x, weight, anchor, probe, target, site)
-            return MeasuredLinear.apply(x, weight, bias, anchor, probe, target, site)
-        if on_input is not None:
-            on_input(target, site, x)
-        weight = probe.served(target, weight)
-        return F.embedding(x, weight) if site.kind == "embedding" else F.linear(x, weight, bias)
+        return route(target, x, target.view(module.weight), getattr(module, "bias", None))
+
+    return forward
+
+
+def _experts_forward(module: Any, owned: list[Target], route: _Router) -> Callable[..., Tensor]:
+    """The experts of transformers/integrations/moe.py, one after the other, each of its maps measured.
+
+    Shapes: hidden_states `[tokens, hidden]`, top_k_index and top_k_weights `[tokens, k]`.
+    """
+    of = {(target.parameter.rsplit(".", 1)[1], target.expert): target for target in owned}
+    up_name, down_name = expert_parameters(module)
+
+    def linear(name: str, expert: int, x: Tensor) -> Tensor:
+        parameter = getattr(module, name)
+        bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
+        if target := of.get((name, expert)):
+            return route(target, x, target.view(parameter), bias)
+        return F.linear(x, parameter[expert].t() if module.is_transposed else parameter[expert], bias)
+
+    def forward(hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        out = torch.zeros_like(hidden_states)
+        for expert in range(module.num_experts):
+            token, slot = (top_k_index == expert).nonzero(as_tuple=True)
+            if not len(token):
+                continue
+            up = linear(up_name, expert, hidden_states[token])
+            inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)
+            y = linear(down_name, expert, inner)
+            if getattr(module, "has_post_expert_norm", False):
+                y = module.post_expert_norm(y)
+            out = out.index_add(0, token, (y * top_k_weights[token, slot, None]).to(out.dtype))
+        return out
 
     return forward
 
 
 def _put_back(module: Any, had: Any) -> None:
     if had is None:
-        del module.forward
+        module.__dict__.pop("forward", None)
     else:
         module.forward = had

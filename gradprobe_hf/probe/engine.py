@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from gradprobe_hf.calibration.batches import row_count
-from gradprobe_hf.loss import Batch, LossFunction, summed_loss
+from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
 from gradprobe_hf.probe.attachment import attached
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.modes import eval_mode, frozen
@@ -60,7 +60,7 @@ def run_probe(
     Raises:
         ValueError: a loss that is not finite or has no gradient, or sequences that cannot be told apart.
     """
-    probe = Probe(statistics, shrunk, factor)
+    probe = Probe(statistics, shrunk, factor, model.config.is_encoder_decoder)
     steps = list(_routable(batches, targets))
     totals: list[tuple[Tensor, Tensor | None]] = []
     with frozen(model), eval_mode(model), attached(model, targets, probe), torch.enable_grad():
@@ -84,14 +84,15 @@ def observe_inputs(
     model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch], statistics: Statistics, progress: bool
 ) -> None:
     """One forward pass that sums the squared inputs of every target: all that Wanda needs."""
-    probe = Probe(statistics)
+    probe = Probe(statistics, has_encoder=model.config.is_encoder_decoder)
     with eval_mode(model), attached(model, targets, probe, on_input=probe.fold_inputs):
         for batch in tqdm(list(_routable(batches, targets)), desc="inputs", unit="batch", disable=not progress):
             batch = send_to_device(batch, model.device)
             probe.start_batch(batch)
             # An encoder-decoder makes its decoder's inputs from the labels; elsewhere they would only cost a loss.
             unused = () if model.config.is_encoder_decoder else ("labels",)
-            model(**{name: value for name, value in batch.items() if name not in unused})
+            cache = {"use_cache": False} if is_causal(model) else {}  # a cache would hold every key and value
+            model(**{name: value for name, value in batch.items() if name not in unused}, **cache)
 
 
 def _routable(batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[Batch]:
@@ -105,8 +106,16 @@ def _routable(batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[B
 
 
 def single_rows(batch: Batch) -> Iterator[Batch]:
+    """One sequence at a time, its padding cut off: an expert that is sent padding cannot tell it from text."""
+    mask = batch.get("attention_mask")
     for row in range(row_count(batch)):
-        yield {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
+        single = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
+        if isinstance(mask, Tensor):
+            kept = mask[row].bool()
+            single = {
+                k: v[:, kept] if isinstance(v, Tensor) and v.shape == mask[:1].shape else v for k, v in single.items()
+            }
+        yield single
 
 
 def _check_loss(loss: Tensor, model: PreTrainedModel) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.calibration.batches import row_count
-from gradprobe_hf.loss import Batch
+from gradprobe_hf.loss import IGNORED, Batch
 from gradprobe_hf.probe.statistics import MatrixStatistics, Statistics
 from gradprobe_hf.targets import Site, Target
 
@@ -23,8 +23,15 @@ Masks = Mapping[str, Tensor]
 class Probe:
     """What measured maps serve and fold into, during one pass over the batches."""
 
-    def __init__(self, statistics: Statistics | None = None, shrunk: Masks | None = None, factor: float = 1.0) -> None:
+    def __init__(
+        self,
+        statistics: Statistics | None = None,
+        shrunk: Masks | None = None,
+        factor: float = 1.0,
+        has_encoder: bool = False,
+    ) -> None:
         self.statistics, self.shrunk, self.factor = statistics, shrunk, factor
+        self._has_encoder = has_encoder  # decoder-only OPT calls its blocks `decoder` too
         self._uses: Counter[str] = Counter()
         self._unfinished: dict[str, list[Tensor]] = {}
 
@@ -32,8 +39,7 @@ class Probe:
         self._sequences = row_count(batch)
         ids = batch.get("input_ids")
         self._tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1
-        mask = batch.get("attention_mask")
-        self._keep = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        self._masks = padding_masks(batch)
         self._uses.clear()
 
     def finish_batch(self) -> None:
@@ -104,7 +110,8 @@ class Probe:
 
     def _input_squares(self, x: Tensor, site: Site, target: Target, dtype: torch.dtype) -> Tensor:
         """x^2 with padding at zero, `[sequences, tokens, in]`; for an embedding how often each token occurs."""
-        keep = self._keep if self._keep is not None and self._keep.shape == x.shape[:2] else None
+        keep = self._masks["decoder" if self._has_encoder and in_decoder(site.module) else "encoder"]
+        keep = None if keep is None or keep.shape != x.shape[:2] else keep.to(x.device)
         if site.kind == "embedding":
             weights = torch.ones_like(x, dtype=dtype) if keep is None else keep.to(dtype)
             counts = torch.zeros(target.shape[0], dtype=dtype, device=x.device)
@@ -124,13 +131,36 @@ class Probe:
         if not known:
             raise ValueError(
                 f"{target.name} is used on a tensor of shape {tuple(value.shape)}, in which the {self._sequences} "
-                "sequences of the batch cannot be told apart; set batch_size=1."
+                "sequences of the batch cannot be told apart; set batch_size=1 (or give batches of one row)."
             )
         return value.reshape(self._sequences, -1, *features)
 
     def _of(self, name: str) -> MatrixStatistics:
         assert self.statistics is not None, "a probe without statistics serves, it does not fold"
         return self.statistics[name]
+
+
+def padding_masks(batch: Batch) -> dict[str, Tensor | None]:
+    """Which tokens count, `[sequences, tokens]`, for the inputs and for what a decoder makes of the labels."""
+    inputs, labels = batch.get("attention_mask"), batch.get("labels")
+    decoder = batch.get("decoder_attention_mask")
+    if decoder is None and isinstance(labels, Tensor) and labels.ndim == 2:
+        decoder = labels != IGNORED
+    return {
+        "encoder": inputs if isinstance(inputs, Tensor) and inputs.ndim == 2 else None,
+        "decoder": decoder,
+    }
+
+
+def in_decoder(module: str) -> bool:
+    """Whether a module of an encoder-decoder sees the decoder's tokens: cross-attention's keys and values do not.
+
+    >>> [in_decoder(f"decoder.block.0.layer.{name}") for name in ("0.SelfAttention.k", "1.EncDecAttention.k")]
+    [True, False]
+    """
+    parts = module.split(".")
+    crossing = any(part in ("EncDecAttention", "encoder_attn", "crossattention") for part in parts)
+    return "decoder" in parts and not (crossing and parts[-1] in ("k", "v", "k_proj", "v_proj", "key", "value"))
 
 
 def _linear_gradients(x: Tensor, d: Tensor) -> Iterator[Tensor]:

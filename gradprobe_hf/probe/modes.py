@@ -12,8 +12,8 @@ from torch import nn
 def eval_mode(model: nn.Module) -> Iterator[None]:
     """Dropout off; every module gets its own mode back."""
     modes = [(module, module.training) for module in model.modules()]
-    model.eval()
     try:
+        model.eval()
         yield
     finally:
         for module, training in modes:
@@ -24,9 +24,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 def frozen(model: nn.Module) -> Iterator[None]:
     """No parameter requires a gradient, so autograd computes and keeps none."""
     required = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    for parameter in required:
-        parameter.requires_grad_(False)
     try:
+        for parameter in required:
+            parameter.requires_grad_(False)
         yield
     finally:
         for parameter in required:
