@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
-from gradprobe_hf.probe.modes import eval_mode
+from gradprobe_hf.modes import eval_mode
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.application import masks_applied
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.hub import check_destination, check_push, push_folder, write_checkpoint
+from gradprobe_hf.hub import check_push, push_folder, write_checkpoint
 from gradprobe_hf.report import Report
 from gradprobe_hf.targets import Target
 
@@ -52,7 +52,6 @@ class PruneResult:
             FileExistsError: the folder exists and `overwrite` is not set.
             OSError: it cannot be written; nothing of it remains.
         """
-        check_destination(directory, self.model.name_or_path, overwrite)
         with masks_applied(self.model, self.targets, self.masks, keep=False):
             write_checkpoint(
                 directory,

@@ -24,6 +24,7 @@ LFS_SUFFIXES = (".safetensors", ".png")
 @dataclass
 class Repository:
     private: bool = False
+    gated: bool = False
     revisions: dict[str, dict[str, bytes]] = field(default_factory=lambda: {"main": {}})
 
     def sha(self, revision: str) -> str:
@@ -176,6 +177,8 @@ class Handler(BaseHTTPRequestHandler):
         repository = self.hub.repositories.get(name)
         if repository is None:
             return self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
+        if repository.gated:
+            return self.answer(403, {"error": "Access to this model is restricted"}, {"X-Error-Code": "GatedRepo"})
         content = (repository.files(revision) or {}).get(path)
         sha = repository.sha(revision if revision in repository.revisions else "main")
         if content is None:

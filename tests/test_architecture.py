@@ -16,6 +16,7 @@ ORDER = [
     "stopwatch",
     "config",
     "targets",
+    "modes",
     "loss",
     "calibration",
     "scores",

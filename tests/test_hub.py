@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.calibration import load_batches
 from gradprobe_hf.evaluation import measure
+from gradprobe_hf.inspection import inspect_checkpoint
 from tests import cases
-from tests.loopback_hub import TOKEN, running_hub
+from tests.loopback_hub import TOKEN, Hub, Repository, running_hub
 
 ROOT = Path(__file__).parent.parent
 
@@ -304,6 +305,39 @@ def test_a_push_that_cannot_work_fails_before_the_work(repo, token, message, che
     assert "hf_wrong" not in ran.stderr
     assert not (tmp_path / "out").exists()
     assert not hub.repositories
+
+
+def test_a_gated_model_says_what_to_do(tmp_path):
+    with running_hub() as hub:
+        hub.repositories["them/gated"] = Repository(gated=True)
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-m", "gradprobe_hf", "prune", "them/gated", "--output", str(tmp_path / "out")]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert ran.returncode == 1
+    assert "cannot load 'them/gated'" in ran.stderr
+    assert "hf auth login" in ran.stderr
+    assert "Traceback" not in ran.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_hub_that_cannot_be_reached_is_one_readable_line(checkpoint, text_file, tmp_path):
+    ran = push(Hub(url="http://127.0.0.1:9"), checkpoint, text_file, "me/tiny", tmp_path)
+    assert ran.returncode != 0
+    assert "cannot be reached" in ran.stderr.splitlines()[-1]
+
+
+def test_damaged_files_are_refused_by_name(checkpoint, tmp_path):
+    broken = tmp_path / "broken"
+    shutil.copytree(checkpoint, broken)
+    weights = broken / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(OSError, match=r"cannot load .*broken"):
+        prune_pretrained(str(broken), progress=False)
+    with pytest.raises(ValueError, match="is damaged"):
+        inspect_checkpoint(broken)
+    (tmp_path / "bad.jsonl").write_text("{not json")
+    with pytest.raises(ValueError, match=r"bad\.jsonl cannot be read as json"):
+        prune_pretrained(str(checkpoint), calibration=tmp_path / "bad.jsonl", progress=False)
 
 
 def test_the_protocol_is_what_another_reader_would_compute(written, checkpoint):

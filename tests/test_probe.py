@@ -121,7 +121,7 @@ def test_padding_counts_for_nothing(side):
             torch.testing.assert_close(
                 fisher_of(together[target.name], kind), fisher_of(apart[target.name], kind), **close
             )
-        torch.testing.assert_close(together[target.name].input_sq(), apart[target.name].input_sq())
+        torch.testing.assert_close(together[target.name].input_sq(), apart[target.name].input_sq(), **close)
 
 
 def test_padding_of_either_side_of_an_encoder_decoder_counts_for_nothing():

@@ -66,12 +66,15 @@ def load_batches(
     if opened is None:
         return from_iterable(source, type(source).__name__)
     if is_tokenised(opened.rows):
-        return _tokenised(opened, samples, batch_size, seed, processing_class)
+        found = _tokenised(opened, samples, batch_size, seed, processing_class)
+        _check_length(model, max(batch["input_ids"].shape[1] for batch in found))
+        return found
     _check_length(model, sequence_length)
     windows = _cut(_token_ids(opened, processing_class, samples * sequence_length), opened.name, **shape)
+    streamed = isinstance(opened.rows, IterableDataset)
     protocol = (
         f"{samples} windows of {sequence_length} tokens, cut one after the other from the tokenised text "
-        f"(no special tokens), shuffled with seed {seed}"
+        f"(no special tokens{', of rows drawn from a stream' if streamed else ''}), shuffled with seed {seed}"
     )
     return from_windows(windows, batch_size, source=opened.name, protocol=protocol, dataset_id=opened.dataset_id)
 
@@ -144,5 +147,5 @@ def _check_length(model: PreTrainedModel, length: int) -> None:
     if longest is not None and length > longest:
         raise ValueError(
             f"sequence_length={length} is more than the {longest} positions of {type(model).__name__} "
-            f"(max_position_embeddings); pass sequence_length={longest} or less."
+            f"(max_position_embeddings); pass sequence_length={longest}, or rows of that many tokens at most."
         )

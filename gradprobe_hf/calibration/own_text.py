@@ -12,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from gradprobe_hf.loss import is_causal
+from gradprobe_hf.modes import eval_mode
 
 WRITTEN_AT_ONCE = 16
 
@@ -24,30 +25,25 @@ def own_text(model: PreTrainedModel, samples: int, length: int, seed: int, progr
     """
     if not is_causal(model):
         raise ValueError(f"'self' needs a causal language model to write text, got {type(model).__name__}.")
-    training = model.training
-    model.eval()
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            counts = [len(part) for part in torch.arange(samples).split(WRITTEN_AT_ONCE)]
-            written = [
-                model.generate(
-                    start := _first_tokens(model, count),
-                    attention_mask=torch.ones_like(start),
-                    do_sample=True,
-                    temperature=1.0,
-                    top_k=0,
-                    top_p=1.0,
-                    repetition_penalty=1.0,
-                    no_repeat_ngram_size=0,
-                    min_new_tokens=length - 1,  # an end-of-text token would leave a window that is not full
-                    max_new_tokens=length - 1,
-                    pad_token_id=0,
-                )
-                for count in tqdm(counts, desc="the model writes its own text", disable=not progress)
-            ]
-    finally:
-        model.train(training)
+    with eval_mode(model), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        counts = [len(part) for part in torch.arange(samples).split(WRITTEN_AT_ONCE)]
+        written = [
+            model.generate(
+                start := _first_tokens(model, count),
+                attention_mask=torch.ones_like(start),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                repetition_penalty=1.0,
+                no_repeat_ngram_size=0,
+                min_new_tokens=length - 1,  # an end-of-text token would leave a window that is not full
+                max_new_tokens=length - 1,
+                pad_token_id=0,
+            )
+            for count in tqdm(counts, desc="the model writes its own text", disable=not progress)
+        ]
     return torch.cat(written).cpu()
 
 

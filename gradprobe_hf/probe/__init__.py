@@ -1,8 +1,7 @@
 """The probe: forward and backward passes that measure, at the original or at tentatively shrunk weights.
 
 `engine` runs the passes, `attachment` routes a model's matrices through the maps of `measured`, which measure
-themselves and fold (`folding`) into `statistics`; `modes` are temporary changes to a model. Weights never require a
-gradient and are never modified.
+themselves and fold (`folding`) into `statistics`. Weights never require a gradient and are never modified.
 """
 
 from gradprobe_hf.probe.attachment import serving

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
+from gradprobe_hf.modes import eval_mode, frozen
 from gradprobe_hf.probe.attachment import attached
 from gradprobe_hf.probe.folding import Masks, Probe
-from gradprobe_hf.probe.modes import eval_mode, frozen
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.targets import Target
 
