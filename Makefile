@@ -37,7 +37,7 @@ bench-speed: $(READY) $(MODEL)  ## time of the probes against bare passes
 table: $(READY)  ## write the README's tables from benchmarks/results
 	$(BIN)/python benchmarks/readme_table.py
 
-$(MODEL): $(READY)
+$(MODEL): | $(READY)
 	$(BIN)/python examples/get_smollm2.py $@
 
 $(READY): setup.cfg constraints.txt

@@ -29,9 +29,10 @@ from gradprobe_hf.probe import serving
 RESULTS = Path(__file__).parent / "results"
 
 # Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
+# Magnitude is compared within rows too, where it does better than over a matrix or the whole model.
 METHODS: dict[str, dict[str, Any]] = {
     "wanda": {"strategy": "wanda", "decision": "none"},
-    "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "global"},
+    "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "row"},
     "one probe": {"strategy": "fisher", "decision": "none"},
     "two probes (path)": {},
 }
