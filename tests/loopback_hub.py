@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_aSecretThatMustNeverBeWritten"
 LFS_SUFFIXES = (".safetensors", ".png")
@@ -41,7 +41,11 @@ class Hub:
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
     large: dict[str, bytes] = field(default_factory=dict)
+    datasets: dict[str, Repository] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+
+    def named(self, kind: str, name: str) -> Repository | None:
+        return (self.datasets if kind == "datasets" else self.repositories).get(name)
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -143,38 +147,35 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.large[value["oid"]]
         sha = self.hub.repositories[name].sha(revision)
         url = f"{self.hub.url}/{name}/commit/{sha}"
-        self.answer(200, {"commitUrl": url, "commitOid": sha, "success": True})
+        answer = {"commitUrl": url, "commitOid": sha, "success": True}
+        if "create_pr=1" in urlsplit(self.path).query:
+            answer["pullRequestUrl"] = f"{self.hub.url}/{name}/discussions/1"
+        self.answer(200, answer)
 
-    def information(self, _body: bytes, name: str, revision: str | None) -> None:
-        repository = self.hub.repositories.get(name)
+    def information(self, _body: bytes, kind: str, name: str, revision: str | None) -> None:
+        repository = self.hub.named(kind, name)
         if repository is None:
             return self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-        files = repository.files(revision or "main") or {}
-        siblings = [{"rfilename": path} for path in files]
+        siblings = [{"rfilename": path} for path in repository.files(revision or "main") or {}]
         sha = repository.sha(revision if revision in repository.revisions else "main")
-        return self.answer(
-            200,
-            {
-                "_id": "0",
-                "id": name,
-                "sha": sha,
-                "private": repository.private,
-                "tags": [],
-                "downloads": 0,
-                "likes": 0,
-                "siblings": siblings,
-            },
-        )
+        answer = {"_id": "0", "id": name, "sha": sha, "private": repository.private, "siblings": siblings}
+        return self.answer(200, {**answer, "tags": [], "downloads": 0, "likes": 0})
 
-    def tree(self, _body: bytes, name: str, revision: str) -> None:
-        files = self.hub.repositories[name].files(revision) or {}
-        self.answer(
-            200,
-            [{"type": "file", "path": p, "size": len(c), "oid": hashlib.sha1(c).hexdigest()} for p, c in files.items()],
-        )
+    def tree(self, _body: bytes, kind: str, name: str, revision: str, folder: str | None) -> None:
+        prefix = f"{folder}/" if folder else ""
+        files = self.hub.named(kind, name).files(revision) or {}
+        inside = {path: content for path, content in files.items() if path.startswith(prefix)}
+        folders = {path.rsplit("/", 1)[0] for path in inside if "/" in path[len(prefix) :]}
+        entries = [{"type": "directory", "path": path, "oid": "0", "size": 0} for path in folders]
+        self.answer(200, entries + [listed(path, content) for path, content in inside.items()])
 
-    def download(self, _body: bytes, name: str, revision: str, path: str) -> None:
-        repository = self.hub.repositories.get(name)
+    def paths(self, body: bytes, kind: str, name: str, revision: str) -> None:
+        files = self.hub.named(kind, name).files(revision) or {}
+        asked = parse_qs(body.decode()).get("paths") or json.loads(body or b"{}").get("paths", [])
+        self.answer(200, [listed(path, files[path]) for path in asked if path in files])
+
+    def download(self, _body: bytes, kind: str | None, name: str, revision: str, path: str) -> None:
+        repository = self.hub.named(kind or "models", name)
         if repository is None:
             return self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
         if repository.gated:
@@ -191,7 +192,12 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(404, {"error": "not here"})
 
 
+def listed(path: str, content: bytes) -> dict:
+    return {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+
 NAME = r"([^/]+/[^/]+)"
+KIND = r"(models|datasets)"
 ROUTES = (
     (r"/api/agent-harnesses", Handler.optional),
     (r"/api/repos/create", Handler.create),
@@ -201,9 +207,10 @@ ROUTES = (
     (rf"/{NAME}\.git/info/lfs/objects/batch", Handler.lfs_batch),
     (r"/lfs/(\w+)", Handler.lfs_upload),
     (rf"/api/models/{NAME}/commit/(.+)", Handler.commit),
-    (rf"/api/models/{NAME}/tree/([^/]+)", Handler.tree),
-    (rf"/api/models/{NAME}(?:/revision/(.+))?", Handler.information),
-    (rf"/{NAME}/resolve/([^/]+)/(.+)", Handler.download),
+    (rf"/api/{KIND}/{NAME}/tree/([^/]+)(?:/(.*))?", Handler.tree),
+    (rf"/api/{KIND}/{NAME}/paths-info/(.+)", Handler.paths),
+    (rf"/api/{KIND}/{NAME}(?:/revision/(.+))?", Handler.information),
+    (rf"/(?:(datasets)/)?{NAME}/resolve/([^/]+)/(.+)", Handler.download),
 )
 
 

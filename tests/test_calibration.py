@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +18,9 @@ from gradprobe_hf.calibration import load_batches, shared_rows
 from gradprobe_hf.calibration.manual import manual_text
 from tests import cases
 from tests.conftest import TEXT
+from tests.loopback_hub import Repository, running_hub
+
+ROOT = Path(__file__).parent.parent
 
 MODEL = cases.build("llama")
 TOKENIZER = cases.tokenizer()
@@ -149,6 +157,39 @@ def test_a_loader_that_shuffles_gives_the_same_batches_twice():
 def test_what_cannot_be_read_is_refused(source, error, message):
     with pytest.raises(error, match=message):
         load(source)
+
+
+HUB_SCRIPT = """
+import sys
+from gradprobe_hf.calibration import load_batches
+from tests import cases
+for part, source in (("calibration", "me/prose"), ("evaluation", "me/prose"), ("calibration", "me/prose:default:test")):
+    found = load_batches(source, part=part, model=cases.build("llama"), processing_class=cases.tokenizer(), samples=2,
+                         sequence_length=16, batch_size=2, seed=0)
+    text = cases.tokenizer().decode(found.items[0]["input_ids"][0])
+    print(found.source, found.dataset_id, "TRAIN" if "RAIN" in text else "TEST")
+"""
+
+
+def test_a_hub_dataset_by_id_config_and_split(tmp_path):
+    def parquet(word):
+        stored = io.BytesIO()
+        Dataset.from_dict({"text": [f"{word} " * 30] * 3}).to_parquet(stored)
+        return stored.getvalue()
+
+    files = {f"data/{split}-00000-of-00001.parquet": parquet(split.upper()) for split in ("train", "test")}
+    with running_hub() as hub:
+        hub.datasets["me/prose"] = Repository(revisions={"main": files | {"README.md": b"---\nlicense: mit\n---\n"}})
+        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+        command = [sys.executable, "-c", HUB_SCRIPT]
+        ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    assert hub.unknown == []
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.splitlines() == [
+        "me/prose:train me/prose TRAIN",
+        "me/prose:test me/prose TEST",
+        "me/prose:default:test me/prose TEST",
+    ]
 
 
 def test_a_folder_of_several_formats_is_refused(tmp_path):

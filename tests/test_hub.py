@@ -241,6 +241,7 @@ config = GradProbeConfig(num_samples=4, sequence_length=16, evaluation_samples=4
 result = prune_pretrained(source, config, calibration=text, evaluation="pydoc", progress=False,
                           push_to_hub=True, hub_model_id=repo, output_dir=out or None)
 print(result.push_to_hub(repo, revision="second"))
+print(result.push_to_hub(repo, create_pr=True))
 """
 
 
@@ -265,6 +266,7 @@ def test_push_and_load_again(checkpoint, text_file, tmp_path, other_text_file):
         ran = push(hub, checkpoint, text_file, "tiny-50", tmp_path)  # a bare name becomes the user's own
         assert ran.returncode == 0, ran.stderr
         assert "/me/tiny-50/commit/" in ran.stdout
+        assert "/me/tiny-50/discussions/1" in ran.stdout
         assert hub.unknown == []
         main, second = (hub.repositories["me/tiny-50"].revisions[name] for name in ("main", "second"))
         assert (
