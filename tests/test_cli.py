@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -167,10 +168,26 @@ def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_entry_points_start(tmp_path):
+def installed(script):
+    path = Path(sys.executable).parent / script
+    if not path.exists():
+        pytest.skip("the package is not installed here")
+    return str(path)
+
+
+def test_the_entry_points_start():
     for script in ("gradprobe", "hf-gradprobe"):
-        path = os.path.join(os.path.dirname(sys.executable), script)
-        if not os.path.exists(path):
-            pytest.skip("the package is not installed here")
-        ran = subprocess.run([path, "--help"], capture_output=True, text=True, check=False)
+        ran = subprocess.run([installed(script), "--help"], capture_output=True, text=True, check=False)
         assert "prune" in ran.stdout
+
+
+def test_hf_gradprobe_is_the_same_command(checkpoint, tmp_path):
+    environment = {**os.environ, "HOME": str(tmp_path), "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
+    registered = subprocess.run(
+        [installed("hf-gradprobe"), "--register"], env=environment, capture_output=True, check=False
+    )
+    assert registered.returncode == 0, registered.stderr
+    command = [installed("hf"), "gradprobe", "inspect", str(checkpoint), "--json"]
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["zeros"] == 0
