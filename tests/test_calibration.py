@@ -202,6 +202,14 @@ def test_a_folder_of_several_formats_is_refused(tmp_path):
         load(str(tmp_path / "c.doc"))
 
 
+@pytest.mark.parametrize("name", ["empty.txt", "empty.jsonl"])
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_an_empty_file_is_refused(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=r"is empty|cannot be read|holds \d tokens|dataset is empty"):
+        load(str(tmp_path / name))
+
+
 def test_columns_without_one_text_are_named():
     with pytest.raises(ValueError, match="its columns are question, answer"):
         load(Dataset.from_dict({"question": ["a"], "answer": ["b"]}))

@@ -125,7 +125,8 @@ def _cut(ids: Tensor, name: str, samples: int, length: int, seed: int) -> Tensor
     if whole < samples:
         raise ValueError(
             f"{name} holds {len(ids):,} tokens, which is {whole} full windows of {length}; {samples} windows need "
-            f"{samples * length:,} tokens. Give more text, or ask for at most {whole} samples or shorter windows."
+            f"{samples * length:,} tokens. Give more text, or ask for "
+            + (f"at most {whole} samples or shorter windows." if whole else "shorter windows.")
         )
     windows = ids[: whole * length].view(whole, length)
     return windows[torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:samples]]

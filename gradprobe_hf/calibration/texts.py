@@ -77,8 +77,10 @@ def _local(path: Path, seed: int) -> Source:
     if len(kinds) != 1 or None in kinds:
         found = ", ".join(sorted({file.suffix or file.name for file in files})) or "no such files"
         raise ValueError(f"{path} must be .txt, .jsonl or .parquet, or a folder of one of them; it holds {found}.")
-    kind = str(kinds.pop())
-    streaming = sum(file.stat().st_size for file in files) >= STREAMED_FROM_BYTES
+    kind, size = str(kinds.pop()), sum(file.stat().st_size for file in files)
+    if not size:
+        raise ValueError(f"{path} is empty.")
+    streaming = size >= STREAMED_FROM_BYTES
     # A whole document is tokenised in one piece, so line breaks stay what they are; a stream comes line by line.
     options: dict[str, Any] = {}
     if kind == "text":
@@ -86,7 +88,7 @@ def _local(path: Path, seed: int) -> Source:
     names = [str(file) for file in files]
     try:
         rows = load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
-    except DatasetsError as error:
+    except (DatasetsError, ValueError, StopIteration) as error:  # the last two from files without a row
         raise ValueError(f"{path} cannot be read as {kind}: {error.__cause__ or error}") from error
     return Source(_shuffled(rows, seed) if streaming else rows, path.name)
 
