@@ -153,7 +153,14 @@ def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path):
         "--evaluation-samples",
         "60",
     ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ})
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # a suite run in the background of a script inherits that SIGINT is ignored
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     announced = False
     for line in process.stderr:
         if line.startswith(stage):
