@@ -149,8 +149,8 @@ def row_mask(keys: Tensor, budget: int) -> Tensor:
 def group_mask(keys: Tensor, n: int, m: int) -> Tensor:
     """Keep the n highest keys of every m consecutive inputs. Keys `[out, in]`, `in` divisible by m.
 
-    A key's rank in its group is how many of the others come before it: m (m - 1) / 2 comparisons of whole columns,
-    several times faster than sorting groups of four.
+    A key's rank in its group is how many of the others come before it: m (m - 1) / 2 comparisons of whole columns, in
+    place of very many very small sorts.
     """
     columns = keys.view(-1, m).unbind(1)
     ranks = [torch.zeros_like(columns[0], dtype=torch.uint8) for _ in columns]
