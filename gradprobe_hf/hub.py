@@ -24,9 +24,8 @@ from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.plots import save_plots
 from gradprobe_hf.report import Report
 
-CONFIG_KEY = (
-    "gradprobe"  # our own key in config.json: `quantization_config` would make other libraries refuse the model
-)
+# Our own key in config.json: `quantization_config` would make other libraries refuse the model.
+CONFIG_KEY = "gradprobe"
 
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:
@@ -114,6 +113,7 @@ def check_push(repo_id: str, private: bool | None = None, token: str | None = No
     api = HfApi(token=token)
     with _hub_errors(repo_id):
         full_name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        api.auth_check(full_name, write=True)  # `exist_ok` is content with a repository that can only be read
         if private and not api.repo_info(full_name).private:
             raise OSError(f"{full_name} exists and is public: make it private in its settings, or choose another name.")
         return full_name

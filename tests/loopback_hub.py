@@ -187,6 +187,11 @@ class Handler(BaseHTTPRequestHandler):
         tag = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": sha, "Accept-Ranges": "bytes"}
         return self.answer(200, content, tag, "application/octet-stream")
 
+    def may_write(self, _body: bytes, name: str) -> None:
+        if name.startswith("me/"):
+            return self.answer(200)
+        return self.answer(403, {"error": "You don't have the rights to write to this repository"})
+
     def optional(self, _body: bytes) -> None:
         """The client asks and does without."""
         self.answer(404, {"error": "not here"})
@@ -202,6 +207,7 @@ ROUTES = (
     (r"/api/agent-harnesses", Handler.optional),
     (r"/api/repos/create", Handler.create),
     (r"/api/validate-yaml", Handler.validate_card),
+    (rf"/api/models/{NAME}/auth-check/write", Handler.may_write),
     (rf"/api/models/{NAME}/branch/(.+)", Handler.branch),
     (rf"/api/models/{NAME}/preupload/(.+)", Handler.preupload),
     (rf"/{NAME}\.git/info/lfs/objects/batch", Handler.lfs_batch),

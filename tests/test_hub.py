@@ -309,6 +309,16 @@ def test_a_push_that_cannot_work_fails_before_the_work(repo, token, message, che
     assert not hub.repositories
 
 
+def test_a_repository_that_can_only_be_read_is_refused_before_the_work(checkpoint, text_file, tmp_path):
+    with running_hub() as hub:
+        hub.repositories["them/public"] = Repository()
+        ran = push(hub, checkpoint, text_file, "them/public", tmp_path, output=str(tmp_path / "out"))
+    assert ran.returncode != 0
+    assert "refuses to let you write to them/public" in ran.stderr
+    assert hub.unknown == []
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_gated_model_says_what_to_do(tmp_path):
     with running_hub() as hub:
         hub.repositories["them/gated"] = Repository(gated=True)

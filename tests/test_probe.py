@@ -280,7 +280,7 @@ def test_a_served_model_is_the_pruned_model():
         torch.testing.assert_close(served, really(**row).logits)
 
 
-def test_nothing_of_a_matrix_s_size_outlives_it(monkeypatch):
+def test_nothing_of_a_matrix_s_size_outlives_it():
     """Gradients live one at a time: the factored Fisher of a big matrix must not hold [out, in] anywhere."""
     model = cases.build("llama")
     targets = find_targets(model)
@@ -358,4 +358,3 @@ def test_one_token_has_one_gradient():
     for target in targets:
         found = statistics[target.name]
         torch.testing.assert_close(found.sequence, found.token)
-        torch.testing.assert_close(found.token.sum(0) > 0, found.input_sq()[0] > 0) if found.reached else None
