@@ -22,6 +22,8 @@ Strategy = Literal["fisher", "wanda", "magnitude", "random"]
 Decision = Literal["path", "threshold", "none"]
 Scope = Literal["global", "block", "tensor", "row"]
 Fisher = Literal["blend", "sequence", "token", "factored"]
+AccumulatorDtype = Literal["float32", "bfloat16", "int8"]
+AccumulatorDevice = Literal["same", "cpu", "disk"]
 
 CONFIG_NAME = "gradprobe_config.json"
 LARGEST_GROUP = 256
@@ -51,7 +53,14 @@ class GradProbeConfig:
         reduction_factor: what the second probe multiplies candidates by, in [0, 1).
         num_samples: calibration windows, or rows of an already tokenised dataset.
         sequence_length: tokens in a window.
-        batch_size: windows in one forward pass: memory and speed, never the result.
+        batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
+        checkpointing: recompute each block in backward instead of keeping its activations. `"auto"`: where they would
+            not fit in memory.
+        accumulator_dtype: what statistics `[out, in]` are kept in, in bytes per weight and term: `"float32"` 4,
+            `"bfloat16"` 2, `"int8"` (block-scaled, logarithmic) 1.03; both of the small ones are rounded
+            stochastically.
+        accumulator_device: where: on the weight's device (`"same"`), in the memory of the host (`"cpu"`), or in
+            memory-mapped files (`"disk"`).
         include: patterns of modules to prune: an exact name, the end of one (`"q_proj"`), a glob, or `"re:..."`.
             When given, only what they match is pruned, embeddings and output head included if matched.
         exclude: patterns of modules to leave alone.
@@ -69,7 +78,10 @@ class GradProbeConfig:
     reduction_factor: float = 0.1
     num_samples: int = 128
     sequence_length: int = 512
-    batch_size: int = 4
+    batch_size: int | Literal["auto"] = 4
+    checkpointing: bool | Literal["auto"] = "auto"
+    accumulator_dtype: AccumulatorDtype = "float32"
+    accumulator_device: AccumulatorDevice = "same"
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
     evaluation_samples: int = 20
@@ -81,8 +93,14 @@ class GradProbeConfig:
         _one_of("fisher", self.fisher, get_args(Fisher))
         if self.scope is not None:
             _one_of("scope", self.scope, get_args(Scope))
-        for name in ("num_samples", "batch_size", "evaluation_samples"):
+        _one_of("accumulator_dtype", self.accumulator_dtype, get_args(AccumulatorDtype))
+        _one_of("accumulator_device", self.accumulator_device, get_args(AccumulatorDevice))
+        if self.checkpointing != "auto" and not isinstance(self.checkpointing, bool):
+            raise ValueError(f"checkpointing must be True, False or 'auto', got {self.checkpointing!r}.")
+        for name in ("num_samples", "evaluation_samples"):
             _whole(name, getattr(self, name), at_least=1)
+        if self.batch_size != "auto":
+            _whole("batch_size", self.batch_size, at_least=1, other="'auto', or ")
         _whole("sequence_length", self.sequence_length, at_least=2)
         _whole("seed", self.seed, at_least=0)
         _number("gradient_threshold", self.gradient_threshold, "a finite number >= 0", lambda x: x >= 0)
@@ -203,9 +221,9 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
-def _whole(name: str, value: object, at_least: int) -> None:
+def _whole(name: str, value: object, at_least: int, other: str = "") -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name} must be a whole number >= {at_least}, got {value!r}.")
+        raise ValueError(f"{name} must be {other}a whole number >= {at_least}, got {value!r}.")
 
 
 def _number(name: str, value: object, wanted: str, holds: Any) -> None:
