@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from gradprobe_hf.config import Fisher, GradProbeConfig
-from gradprobe_hf.probe import MatrixStatistics, Statistics, Term
+from gradprobe_hf.probe import ALL, MatrixStatistics, Statistics, Term
 from gradprobe_hf.scores import blended_fisher, fisher_score, magnitude_score, random_score, wanda_score
 from gradprobe_hf.selection import Keys, score_keys
 from gradprobe_hf.targets import Target
+from gradprobe_hf.weights import row_chunks
 
 FISHER_TERMS: dict[Fisher, frozenset[Term]] = {
     "blend": frozenset({"sequence", "marginals"}),
@@ -51,56 +52,59 @@ def evidence_needed(config: GradProbeConfig) -> Evidence:
     return Evidence(terms, "forward" if config.strategy == "wanda" else "none")
 
 
-def fisher_of(statistics: MatrixStatistics, kind: Fisher) -> Tensor:
-    """The Fisher estimate `[out, in]`, summed over the probes that were folded so far."""
-    choices: dict[Fisher, Callable[[], Tensor | None]] = {
-        "blend": lambda: (
-            None if statistics.sequence is None else blended_fisher(statistics.sequence, statistics.factored())
-        ),
-        "sequence": lambda: statistics.sequence,
-        "token": lambda: statistics.token,
-        "factored": statistics.factored,
+def fisher_of(statistics: MatrixStatistics, kind: Fisher, rows: slice = ALL) -> Tensor:
+    """The Fisher estimate `[rows, in]`, summed over the probes that were folded so far."""
+    choices: dict[Fisher, Callable[[], Tensor]] = {
+        "blend": lambda: blended_fisher(statistics.read("sequence", rows), statistics.factored(rows)),
+        "sequence": lambda: statistics.read("sequence", rows),
+        "token": lambda: statistics.read("token", rows),
+        "factored": lambda: statistics.factored(rows),
     }
-    fisher = choices[kind]()
-    assert fisher is not None, f"the probe did not fold what {kind!r} needs"
-    return fisher
+    return choices[kind]()
 
 
-def candidate_score(target: Target, weight: Tensor, statistics: Statistics | None, config: GradProbeConfig) -> Tensor:
-    """The strategy's score `[out, in]`; see `unreached_score` for a matrix the loss does not depend on."""
+def candidate_score(
+    target: Target, weight: Tensor, rows: slice, statistics: Statistics | None, config: GradProbeConfig
+) -> Tensor:
+    """The strategy's score of some rows, `[rows, in]`; see `unreached_score` for a matrix the loss does not reach."""
     if config.strategy == "magnitude":
         return magnitude_score(weight)
     if config.strategy == "random":
-        return random_score(weight, target.name, config.seed)
+        return random_score(target.shape, target.name, config.seed)[rows].to(weight.device)
     assert statistics is not None, f"{config.strategy!r} needs statistics"
     known = statistics[target.name]
     if not known.reached:
         return unreached_score(weight)
     if config.strategy == "wanda":
-        return wanda_score(weight, known.input_sq())
-    return fisher_score(weight, fisher_of(known, config.fisher))
+        return wanda_score(weight, known.input_sq(rows))
+    return fisher_score(weight, fisher_of(known, config.fisher, rows))
 
 
-def path_score(target: Target, weight: Tensor, statistics: Statistics, fisher: Fisher) -> Tensor:
+def path_score(target: Target, weight: Tensor, rows: slice, statistics: Statistics, fisher: Fisher) -> Tensor:
     """`W^2 F` with F summed over both probes: the loss that pruning adds, averaged over the path between them."""
     known = statistics[target.name]
     if not known.reached:
         return unreached_score(weight)
-    return fisher_score(weight, fisher_of(known, fisher))
+    return fisher_score(weight, fisher_of(known, fisher, rows))
 
 
 def unreached_score(weight: Tensor) -> Tensor:
     """No evidence about a whole matrix: its weights go after all others, and among themselves by magnitude."""
-    return 1e38 * (1 + weight.abs() / weight.abs().amax().clamp_min(1e-30))
+    return 1e38 * (1 + weight.abs() / (1 + weight.abs()))
 
 
-def keys_of(model: nn.Module, score: Callable[[Target, Tensor], Tensor]) -> Keys:
-    """A stream of sortable keys: scores are made in float32 (float64 for a float64 model), one matrix at a time."""
+def keys_of(model: nn.Module, score: Callable[[Target, Tensor, slice], Tensor]) -> Keys:
+    """A stream of sortable keys: scores are made in float32 (float64 for a float64 model), some rows at a time.
 
-    def keys(target: Target) -> Tensor:
-        weight = target.matrix(model)
-        weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
-        return score_keys(score(target, weight), weight, target.name)
+    Args:
+        score: called with a target, some rows of its weight, and which rows they are.
+    """
+
+    def keys(target: Target) -> Iterator[Tensor]:
+        matrix = target.matrix(model)
+        for rows in row_chunks(matrix.shape):
+            weight = matrix[rows].to(torch.promote_types(matrix.dtype, torch.float32))
+            yield score_keys(score(target, weight, rows), weight, target.name)
 
     return keys
 

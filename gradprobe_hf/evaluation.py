@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
 from gradprobe_hf.modes import eval_mode
+from gradprobe_hf.weights import input_device
 
 
 @dataclass(frozen=True)
@@ -45,9 +46,10 @@ def measure(
     """
     totals: list[torch.Tensor] = []
     terms: int | torch.Tensor = 0
+    device = input_device(model)
     with eval_mode(model):
         for batch in tqdm(list(batches), desc=label, unit="batch", disable=not progress):
-            batch = send_to_device(batch, model.device)
+            batch = send_to_device(batch, device)
             loss, count = (loss_fn(model, batch), row_count(batch)) if loss_fn else summed_loss(model, batch)
             totals.append(loss.double())
             terms = terms + count

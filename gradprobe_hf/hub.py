@@ -23,6 +23,8 @@ from gradprobe_hf.card import base_metadata, build_card
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.plots import save_plots
 from gradprobe_hf.report import Report
+from gradprobe_hf.shards import save_in_shards
+from gradprobe_hf.weights import is_offloaded
 
 # Our own key in config.json: `quantization_config` would make other libraries refuse the model.
 CONFIG_KEY = "gradprobe"
@@ -88,7 +90,7 @@ def write_checkpoint(
     check_destination(directory, model.name_or_path, overwrite)
     path = Path(directory)
     with _replacing(path) as scratch:
-        model.save_pretrained(scratch)
+        save_weights(scratch, model)
         _add_own_key(scratch / "config.json", config, report)
         if processing_class is not None:
             processing_class.save_pretrained(scratch)
@@ -97,6 +99,14 @@ def write_checkpoint(
         save_plots(report, scratch / "assets")
         base = base_metadata(model.name_or_path)
         build_card(report, config, base, where or path.name).save(scratch / "README.md")
+
+
+def save_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Weights and configuration; of a model that is not in memory, shard by shard."""
+    if is_offloaded(model):
+        save_in_shards(folder, model)
+    else:
+        model.save_pretrained(folder)
 
 
 def check_push(repo_id: str, private: bool | None = None, token: str | None = None) -> str:

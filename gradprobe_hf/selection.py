@@ -2,11 +2,12 @@
 
 No sorting and no concatenation: the bit pattern of a non-negative float32 orders like its value, so the exact k-th
 smallest of any number of scores is found with two histograms, of the high and then of the low 16 bits (a radix
-select). Scores are recomputed matrix by matrix in each of the three passes: two that find the cut, one that applies it.
+select). Scores are recomputed, a few rows of a matrix at a time, in each of the three passes: two that find the cut,
+one that applies it.
 
-Keys, `int32 [out, in]`: 0 for a weight that is zero already (it counts towards the budget first), else the score's bits
-plus one. Ties at the cut are taken in index order. An infinite score sorts last: it is pruned only if nothing else is
-left. Masks: bool `[out, in]`, True = pruned.
+Keys, `int32 [rows, in]`: 0 for a weight that is zero already (it counts towards the budget first), else the score's
+bits plus one. Ties at the cut are taken in index order. An infinite score sorts last: it is pruned only if nothing else
+is left. Masks: bool `[out, in]`, True = pruned.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.config import Scope
+from gradprobe_hf.masks import Masks
+from gradprobe_hf.processes import Processes
 from gradprobe_hf.targets import Target
 
-Keys = Callable[[Target], Tensor]
+Keys = Callable[[Target], Iterable[Tensor]]  # a matrix's keys, as consecutive chunks of rows
 
 _INFINITY_BITS = 0x7F80_0000
 _LOW_BITS = 16
@@ -65,7 +68,9 @@ def select_masks(
     sparsity: float,
     scope: Scope = "global",
     group: tuple[int, int] | None = None,
-) -> dict[str, Tensor]:
+    processes: Processes | None = None,
+    sharded: bool = False,
+) -> Masks:
     """Prune the lowest keys, exactly `round(sparsity * weights)` of them in every unit of the scope.
 
     Args:
@@ -75,15 +80,22 @@ def select_masks(
         scope: the unit a budget is spent over.
         group: (n, m) of an n:m pattern: in every m consecutive inputs m - n are pruned, and `sparsity` and `scope`
             are not looked at.
+        processes: who else selects from the same scores. Only histograms are exchanged.
+        sharded: each process has rows of its own, and gets their masks. Otherwise each has all of them: the
+            processes share the counting, and all get the same masks.
     """
-    if group is not None:
-        return {target.name: group_mask(keys(target), *group) for target in targets}
-    if scope == "row":
-        return {target.name: row_mask(keys(target), round(sparsity * target.shape[1])) for target in targets}
-    masks: dict[str, Tensor] = {}
+    masks = Masks()
+    if group is not None or scope == "row":
+        for target in targets:
+            budget = round(sparsity * target.shape[1])
+            masks.add(
+                target.name,
+                [group_mask(part, *group) if group is not None else row_mask(part, budget) for part in keys(target)],
+            )
+        return masks
     for unit in units(targets, scope):
         budget = round(sparsity * sum(target.numel for target in unit))
-        masks |= _unit_masks(unit, keys, budget)
+        _select_unit(masks, unit, keys, budget, processes or Processes(), sharded)
     return masks
 
 
@@ -96,45 +108,65 @@ def units(targets: Sequence[Target], scope: Scope) -> list[list[Target]]:
     return list(grouped.values())
 
 
-def find_cut(stream: Callable[[], Iterable[Tensor]], budget: int) -> Cut:
+def find_cut(stream: Callable[[], Iterable[Tensor]], budget: int, processes: Processes | None = None) -> Cut:
     """The exact cut below which `budget` keys lie, in two passes over the stream.
+
+    Args:
+        processes: others that stream other keys towards the same budget.
 
     >>> find_cut(lambda: [torch.tensor([5, 3, 3, 9], dtype=torch.int32)], budget=2)
     Cut(key=3, ties=2)
     """
     if budget <= 0:
         return Cut(key=0, ties=0)
+    together = processes or Processes()
     # Histograms are small, and matrices may live on several devices: they are summed on the CPU.
-    counts = sum(torch.bincount(keys.flatten() >> _LOW_BITS, minlength=_HIGH_BINS).cpu() for keys in stream())
-    high, left = _bin_of(counts, budget)
-    counts = sum(
-        torch.bincount(keys[keys >> _LOW_BITS == high] & (_LOW_BINS - 1), minlength=_LOW_BINS).cpu()
-        for keys in stream()
-    )
-    low, ties = _bin_of(counts, left)
+    counts = torch.zeros(_HIGH_BINS, dtype=torch.int64)
+    for keys in stream():
+        counts += torch.bincount(keys.flatten() >> _LOW_BITS, minlength=_HIGH_BINS).cpu()
+    high, left = _bin_of(together.sum_(counts), budget)
+    counts = torch.zeros(_LOW_BINS, dtype=torch.int64)
+    for keys in stream():
+        inside = keys[keys >> _LOW_BITS == high] & (_LOW_BINS - 1)
+        counts += torch.bincount(inside, minlength=_LOW_BINS).cpu()
+    low, ties = _bin_of(together.sum_(counts), left)
     return Cut(key=(high << _LOW_BITS) + low, ties=ties)
 
 
-def _bin_of(counts: Tensor | int, rank: int) -> tuple[int, int]:
+def _bin_of(counts: Tensor, rank: int) -> tuple[int, int]:
     """The bin that holds the key of this rank (from 1), and its rank inside the bin."""
-    cumulative = torch.as_tensor(counts).cumsum(0)
+    cumulative = counts.cumsum(0)
     chosen = int(torch.searchsorted(cumulative, rank))
     return chosen, rank - (int(cumulative[chosen - 1]) if chosen else 0)
 
 
-def _unit_masks(unit: Sequence[Target], keys: Keys, budget: int) -> dict[str, Tensor]:
-    cut = find_cut(lambda: map(keys, unit), budget)
+def _select_unit(
+    masks: Masks, unit: Sequence[Target], keys: Keys, budget: int, processes: Processes, sharded: bool
+) -> None:
+    counted = unit if sharded else processes.mine(unit)
+    cut = find_cut(lambda: (part for target in counted for part in keys(target)), budget, processes)
+    before = _ties_elsewhere(unit, keys, cut, processes) if sharded else None
     ties_left = cut.ties
-    masks = {}
-    for target in unit:
-        these = keys(target)
-        mask = these < cut.key
-        if ties_left:
-            equal = (these == cut.key).flatten().nonzero().flatten()[:ties_left]
-            mask.view(-1)[equal] = True
-            ties_left -= len(equal)
-        masks[target.name] = mask
-    return masks
+    for index, target in enumerate(unit):
+        if before is not None:
+            ties_left = max(0, cut.ties - before[index])
+        parts = []
+        for these in keys(target):
+            mask = these < cut.key
+            if ties_left:
+                equal = (these == cut.key).flatten().nonzero().flatten()[:ties_left]
+                mask.view(-1)[equal] = True
+                ties_left -= len(equal)
+            parts.append(mask)
+        masks.add(target.name, parts)
+
+
+def _ties_elsewhere(unit: Sequence[Target], keys: Keys, cut: Cut, processes: Processes) -> list[int]:
+    """For each target how many keys equal to the cut come before this process's rows of it, in index order."""
+    own = torch.tensor([sum(int((part == cut.key).sum()) for part in keys(target)) for target in unit])
+    everyone = torch.stack(processes.gather(own))  # [processes, targets]
+    earlier_targets = everyone.sum(0).cumsum(0) - everyone.sum(0)
+    return (earlier_targets + everyone[: processes.rank].sum(0)).tolist()
 
 
 def row_mask(keys: Tensor, budget: int) -> Tensor:

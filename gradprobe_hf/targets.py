@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from gradprobe_hf.weights import aliases, is_on_disk, place_of, read_weight
+
 Kind = Literal["linear", "conv1d", "embedding", "experts"]
 
 
@@ -58,8 +60,9 @@ class Target:
         return self.shape[0] * self.shape[1]
 
     def matrix(self, model: nn.Module) -> Tensor:
-        """A view `[out, in]` of the parameter: writing to it writes to the model."""
-        return self.view(model.get_parameter(self.parameter).detach())
+        """The matrix `[out, in]`: a view of the parameter, so that writing to it writes to the model, unless it is
+        offloaded to disk; then a copy, or a view of a mapped file."""
+        return self.view(read_weight(model, self.parameter))
 
     def view(self, parameter: Tensor) -> Tensor:
         """The matrix `[out, in]` in its parameter as it is stored."""
@@ -84,9 +87,9 @@ def find_targets(
     chosen -= _matched(exclude, uses, "exclude")
     targets = tuple(
         target
-        for users in _by_parameter(model, uses).values()
+        for canonical, users in _by_parameter(model, uses).items()
         if any(use.name in chosen for use in users)
-        for target in _targets_of(model, users)
+        for target in _targets_of(model, canonical, users)
     )
     if not targets:
         raise ValueError(
@@ -98,9 +101,15 @@ def find_targets(
 
 def check_editable(model: nn.Module, targets: Sequence[Target]) -> None:
     """Raise ValueError for the first matrix whose weights cannot be edited: quantized, or not in memory."""
+    tied = aliases(model)
+    users: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        for own in module._parameters:
+            full = f"{name}.{own}" if name else own
+            users.setdefault(tied.get(full, full), []).append(name)
     for target in targets:
-        _check_editable(target, model.get_parameter(target.parameter))
-        _check_measured(model, target)
+        _check_editable(model, target)
+        _check_measured(model, target, users[target.parameter])
 
 
 def check_group(targets: Sequence[Target], n: int, m: int) -> None:
@@ -186,19 +195,19 @@ def _matched(patterns: Sequence[str], uses: list[_Use], option: str) -> set[str]
     return found
 
 
-def _by_parameter(model: nn.Module, uses: list[_Use]) -> dict[int, list[_Use]]:
+def _by_parameter(model: nn.Module, uses: list[_Use]) -> dict[str, list[_Use]]:
     """The uses grouped by the parameter they share; a linear map comes before an embedding, for its layout wins."""
-    shared: dict[int, list[_Use]] = {}
+    shared: dict[str, list[_Use]] = {}
+    tied = aliases(model)
     for use in uses:
-        shared.setdefault(id(model.get_parameter(use.parameter)), []).append(use)
+        shared.setdefault(tied.get(use.parameter, use.parameter), []).append(use)
     return {key: sorted(users, key=lambda use: use.site.kind == "embedding") for key, users in shared.items()}
 
 
-def _targets_of(model: nn.Module, users: list[_Use]) -> list[Target]:
+def _targets_of(model: nn.Module, canonical: str, users: list[_Use]) -> list[Target]:
     """The target of one shared parameter, or of each slice of a fused one."""
     first = users[0]
     parameter = model.get_parameter(first.parameter)
-    canonical = next(name for name, found in model.named_parameters() if found is parameter)
     fused = first.site.kind == "experts"
     transposed = model.get_submodule(first.site.module).is_transposed if fused else first.site.kind == "conv1d"
     rows, columns = parameter.shape[-2:]
@@ -218,27 +227,34 @@ def _targets_of(model: nn.Module, users: list[_Use]) -> list[Target]:
     ]
 
 
-def _check_editable(target: Target, weight: Tensor) -> None:
+def _check_editable(model: nn.Module, target: Target) -> None:
+    weight = model.get_parameter(target.parameter)
     if not weight.is_floating_point() or type(weight.data) is not torch.Tensor:
         raise ValueError(
             f"{target.name} is stored as {weight.dtype} ({type(weight).__name__}): quantized weights cannot be pruned. "
             "Load the model dequantized (its quantization_config with dequantize=True), or exclude this matrix."
         )
-    if weight.is_meta:
+    if weight.is_meta and place_of(model, target.parameter) is None:
         raise ValueError(
-            f"{target.name} has no data here (meta device): offloaded models are not supported yet. "
-            "Load the model without device_map, or with one that keeps it in memory."
+            f"{target.name} has no data (meta device) and no Accelerate hook says where it is kept. Load the model "
+            "with from_pretrained, or offload it with device_map, cpu_offload or disk_offload."
         )
-
-
-def _check_measured(model: nn.Module, target: Target) -> None:
-    """Every module that has the weight must be one that is measured: tied weights may be used in a way of their own."""
-    weight, known = model.get_parameter(target.parameter), {site.module for site in target.sites}
-    for name, module in model.named_modules():
-        if name not in known and any(parameter is weight for parameter in module._parameters.values()):
+    for alias, name in aliases(model).items():
+        if name == target.parameter and is_on_disk(model, alias) != is_on_disk(model, name):
             raise ValueError(
-                f"{target.name} is also used by {name} ({type(module).__name__}), whose forward is its own, so it "
-                "cannot be measured; exclude this matrix."
+                f"{name} and {alias} are one weight, and only one of them is offloaded to disk: put both on one device "
+                "in the device_map, or exclude this matrix."
+            )
+
+
+def _check_measured(model: nn.Module, target: Target, users: Sequence[str]) -> None:
+    """Every module that has the weight must be one that is measured: tied weights may be used in a way of their own."""
+    known = {site.module for site in target.sites}
+    for name in users:
+        if name not in known:
+            raise ValueError(
+                f"{target.name} is also used by {name} ({type(model.get_submodule(name)).__name__}), whose forward is "
+                "its own, so it cannot be measured; exclude this matrix."
             )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 from torch import Tensor
@@ -20,10 +20,14 @@ from gradprobe_hf.decision import (
     threshold_mask,
 )
 from gradprobe_hf.loss import LossFunction
-from gradprobe_hf.probe import Statistics, observe_inputs, run_probe
+from gradprobe_hf.masks import Masks
+from gradprobe_hf.probe import Keeping, Statistics, Tally, observe_inputs, run_probe
+from gradprobe_hf.processes import Processes
+from gradprobe_hf.resume import STAGES, Journal, Progress
 from gradprobe_hf.selection import Keys, key_range, select_masks
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.targets import Target
+from gradprobe_hf.weights import row_chunks
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,7 @@ class Verdict:
         accumulator_bytes: size of all statistics `[out, in]`.
     """
 
-    masks: dict[str, Tensor]
+    masks: Mapping[str, Tensor]
     score_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     without_evidence: dict[str, int] = field(default_factory=dict)
     probe_losses: dict[str, float] = field(default_factory=dict)
@@ -54,6 +58,10 @@ def reach_verdict(
     batches: Batches | None,
     *,
     loss_fn: LossFunction | None = None,
+    checkpointing: bool = False,
+    keeping: Keeping | None = None,
+    processes: Processes | None = None,
+    journal: Journal | None = None,
     stopwatch: Stopwatch | None = None,
     progress: bool = True,
 ) -> Verdict:
@@ -62,11 +70,29 @@ def reach_verdict(
     Args:
         batches: the calibration data; None where `evidence_needed(config)` asks for no pass.
         loss_fn: `loss_fn(model, batch)` returns the summed loss in place of the model's own.
+        checkpointing: recompute blocks in backward.
+        keeping: how accumulators are kept.
+        processes: who shares the batches; every process reaches the same verdict.
+        journal: where the state is kept that a killed run goes on from.
 
     Raises:
         ValueError: a calibration loss or scores that are not finite.
+        ConnectionError: another process ended.
     """
-    return _Trial(model, targets, config, batches, loss_fn, stopwatch or Stopwatch(), progress).verdict()
+    trial = _Trial(
+        model,
+        targets,
+        config,
+        batches,
+        loss_fn,
+        checkpointing,
+        keeping or Keeping(),
+        processes or Processes(),
+        journal,
+        stopwatch or Stopwatch(),
+        progress,
+    )
+    return trial.verdict()
 
 
 @dataclass
@@ -78,6 +104,10 @@ class _Trial:
     config: GradProbeConfig
     batches: Batches | None
     loss_fn: LossFunction | None
+    checkpointing: bool
+    keeping: Keeping
+    processes: Processes
+    journal: Journal | None
     stopwatch: Stopwatch
     progress: bool
     score_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -86,87 +116,141 @@ class _Trial:
     accumulator_bytes: int = 0
 
     def verdict(self) -> Verdict:
-        statistics = self._first_evidence()
-        score = partial(candidate_score, statistics=statistics, config=self.config)
-        with self.stopwatch("candidates"):
-            masks = self._select(keys_of(self.model, score), self.config.candidate_scope)
-        if self.config.decision != "none":
-            assert statistics is not None, "every other decision has probed"
+        needed = evidence_needed(self.config)
+        first = self._new_statistics(needed.terms, "first") if needed.passes != "none" else None
+        begun = self.journal.latest_stage() if self.journal and needed.passes == "probe" else None
+        candidates = None
+        if begun != "probe 1":
+            if first is not None:
+                self._first_evidence(first, begun == "probe 0")
+            candidates = self._candidates(first)
+        if self.config.decision == "none":
+            assert candidates is not None, "there is no second stage to go on from"
+            masks = candidates
+        else:
+            assert first is not None, "every other decision has probed"
             decide = {"path": self._by_path, "threshold": self._by_threshold}[self.config.decision]
-            masks = decide(statistics, masks)
+            masks = decide(first, candidates)
         return Verdict(
             masks,
             self.score_ranges,
             self.without_evidence,
             self.probe_losses,
-            tuple(statistics.unreached) if statistics else (),
+            tuple(first.unreached) if first else (),
             self.accumulator_bytes,
         )
 
-    def _first_evidence(self) -> Statistics | None:
-        needed = evidence_needed(self.config)
-        if needed.passes == "none":
-            return None
-        statistics = self._new_statistics(needed.terms)
-        if needed.passes == "probe":
-            self._probe("probe 0", "original weights", statistics)
-            return statistics
+    def _first_evidence(self, statistics: Statistics, resumed: bool) -> None:
+        if evidence_needed(self.config).passes == "probe":
+            progress = Progress("probe 0", Tally(), {"first": statistics})
+            self._probe("original weights", statistics, progress, resumed)
+            return
         assert self.batches is not None, "the caller read them for this"
         with self.stopwatch("inputs"):
-            observe_inputs(self.model, self.targets, self.batches, statistics, self.progress)
-        return statistics
+            observe_inputs(self.model, self.targets, self.batches, statistics, self.progress, self.processes)
+            statistics.reduce(self.processes)
 
-    def _by_path(self, statistics: Statistics, candidates: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _candidates(self, statistics: Statistics | None) -> Masks:
+        score = partial(candidate_score, statistics=statistics, config=self.config)
+        with self.stopwatch("candidates"):
+            return self._select(keys_of(self.model, score), self.config.candidate_scope)
+
+    def _by_path(self, statistics: Statistics, candidates: Masks | None) -> Masks:
+        resumed = candidates is None
         statistics.probe = 1
-        self._probe("probe 1", "candidates shrunk", statistics, candidates)
+        if not resumed:
+            statistics.yield_to_main(self.processes)
+        # The candidates live in `progress` alone, so that they are gone before the final masks are made.
+        progress = Progress("probe 1", Tally(), {"first": statistics}, candidates, dict(self.probe_losses))
+        del candidates
+        self._probe("candidates shrunk", statistics, progress, resumed)
         score = partial(path_score, statistics=statistics, fisher=self.config.fisher)
+        progress.candidates = None
         with self.stopwatch("selection"):
             return self._select(keys_of(self.model, score), self.config.decision_scope)
 
-    def _by_threshold(self, before: Statistics, candidates: dict[str, Tensor]) -> dict[str, Tensor]:
-        after = self._new_statistics(frozenset({"peak"}))
-        self._probe("probe 1", "candidates shrunk", after, candidates)
-        masks = {}
+    def _by_threshold(self, before: Statistics, candidates: Masks | None) -> Masks:
+        after = self._new_statistics(frozenset({"peak"}), "after")
+        notes = {**self.probe_losses, "score_ranges": self.score_ranges}
+        progress = Progress("probe 1", Tally(), {"first": before, "after": after}, candidates, notes)
+        self._probe("candidates shrunk", after, progress, resumed=candidates is None)
+        self.score_ranges = {name: tuple(ends) for name, ends in progress.notes["score_ranges"].items()}
+        assert progress.candidates is not None, "given, or recalled"
+        masks = Masks()
         with self.stopwatch("selection"):
             for target in self.targets:
-                chosen, weight = candidates[target.name], target.matrix(self.model)
-                peaks = before[target.name].peaks, after[target.name].peaks
-                masks[target.name] = threshold_mask(chosen, *peaks, self.config.gradient_threshold, weight)
-                blind = chosen & no_evidence(*peaks) & (weight != 0)
-                self.without_evidence[target.name] = int(blind.sum())
+                masks.add(target.name, list(self._within_threshold(target, progress.candidates, before, after)))
         return masks
 
-    def _new_statistics(self, terms: frozenset) -> Statistics:
-        statistics = Statistics(self.targets, terms, self.model)
+    def _within_threshold(
+        self, target: Target, candidates: Masks, before: Statistics, after: Statistics
+    ) -> Iterator[Tensor]:
+        """The rows of a matrix's mask; what is given back for want of evidence is counted."""
+        matrix = target.matrix(self.model)
+        blind = 0
+        for rows in row_chunks(matrix.shape):
+            chosen, weight = candidates.rows(target.name, rows), matrix[rows]
+            peaks = before[target.name].read("peak", rows), after[target.name].read("peak", rows)
+            blind += int((chosen & no_evidence(*peaks) & (weight != 0)).sum())
+            yield threshold_mask(chosen, *peaks, self.config.gradient_threshold, weight)
+        self.without_evidence[target.name] = blind
+
+    def _new_statistics(self, terms: frozenset, role: str) -> Statistics:
+        folder = self.keeping.folder
+        if folder is not None:
+            (folder := folder / role).mkdir()
+        statistics = Statistics(self.targets, terms, self.model, replace(self.keeping, folder=folder))
         self.accumulator_bytes += statistics.nbytes
         return statistics
 
-    def _probe(
-        self, stage: str, state: str, statistics: Statistics, shrunk: Mapping[str, Tensor] | None = None
-    ) -> None:
+    def _probe(self, state: str, statistics: Statistics, progress: Progress, resumed: bool) -> None:
+        """One probe, from where it was left, and its sums over all processes."""
         assert self.batches is not None, "the caller read them for this"
+        stage = progress.stage
         with self.stopwatch(stage):
+            if self.journal and resumed:
+                self.journal.recall(progress)
+                self.probe_losses.update({k: v for k, v in progress.notes.items() if k in STAGES})
+            elif self.journal:
+                self.journal.enter(progress)
             loss = run_probe(
                 self.model,
                 self.targets,
                 self.batches,
                 statistics,
-                shrunk=shrunk,
+                shrunk=progress.candidates,
                 factor=self.config.reduction_factor,
                 loss_fn=self.loss_fn,
+                checkpointing=self.checkpointing,
+                processes=self.processes,
+                tally=progress.tally,
+                after_batch=partial(self._saved, progress) if self.journal else None,
                 label=f"{stage} ({state})",
-                progress=self.progress,
+                progress=self.progress and self.processes.is_main,
             )
+            if self.journal:
+                self.journal.record(progress)
+            statistics.reduce(self.processes)
         self.probe_losses[stage] = loss.mean
 
-    def _select(self, keys: Keys, scope: Scope) -> dict[str, Tensor]:
+    def _saved(self, progress: Progress) -> None:
+        assert self.journal is not None
+        if len(progress.tally) % self.journal.save_every == 0:
+            self.journal.record(progress)
+
+    def _select(self, keys: Keys, scope: Scope) -> Masks:
         assert self.config.sparsity is not None, "resolved by the configuration"
         self.score_ranges = {}
 
-        def recorded(target: Target) -> Tensor:
-            found = keys(target)
-            if target.name not in self.score_ranges:
-                self.score_ranges[target.name] = key_range(found)
-            return found
+        def recorded(target: Target) -> Iterator[Tensor]:
+            ends = []
+            for part in keys(target):
+                if target.name not in self.score_ranges:
+                    ends.append(key_range(part))
+                yield part
+            if ends:
+                self.score_ranges[target.name] = (min(low for low, _ in ends), max(high for _, high in ends))
 
-        return select_masks(self.targets, recorded, self.config.sparsity, scope, self.config.group)
+        return select_masks(
+            self.targets, recorded, self.config.sparsity, scope, self.config.group, processes=self.processes
+        )

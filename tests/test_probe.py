@@ -290,7 +290,7 @@ def test_nothing_of_a_matrix_s_size_outlives_it():
     sizes = {target.name: target.numel for target in targets}
     for name, numel in sizes.items():
         kept = statistics[name]
-        held = [t for m in kept._marginals.values() for t in (m.rows, m.columns) if isinstance(t, torch.Tensor)]
+        held = [t for m in kept.marginals.values() for t in (m.rows, m.columns) if isinstance(t, torch.Tensor)]
         assert sum(t.numel() for t in held) < numel / 4
 
 

@@ -38,7 +38,7 @@ def selected(matrices, zeros, sparsity, scope="global", group=None):
 
     def keys(t):
         weight = torch.from_numpy(np.where(zeros[t.name], 0.0, 1.0))
-        return score_keys(torch.from_numpy(matrices[t.name]), weight, t.name)
+        return [score_keys(torch.from_numpy(matrices[t.name]), weight, t.name)]
 
     return select_masks(targets, keys, sparsity, scope, group)
 

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.loss import is_causal
 from gradprobe_hf.modes import eval_mode
+from gradprobe_hf.weights import input_device
 
 WRITTEN_AT_ONCE = 16
 
@@ -52,5 +53,5 @@ def _first_tokens(model: PreTrainedModel, count: int) -> Tensor:
     beginning = model.generation_config.bos_token_id if model.generation_config else None
     if beginning is None:
         vocabulary = model.get_input_embeddings().weight.shape[0]
-        return torch.randint(vocabulary, (count, 1)).to(model.device)
-    return torch.full((count, 1), beginning, device=model.device)
+        return torch.randint(vocabulary, (count, 1)).to(input_device(model))
+    return torch.full((count, 1), beginning, device=input_device(model))

@@ -5,7 +5,18 @@ themselves and fold (`folding`) into `statistics`. Weights never require a gradi
 """
 
 from gradprobe_hf.probe.attachment import serving
-from gradprobe_hf.probe.engine import ProbeLoss, observe_inputs, run_probe
-from gradprobe_hf.probe.statistics import MatrixStatistics, Statistics, Term
+from gradprobe_hf.probe.engine import ProbeLoss, Tally, observe_inputs, run_probe
+from gradprobe_hf.probe.statistics import ALL, Keeping, MatrixStatistics, Statistics, Term
 
-__all__ = ["MatrixStatistics", "ProbeLoss", "Statistics", "Term", "observe_inputs", "run_probe", "serving"]
+__all__ = [
+    "ALL",
+    "Keeping",
+    "MatrixStatistics",
+    "ProbeLoss",
+    "Statistics",
+    "Tally",
+    "Term",
+    "observe_inputs",
+    "run_probe",
+    "serving",
+]

@@ -1,4 +1,8 @@
-"""Attachment: a model whose targets are routed through measured maps, for the body of a `with`."""
+"""Attachment: a model whose targets are routed through measured maps, for the body of a `with`.
+
+Under a hook of Accelerate a module's `forward` is the hook's, and what it wraps is `_old_forward`: the maps go there,
+inside the hook, so that it still loads the weight before and lets it go after.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +35,14 @@ def attached(
     targets: Sequence[Target],
     probe: Probe,
     on_input: OnInput | None = None,
+    recomputed: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Replace the forward of every module that uses a target; put all of them back at the end."""
+    """Replace the forward of every module that uses a target; put all of them back at the end.
+
+    Args:
+        on_input: called with every input when gradients are off.
+        recomputed: the blocks that checkpointing computes again in backward.
+    """
     used: dict[Site, list[Target]] = {}
     for target in targets:
         for site in target.sites:
@@ -40,18 +50,24 @@ def attached(
     with ExitStack() as undo:
         for site, owned in used.items():
             module: Any = model.get_submodule(site.module)
-            had = module.__dict__.get("forward")
+            slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
             make = _experts_forward if site.kind == "experts" else _single_forward
-            undo.callback(_put_back, module, had)
-            module.forward = make(module, owned, _Router(probe, site, on_input))
+            undo.callback(_put_back, module, slot, module.__dict__.get(slot))
+            # A recomputed weight is loaded when its block is; any other offloaded one is fetched again in backward.
+            fetches = any(model.get_parameter(target.parameter).is_meta for target in owned) and not any(
+                site.module.startswith(f"{block}.") for block in recomputed
+            )
+            setattr(module, slot, make(module, owned, _Router(model, probe, site, on_input, fetches)))
         yield
 
 
 class _Router:
     """Sends a use of a target's matrix through its measured map; without gradients, through what is served."""
 
-    def __init__(self, probe: Probe, site: Site, on_input: OnInput | None) -> None:
-        self.probe, self.site, self.on_input = probe, site, on_input
+    def __init__(
+        self, model: PreTrainedModel, probe: Probe, site: Site, on_input: OnInput | None, fetches: bool
+    ) -> None:
+        self.model, self.probe, self.site, self.on_input, self.fetches = model, probe, site, on_input, fetches
         self.anchor = torch.zeros((), requires_grad=True)
 
     def __call__(self, target: Target, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -60,11 +76,16 @@ class _Router:
             self.probe.count_use(target)
             if embedding:
                 return MeasuredEmbedding.apply(x, weight, self.anchor, self.probe, target, self.site)
-            return MeasuredLinear.apply(x, weight, bias, self.anchor, self.probe, target, self.site)
+            fetch = self._fetch(target, weight) if self.fetches else None
+            return MeasuredLinear.apply(x, weight, bias, self.anchor, self.probe, target, self.site, fetch)
         if self.on_input is not None:
             self.on_input(target, self.site, x)
         weight = self.probe.served(target, weight)
         return F.embedding(x, weight) if embedding else F.linear(x, weight, bias)
+
+    def _fetch(self, target: Target, like: Tensor) -> Callable[[], Tensor]:
+        device, dtype = like.device, like.dtype  # not `like` itself: the point is to let it go
+        return lambda: target.matrix(self.model).to(device, dtype)
 
 
 def _single_forward(module: Any, owned: list[Target], route: _Router) -> Callable[[Tensor], Tensor]:
@@ -108,8 +129,8 @@ def _experts_forward(module: Any, owned: list[Target], route: _Router) -> Callab
     return forward
 
 
-def _put_back(module: Any, had: Any) -> None:
+def _put_back(module: Any, slot: str, had: Any) -> None:
     if had is None:
-        module.__dict__.pop("forward", None)
+        module.__dict__.pop(slot, None)
     else:
-        module.forward = had
+        setattr(module, slot, had)

@@ -5,8 +5,9 @@ Routed experts see tokens of any sequence in any order, so a model that has them
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 from accelerate.utils import send_to_device
@@ -16,11 +17,28 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
-from gradprobe_hf.modes import eval_mode, frozen
+from gradprobe_hf.modes import checkpointed, checkpointed_layers, eval_mode, frozen
 from gradprobe_hf.probe.attachment import attached
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.processes import Processes
 from gradprobe_hf.targets import Target
+from gradprobe_hf.weights import input_device
+
+
+@dataclass
+class Tally:
+    """How far a pass has come: the loss of each batch of this process so far, in nats, and over how many terms."""
+
+    losses: list[Tensor] = field(default_factory=list)
+    terms: list[Tensor] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.losses)
+
+    def add(self, loss: Tensor, terms: Tensor | None) -> None:
+        self.losses.append(loss.detach().double())
+        self.terms.append(torch.tensor(0) if terms is None else terms)
 
 
 @dataclass(frozen=True)
@@ -44,10 +62,14 @@ def run_probe(
     shrunk: Masks | None = None,
     factor: float = 1.0,
     loss_fn: LossFunction | None = None,
+    checkpointing: bool = False,
+    processes: Processes | None = None,
+    tally: Tally | None = None,
+    after_batch: Callable[[], None] | None = None,
     label: str = "probe",
     progress: bool = True,
 ) -> ProbeLoss:
-    """One forward and backward pass over the batches, folded into `statistics`.
+    """One forward and backward pass over this process's share of the batches, folded into `statistics`.
 
     Args:
         targets: what is measured.
@@ -55,39 +77,64 @@ def run_probe(
         statistics: added to; the model itself is left as it was, whatever happens.
         shrunk: masks `[out, in]` of the candidates to multiply by `factor` in what is served.
         loss_fn: `loss_fn(model, batch)` returns the *summed* loss in place of the model's own.
+        checkpointing: recompute each block in backward instead of keeping its activations.
+        processes: who shares the batches; the loss that is returned is that of all of them.
+        tally: of a pass that was begun before, which goes on where it stopped.
+        after_batch: called when a batch is folded and tallied.
         label: what the progress bar says.
 
     Raises:
         ValueError: a loss that is not finite or has no gradient, or sequences that cannot be told apart.
     """
     probe = Probe(statistics, shrunk, factor, model.config.is_encoder_decoder)
-    steps = list(_routable(batches, targets))
-    totals: list[tuple[Tensor, Tensor | None]] = []
-    with frozen(model), eval_mode(model), attached(model, targets, probe), torch.enable_grad():
-        for batch in tqdm(steps, desc=label, unit="batch", disable=not progress):
-            batch = send_to_device(batch, model.device)
+    processes, tally = processes or Processes(), Tally() if tally is None else tally
+    steps = processes.mine(list(_routable(batches, targets)))
+    device = input_device(model)
+    layers = checkpointed_layers(model) if checkpointing else []
+    with ExitStack() as stack:
+        stack.enter_context(frozen(model))
+        stack.enter_context(eval_mode(model))
+        stack.enter_context(attached(model, targets, probe, recomputed=layers))
+        stack.enter_context(checkpointed(model, layers, probe.recomputing))
+        stack.enter_context(torch.enable_grad())
+        bar = stack.enter_context(
+            tqdm(total=len(steps), initial=len(tally), desc=label, unit="batch", disable=not progress)
+        )
+        for batch in steps[len(tally) :]:
+            batch = send_to_device(batch, device)
             probe.start_batch(batch)
             loss, terms = (loss_fn(model, batch), None) if loss_fn else summed_loss(model, batch)
             _check_loss(loss, model)
-            if not totals:  # most bad losses are bad at once: one synchronisation here saves a long wait
+            if not len(tally):  # most bad losses are bad at once: one synchronisation here saves a long wait
                 _check_finite(loss.detach(), label)
             loss.backward()
             probe.finish_batch()
-            totals.append((loss.detach(), terms))
-    total = torch.stack([loss.double() for loss, _ in totals]).sum()
-    _check_finite(total, label)
-    return ProbeLoss(float(total), None if loss_fn else sum(int(terms) for _, terms in totals if terms is not None))
+            tally.add(loss, terms)
+            del loss  # and its graph, before the next batch makes another
+            bar.update()
+            if after_batch is not None:
+                after_batch()
+    sums = [torch.stack(values).double().sum().cpu() for values in (tally.losses, tally.terms)]
+    total = processes.sum_(torch.stack(sums))
+    _check_finite(total[0], label)
+    return ProbeLoss(float(total[0]), None if loss_fn else int(total[1]))
 
 
 @torch.no_grad()
 def observe_inputs(
-    model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch], statistics: Statistics, progress: bool
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    batches: Iterable[Batch],
+    statistics: Statistics,
+    progress: bool,
+    processes: Processes | None = None,
 ) -> None:
     """One forward pass that sums the squared inputs of every target: all that Wanda needs."""
+    steps = (processes or Processes()).mine(list(_routable(batches, targets)))
     probe = Probe(statistics, has_encoder=model.config.is_encoder_decoder)
     with eval_mode(model), attached(model, targets, probe, on_input=probe.fold_inputs):
-        for batch in tqdm(list(_routable(batches, targets)), desc="inputs", unit="batch", disable=not progress):
-            batch = send_to_device(batch, model.device)
+        for batch in tqdm(steps, desc="inputs", unit="batch", disable=not progress):
+            batch = send_to_device(batch, input_device(model))
             probe.start_batch(batch)
             # An encoder-decoder makes its decoder's inputs from the labels; elsewhere they would only cost a loss.
             unused = () if model.config.is_encoder_decoder else ("labels",)

@@ -7,15 +7,17 @@ Sequences are told apart by position: an input `[sequences, ...]`, or `[sequence
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import IGNORED, Batch
-from gradprobe_hf.probe.statistics import MatrixStatistics, Statistics
+from gradprobe_hf.probe.statistics import ALL, MatrixStatistics, Statistics
 from gradprobe_hf.targets import Site, Target
+from gradprobe_hf.weights import row_chunks
 
 Masks = Mapping[str, Tensor]
 
@@ -32,6 +34,7 @@ class Probe:
     ) -> None:
         self.statistics, self.shrunk, self.factor = statistics, shrunk, factor
         self._has_encoder = has_encoder  # decoder-only OPT calls its blocks `decoder` too
+        self._recomputing = False
         self._uses: Counter[str] = Counter()
         self._unfinished: dict[str, list[Tensor]] = {}
 
@@ -45,12 +48,21 @@ class Probe:
     def finish_batch(self) -> None:
         """Fold the matrices used more than once: a sequence's gradient is the sum over all uses, squared after it."""
         for name, gradients in self._unfinished.items():
-            for gradient in gradients:
-                self._of(name).add_gradient(gradient)
+            self._of(name).add_gradients(ALL, gradients)
         self._unfinished.clear()
 
     def count_use(self, target: Target) -> None:
-        self._uses[target.name] += 1
+        if not self._recomputing:
+            self._uses[target.name] += 1
+
+    @contextmanager
+    def recomputing(self) -> Iterator[None]:
+        """For the forward passes that checkpointing repeats: they use no matrix once more."""
+        self._recomputing = True
+        try:
+            yield
+        finally:
+            self._recomputing = False
 
     def served(self, target: Target, weight: Tensor) -> Tensor:
         """The weight, with the candidates multiplied by the factor: `W + (factor - 1) * mask * W`.
@@ -60,7 +72,8 @@ class Probe:
         mask = None if self.shrunk is None else self.shrunk.get(target.name)
         if mask is None:
             return weight
-        return torch.addcmul(weight, weight, mask.view(torch.uint8).to(weight.dtype), value=self.factor - 1)
+        chosen = mask.to(weight.device).view(torch.uint8).to(weight.dtype)
+        return torch.addcmul(weight, weight, chosen, value=self.factor - 1)
 
     def fold(self, target: Target, site: Site, inputs: Tensor, output_grad: Tensor) -> None:
         statistics = self._of(target.name)
@@ -68,8 +81,7 @@ class Probe:
         d = self._by_sequence(output_grad, output_grad.ndim - 1, target)
         x = self._by_sequence(inputs, inputs.ndim - (site.kind != "embedding"), target)
         if statistics.terms & {"sequence", "peak"}:
-            gradients = _embedding_gradients(x, d, target) if site.kind == "embedding" else _linear_gradients(x, d)
-            self._fold_gradients(target, statistics, gradients)
+            self._fold_gradients(target, site, statistics, x, d)
         if statistics.terms & {"token", "marginals"}:
             self._fold_squares(target, site, statistics, x, d.to(statistics.dtype).square())
 
@@ -84,11 +96,17 @@ class Probe:
         else:
             statistics.add_marginals(0, target.sites.index(site), site.kind, 0.0, x_sq.sum((0, 1)))
 
-    def _fold_gradients(self, target: Target, statistics: MatrixStatistics, gradients: Iterable[Tensor]) -> None:
+    def _fold_gradients(self, target: Target, site: Site, statistics: MatrixStatistics, x: Tensor, d: Tensor) -> None:
+        embedding = site.kind == "embedding"
         if self._uses[target.name] <= 1:
-            for gradient in gradients:
-                statistics.add_gradient(gradient)
-        elif target.name in self._unfinished:
+            if embedding:
+                statistics.add_gradients(ALL, _embedding_gradients(x, d, target))
+            else:
+                for rows in row_chunks(target.shape):
+                    statistics.add_gradients(rows, _linear_gradients(x, d[..., rows]))
+            return
+        gradients = _embedding_gradients(x, d, target) if embedding else _linear_gradients(x, d)
+        if target.name in self._unfinished:
             for kept, gradient in zip(self._unfinished[target.name], gradients, strict=True):
                 kept += gradient
         else:
@@ -98,13 +116,14 @@ class Probe:
         x_sq = self._input_squares(x, site, target, statistics.dtype)
         index, probe = target.sites.index(site), self.statistics.probe if self.statistics else 0
         if site.kind == "embedding":
-            if statistics.token is not None:
-                statistics.token.index_add_(0, x.flatten(), d_sq.flatten(0, 1))
+            if "token" in statistics.terms:
+                statistics.add_tokens(x.flatten(), d_sq.flatten(0, 1))
             if "marginals" in statistics.terms:
                 statistics.add_marginals(probe, index, site.kind, x_sq, d_sq.sum((0, 1)))
             return
-        if statistics.token is not None:
-            statistics.token.addmm_(d_sq.flatten(0, 1).t(), x_sq.flatten(0, 1))
+        if "token" in statistics.terms:
+            for rows in row_chunks(target.shape):
+                statistics.add_products(rows, d_sq[..., rows].flatten(0, 1), x_sq.flatten(0, 1))
         if "marginals" in statistics.terms:
             statistics.add_marginals(probe, index, site.kind, d_sq.sum((0, 1)), x_sq.sum((0, 1)))
 

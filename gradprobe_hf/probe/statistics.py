@@ -9,21 +9,39 @@ With x_t the input and d_t the gradient of the summed loss at the output of the 
 
 For an embedding, `[tokens, features]`, x_t is one-hot: its rows' marginal counts tokens. Probes add to S and T;
 marginals are kept per probe and per site, since a sum of outer products is not the outer product of sums. Everything
-is float32, or float64 for a float64 model: bfloat16 would stop adding after 256 sequences.
+is float32, or float64 for a float64 model, unless `accumulators` are asked to be smaller; marginals always are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from gradprobe_hf.config import AccumulatorDevice, AccumulatorDtype
+from gradprobe_hf.probe.accumulators import Accumulator
+from gradprobe_hf.processes import Processes
 from gradprobe_hf.targets import Kind, Target
+from gradprobe_hf.weights import execution_device, row_chunks
 
 Term = Literal["sequence", "token", "peak", "marginals"]
+MATRIX_TERMS: tuple[Term, ...] = ("sequence", "token", "peak")
+ALL = slice(None)
+REDUCED_AT_ONCE = 2**26  # elements of a matrix in one collective: most matrices are one
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How accumulators are kept: in which precision, on which device, and in which folder when that is the disk."""
+
+    dtype: AccumulatorDtype = "float32"
+    device: AccumulatorDevice = "same"
+    folder: Path | None = None
 
 
 @dataclass
@@ -36,49 +54,147 @@ class Marginals:
 
 
 class MatrixStatistics:
-    """What is known of one matrix. Shapes: `sequence`, `token`, `peak` `[out, in]`, None when not asked for."""
+    """What is known of one matrix: an accumulator `[out, in]` for each of the matrix terms, and marginals.
 
-    def __init__(self, target: Target, terms: frozenset[Term], weight: Tensor) -> None:
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        self.sequence, self.token, self.peak = (
-            torch.zeros(target.shape, dtype=dtype, device=weight.device) if term in terms else None
-            for term in ("sequence", "token", "peak")
-        )
-        self.dtype = dtype
+    `rows` arguments are slices of the rows; by default all of them.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        terms: frozenset[Term],
+        dtype: torch.dtype,
+        device: torch.device,
+        keeping: Keeping,
+        index: int,
+    ) -> None:
+        self.target = target
+        self.dtype = torch.promote_types(dtype, torch.float32)
+        self.device = device
         self.terms = terms
         self.reached = False
-        self._marginals: dict[tuple[int, int], Marginals] = {}
+        kept_on = torch.device("cpu") if keeping.device == "cpu" else device
+        self.accumulators = {
+            term: Accumulator(
+                target.shape,
+                keeping.dtype,
+                self.dtype,
+                kept_on,
+                keeping.folder / f"{index:05d}.{term}" if keeping.folder is not None else None,
+            )
+            for term in MATRIX_TERMS
+            if term in terms
+        }
+        self.marginals: dict[tuple[int, int], Marginals] = {}
+
+    def read(self, term: Term, rows: slice = ALL) -> Tensor:
+        """Rows of a matrix term, on the device of the weight."""
+        assert term in self.accumulators, f"the probe did not fold {term!r}"
+        return self.accumulators[term].read(rows).to(self.device)
 
     @property
-    def peaks(self) -> Tensor:
-        """The largest magnitude of each gradient, `[out, in]`, of a probe that was asked for it."""
-        assert self.peak is not None, "the probe did not fold 'peak'"
-        return self.peak
+    def sequence(self) -> Tensor:
+        return self.read("sequence")
 
-    def add_gradient(self, gradient: Tensor) -> None:
-        """Fold the gradient of one whole sequence, `[out, in]`."""
-        gradient = gradient.to(self.dtype)
-        if self.sequence is not None:
-            self.sequence.addcmul_(gradient, gradient)
-        if self.peak is not None:
-            torch.maximum(self.peak, gradient.abs(), out=self.peak)
+    @property
+    def token(self) -> Tensor:
+        return self.read("token")
+
+    @property
+    def peak(self) -> Tensor:
+        return self.read("peak")
+
+    def add_gradients(self, rows: slice, gradients: Iterable[Tensor]) -> None:
+        """Fold the gradients of whole sequences, of these rows only: each `[rows, in]`."""
+        with ExitStack() as stack:
+            sums = stack.enter_context(self._updating("sequence", rows))
+            peaks = stack.enter_context(self._updating("peak", rows))
+            for gradient in gradients:
+                gradient = gradient.to(self.dtype)
+                if sums is not None:
+                    sums.addcmul_(gradient, gradient)
+                if peaks is not None:
+                    torch.maximum(peaks, gradient.abs(), out=peaks)
+
+    @contextmanager
+    def _updating(self, term: Term, rows: slice) -> Iterator[Tensor | None]:
+        if term not in self.accumulators:
+            yield None
+            return
+        with self.accumulators[term].updating(rows, self.device) as values:
+            yield values
+
+    def add_products(self, rows: slice, rows_sq: Tensor, columns_sq: Tensor) -> None:
+        """Fold the token term of these rows: `rows_sq [tokens, rows]`, `columns_sq [tokens, in]`."""
+        with self.accumulators["token"].updating(rows, self.device) as values:
+            values.addmm_(rows_sq.t(), columns_sq)
+
+    def add_tokens(self, ids: Tensor, squares: Tensor) -> None:
+        """Fold the token term of an embedding: `ids [tokens]`, `squares [tokens, features]`."""
+        with self.accumulators["token"].updating(ALL, self.device) as values:
+            values.index_add_(0, ids, squares)
 
     def add_marginals(self, probe: int, site: int, kind: Kind, rows: Tensor | float, columns: Tensor | float) -> None:
-        kept = self._marginals.setdefault((probe, site), Marginals(0.0, 0.0, kind))
+        kept = self.marginals.setdefault((probe, site), Marginals(0.0, 0.0, kind))
         kept.rows = kept.rows + rows
         kept.columns = kept.columns + columns
 
-    def factored(self) -> Tensor:
-        """The factored Fisher K, `[out, in]`, summed over probes and sites: one product of thin matrices."""
-        rows = torch.stack([torch.as_tensor(kept.rows) for kept in self._marginals.values()], dim=1)
-        columns = torch.stack([torch.as_tensor(kept.columns) for kept in self._marginals.values()], dim=0)
-        return rows @ columns
+    def reduce(self, processes: Processes, probe: int, reached: bool) -> None:
+        self.reached = reached
+        for term, accumulator in self.accumulators.items():
+            for rows in row_chunks(accumulator.shape, elements=REDUCED_AT_ONCE):
+                with accumulator.updating(rows, self.device) as values:
+                    (processes.max_ if term == "peak" else processes.sum_)(values)
+        if "marginals" in self.terms and reached:
+            self._reduce_marginals(processes, probe)
 
-    def input_sq(self) -> Tensor:
+    def _reduce_marginals(self, processes: Processes, probe: int) -> None:
+        """A site that only other processes have seen (an expert) has marginals there and none here."""
+        for index, site in enumerate(self.target.sites):
+            kept = self.marginals.setdefault((probe, index), Marginals(0.0, 0.0, site.kind))
+            sides = []
+            for side, size in ((kept.rows, self.target.shape[0]), (kept.columns, self.target.shape[1])):
+                empty = torch.zeros(size, dtype=self.dtype, device=self.device)
+                sides.append(side if isinstance(side, Tensor) else empty)
+            both = processes.sum_(torch.cat(sides))
+            kept.rows, kept.columns = both.split(list(self.target.shape))
+
+    def state(self) -> dict[str, Tensor]:
+        found = {
+            f"{term}.{name}": part
+            for term, accumulator in self.accumulators.items()
+            for name, part in accumulator.parts().items()
+        }
+        for (probe, site), kept in self.marginals.items():
+            for side, value in (("rows", kept.rows), ("columns", kept.columns)):
+                found[f"marginals.{probe}.{site}.{side}"] = torch.as_tensor(value, dtype=self.dtype)
+        return found
+
+    def load_state(self, tensors: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
+        for term, accumulator in self.accumulators.items():
+            accumulator.restore({name: tensors[f"{term}.{name}"] for name in accumulator.parts()})
+            accumulator.updates = updates[term]
+        self.marginals.clear()
+        for name, value in tensors.items():
+            if name.startswith("marginals."):
+                _, probe, site, side = name.split(".")
+                kind = self.target.sites[int(site)].kind
+                kept = self.marginals.setdefault((int(probe), int(site)), Marginals(0.0, 0.0, kind))
+                setattr(kept, side, value.to(self.device) if value.ndim else float(value))
+
+    def factored(self, rows: slice = ALL) -> Tensor:
+        """The factored Fisher K, `[out, in]`, summed over probes and sites: one product of thin matrices."""
+        left = torch.stack([torch.as_tensor(kept.rows)[rows] for kept in self.marginals.values()], dim=1)
+        right = torch.stack([torch.as_tensor(kept.columns) for kept in self.marginals.values()], dim=0)
+        return left @ right
+
+    def input_sq(self, rows: slice = ALL) -> Tensor:
         """Sum of each input squared in the first probe, broadcastable to `[out, in]`."""
-        first = [kept for (probe, _), kept in self._marginals.items() if probe == 0]
+        first = [kept for (probe, _), kept in self.marginals.items() if probe == 0]
         return sum(  # type: ignore[return-value]  # never empty: asked for reached matrices only
-            torch.as_tensor(kept.rows)[:, None] if kept.kind == "embedding" else torch.as_tensor(kept.columns)[None, :]
+            torch.as_tensor(kept.rows)[rows, None]
+            if kept.kind == "embedding"
+            else torch.as_tensor(kept.columns)[None, :]
             for kept in first
         )
 
@@ -86,13 +202,65 @@ class MatrixStatistics:
 class Statistics:
     """The statistics of every target, over one probe or several."""
 
-    def __init__(self, targets: Iterable[Target], terms: frozenset[Term], model: torch.nn.Module) -> None:
+    def __init__(
+        self, targets: Iterable[Target], terms: frozenset[Term], model: nn.Module, keeping: Keeping | None = None
+    ) -> None:
         self.terms = terms
         self.probe = 0
-        self._of = {target.name: MatrixStatistics(target, terms, target.matrix(model)) for target in targets}
+        self.keeping = keeping or Keeping()
+        self._of = {
+            target.name: MatrixStatistics(
+                target,
+                terms,
+                model.get_parameter(target.parameter).dtype,
+                execution_device(model, target.parameter),
+                self.keeping,
+                index,
+            )
+            for index, target in enumerate(targets)
+        }
 
     def __getitem__(self, name: str) -> MatrixStatistics:
         return self._of[name]
+
+    def items(self) -> Iterable[tuple[str, MatrixStatistics]]:
+        return self._of.items()
+
+    def reduce(self, processes: Processes) -> None:
+        """Make the sums of the probe that just ended those of all processes, each term with one collective a matrix.
+
+        What an earlier probe left is the same everywhere: only the main process may still hold it (`yield_to_main`).
+        """
+        if processes.count == 1:
+            return
+        reached = torch.tensor([float(one.reached) for one in self._of.values()])
+        for one, any_reached in zip(self._of.values(), processes.max_(reached).tolist(), strict=True):
+            one.reduce(processes, self.probe, bool(any_reached))
+
+    def yield_to_main(self, processes: Processes) -> None:
+        """Before a probe that adds to reduced sums: the main process alone keeps them, so that they count once."""
+        if not processes.is_main:
+            for one in self._of.values():
+                for accumulator in one.accumulators.values():
+                    accumulator.clear()
+
+    def state(self) -> tuple[dict[str, Any], Iterator[dict[str, Tensor]]]:
+        """Everything that `load_state` needs: JSON values, and the tensors of one matrix after the other."""
+        described = {
+            "probe": self.probe,
+            "reached": [one.reached for one in self._of.values()],
+            "updates": [{term: kept.updates for term, kept in one.accumulators.items()} for one in self._of.values()],
+        }
+        return described, (one.state() for one in self._of.values())
+
+    def load_state(self, described: Mapping[str, Any], tensors: Callable[[int], dict[str, Tensor]]) -> None:
+        """Become what `state` was taken of; `tensors(index)` gives those of one matrix."""
+        self.probe = described["probe"]
+        rows = zip(self._of.values(), described["reached"], described["updates"], strict=True)
+        for index, (one, reached, updates) in enumerate(rows):
+            one.reached = reached
+            if one.accumulators or reached:
+                one.load_state(tensors(index), updates)
 
     @property
     def unreached(self) -> list[str]:
@@ -101,6 +269,5 @@ class Statistics:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the accumulators of size `[out, in]`."""
-        kept = [term for one in self._of.values() for term in (one.sequence, one.token, one.peak) if term is not None]
-        return sum(term.nbytes for term in kept)
+        """Bytes of the accumulators of size `[out, in]`, in memory or in files."""
+        return sum(kept.nbytes for one in self._of.values() for kept in one.accumulators.values())

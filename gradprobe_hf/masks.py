@@ -1,0 +1,92 @@
+"""Masks: which weights of each matrix go, one bit per weight.
+
+A mask is bool `[out, in]`, True = pruned. It is kept as packed bits `[out, ceil(in / 8)]`, lowest bit first: 0.125
+bytes per weight, where bool takes 1; a 7B model's masks are 0.9 GB instead of 7.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Masks(Mapping[str, Tensor]):
+    """Matrix name -> bool `[out, in]`, unpacked when it is asked for."""
+
+    def __init__(self, masks: Mapping[str, Tensor] | None = None) -> None:
+        self._packed: dict[str, Tensor] = {}
+        self._columns: dict[str, int] = {}
+        for name, mask in (masks or {}).items():
+            self.add(name, [mask])
+
+    def add(self, name: str, rows: list[Tensor]) -> None:
+        """Keep a mask, given as one tensor `[out, in]` or as consecutive chunks of its rows."""
+        self.add_packed(name, torch.cat([pack(part) for part in rows]), rows[0].shape[1])
+
+    def add_packed(self, name: str, packed: Tensor, columns: int) -> None:
+        self._packed[name], self._columns[name] = packed, columns
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.rows(name, slice(None))
+
+    def rows(self, name: str, rows: slice) -> Tensor:
+        """Some rows of a mask, bool."""
+        return unpack(self._packed[name][rows], self._columns[name])
+
+    def packed(self, name: str) -> Tensor:
+        return self._packed[name]
+
+    def columns(self, name: str) -> int:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._packed)
+
+    def __len__(self) -> int:
+        return len(self._packed)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(packed.nbytes for packed in self._packed.values())
+
+
+# The eight bytes of every packed byte as one number: looking up is five times as fast as `np.unpackbits`.
+_EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.uint64).ravel()
+
+
+def rows_of(masks: Mapping[str, Tensor], name: str, rows: slice) -> Tensor:
+    """Some rows of a mask, whether it is packed or not."""
+    return masks.rows(name, rows) if isinstance(masks, Masks) else masks[name][rows]
+
+
+def pack(mask: Tensor) -> Tensor:
+    """bool `[rows, columns]` -> uint8 `[rows, ceil(columns / 8)]`.
+
+    >>> pack(torch.tensor([[True, False, True]]))
+    tensor([[5]], dtype=torch.uint8)
+    """
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.packbits(mask.contiguous().numpy(), axis=1, bitorder="little"))
+    padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[1] % 8))
+    bits = padded.view(mask.shape[0], padded.shape[1] // 8, 8) << _shifts(mask.device)
+    return bits.sum(-1, dtype=torch.uint8)
+
+
+def unpack(packed: Tensor, columns: int) -> Tensor:
+    """uint8 `[rows, ceil(columns / 8)]` -> bool `[rows, columns]`.
+
+    >>> unpack(torch.tensor([[5]], dtype=torch.uint8), 3)
+    tensor([[ True, False,  True]])
+    """
+    if packed.device.type == "cpu":
+        looked_up = np.take(_EIGHT_BITS, packed.numpy()).view(np.uint8)
+        return torch.from_numpy(looked_up)[:, :columns].view(torch.bool)
+    bits = (packed[..., None] >> _shifts(packed.device)) & 1
+    return bits.flatten(1)[:, :columns].bool()
+
+
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)

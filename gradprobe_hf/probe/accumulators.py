@@ -1,0 +1,195 @@
+"""Accumulators: non-negative sums `[out, in]` that are added to chunk by chunk, in full or in reduced precision.
+
+In bytes per weight:
+
+    float32     4      (8 in float64, for a float64 model)
+    bfloat16    2      the upper half of a float32
+    int8        1.03   block-scaled, logarithmic: see below
+
+`int8` keeps a value as an unsigned float of 4 exponent and 4 mantissa bits: 16 levels an octave, so each is 3 to 6%
+above the one below, over the 16 octaves below the largest of its block of 64 consecutive inputs of a row. The block's
+scale is one int16. What lies further below is zero. The levels of all blocks are on one grid (float32 cut to 4 mantissa
+bits), so a block whose scale grows is shifted, not rounded again.
+
+Both reduced kinds round stochastically: up with the probability that makes the expected value exact. Rounding to the
+nearest would stop adding as soon as one sequence's share falls below half a level: with bfloat16 after 256 sequences of
+equal size, with int8 after 16. The randomness is a hash of the value, its place and the number of the update, not a
+generator's state: the same run gives the same bits, resumed or not.
+
+Sources: block-scaled minifloats as in OCP Microscaling Formats (MX) 1.0, section 5; stochastic rounding for sums as in
+Gupta et al. 2015 (arXiv:1502.02551), section 3.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.config import AccumulatorDtype
+
+BLOCK = 64
+_BFLOAT16_BITS = 16  # of a float32 that bfloat16 does not keep
+_INT8_BITS = 19  # that 4 mantissa bits do not keep
+_CODES = 255
+_ODD = -1640531527  # 2^32 / golden ratio, as Knuth's multiplicative hash (TAOCP 3, section 6.4), in an int32
+_OTHER_ODD = -2048144777
+
+BYTES_PER_WEIGHT: dict[AccumulatorDtype, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 2 / BLOCK}
+
+
+class Accumulator:
+    """One non-negative matrix `[out, in]` that starts at zero.
+
+    Args:
+        shape: (out, in).
+        kind: the precision it is kept in.
+        dtype: what it is read and added to in, float32 or float64.
+        device: where it is kept, when not in files.
+        files: a path; the parts of the matrix are kept in files of this name and mapped into memory only while used.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        kind: AccumulatorDtype,
+        dtype: torch.dtype,
+        device: torch.device,
+        files: Path | None = None,
+    ) -> None:
+        self.shape, self.kind, self.dtype, self.device = shape, kind, dtype, device
+        self._files = files
+        self._layout = _layout(shape, kind, dtype)
+        self._parts: dict[str, Tensor] | None = None
+        self.updates = 0
+        if files is None:
+            self._parts = {
+                name: torch.zeros(size, dtype=kept, device=device) for name, (size, kept) in self._layout.items()
+            }
+        else:
+            for name, (size, kept) in self._layout.items():
+                _reserve(self._file(name), torch.Size(size).numel() * kept.itemsize)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(torch.Size(size).numel() * kept.itemsize for size, kept in self._layout.values())
+
+    @property
+    def in_files(self) -> bool:
+        return self._files is not None
+
+    def parts(self) -> dict[str, Tensor]:
+        """The stored tensors themselves; of files, a mapping into memory that ends when it is let go."""
+        if self._parts is not None:
+            return self._parts
+        return {
+            name: torch.from_file(str(self._file(name)), shared=True, size=torch.Size(size).numel(), dtype=kept).view(
+                size
+            )
+            for name, (size, kept) in self._layout.items()
+        }
+
+    def restore(self, parts: Mapping[str, Tensor]) -> None:
+        for name, own in self.parts().items():
+            own.copy_(parts[name])
+
+    def clear(self) -> None:
+        for part in self.parts().values():
+            part.zero_()
+
+    def read(self, rows: slice = slice(None)) -> Tensor:
+        """Rows of the sum, in `dtype`; not to be written to."""
+        return self._decode({name: part[rows] for name, part in self.parts().items()})
+
+    @contextmanager
+    def updating(self, rows: slice, device: torch.device) -> Iterator[Tensor]:
+        """Rows of the sum on `device`, to be changed in place by the body; rounded and kept after it."""
+        parts = {name: part[rows] for name, part in self.parts().items()}
+        if self.kind == "float32" and parts["values"].device == device:
+            yield parts["values"]
+            return
+        values = self._decode({name: part.to(device) for name, part in parts.items()}).clone()
+        yield values
+        self.updates += 1
+        place = rows.indices(self.shape[0])[0] * self.shape[1]
+        for name, part in self._encode(values, salt=self.updates * 7919 + place).items():
+            parts[name].copy_(part)
+
+    def _decode(self, parts: Mapping[str, Tensor]) -> Tensor:
+        if self.kind == "float32":
+            return parts["values"]
+        if self.kind == "bfloat16":
+            return parts["values"].to(self.dtype)
+        return decode_int8(parts["codes"], parts["bases"], self.shape[1]).to(self.dtype)
+
+    def _encode(self, values: Tensor, salt: int) -> dict[str, Tensor]:
+        if self.kind == "float32":
+            return {"values": values}
+        if self.kind == "bfloat16":
+            return {"values": round_bfloat16(values.float(), salt)}
+        codes, bases = encode_int8(values.float(), salt)
+        return {"codes": codes, "bases": bases}
+
+    def _file(self, part: str) -> Path:
+        assert self._files is not None
+        return self._files.with_name(f"{self._files.name}.{part}")
+
+
+def round_bfloat16(values: Tensor, salt: int = 0) -> Tensor:
+    """Non-negative float32 to bfloat16, stochastically."""
+    bits = values.contiguous().view(torch.int32)
+    kept = (bits + _noise(bits, salt, _BFLOAT16_BITS)) >> _BFLOAT16_BITS
+    return kept.to(torch.int16).view(torch.bfloat16)
+
+
+def encode_int8(values: Tensor, salt: int = 0) -> tuple[Tensor, Tensor]:
+    """Non-negative float32 `[rows, columns]` to codes uint8 `[rows, columns]` and bases int16 `[rows, blocks]`."""
+    rows, columns = values.shape
+    padded = torch.nn.functional.pad(values, (0, -columns % BLOCK)) if columns % BLOCK else values.contiguous()
+    bits = padded.view(torch.int32)
+    levels = bits.add(_noise(bits, salt, _INT8_BITS)).bitwise_right_shift_(_INT8_BITS).view(rows, -1, BLOCK)
+    bases = (levels.amax(-1) - _CODES).clamp_min_(0)
+    codes = levels.sub_(bases[..., None]).clamp_min_(0).to(torch.uint8)
+    return codes.view(rows, -1)[:, :columns], bases.to(torch.int16)
+
+
+def decode_int8(codes: Tensor, bases: Tensor, columns: int) -> Tensor:
+    """The float32 values `[rows, columns]` of codes `[rows, columns]` and bases `[rows, blocks]`."""
+    rows = codes.shape[0]
+    padded = torch.nn.functional.pad(codes, (0, -columns % BLOCK)) if columns % BLOCK else codes
+    levels = padded.to(torch.int32).view(rows, -1, BLOCK)
+    present = levels > 0
+    levels = levels.add_(bases.to(torch.int32)[..., None]).mul_(present)
+    return levels.bitwise_left_shift_(_INT8_BITS).view(rows, -1).view(torch.float32)[:, :columns]
+
+
+def _noise(bits: Tensor, salt: int, width: int) -> Tensor:
+    """int32 uniform in [0, 2^width): a hash of the value, its index and the salt. Overflow wraps, as it should."""
+    index = torch.arange(salt, salt + bits.numel(), device=bits.device).to(torch.int32).view(bits.shape)
+    mixed = index.mul_(_OTHER_ODD).bitwise_xor_(bits)
+    mixed.mul_(_ODD)
+    mixed.bitwise_xor_(mixed >> 15).mul_(_OTHER_ODD)
+    return mixed.bitwise_right_shift_(31 - width).bitwise_and_((1 << width) - 1)
+
+
+def _layout(
+    shape: tuple[int, int], kind: AccumulatorDtype, dtype: torch.dtype
+) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+    if kind == "int8":
+        return {"codes": (shape, torch.uint8), "bases": ((shape[0], -(-shape[1] // BLOCK)), torch.int16)}
+    return {"values": (shape, torch.bfloat16 if kind == "bfloat16" else dtype)}
+
+
+def _reserve(path: Path, nbytes: int) -> None:
+    """A file of zeros whose blocks are on the disk: a mapped file that outgrew it would end the process by SIGBUS."""
+    with open(path, "wb") as file:
+        if hasattr(os, "posix_fallocate") and nbytes:
+            os.posix_fallocate(file.fileno(), 0, nbytes)
+        else:
+            for _ in range(0, nbytes, 2**20):
+                file.write(bytes(2**20))
+            file.truncate(nbytes)

@@ -1,0 +1,212 @@
+"""Resume: the state of a run in a folder, so that a run that was killed goes on where it was and ends the same.
+
+    <folder>/process-<rank>/<stage>-<batches>/     one complete state; it appears by a rename, whole or not at all
+        progress.json       stage, batches done, losses so far, and what the run was of
+        candidates.safetensors, <number>.safetensors for the sums of each matrix
+
+Every process keeps its own state, because each has probed other batches. The state of a stage is dropped only when all
+processes have one of the next, so that there always is a stage that all of them can go on from.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from gradprobe_hf.masks import Masks
+from gradprobe_hf.probe import Statistics, Tally
+from gradprobe_hf.processes import Processes
+from gradprobe_hf.targets import Target
+
+STAGES = ("probe 0", "probe 1")
+SAMPLED_ROWS = 2  # of each matrix: enough to tell two models apart, and not to read 14 GB
+
+
+@dataclass
+class Progress:
+    """Where a run is.
+
+    Attributes:
+        stage: which probe is under way, or finished with the decision after it still open.
+        tally: the losses of its batches so far.
+        statistics: every set of statistics by its role ("first", or "after" of the threshold decision).
+        candidates: the masks the second probe shrinks.
+        notes: JSON values of the stages before, for the report.
+    """
+
+    stage: str
+    tally: Tally
+    statistics: dict[str, Statistics]
+    candidates: Masks | None = None
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+class Journal:
+    """Writes and reads the state of one process.
+
+    Args:
+        folder: shared by all processes.
+        identity: what the run is of, as JSON values: a state of anything else is refused.
+        save_every: batches between two states.
+    """
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any], save_every: int, processes: Processes) -> None:
+        self.folder, self.identity, self.save_every = folder, dict(identity), save_every
+        self.processes = processes
+        self.own = folder / f"process-{processes.rank}"
+
+    def check(self) -> None:
+        """Raise ValueError when the folder holds the state of another run, naming the first difference."""
+        for state in self._states():
+            kept = json.loads((state / "progress.json").read_text(encoding="utf-8"))["identity"]
+            for name in [*self.identity, *kept]:
+                before, now = kept.get(name), self.identity.get(name)
+                if before != now:
+                    raise ValueError(
+                        f"{self.folder} holds the state of another run: its {name} was {before!r}, now it is {now!r}. "
+                        "Go on with the same settings, or choose another resume_dir (--resume-dir), or delete it."
+                    )
+
+    def latest_stage(self) -> str | None:
+        """The stage that every process can go on from; None when one of them has no state."""
+        own = max((_stage_index(state) for state in self._states()), default=-1)
+        index = int(self.processes.min_(torch.tensor(own)))
+        return None if index < 0 else STAGES[index]
+
+    def recall(self, progress: Progress) -> None:
+        """Fill `progress`, made for its stage by the caller, with the newest state of that stage."""
+        state = max((s for s in self._states() if _stage_of(s) == progress.stage), key=_position)
+        kept = json.loads((state / "progress.json").read_text(encoding="utf-8"))
+        for loss, terms in zip(kept["losses"], kept["terms"], strict=True):
+            progress.tally.add(torch.tensor(float.fromhex(loss), dtype=torch.float64), torch.tensor(terms))
+        progress.notes.update(kept["notes"])
+        for role, statistics in progress.statistics.items():
+            statistics.load_state(kept["statistics"][role], partial(_load_matrix, state, role))
+        if kept["has_candidates"]:
+            progress.candidates = _load_masks(state / "candidates.safetensors")
+
+    def record(self, progress: Progress) -> None:
+        """Write a state beside the last one, then drop the last one of the same stage."""
+        self.own.mkdir(parents=True, exist_ok=True)
+        path = self.own / f"{progress.stage}-{len(progress.tally)}"
+        if path.exists():
+            return
+        for unfinished in self.own.glob("*.partial"):
+            shutil.rmtree(unfinished)
+        scratch = path.with_name(path.name + ".partial")
+        scratch.mkdir()
+        if progress.candidates is not None:
+            _save_masks(progress.candidates, scratch / "candidates.safetensors")
+        described = {}
+        for role, statistics in progress.statistics.items():
+            described[role], tensors = statistics.state()
+            for index, parts in enumerate(tensors):
+                if parts:
+                    save_file(parts, scratch / f"{role}-{index}.safetensors")
+        values = {
+            "identity": self.identity,
+            "losses": [float(loss).hex() for loss in progress.tally.losses],
+            "terms": [int(terms) for terms in progress.tally.terms],
+            "notes": progress.notes,
+            "statistics": described,
+            "has_candidates": progress.candidates is not None,
+        }
+        (scratch / "progress.json").write_text(json.dumps(values), encoding="utf-8")
+        _flush(scratch)
+        older = [state for state in self._states() if _stage_of(state) == progress.stage]
+        scratch.rename(path)
+        for state in older:
+            shutil.rmtree(state)
+
+    def enter(self, progress: Progress) -> None:
+        """Record the beginning of a stage; when every process has, drop the stage before."""
+        self.record(progress)
+        self.processes.wait()
+        for state in self._states():
+            if _stage_of(state) != progress.stage:
+                shutil.rmtree(state)
+
+    def finish(self) -> None:
+        """The run is done: its state is of no more use."""
+        self.processes.wait()
+        shutil.rmtree(self.own, ignore_errors=True)
+        if self.folder.is_dir() and not any(self.folder.iterdir()):
+            self.folder.rmdir()
+
+    def _states(self) -> list[Path]:
+        return [path for path in self.own.glob("*-*") if path.suffix != ".partial"] if self.own.is_dir() else []
+
+
+def run_identity(
+    model: nn.Module,
+    targets: Sequence[Target],
+    config: Mapping[str, Any],
+    calibration: str | None,
+    processes: Processes,
+) -> dict[str, Any]:
+    """What a state belongs to: configuration, calibration data, model and number of processes."""
+    return {
+        **{f"config.{name}": value for name, value in config.items()},
+        "calibration fingerprint": calibration,
+        "model": type(model).__name__,
+        "weights": _weights_fingerprint(model, targets),
+        "number of processes": processes.count,
+    }
+
+
+def _weights_fingerprint(model: nn.Module, targets: Sequence[Target]) -> str:
+    digest = sha256()
+    for target in targets:
+        matrix = target.matrix(model)
+        digest.update(f"{target.name} {tuple(target.shape)} {matrix.dtype}".encode())
+        sample = matrix[:SAMPLED_ROWS].contiguous().cpu()
+        digest.update(sample.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _load_matrix(state: Path, role: str, index: int) -> dict[str, Tensor]:
+    return load_file(state / f"{role}-{index}.safetensors")
+
+
+def _save_masks(masks: Masks, path: Path) -> None:
+    columns = json.dumps({name: masks.columns(name) for name in masks})
+    save_file({name: masks.packed(name) for name in masks}, path, metadata={"columns": columns})
+
+
+def _load_masks(path: Path) -> Masks:
+    masks = Masks()
+    with safe_open(path, framework="pt") as file:
+        columns = json.loads(file.metadata()["columns"])
+        for name, width in columns.items():  # in the order in which they were selected
+            masks.add_packed(name, file.get_tensor(name).clone(), width)
+    return masks
+
+
+def _flush(folder: Path) -> None:
+    """On the disk before the rename that makes it the state: a power cut must not leave a name without content."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+
+
+def _stage_of(state: Path) -> str:
+    return state.name.rsplit("-", 1)[0]
+
+
+def _stage_index(state: Path) -> int:
+    return STAGES.index(_stage_of(state))
+
+
+def _position(state: Path) -> int:
+    return int(state.name.rsplit("-", 1)[1])

@@ -1,0 +1,104 @@
+"""Shards: a model that is not in one piece in memory, written as safetensors files, one shard in memory at a time.
+
+`save_pretrained` would read a whole shard of up to 50 GB, and knows of offloaded weights only after `device_map`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import groupby
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from gradprobe_hf.targets import block_of
+from gradprobe_hf.weights import aliases, place_of
+
+SHARD_BYTES = 2**30
+
+
+def save_in_shards(
+    folder: Path, model: PreTrainedModel, whole: Callable[[Tensor], Tensor] | None = None, writes: bool = True
+) -> None:
+    """Write weights, configuration and generation configuration as `save_pretrained` would.
+
+    Args:
+        whole: makes the whole tensor of a sharded one. A collective: every process has to call this function.
+        writes: False in the processes that only take part in the collectives.
+    """
+    if writes:
+        with _quiet():
+            model.save_pretrained(folder, state_dict={})  # everything but the weights
+    files: list[tuple[Path, dict[str, int]]] = []
+    for number, shard in enumerate(_shards(model, whole)):
+        if writes:
+            path = folder / f"{number}.partial"
+            save_file(shard, path, metadata={"format": "pt"})
+            files.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
+    if writes:
+        _name_files(folder, files)
+
+
+def _shards(model: PreTrainedModel, whole: Callable[[Tensor], Tensor] | None) -> Iterator[dict[str, Tensor]]:
+    """Tensors under the names of the checkpoint format. Blocks are converted whole: a conversion (of the experts of a
+    mixture, say) may need several of a block's tensors."""
+    shard: dict[str, Tensor] = {}
+    for _, names in groupby(_names(model), key=lambda name: block_of(model, name)):
+        group = {name: _read(model, name, whole) for name in names}
+        for name, tensor in revert_weight_conversion(model, group).items():
+            shard[name] = tensor.contiguous().cpu()
+        if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
+            yield shard
+            shard = {}
+    if shard:
+        yield shard
+
+
+def _names(model: PreTrainedModel) -> list[str]:
+    """What a checkpoint holds: of tied weights one, the one that transformers ties the others to."""
+    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    dropped = set(tied) | {alias for alias, name in aliases(model).items() if name not in tied}
+    dropped |= set(model._keys_to_ignore_on_save or ())
+    dropped -= set(tied.values())
+    return [name for name in model.state_dict() if name not in dropped]
+
+
+def _read(model: PreTrainedModel, name: str, whole: Callable[[Tensor], Tensor] | None) -> Tensor:
+    tensor = model.get_parameter_or_buffer(name)
+    if tensor.is_meta and (place := place_of(model, name)) is not None:
+        return place.read().to(tensor.dtype)
+    return tensor.detach() if whole is None else whole(tensor.detach())
+
+
+def _name_files(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
+    if len(files) == 1:
+        files[0][0].rename(folder / SAFE_WEIGHTS_NAME)
+        return
+    stem, suffix = SAFE_WEIGHTS_NAME.rsplit(".", 1)
+    weight_map, total = {}, 0
+    for number, (path, sizes) in enumerate(files, start=1):
+        name = f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}"
+        path.rename(folder / name)
+        weight_map |= dict.fromkeys(sizes, name)
+        total += sum(sizes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a progress bar over no shards."""
+    shown = is_progress_bar_enabled()
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            enable_progress_bar()

@@ -1,0 +1,126 @@
+"""The store: what Accelerate keeps on disk of an offloaded model, and how it is changed without losing anything.
+
+accelerate's own `.dat` files (`disk_offload`, `dispatch_model`) are replaced one by one; the old ones stay beside them
+until all are written. Safetensors files are never written to, because after `from_pretrained(device_map={"": "disk"})`
+they are the user's checkpoint: changed weights go to files of ours, and the loader's index is pointed at them.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from accelerate.utils import OffloadedWeightsLoader
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from gradprobe_hf.weights import aliases, is_on_disk, place_of
+
+PREFIX = "gradprobe-"  # of the folders that hold changed weights
+
+
+def replace_on_disk(model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
+    """Change parameters that are kept on disk, all of them or none.
+
+    Args:
+        changes: parameter name -> a function from its stored values to the new ones.
+
+    Raises:
+        OSError: no room, or no permission; the store is as it was.
+    """
+    undo: list[Callable[[], None]] = []
+    done: list[Callable[[], None]] = []
+    folders: dict[str, Path] = {}
+    try:
+        for name, change in changes.items():
+            for alias in [name, *(other for other, canonical in aliases(model).items() if canonical == name)]:
+                place = place_of(model, alias)
+                assert place is not None, "it is on disk"
+                store, key = place.store
+                assert isinstance(store, OffloadedWeightsLoader)
+                value = change(place.read())
+                if store.index[key].get("safetensors_file") is None:
+                    _replace_file(store, key, value, undo, done)
+                else:
+                    _redirect(model, store, key, value, folders, undo)
+    except BaseException as error:
+        for step in reversed(undo):
+            with suppress(OSError):
+                step()
+        if isinstance(error, SafetensorError):
+            raise OSError(f"the offload store cannot be written: {error}") from error
+        raise
+    for step in done:
+        step()
+
+
+def check_store_room(model: nn.Module, parameters: set[str]) -> None:
+    """Raise OSError, before any work, where changed weights will not fit beside those that are on disk."""
+    needed: dict[Path, int] = {}
+    for name in parameters:
+        if is_on_disk(model, name) and (place := place_of(model, name)) is not None:
+            folder = _folder_of(place.store[0])
+            needed[folder] = needed.get(folder, 0) + model.get_parameter(name).nbytes
+    for folder, nbytes in needed.items():
+        free = shutil.disk_usage(folder).free
+        if free < nbytes:
+            raise OSError(
+                errno.ENOSPC,
+                f"the pruned weights of the offloaded model need {nbytes / 1e6:,.0f} MB there and {free / 1e6:,.0f} MB "
+                "are free; choose another offload_folder (--offload-folder). Nothing was written",
+                str(folder),
+            )
+
+
+def _folder_of(store: object) -> Path:
+    return Path(getattr(store, "save_folder", None) or tempfile.gettempdir())
+
+
+def _replace_file(
+    store: OffloadedWeightsLoader,
+    key: str,
+    value: Tensor,
+    undo: list[Callable[[], None]],
+    done: list[Callable[[], None]],
+) -> None:
+    """accelerate's `.dat` file is the tensor's bytes (accelerate/utils/offload.py); mapping it for writing, as
+    accelerate does, would end the process on a full disk, where writing it raises."""
+    path = Path(str(store.save_folder)) / f"{key}.dat"
+    before = path.with_name(path.name + ".before")
+    path.rename(before)
+    undo.append(lambda: os.replace(before, path))
+    done.append(before.unlink)
+    with open(path, "wb") as file:
+        file.write(value.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
+
+
+def _redirect(
+    model: nn.Module,
+    store: OffloadedWeightsLoader,
+    key: str,
+    value: Tensor,
+    folders: dict[str, Path],
+    undo: list[Callable[[], None]],
+) -> None:
+    parent = _folder_of(store)
+    if str(parent) not in folders:
+        folders[str(parent)] = folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+        weakref.finalize(model, shutil.rmtree, folder, True)  # nobody else knows of these files
+    file = folders[str(parent)] / f"{key}.safetensors"
+    undo.append(lambda: file.unlink(missing_ok=True))
+    save_file({key: value.contiguous().cpu()}, file)
+    previous = store.index[key]
+    store.index[key] = {
+        "safetensors_file": str(file),
+        "weight_name": key,
+        "dtype": str(value.dtype).removeprefix("torch."),
+    }
+    undo.append(lambda: store.index.__setitem__(key, previous))
