@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.calibration import Batches, shared_rows
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.evaluation import Measurement
 from gradprobe_hf.loss import objective
+from gradprobe_hf.masks import rows_of
+from gradprobe_hf.processes import Processes
 from gradprobe_hf.report import MatrixRow, Report
+from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.targets import Target
 from gradprobe_hf.verdict import Verdict
+from gradprobe_hf.weights import row_chunks
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 
@@ -33,9 +36,11 @@ def build_report(
     measured: dict[str, Measurement],
     timings: dict[str, float],
     processing_class: Any = None,
+    execution: dict[str, str] | None = None,
+    processes: Processes | None = None,
 ) -> Report:
     """Everything that a reader of the card or the JSON may want to know. The model still has its original weights."""
-    rows = [_row(target, target.matrix(model), config, verdict) for target in targets]
+    rows = _rows(model, targets, config, verdict, processes or Processes())
     evaluation = {name: found.to_dict() for name, found in measured.items()}
     return Report(
         model={**_describe(model, targets), "processing_class": type(processing_class).__name__},
@@ -46,6 +51,7 @@ def build_report(
         probes=verdict.probe_losses,
         timings=timings,
         memory={**peak_memory(), "accumulator_bytes": verdict.accumulator_bytes},
+        execution=execution or {},
         versions=versions(),
         warnings=[
             *_about_text(calibration, held_out),
@@ -88,7 +94,7 @@ def _describe(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, 
     return {
         # of a local folder its name alone: a report is published, and paths tell about the machine
         "name": Path(model.name_or_path).name if Path(model.name_or_path).is_dir() else model.name_or_path,
-        "class": type(model).__name__,
+        "class": type(model).__name__.removeprefix("FSDP"),  # FSDP2 renames the class of what it shards
         "objective": objective(model),
         "parameters": model.num_parameters(),
         "target_weights": sum(target.numel for target in targets),
@@ -96,23 +102,46 @@ def _describe(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, 
     }
 
 
-def _row(target: Target, weight: Tensor, config: GradProbeConfig, verdict: Verdict) -> MatrixRow:
-    mask, zero = verdict.masks[target.name], weight == 0
-    lowest, highest = verdict.score_ranges.get(target.name, (None, None))
-    return MatrixRow(
-        name=target.name,
-        block=target.block,
-        role=target.role,
-        shape=target.shape,
-        weights=target.numel,
-        budget=round((config.sparsity or 0.0) * target.numel),
-        pruned=int(mask.sum()),
-        zeros_before=int(zero.sum()),
-        zeros_after=int((mask | zero).sum()),
-        score_min=lowest,
-        score_max=highest,
-        no_evidence=verdict.without_evidence.get(target.name, 0),
-    )
+def _rows(
+    model: PreTrainedModel,
+    targets: tuple[Target, ...],
+    config: GradProbeConfig,
+    verdict: Verdict,
+    processes: Processes,
+) -> list[MatrixRow]:
+    """One row a matrix; of a sharded model every process counts its shards."""
+    blind = verdict.without_evidence
+    counts = torch.tensor([[*_counts(model, target, verdict), blind.get(target.name, 0)] for target in targets])
+    if is_sharded(model):
+        processes.sum_(counts)
+    return [
+        MatrixRow(
+            name=target.name,
+            block=target.block,
+            role=target.role,
+            shape=target.shape,
+            weights=target.numel,
+            budget=round((config.sparsity or 0.0) * target.numel),
+            pruned=pruned,
+            zeros_before=before,
+            zeros_after=after,
+            score_min=verdict.score_ranges.get(target.name, (None, None))[0],
+            score_max=verdict.score_ranges.get(target.name, (None, None))[1],
+            no_evidence=no_evidence,
+        )
+        for target, (pruned, before, after, no_evidence) in zip(targets, counts.tolist(), strict=True)
+    ]
+
+
+def _counts(model: PreTrainedModel, target: Target, verdict: Verdict) -> tuple[int, int, int]:
+    """Weights that go, that are zero already, and that will be zero."""
+    matrix = target.matrix(model)
+    pruned = before = after = 0
+    for rows in row_chunks(matrix.shape):
+        mask, zero = rows_of(verdict.masks, target.name, rows), matrix[rows] == 0
+        pruned, before = pruned + int(mask.sum()), before + int(zero.sum())
+        after += int((mask.to(zero.device) | zero).sum())
+    return pruned, before, after
 
 
 def _about_text(calibration: Batches | None, held_out: Batches | None) -> list[str]:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradprobe_hf.masks import rows_of
+from gradprobe_hf.sharding import reshard
 from gradprobe_hf.store import replace_on_disk
 from gradprobe_hf.targets import Target
 from gradprobe_hf.weights import WeightsView, aliases, is_on_disk, place_of, row_chunks
@@ -49,6 +50,7 @@ def _zeroed(model: nn.Module, targets: Sequence[Target], masks: Mapping[str, Ten
     keeping = False
     try:
         with torch.no_grad():
+            reshard(model)  # a whole weight that is still there would hide what its shard is given
             for target in targets:
                 weight, mask = target.matrix(model), masks[target.name]
                 originals.append((target, weight.masked_select(mask)))  # before the write: nothing is lost
@@ -57,6 +59,7 @@ def _zeroed(model: nn.Module, targets: Sequence[Target], masks: Mapping[str, Ten
         keeping = keep
     finally:
         if not keeping:
+            reshard(model)
             with torch.no_grad():
                 while originals:  # each is let go as soon as it is back
                     target, values = originals.pop()

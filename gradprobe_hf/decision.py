@@ -17,7 +17,7 @@ from gradprobe_hf.config import Fisher, GradProbeConfig
 from gradprobe_hf.probe import ALL, MatrixStatistics, Statistics, Term
 from gradprobe_hf.scores import blended_fisher, fisher_score, magnitude_score, random_score, wanda_score
 from gradprobe_hf.selection import Keys, score_keys
-from gradprobe_hf.targets import Target
+from gradprobe_hf.targets import Region, Target
 from gradprobe_hf.weights import row_chunks
 
 FISHER_TERMS: dict[Fisher, frozenset[Term]] = {
@@ -64,28 +64,28 @@ def fisher_of(statistics: MatrixStatistics, kind: Fisher, rows: slice = ALL) -> 
 
 
 def candidate_score(
-    target: Target, weight: Tensor, rows: slice, statistics: Statistics | None, config: GradProbeConfig
+    target: Target, weight: Tensor, part: Region, statistics: Statistics | None, config: GradProbeConfig
 ) -> Tensor:
-    """The strategy's score of some rows, `[rows, in]`; see `unreached_score` for a matrix the loss does not reach."""
+    """The strategy's score of a part of a matrix; see `unreached_score` for a matrix the loss does not reach."""
     if config.strategy == "magnitude":
         return magnitude_score(weight)
     if config.strategy == "random":
-        return random_score(target.shape, target.name, config.seed)[rows].to(weight.device)
+        return random_score(target.shape, target.name, config.seed)[part.rows, part.columns].to(weight.device)
     assert statistics is not None, f"{config.strategy!r} needs statistics"
     known = statistics[target.name]
     if not known.reached:
         return unreached_score(weight)
     if config.strategy == "wanda":
-        return wanda_score(weight, known.input_sq(rows))
-    return fisher_score(weight, fisher_of(known, config.fisher, rows))
+        return wanda_score(weight, known.input_sq(part.rows))
+    return fisher_score(weight, fisher_of(known, config.fisher, part.rows))
 
 
-def path_score(target: Target, weight: Tensor, rows: slice, statistics: Statistics, fisher: Fisher) -> Tensor:
+def path_score(target: Target, weight: Tensor, part: Region, statistics: Statistics, fisher: Fisher) -> Tensor:
     """`W^2 F` with F summed over both probes: the loss that pruning adds, averaged over the path between them."""
     known = statistics[target.name]
     if not known.reached:
         return unreached_score(weight)
-    return fisher_score(weight, fisher_of(known, fisher, rows))
+    return fisher_score(weight, fisher_of(known, fisher, part.rows))
 
 
 def unreached_score(weight: Tensor) -> Tensor:
@@ -93,18 +93,22 @@ def unreached_score(weight: Tensor) -> Tensor:
     return 1e38 * (1 + weight.abs() / (1 + weight.abs()))
 
 
-def keys_of(model: nn.Module, score: Callable[[Target, Tensor, slice], Tensor]) -> Keys:
+def keys_of(model: nn.Module, score: Callable[[Target, Tensor, Region], Tensor]) -> Keys:
     """A stream of sortable keys: scores are made in float32 (float64 for a float64 model), some rows at a time.
 
     Args:
-        score: called with a target, some rows of its weight, and which rows they are.
+        score: called with a target, a part of its weight, and which part it is.
     """
 
     def keys(target: Target) -> Iterator[Tensor]:
-        matrix = target.matrix(model)
+        matrix, held = target.matrix(model), target.region(model)
+        if not matrix.numel():  # a shard may be empty
+            yield torch.empty(matrix.shape, dtype=torch.int32, device=matrix.device)
+            return
         for rows in row_chunks(matrix.shape):
             weight = matrix[rows].to(torch.promote_types(matrix.dtype, torch.float32))
-            yield score_keys(score(target, weight, rows), weight, target.name)
+            part = Region(slice(held.rows.start + rows.start, held.rows.start + rows.stop), held.columns)
+            yield score_keys(score(target, weight, part), weight, target.name)
 
     return keys
 

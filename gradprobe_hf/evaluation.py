@@ -15,6 +15,9 @@ from transformers import PreTrainedModel
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
 from gradprobe_hf.modes import eval_mode
+from gradprobe_hf.probe import share
+from gradprobe_hf.processes import Processes
+from gradprobe_hf.sharding import is_sharded, resharded
 from gradprobe_hf.weights import input_device
 
 
@@ -38,22 +41,27 @@ def measure(
     loss_fn: LossFunction | None = None,
     label: str = "evaluation",
     progress: bool = True,
+    processes: Processes | None = None,
 ) -> Measurement:
     """Mean loss over all batches: exp of the mean next-token loss inside the windows is their perplexity.
+
+    Args:
+        processes: who shares the batches; all get the same result.
 
     Raises:
         ValueError: no token was predicted, or the loss is NaN. An infinite loss is a result, and is reported.
     """
-    totals: list[torch.Tensor] = []
-    terms: int | torch.Tensor = 0
-    device = input_device(model)
-    with eval_mode(model):
-        for batch in tqdm(list(batches), desc=label, unit="batch", disable=not progress):
+    together = processes or Processes()
+    totals = torch.zeros(2, dtype=torch.float64, device=(device := input_device(model)))
+    with resharded(model), eval_mode(model):
+        steps = share(list(batches), together, is_sharded(model))
+        for batch, counted in tqdm(steps, desc=label, unit="batch", disable=not progress):
             batch = send_to_device(batch, device)
             loss, count = (loss_fn(model, batch), row_count(batch)) if loss_fn else summed_loss(model, batch)
-            totals.append(loss.double())
-            terms = terms + count
-    total, terms = float(sum(totals)), int(terms)
+            if counted:
+                totals += torch.stack([loss.double().to(device), torch.as_tensor(count, device=device).double()])
+    total, terms = together.sum_(totals.cpu()).tolist()
+    terms = int(terms)
     if not terms or math.isnan(total):
         raise ValueError(f"{label}: the loss over {terms} terms is {total}; nothing can be concluded from it.")
     mean = total / terms

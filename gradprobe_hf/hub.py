@@ -23,6 +23,7 @@ from gradprobe_hf.card import base_metadata, build_card
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.plots import save_plots
 from gradprobe_hf.report import Report
+from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.shards import save_in_shards
 from gradprobe_hf.weights import is_offloaded
 
@@ -77,18 +78,23 @@ def write_checkpoint(
     *,
     overwrite: bool = False,
     where: str | None = None,
+    writes: bool = True,
 ) -> None:
     """Weights, configuration, tokenizer, report, pictures and card, written beside `directory` and renamed.
 
     Args:
         where: what the card's snippet names; the folder's name by default.
+        writes: False in processes that only take part in gathering the shards of the main one's weights.
 
     Raises:
         FileExistsError: see `check_destination`.
         OSError: it cannot be written; nothing of it remains.
     """
-    check_destination(directory, model.name_or_path, overwrite)
     path = Path(directory)
+    if not writes:
+        save_in_shards(path, model, writes=False)
+        return
+    check_destination(directory, model.name_or_path, overwrite)
     with _replacing(path) as scratch:
         save_weights(scratch, model)
         _add_own_key(scratch / "config.json", config, report)
@@ -102,8 +108,8 @@ def write_checkpoint(
 
 
 def save_weights(folder: Path, model: PreTrainedModel) -> None:
-    """Weights and configuration; of a model that is not in memory, shard by shard."""
-    if is_offloaded(model):
+    """Weights and configuration; of a model that is not in memory in one piece, shard by shard."""
+    if is_offloaded(model) or is_sharded(model):
         save_in_shards(folder, model)
     else:
         model.save_pretrained(folder)

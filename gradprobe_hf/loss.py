@@ -53,7 +53,8 @@ def objective(model: PreTrainedModel) -> str | None:
 
     transformers reads it off the class's name, which for GPT-2's `GPT2LMHeadModel` says nothing; the auto mapping does.
     """
-    if type(model).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    # FSDP2 renames the class of what it shards.
+    if type(model).__name__.removeprefix("FSDP") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return "ForCausalLM"
     return getattr(model, "loss_type", None)
 

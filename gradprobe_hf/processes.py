@@ -6,7 +6,7 @@ Every collective of the package is made here, and counted: their number must not
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -82,6 +82,18 @@ class Processes:
         with self._talking():
             dist.broadcast_object_list(box, src=source)
         return box[0]
+
+    def on_main(self, check: Callable[[], None]) -> None:
+        """Run a check in the main process; what it raises is raised in all of them."""
+        failure = None
+        if self.is_main:
+            try:
+                check()
+            except (ValueError, OSError) as error:
+                failure = error
+        failure = self.agree(failure)
+        if failure is not None:
+            raise failure
 
     def wait(self) -> None:
         """Until every process is here."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,30 @@ from transformers import PreTrainedModel
 from gradprobe_hf.accounting import build_report
 from gradprobe_hf.application import masks_applied
 from gradprobe_hf.calibration import Batches, load_batches
+from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.evaluation import Measurement, measure
+from gradprobe_hf.execution import (
+    accumulator_files,
+    choose_checkpointing,
+    largest_batch,
+    memory_errors,
+    remedies_for,
+)
 from gradprobe_hf.hub import check_destination, check_push, check_room, push_folder
-from gradprobe_hf.loading import load_model, load_processing_class
+from gradprobe_hf.loading import DeviceMap, load_model, load_processing_class
 from gradprobe_hf.loss import LossFunction, is_causal
-from gradprobe_hf.probe import serving
+from gradprobe_hf.probe import Statistics, run_probe, serving
+from gradprobe_hf.processes import Processes, join_processes
 from gradprobe_hf.result import PruneResult
+from gradprobe_hf.resume import Journal, check_save_every, run_identity
+from gradprobe_hf.sharding import check_sharding, is_sharded
 from gradprobe_hf.stopwatch import Stopwatch
-from gradprobe_hf.targets import Target, check_editable, check_group, find_targets
+from gradprobe_hf.store import check_store_room
+from gradprobe_hf.targets import Target, check_editable, check_group, check_rows, find_targets, is_routed
 from gradprobe_hf.verdict import Verdict, reach_verdict
+from gradprobe_hf.weights import is_offloaded
 
 logger = logging.getLogger(__name__)
 
@@ -45,16 +58,24 @@ def prune_pretrained(
     push_to_hub: bool = False,
     hub_model_id: str | None = None,
     hub_private_repo: bool | None = None,
+    device_map: DeviceMap = None,
+    max_memory: dict[int | str, int | str] | None = None,
+    offload_folder: str | Path | None = None,
+    resume_dir: str | Path | None = None,
+    save_every: int = 16,
     progress: bool = True,
     **from_pretrained_kwargs: Any,
 ) -> PruneResult:
     """Prune a pretrained model by asking its gradients.
 
-    The model in memory changes only at the very end: whenever this raises or is interrupted, at whatever stage, every
-    weight has the bits it had before.
+    The model changes only at the very end: whenever this raises or is interrupted, at whatever stage, every weight has
+    the bits it had before, in memory and on disk.
+
+    Under `accelerate launch` or torchrun every process calls this with the same arguments and a whole, unwrapped model
+    (or one that FSDP2 shards): they share the batches, reach the same masks, and the main one writes.
 
     Args:
-        model_or_id: a Hub id, a folder, or a loaded `PreTrainedModel`.
+        model_or_id: a Hub id, a folder, or a loaded `PreTrainedModel`, offloaded by Accelerate or not.
         config: how to prune; the defaults take 50% of the weights of the blocks.
         calibration: text or batches for the probes. `"pydoc"` (default: the Python manual, always there), `"self"`
             (the model's own text), a `.txt`, `.jsonl` or `.parquet` file or a folder of them, a Hub dataset
@@ -67,35 +88,50 @@ def prune_pretrained(
         apply: False leaves the weights as they are; masks and report are made all the same.
         output_dir: where to save the checkpoint. An existing folder is refused unless `overwrite` is set.
         push_to_hub: upload it to `hub_model_id` (default: the name of `output_dir`), `hub_private_repo` or not.
+        device_map: where the weights go, as for `from_pretrained`: `"auto"`, a device, a dict of modules, or `"disk"`
+            for all of them; then they are read when they are needed, and the checkpoint itself is never written to.
+        max_memory: bytes for each device that `device_map="auto"` may use.
+        offload_folder: for weights on disk that have to be written, and accumulators on disk (default: a temporary
+            folder).
+        resume_dir: a folder to save the state of the probes in, every `save_every` batches. Called again with the same
+            arguments, a run that was killed goes on from there, to the same masks.
         progress: show progress bars.
         from_pretrained_kwargs: for loading by name: `dtype`, `revision`, `gguf_file`, `trust_remote_code`, ...
 
     Raises:
         ValueError: an option, a pattern, the data or the loss is wrong; the message names the value and the remedy.
         FileExistsError: `output_dir` exists.
+        MemoryError: out of memory; the message names the stage and what would help.
         OSError: no such model, no network or login, or a full disk.
+        ConnectionError: another process ended.
     """
     config = config or GradProbeConfig()
+    check_save_every(save_every)
+    processes = join_processes()
+    progress = progress and processes.is_main
     repo_id = _repository(push_to_hub, hub_model_id, output_dir)
     if output_dir is not None:
-        check_destination(output_dir, _name_of(model_or_id), overwrite)
+        processes.on_main(partial(check_destination, output_dir, _name_of(model_or_id), overwrite))
     stopwatch = Stopwatch()
     with stopwatch("load"):
-        model = load_model(model_or_id, **from_pretrained_kwargs)
+        placement = {"device_map": device_map, "max_memory": max_memory}
+        if not isinstance(model_or_id, PreTrainedModel):  # of a loaded model the folder is for accumulators alone
+            placement["offload_folder"] = offload_folder
+        wanted = {name: value for name, value in placement.items() if value is not None}
+        model = load_model(model_or_id, **wanted, **from_pretrained_kwargs)
         processing_class = processing_class or load_processing_class(model, **from_pretrained_kwargs)
+        targets = _checked_targets(model, config)
         if output_dir is not None:
-            check_room(output_dir, model)
-        targets = find_targets(model, config.include, config.exclude)
-        check_editable(model, targets)
-        if config.group is not None:
-            check_group(targets, *config.group)
+            processes.on_main(partial(check_room, output_dir, model))
+        if apply:
+            check_store_room(model, {target.parameter for target in targets})
     with stopwatch("read data"):
         data = partial(
             load_batches,
             model=model,
             processing_class=processing_class,
             sequence_length=config.sequence_length,
-            batch_size=config.batch_size,
+            batch_size=4 if config.batch_size == "auto" else config.batch_size,
             seed=config.seed,
             progress=progress,
         )
@@ -107,45 +143,160 @@ def prune_pretrained(
             data(evaluation, part="evaluation", samples=config.evaluation_samples) if evaluation is not None else None
         )
     if repo_id is not None:  # last of the checks: it creates the repository
-        repo_id = check_push(repo_id, hub_private_repo)
-    verdict = reach_verdict(model, targets, config, batches, loss_fn=loss_fn, stopwatch=stopwatch, progress=progress)
-    measured = _evaluate(model, targets, verdict, held_out, loss_fn, stopwatch, progress) if held_out else {}
+        full_name = repo_id
+        repo_id = processes.agree(check_push(full_name, hub_private_repo) if processes.is_main else None)
+    run = _Run(model, targets, config, loss_fn, processes, stopwatch, progress)
+    batches, checkpointing, execution = run.plan(batches, offload_folder)
+    journal = run.journal(resume_dir, save_every, batches)
+    remedies = remedies_for(config, _rows(batches), checkpointing, is_offloaded(model))
+    with memory_errors(stopwatch, remedies):
+        with accumulator_files(config, offload_folder) as keeping:
+            verdict = reach_verdict(
+                model,
+                targets,
+                config,
+                batches,
+                loss_fn=loss_fn,
+                checkpointing=checkpointing,
+                keeping=keeping,
+                processes=processes,
+                journal=journal,
+                stopwatch=stopwatch,
+                progress=progress,
+            )
+        measured = run.evaluate(verdict, held_out) if held_out else {}
     report = build_report(
-        model, targets, config, verdict, batches, held_out, measured, dict(stopwatch.seconds), processing_class
+        model,
+        targets,
+        config,
+        verdict,
+        batches,
+        held_out,
+        measured,
+        dict(stopwatch.seconds),
+        processing_class,
+        execution,
+        processes,
     )
     for warning in report.warnings:
         logger.warning(warning)
-    result = PruneResult(model, verdict.masks, report, config, processing_class, targets)
+    result = PruneResult(model, verdict.masks, report, config, processing_class, targets, processes)
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
     with masks_applied(model, targets, verdict.masks, keep=apply):
         if output_dir is not None:
             with stopwatch("save"):
                 result.save_pretrained(output_dir, overwrite=overwrite, repo_id=repo_id)
-        if repo_id is not None:
+        if repo_id is not None and (processes.is_main or is_sharded(model)):
             with stopwatch("upload"):
-                push_folder(output_dir, repo_id) if output_dir else result.push_to_hub(repo_id)
+                if output_dir is None:
+                    result.push_to_hub(repo_id)
+                elif processes.is_main:
+                    push_folder(output_dir, repo_id)
+        processes.wait()  # none keeps its zeros if the main one could not save them
+    if journal is not None:
+        journal.finish()
     return replace(result, report=replace(report, timings=dict(stopwatch.seconds)))
 
 
-def _evaluate(
-    model: PreTrainedModel,
-    targets: tuple[Target, ...],
-    verdict: Verdict,
-    held_out: Batches,
-    loss_fn: LossFunction | None,
-    stopwatch: Stopwatch,
-    progress: bool,
-) -> dict[str, Measurement]:
-    """The loss before and after; the pruned model is measured through what it is served, its weights untouched."""
-    views: dict[str, AbstractContextManager[None]] = {
-        "dense": nullcontext(),
-        "pruned": serving(model, targets, verdict.masks),
-    }
-    measured = {}
-    for name, view in views.items():
-        with stopwatch(f"evaluate {name}"), view:
-            measured[name] = measure(model, held_out, loss_fn, f"evaluation ({name})", progress)
-    return measured
+def _checked_targets(model: PreTrainedModel, config: GradProbeConfig) -> tuple[Target, ...]:
+    """The matrices to prune; everything about them that would fail later fails here."""
+    check_sharding(model)
+    targets = find_targets(model, config.include, config.exclude)
+    check_editable(model, targets)
+    if config.group is not None:
+        check_group(targets, *config.group)
+        check_rows(model, targets, f"pattern={config.pattern!r}")
+    elif "row" in (config.candidate_scope, config.decision_scope):
+        check_rows(model, targets, "scope='row'")
+    return targets
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What the stages of one call share."""
+
+    model: PreTrainedModel
+    targets: tuple[Target, ...]
+    config: GradProbeConfig
+    loss_fn: LossFunction | None
+    processes: Processes
+    stopwatch: Stopwatch
+    progress: bool
+
+    def plan(
+        self, batches: Batches | None, offload_folder: str | Path | None
+    ) -> tuple[Batches | None, bool, dict[str, str]]:
+        """The batches in their final portions, whether blocks are recomputed, and why: decided from memory alone."""
+        execution = {"placement": _placement(self.model), "processes": str(self.processes.count)}
+        needed = evidence_needed(self.config)
+        if batches is None:
+            return None, False, execution
+        if self.config.batch_size == "auto" and needed.passes == "probe":
+            with self.stopwatch("batch size"):
+                trial = partial(self._trial, offload_folder=offload_folder)
+                batches, execution["batch_size"] = largest_batch(
+                    self.model, self.config, batches, trial, self.processes
+                )
+        passes = batches.samples if is_routed(self.targets) else len(batches)
+        if passes < self.processes.count:
+            raise ValueError(
+                f"{self.processes.count} processes and {passes} calibration batches: every process needs one. Set a "
+                "smaller batch_size, a larger num_samples, or start fewer processes."
+            )
+        checkpointing = False
+        if needed.passes == "probe":
+            checkpointing, execution["checkpointing"] = choose_checkpointing(
+                self.model, self.config, _rows(batches), batches.longest
+            )
+            logger.info("checkpointing is %s", execution["checkpointing"])
+        return batches, checkpointing, execution
+
+    def _trial(self, batches: Batches, offload_folder: str | Path | None) -> None:
+        """One pass with everything in memory that the probe would have there."""
+        checkpointing, _ = choose_checkpointing(self.model, self.config, _rows(batches), batches.longest)
+        with accumulator_files(self.config, offload_folder) as keeping:
+            statistics = Statistics(self.targets, evidence_needed(self.config).terms, self.model, keeping)
+            run_probe(
+                self.model,
+                self.targets,
+                batches,
+                statistics,
+                loss_fn=self.loss_fn,
+                checkpointing=checkpointing,
+                progress=False,
+            )
+
+    def journal(self, resume_dir: str | Path | None, save_every: int, batches: Batches | None) -> Journal | None:
+        if resume_dir is None or batches is None or evidence_needed(self.config).passes != "probe":
+            return None
+        identity = run_identity(self.model, self.targets, self.config.to_dict(), batches, self.processes)
+        journal = Journal(Path(resume_dir), identity, save_every, self.processes)
+        journal.check()
+        return journal
+
+    def evaluate(self, verdict: Verdict, held_out: Batches) -> dict[str, Measurement]:
+        """The loss before and after; the pruned model is measured through what it is served, its weights untouched."""
+        views: dict[str, AbstractContextManager[None]] = {
+            "dense": nullcontext(),
+            "pruned": serving(self.model, self.targets, verdict.masks),
+        }
+        measured = {}
+        for name, view in views.items():
+            with self.stopwatch(f"evaluate {name}"), view:
+                measured[name] = measure(
+                    self.model, held_out, self.loss_fn, f"evaluation ({name})", self.progress, self.processes
+                )
+        return measured
+
+
+def _rows(batches: Batches | None) -> int:
+    return max((row_count(batch) for batch in batches), default=1) if batches is not None else 1
+
+
+def _placement(model: PreTrainedModel) -> str:
+    if is_sharded(model):
+        return "sharded by FSDP2"
+    return "offloaded by Accelerate" if is_offloaded(model) else "in memory"
 
 
 def _repository(push_to_hub: bool, hub_model_id: str | None, output_dir: str | Path | None) -> str | None:

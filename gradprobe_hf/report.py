@@ -62,7 +62,7 @@ class Group:
 class Report:
     """Attributes: `model` (name, class, sizes), `config`, `matrices`, `calibration` and `evaluation` (source, protocol,
     fingerprint; dense and pruned measurements), `probes` (mean calibration loss), `timings` (seconds per stage),
-    `memory` (bytes), `versions`, `warnings`."""
+    `memory` (bytes), `execution` (how it was run, and why so: it changes no result), `versions`, `warnings`."""
 
     model: dict[str, Any]
     config: dict[str, Any]
@@ -72,6 +72,7 @@ class Report:
     probes: dict[str, float] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
+    execution: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
 

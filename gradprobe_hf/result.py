@@ -6,7 +6,7 @@ import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,9 @@ from transformers import PreTrainedModel
 from gradprobe_hf.application import masks_applied
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.hub import check_push, push_folder, write_checkpoint
+from gradprobe_hf.processes import Processes
 from gradprobe_hf.report import Report
+from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.targets import Target
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ class PruneResult:
         config: how.
         processing_class: the tokenizer, or None.
         targets: the matrices the masks are for.
+        processes: who took part. The main one writes. Of a model that FSDP2 shards, `masks` are those of this
+            process's shards, and every process has to call `save_pretrained`.
     """
 
     model: PreTrainedModel
@@ -41,6 +45,7 @@ class PruneResult:
     config: GradProbeConfig
     processing_class: Any
     targets: tuple[Target, ...]
+    processes: Processes = field(default_factory=Processes)
 
     def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
         """Write the pruned checkpoint, whole or not at all; with `apply=False` the model in memory stays as it is.
@@ -52,6 +57,8 @@ class PruneResult:
             FileExistsError: the folder exists and `overwrite` is not set.
             OSError: it cannot be written; nothing of it remains.
         """
+        if not self.processes.is_main and not is_sharded(self.model):
+            return
         with masks_applied(self.model, self.targets, self.masks, keep=False):
             write_checkpoint(
                 directory,
@@ -61,6 +68,7 @@ class PruneResult:
                 self.report,
                 overwrite=overwrite,
                 where=repo_id,
+                writes=self.processes.is_main,
             )
 
     def push_to_hub(

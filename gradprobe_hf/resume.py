@@ -15,6 +15,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from gradprobe_hf.calibration import Batches
+from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.probe import Statistics, Tally
 from gradprobe_hf.processes import Processes
@@ -152,17 +155,23 @@ def run_identity(
     model: nn.Module,
     targets: Sequence[Target],
     config: Mapping[str, Any],
-    calibration: str | None,
+    batches: Batches,
     processes: Processes,
 ) -> dict[str, Any]:
     """What a state belongs to: configuration, calibration data, model and number of processes."""
     return {
         **{f"config.{name}": value for name, value in config.items()},
-        "calibration fingerprint": calibration,
+        "calibration": f"{batches.source} ({batches.fingerprint})",
+        "batches": f"{len(batches)} of up to {max(map(row_count, batches))} rows",
         "model": type(model).__name__,
         "weights": _weights_fingerprint(model, targets),
         "number of processes": processes.count,
     }
+
+
+def check_save_every(save_every: int) -> None:
+    if not isinstance(save_every, int) or isinstance(save_every, bool) or save_every < 1:
+        raise ValueError(f"save_every must be a whole number of batches >= 1, got {save_every!r}.")
 
 
 def _weights_fingerprint(model: nn.Module, targets: Sequence[Target]) -> str:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
@@ -18,26 +18,27 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from gradprobe_hf.sharding import reshard, whole
 from gradprobe_hf.targets import block_of
 from gradprobe_hf.weights import aliases, place_of
 
 SHARD_BYTES = 2**30
 
 
-def save_in_shards(
-    folder: Path, model: PreTrainedModel, whole: Callable[[Tensor], Tensor] | None = None, writes: bool = True
-) -> None:
+def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True) -> None:
     """Write weights, configuration and generation configuration as `save_pretrained` would.
 
+    Of a model that FSDP2 shards every process has to call this: one parameter after the other is gathered.
+
     Args:
-        whole: makes the whole tensor of a sharded one. A collective: every process has to call this function.
-        writes: False in the processes that only take part in the collectives.
+        writes: False in the processes that only take part in the gathering.
     """
     if writes:
-        with _quiet():
-            model.save_pretrained(folder, state_dict={})  # everything but the weights
+        with _nothing_gathered(model), _quiet():
+            model.save_pretrained(folder, state_dict={}, is_main_process=True)  # everything but the weights
+    reshard(model)
     files: list[tuple[Path, dict[str, int]]] = []
-    for number, shard in enumerate(_shards(model, whole)):
+    for number, shard in enumerate(_shards(model)):
         if writes:
             path = folder / f"{number}.partial"
             save_file(shard, path, metadata={"format": "pt"})
@@ -46,12 +47,12 @@ def save_in_shards(
         _name_files(folder, files)
 
 
-def _shards(model: PreTrainedModel, whole: Callable[[Tensor], Tensor] | None) -> Iterator[dict[str, Tensor]]:
+def _shards(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Tensors under the names of the checkpoint format. Blocks are converted whole: a conversion (of the experts of a
     mixture, say) may need several of a block's tensors."""
     shard: dict[str, Tensor] = {}
     for _, names in groupby(_names(model), key=lambda name: block_of(model, name)):
-        group = {name: _read(model, name, whole) for name in names}
+        group = {name: _read(model, name) for name in names}
         for name, tensor in revert_weight_conversion(model, group).items():
             shard[name] = tensor.contiguous().cpu()
         if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
@@ -70,11 +71,11 @@ def _names(model: PreTrainedModel) -> list[str]:
     return [name for name in model.state_dict() if name not in dropped]
 
 
-def _read(model: PreTrainedModel, name: str, whole: Callable[[Tensor], Tensor] | None) -> Tensor:
+def _read(model: PreTrainedModel, name: str) -> Tensor:
     tensor = model.get_parameter_or_buffer(name)
     if tensor.is_meta and (place := place_of(model, name)) is not None:
         return place.read().to(tensor.dtype)
-    return tensor.detach() if whole is None else whole(tensor.detach())
+    return whole(tensor.detach())
 
 
 def _name_files(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
@@ -82,7 +83,8 @@ def _name_files(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
         files[0][0].rename(folder / SAFE_WEIGHTS_NAME)
         return
     stem, suffix = SAFE_WEIGHTS_NAME.rsplit(".", 1)
-    weight_map, total = {}, 0
+    weight_map: dict[str, str] = {}
+    total = 0
     for number, (path, sizes) in enumerate(files, start=1):
         name = f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}"
         path.rename(folder / name)
@@ -90,6 +92,19 @@ def _name_files(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
         total += sum(sizes.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _nothing_gathered(model: PreTrainedModel) -> Iterator[None]:
+    """A model made with `distributed_config` would gather all of itself, whatever state it is told to save."""
+    had = getattr(model.config, "distributed_config", None)
+    try:
+        if had is not None:
+            model.config.distributed_config = None
+        yield
+    finally:
+        if had is not None:
+            model.config.distributed_config = had
 
 
 @contextmanager

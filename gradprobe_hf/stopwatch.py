@@ -15,6 +15,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
+        self.failed: str | None = None  # the innermost stage that an exception ended
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -22,5 +23,8 @@ class Stopwatch:
         start = time.perf_counter()
         try:
             yield
+        except BaseException:
+            self.failed = self.failed or stage
+            raise
         finally:
             self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start

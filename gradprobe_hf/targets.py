@@ -15,9 +15,11 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from gradprobe_hf.sharding import is_sharded, layout_of
 from gradprobe_hf.weights import aliases, is_on_disk, place_of, read_weight
 
 Kind = Literal["linear", "conv1d", "embedding", "experts"]
@@ -29,6 +31,18 @@ class Site:
 
     module: str
     kind: Kind
+
+
+@dataclass(frozen=True)
+class Region:
+    """A part of a matrix `[out, in]`: slices with both ends."""
+
+    rows: slice
+    columns: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
 
 
 @dataclass(frozen=True)
@@ -63,6 +77,14 @@ class Target:
         """The matrix `[out, in]`: a view of the parameter, so that writing to it writes to the model, unless it is
         offloaded to disk; then a copy, or a view of a mapped file."""
         return self.view(read_weight(model, self.parameter))
+
+    def region(self, model: nn.Module) -> Region:
+        """Which rows and columns of the matrix `matrix` gives: all of them, unless the model is sharded."""
+        layout = layout_of(model, self.parameter)
+        if layout is None:
+            return Region(slice(0, self.shape[0]), slice(0, self.shape[1]))
+        ends = [slice(start, start + size) for start, size in zip(layout.offset, layout.local_shape, strict=True)]
+        return Region(*(reversed(ends) if self.transposed else ends))
 
     def view(self, parameter: Tensor) -> Tensor:
         """The matrix `[out, in]` in its parameter as it is stored."""
@@ -122,6 +144,16 @@ def check_group(targets: Sequence[Target], n: int, m: int) -> None:
             )
 
 
+def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None:
+    """Raise ValueError where whole rows have to be compared and FSDP2 has dealt the inputs to different processes."""
+    for target in targets:
+        if is_sharded(model) and target.transposed:
+            raise ValueError(
+                f"{option} compares the inputs of a row, and those of {target.name} are on different processes (a "
+                "Conv1D is sharded by inputs). Prune over 'global', 'block' or 'tensor', or on one process."
+            )
+
+
 def block_of(model: nn.Module, module_name: str) -> str:
     """The outermost element of an `nn.ModuleList` around the module, like `model.layers.3`; `""` if there is none."""
     parts = module_name.split(".")
@@ -163,6 +195,11 @@ def _prunable(model: nn.Module) -> list[_Use]:
             for parameter in expert_parameters(module):
                 found.append(_Use(f"{name}.{parameter}", f"{name}.{parameter}", Site(name, "experts")))
     return found
+
+
+def is_routed(targets: Sequence[Target]) -> bool:
+    """Whether a target is part of an expert, which sees tokens of any sequence in any order."""
+    return any("expert" in part for target in targets for part in target.name.split("."))
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -229,7 +266,12 @@ def _targets_of(model: nn.Module, canonical: str, users: list[_Use]) -> list[Tar
 
 def _check_editable(model: nn.Module, target: Target) -> None:
     weight = model.get_parameter(target.parameter)
-    if not weight.is_floating_point() or type(weight.data) is not torch.Tensor:
+    if isinstance(weight, DTensor) and target.expert is not None:
+        raise ValueError(
+            f"{target.name} is an expert of a model that FSDP2 shards: its processes would reach different experts. "
+            "Prune it on one process with device_map='auto', or with one whole model per process."
+        )
+    if not weight.is_floating_point() or type(weight.data) not in (torch.Tensor, DTensor):
         raise ValueError(
             f"{target.name} is stored as {weight.dtype} ({type(weight).__name__}): quantized weights cannot be pruned. "
             "Load the model dequantized (its quantization_config with dequantize=True), or exclude this matrix."

@@ -25,6 +25,7 @@ from gradprobe_hf.probe import Keeping, Statistics, Tally, observe_inputs, run_p
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.resume import STAGES, Journal, Progress
 from gradprobe_hf.selection import Keys, key_range, select_masks
+from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.targets import Target
 from gradprobe_hf.weights import row_chunks
@@ -186,11 +187,12 @@ class _Trial:
         self, target: Target, candidates: Masks, before: Statistics, after: Statistics
     ) -> Iterator[Tensor]:
         """The rows of a matrix's mask; what is given back for want of evidence is counted."""
-        matrix = target.matrix(self.model)
+        matrix, first = target.matrix(self.model), target.region(self.model).rows.start
         blind = 0
-        for rows in row_chunks(matrix.shape):
+        for rows in row_chunks(matrix.shape) if matrix.numel() else [slice(0, matrix.shape[0])]:
             chosen, weight = candidates.rows(target.name, rows), matrix[rows]
-            peaks = before[target.name].read("peak", rows), after[target.name].read("peak", rows)
+            held = slice(first + rows.start, first + rows.stop)
+            peaks = before[target.name].read("peak", held), after[target.name].read("peak", held)
             blind += int((chosen & no_evidence(*peaks) & (weight != 0)).sum())
             yield threshold_mask(chosen, *peaks, self.config.gradient_threshold, weight)
         self.without_evidence[target.name] = blind
@@ -245,12 +247,18 @@ class _Trial:
         def recorded(target: Target) -> Iterator[Tensor]:
             ends = []
             for part in keys(target):
-                if target.name not in self.score_ranges:
+                if target.name not in self.score_ranges and part.numel():
                     ends.append(key_range(part))
                 yield part
             if ends:
                 self.score_ranges[target.name] = (min(low for low, _ in ends), max(high for _, high in ends))
 
         return select_masks(
-            self.targets, recorded, self.config.sparsity, scope, self.config.group, processes=self.processes
+            self.targets,
+            recorded,
+            self.config.sparsity,
+            scope,
+            self.config.group,
+            processes=self.processes,
+            sharded=is_sharded(self.model),
         )

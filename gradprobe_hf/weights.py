@@ -16,6 +16,8 @@ from accelerate.hooks import AlignDevicesHook
 from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
 from torch import Tensor, nn
 
+from gradprobe_hf.sharding import local
+
 CHUNK_ELEMENTS = 2**21  # of a matrix worked on at once: a few MB of temporaries, and a chunk stays in the cache
 
 
@@ -72,14 +74,16 @@ def place_of(model: nn.Module, name: str) -> Place | None:
 
 
 def read_weight(model: nn.Module, name: str) -> Tensor:
-    """A parameter's values as they are stored. What is in memory is not copied: writing to it writes to the model.
+    """A parameter's values as they are stored; of a sharded one, this process's shard.
+
+    What is in memory is not copied: writing to it writes to the model.
 
     Raises:
         ValueError: it is on the meta device and no hook of Accelerate knows where its values are.
     """
     parameter = model.get_parameter(name)
     if not parameter.is_meta:
-        return parameter.detach()
+        return local(parameter.detach())
     if (place := place_of(model, name)) is None:
         raise ValueError(
             f"{name} has no data (meta device) and no Accelerate hook says where it is kept. Load the model with "

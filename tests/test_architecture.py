@@ -15,6 +15,7 @@ PACKAGE = ROOT / "gradprobe_hf"
 ORDER = [
     "stopwatch",
     "config",
+    "sharding",
     "weights",
     "store",
     "masks",

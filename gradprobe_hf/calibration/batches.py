@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -38,6 +38,26 @@ class Batches:
 
     def __len__(self) -> int:
         return len(self.items)
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest row (1 where rows have none)."""
+        return max((item["input_ids"].shape[1] for item in self.items if "input_ids" in item), default=1)
+
+    def in_batches_of(self, size: int) -> Batches:
+        """The same rows, `size` at a time; as they are where rows of different batches do not fit together."""
+        names = list(self.items[0])
+        columns = {name: [item.get(name) for item in self.items] for name in names}
+        alike = all(list(item) == names for item in self.items) and all(
+            isinstance(value, Tensor) and value.shape[1:] == values[0].shape[1:]
+            for values in columns.values()
+            for value in values
+        )
+        if not alike:
+            return self
+        rows = {name: torch.cat(values).split(size) for name, values in columns.items()}
+        items = tuple(dict(zip(rows, parts, strict=True)) for parts in zip(*rows.values(), strict=True))
+        return replace(self, items=items)
 
     @property
     def fingerprint(self) -> str:

@@ -23,13 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\ngradprobe: interrupted; no unfinished checkpoint is left behind", file=sys.stderr)
         return INTERRUPTED
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        remedies = "set --batch-size 1, a shorter --sequence-length, or --fisher factored"
-        print(f"gradprobe: error: out of memory ({error}); {remedies}", file=sys.stderr)
-        return 1
-    except (ValueError, OSError, ImportError) as error:  # wrong input, or a machine or Hub that will not
-        print(f"gradprobe: error: {error}", file=sys.stderr)
-        return 1
+    except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError) as error:
+        # wrong input, or a machine or Hub that will not
         print(f"gradprobe: error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -5,7 +5,7 @@ themselves and fold (`folding`) into `statistics`. Weights never require a gradi
 """
 
 from gradprobe_hf.probe.attachment import serving
-from gradprobe_hf.probe.engine import ProbeLoss, Tally, observe_inputs, run_probe
+from gradprobe_hf.probe.engine import ProbeLoss, Tally, observe_inputs, run_probe, share
 from gradprobe_hf.probe.statistics import ALL, Keeping, MatrixStatistics, Statistics, Term
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "observe_inputs",
     "run_probe",
     "serving",
+    "share",
 ]

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
+from gradprobe_hf.sharding import is_sharded, reshard
 from gradprobe_hf.targets import Site, Target, expert_parameters
 
 OnInput = Callable[[Target, Site, Tensor], None]
@@ -24,9 +25,40 @@ OnInput = Callable[[Target, Site, Tensor], None]
 
 @contextmanager
 def serving(model: PreTrainedModel, targets: Sequence[Target], masks: Masks, factor: float = 0.0) -> Iterator[None]:
-    """Run the model as if its masked weights were multiplied by `factor`, without touching them: forward only."""
-    with attached(model, targets, Probe(shrunk=masks, factor=factor)), torch.no_grad():
+    """Run the model as if its masked weights were multiplied by `factor`: forward only."""
+    with ExitStack() as stack:
+        served = stack.enter_context(shrinking(model, targets, masks, factor))
+        stack.enter_context(attached(model, targets, Probe(shrunk=served, factor=factor)))
+        stack.enter_context(torch.no_grad())
         yield
+
+
+@contextmanager
+def shrinking(
+    model: PreTrainedModel, targets: Sequence[Target], masks: Masks | None, factor: float
+) -> Iterator[Masks | None]:
+    """What measured maps have to shrink in what they serve, for the body of the `with`.
+
+    Only FSDP2 shrinks the weights themselves: a map is given whole matrices, and the masks of whole matrices are
+    nowhere. The shards get their original bits back, whatever happens.
+    """
+    if masks is None or not is_sharded(model):
+        yield masks
+        return
+    originals: list[tuple[Target, Tensor]] = []
+    reshard(model)
+    try:
+        with torch.no_grad():
+            for target in targets:
+                weight, mask = target.matrix(model), masks[target.name]
+                originals.append((target, weight.masked_select(mask)))
+                torch.addcmul(weight, weight, mask.to(weight.dtype), value=factor - 1, out=weight)
+        yield None
+    finally:
+        reshard(model)
+        with torch.no_grad():
+            for target, values in originals:
+                target.matrix(model).masked_scatter_(masks[target.name], values)
 
 
 @contextmanager

@@ -18,11 +18,12 @@ from transformers import PreTrainedModel
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
 from gradprobe_hf.modes import checkpointed, checkpointed_layers, eval_mode, frozen
-from gradprobe_hf.probe.attachment import attached
+from gradprobe_hf.probe.attachment import attached, shrinking
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.processes import Processes
-from gradprobe_hf.targets import Target
+from gradprobe_hf.sharding import is_sharded, resharded
+from gradprobe_hf.targets import Target, is_routed
 from gradprobe_hf.weights import input_device
 
 
@@ -86,12 +87,14 @@ def run_probe(
     Raises:
         ValueError: a loss that is not finite or has no gradient, or sequences that cannot be told apart.
     """
-    probe = Probe(statistics, shrunk, factor, model.config.is_encoder_decoder)
     processes, tally = processes or Processes(), Tally() if tally is None else tally
-    steps = processes.mine(list(_routable(batches, targets)))
+    steps = share(list(_routable(batches, targets)), processes, is_sharded(model))
     device = input_device(model)
     layers = checkpointed_layers(model) if checkpointing else []
     with ExitStack() as stack:
+        stack.enter_context(resharded(model))
+        served = stack.enter_context(shrinking(model, targets, shrunk, factor))
+        probe = Probe(statistics, served, factor, model.config.is_encoder_decoder)
         stack.enter_context(frozen(model))
         stack.enter_context(eval_mode(model))
         stack.enter_context(attached(model, targets, probe, recomputed=layers))
@@ -100,16 +103,17 @@ def run_probe(
         bar = stack.enter_context(
             tqdm(total=len(steps), initial=len(tally), desc=label, unit="batch", disable=not progress)
         )
-        for batch in steps[len(tally) :]:
+        stack.enter_context(resharded(model))  # before the frozen parameters get their flags back
+        for batch, counted in steps[len(tally) :]:
             batch = send_to_device(batch, device)
-            probe.start_batch(batch)
+            probe.start_batch(batch, counted)
             loss, terms = (loss_fn(model, batch), None) if loss_fn else summed_loss(model, batch)
             _check_loss(loss, model)
             if not len(tally):  # most bad losses are bad at once: one synchronisation here saves a long wait
                 _check_finite(loss.detach(), label)
             loss.backward()
             probe.finish_batch()
-            tally.add(loss, terms)
+            tally.add(loss if counted else torch.zeros_like(loss), terms if counted else None)
             del loss  # and its graph, before the next batch makes another
             bar.update()
             if after_batch is not None:
@@ -130,23 +134,34 @@ def observe_inputs(
     processes: Processes | None = None,
 ) -> None:
     """One forward pass that sums the squared inputs of every target: all that Wanda needs."""
-    steps = (processes or Processes()).mine(list(_routable(batches, targets)))
+    steps = share(list(_routable(batches, targets)), processes or Processes(), is_sharded(model))
     probe = Probe(statistics, has_encoder=model.config.is_encoder_decoder)
-    with eval_mode(model), attached(model, targets, probe, on_input=probe.fold_inputs):
-        for batch in tqdm(steps, desc="inputs", unit="batch", disable=not progress):
+    with resharded(model), eval_mode(model), attached(model, targets, probe, on_input=probe.fold_inputs):
+        for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not progress):
             batch = send_to_device(batch, input_device(model))
-            probe.start_batch(batch)
+            probe.start_batch(batch, counted)
             # An encoder-decoder makes its decoder's inputs from the labels; elsewhere they would only cost a loss.
             unused = () if model.config.is_encoder_decoder else ("labels",)
             cache = {"use_cache": False} if is_causal(model) else {}  # a cache would hold every key and value
             model(**{name: value for name, value in batch.items() if name not in unused}, **cache)
 
 
+def share(steps: Sequence[Batch], processes: Processes, in_step: bool) -> list[tuple[Batch, bool]]:
+    """This process's batches, and whether each counts.
+
+    Args:
+        in_step: every process has to make the same number of passes, because they gather weights from each other;
+            one that has no batch left repeats one that does not count.
+    """
+    mine = [(step, True) for step in processes.mine(steps)]
+    rounds = -(-len(steps) // processes.count)
+    return mine + [(steps[0], False)] * (rounds - len(mine)) if in_step else mine
+
+
 def _routable(batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[Batch]:
     """The batches; one sequence at a time where experts mix the tokens of a batch."""
-    routed = any("expert" in part for target in targets for part in target.name.split("."))
     for batch in batches:
-        if routed:
+        if is_routed(targets):
             yield from single_rows(batch)
         else:
             yield batch

@@ -38,7 +38,9 @@ class Probe:
         self._uses: Counter[str] = Counter()
         self._unfinished: dict[str, list[Tensor]] = {}
 
-    def start_batch(self, batch: Batch) -> None:
+    def start_batch(self, batch: Batch, counted: bool = True) -> None:
+        """Args: counted: False for a batch that only keeps the collectives of a sharded model in step."""
+        self._counted = counted
         self._sequences = row_count(batch)
         ids = batch.get("input_ids")
         self._tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1
@@ -48,7 +50,11 @@ class Probe:
     def finish_batch(self) -> None:
         """Fold the matrices used more than once: a sequence's gradient is the sum over all uses, squared after it."""
         for name, gradients in self._unfinished.items():
-            self._of(name).add_gradients(ALL, gradients)
+            statistics = self._of(name)
+            if statistics.layout is not None:
+                statistics.add_shared_gradients(gradients)
+            else:
+                statistics.add_gradients(ALL, gradients)
         self._unfinished.clear()
 
     def count_use(self, target: Target) -> None:
@@ -77,7 +83,8 @@ class Probe:
 
     def fold(self, target: Target, site: Site, inputs: Tensor, output_grad: Tensor) -> None:
         statistics = self._of(target.name)
-        statistics.reached = True
+        statistics.reached |= self._counted
+        output_grad = output_grad if self._counted else torch.zeros_like(output_grad)
         d = self._by_sequence(output_grad, output_grad.ndim - 1, target)
         x = self._by_sequence(inputs, inputs.ndim - (site.kind != "embedding"), target)
         if statistics.terms & {"sequence", "peak"}:
@@ -87,6 +94,8 @@ class Probe:
 
     def fold_inputs(self, target: Target, site: Site, inputs: Tensor) -> None:
         """The inputs' marginal alone, from a forward pass."""
+        if not self._counted:
+            return
         statistics = self._of(target.name)
         statistics.reached = True
         x = self._by_sequence(inputs, inputs.ndim - (site.kind != "embedding"), target)
@@ -99,7 +108,10 @@ class Probe:
     def _fold_gradients(self, target: Target, site: Site, statistics: MatrixStatistics, x: Tensor, d: Tensor) -> None:
         embedding = site.kind == "embedding"
         if self._uses[target.name] <= 1:
-            if embedding:
+            if statistics.layout is not None:
+                gradients = _embedding_gradients(x, d, target) if embedding else _linear_gradients(x, d)
+                statistics.add_shared_gradients(gradients)
+            elif embedding:
                 statistics.add_gradients(ALL, _embedding_gradients(x, d, target))
             else:
                 for rows in row_chunks(target.shape):
@@ -118,13 +130,15 @@ class Probe:
         if site.kind == "embedding":
             if "token" in statistics.terms:
                 statistics.add_tokens(x.flatten(), d_sq.flatten(0, 1))
-            if "marginals" in statistics.terms:
+            if "marginals" in statistics.terms and self._counted:
                 statistics.add_marginals(probe, index, site.kind, x_sq, d_sq.sum((0, 1)))
             return
-        if "token" in statistics.terms:
+        if "token" in statistics.terms and statistics.layout is not None:
+            statistics.add_shared_products(d_sq.flatten(0, 1), x_sq.flatten(0, 1))
+        elif "token" in statistics.terms:
             for rows in row_chunks(target.shape):
                 statistics.add_products(rows, d_sq[..., rows].flatten(0, 1), x_sq.flatten(0, 1))
-        if "marginals" in statistics.terms:
+        if "marginals" in statistics.terms and self._counted:
             statistics.add_marginals(probe, index, site.kind, d_sq.sum((0, 1)), x_sq.sum((0, 1)))
 
     def _input_squares(self, x: Tensor, site: Site, target: Target, dtype: torch.dtype) -> Tensor:

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from gradprobe_hf.config import AccumulatorDevice, AccumulatorDtype
 from gradprobe_hf.probe.accumulators import Accumulator
 from gradprobe_hf.processes import Processes
+from gradprobe_hf.sharding import layout_of
 from gradprobe_hf.targets import Kind, Target
 from gradprobe_hf.weights import execution_device, row_chunks
 
@@ -56,27 +57,29 @@ class Marginals:
 class MatrixStatistics:
     """What is known of one matrix: an accumulator `[out, in]` for each of the matrix terms, and marginals.
 
-    `rows` arguments are slices of the rows; by default all of them.
+    Of a sharded model the accumulators hold what this process holds of the weight, `region`; marginals are whole.
+    `rows` arguments are rows of the whole matrix; by default all that are here.
     """
 
     def __init__(
         self,
         target: Target,
         terms: frozenset[Term],
-        dtype: torch.dtype,
-        device: torch.device,
+        model: nn.Module,
         keeping: Keeping,
         index: int,
     ) -> None:
         self.target = target
-        self.dtype = torch.promote_types(dtype, torch.float32)
-        self.device = device
+        self.layout = layout_of(model, target.parameter)
+        self.region = target.region(model)
+        self.dtype = torch.promote_types(model.get_parameter(target.parameter).dtype, torch.float32)
+        self.device = device = execution_device(model, target.parameter)
         self.terms = terms
         self.reached = False
         kept_on = torch.device("cpu") if keeping.device == "cpu" else device
         self.accumulators = {
             term: Accumulator(
-                target.shape,
+                self.region.shape,
                 keeping.dtype,
                 self.dtype,
                 kept_on,
@@ -90,7 +93,13 @@ class MatrixStatistics:
     def read(self, term: Term, rows: slice = ALL) -> Tensor:
         """Rows of a matrix term, on the device of the weight."""
         assert term in self.accumulators, f"the probe did not fold {term!r}"
-        return self.accumulators[term].read(rows).to(self.device)
+        return self.accumulators[term].read(self._held(rows)).to(self.device)
+
+    def _held(self, rows: slice) -> slice:
+        """Rows of the whole matrix, as rows of what is here."""
+        if rows == ALL:
+            return ALL
+        return slice(rows.start - self.region.rows.start, rows.stop - self.region.rows.start)
 
     @property
     def sequence(self) -> Tensor:
@@ -124,6 +133,37 @@ class MatrixStatistics:
         with self.accumulators[term].updating(rows, self.device) as values:
             yield values
 
+    def add_shared_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """Fold the gradients `[out, in]` of whole sequences into the shards of all processes. A collective."""
+        assert self.layout is not None, "for a sharded matrix"
+        sums, peaks = (
+            torch.zeros(self.target.shape, dtype=self.dtype, device=self.device) if term in self.accumulators else None
+            for term in ("sequence", "peak")
+        )
+        for gradient in gradients:
+            gradient = gradient.to(self.dtype)
+            if sums is not None:
+                sums.addcmul_(gradient, gradient)
+            if peaks is not None:
+                torch.maximum(peaks, gradient.abs(), out=peaks)
+        if sums is not None:
+            self._add_shared("sequence", sums)
+        if peaks is not None:
+            self._add_shared("peak", peaks)
+
+    def add_shared_products(self, rows_sq: Tensor, columns_sq: Tensor) -> None:
+        """Fold the token term into the shards of all processes. A collective."""
+        self._add_shared("token", rows_sq.t() @ columns_sq)
+
+    def _add_shared(self, term: Term, full: Tensor) -> None:
+        assert self.layout is not None, "for a sharded matrix"
+        stored = full.t().contiguous() if self.target.transposed else full
+        own = self.layout.reduce(stored, "max" if term == "peak" else "sum")
+        own = own.t() if self.target.transposed else own
+        for rows in row_chunks(self.region.shape) if own.numel() else ():
+            with self.accumulators[term].updating(rows, self.device) as values:
+                torch.maximum(values, own[rows], out=values) if term == "peak" else values.add_(own[rows])
+
     def add_products(self, rows: slice, rows_sq: Tensor, columns_sq: Tensor) -> None:
         """Fold the token term of these rows: `rows_sq [tokens, rows]`, `columns_sq [tokens, in]`."""
         with self.accumulators["token"].updating(rows, self.device) as values:
@@ -131,6 +171,10 @@ class MatrixStatistics:
 
     def add_tokens(self, ids: Tensor, squares: Tensor) -> None:
         """Fold the token term of an embedding: `ids [tokens]`, `squares [tokens, features]`."""
+        if self.layout is not None:
+            full = torch.zeros(self.target.shape, dtype=self.dtype, device=self.device)
+            self._add_shared("token", full.index_add_(0, ids, squares))
+            return
         with self.accumulators["token"].updating(ALL, self.device) as values:
             values.index_add_(0, ids, squares)
 
@@ -141,7 +185,7 @@ class MatrixStatistics:
 
     def reduce(self, processes: Processes, probe: int, reached: bool) -> None:
         self.reached = reached
-        for term, accumulator in self.accumulators.items():
+        for term, accumulator in self.accumulators.items() if self.layout is None else ():
             for rows in row_chunks(accumulator.shape, elements=REDUCED_AT_ONCE):
                 with accumulator.updating(rows, self.device) as values:
                     (processes.max_ if term == "peak" else processes.sum_)(values)
@@ -184,17 +228,19 @@ class MatrixStatistics:
 
     def factored(self, rows: slice = ALL) -> Tensor:
         """The factored Fisher K, `[out, in]`, summed over probes and sites: one product of thin matrices."""
+        rows = self.region.rows if rows == ALL else rows
         left = torch.stack([torch.as_tensor(kept.rows)[rows] for kept in self.marginals.values()], dim=1)
-        right = torch.stack([torch.as_tensor(kept.columns) for kept in self.marginals.values()], dim=0)
+        columns = [torch.as_tensor(kept.columns)[self.region.columns] for kept in self.marginals.values()]
+        right = torch.stack(columns, dim=0)
         return left @ right
 
     def input_sq(self, rows: slice = ALL) -> Tensor:
         """Sum of each input squared in the first probe, broadcastable to `[out, in]`."""
         first = [kept for (probe, _), kept in self.marginals.items() if probe == 0]
         return sum(  # type: ignore[return-value]  # never empty: asked for reached matrices only
-            torch.as_tensor(kept.rows)[rows, None]
+            torch.as_tensor(kept.rows)[self.region.rows if rows == ALL else rows, None]
             if kept.kind == "embedding"
-            else torch.as_tensor(kept.columns)[None, :]
+            else torch.as_tensor(kept.columns)[None, self.region.columns]
             for kept in first
         )
 
@@ -209,14 +255,7 @@ class Statistics:
         self.probe = 0
         self.keeping = keeping or Keeping()
         self._of = {
-            target.name: MatrixStatistics(
-                target,
-                terms,
-                model.get_parameter(target.parameter).dtype,
-                execution_device(model, target.parameter),
-                self.keeping,
-                index,
-            )
+            target.name: MatrixStatistics(target, terms, model, self.keeping, index)
             for index, target in enumerate(targets)
         }
 
@@ -239,10 +278,9 @@ class Statistics:
 
     def yield_to_main(self, processes: Processes) -> None:
         """Before a probe that adds to reduced sums: the main process alone keeps them, so that they count once."""
-        if not processes.is_main:
-            for one in self._of.values():
-                for accumulator in one.accumulators.values():
-                    accumulator.clear()
+        for one in self._of.values() if not processes.is_main else ():
+            for accumulator in one.accumulators.values() if one.layout is None else ():
+                accumulator.clear()
 
     def state(self) -> tuple[dict[str, Any], Iterator[dict[str, Tensor]]]:
         """Everything that `load_state` needs: JSON values, and the tensors of one matrix after the other."""

@@ -1,0 +1,172 @@
+"""Execution: what decides where and in what portions a run is computed, and never what comes out of it.
+
+Whether blocks are recomputed, how many sequences make a batch, where accumulators are kept; and what to say when memory
+is not enough.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate.utils import find_executable_batch_size
+from accelerate.utils.memory import should_reduce_batch_size
+from transformers import PreTrainedModel
+
+from gradprobe_hf.calibration import Batches
+from gradprobe_hf.calibration.batches import row_count
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.estimation import activation_bytes, available_bytes
+from gradprobe_hf.modes import checkpointed_layers
+from gradprobe_hf.probe import Keeping
+from gradprobe_hf.processes import Processes
+from gradprobe_hf.sharding import is_sharded
+from gradprobe_hf.stopwatch import Stopwatch
+from gradprobe_hf.weights import input_device, is_offloaded
+
+LARGEST_BATCH = 64
+ACTIVATIONS_SHARE = 0.6  # of free memory: the rest is for temporaries, and for an estimate that is off
+
+
+def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: int, length: int) -> tuple[bool, str]:
+    """Whether to recompute blocks, and why.
+
+    Args:
+        rows, length: sequences in a batch, tokens in a sequence.
+
+    Raises:
+        ValueError: it was asked for, and no layer of the model can be recomputed.
+    """
+    layers = checkpointed_layers(model)
+    if config.checkpointing is False:
+        return False, "off, as asked"
+    if not layers:
+        reason = f"{type(model).__name__} has no layer that transformers can checkpoint (GradientCheckpointingLayer)"
+        if config.checkpointing is True:
+            raise ValueError(f"checkpointing=True: {reason}. Use checkpointing=False, and a smaller batch_size.")
+        return False, f"off: {reason}"
+    if config.checkpointing is True:
+        return True, "on, as asked"
+    free = available_bytes(input_device(model))
+    needed = activation_bytes(model.config, type(model), rows, length, model.dtype, checkpointed=False)
+    sizes = f"activations of {rows} x {length} tokens take about {_gb(needed)}, and {_gb(free)} are free"
+    if needed > ACTIVATIONS_SHARE * free:
+        return True, f"on: {sizes}"
+    if is_offloaded(model):
+        return True, f"on: the model is offloaded, and blocks are kept out of memory with their weights ({sizes})"
+    return False, f"off: {sizes}"
+
+
+def largest_batch(
+    model: PreTrainedModel,
+    config: GradProbeConfig,
+    batches: Batches,
+    trial: Callable[[Batches], object],
+    processes: Processes,
+) -> tuple[Batches, str]:
+    """The same rows in the largest batches that one pass has memory for, and what was tried.
+
+    Args:
+        trial: runs a pass over one batch; whatever it does is thrown away.
+        processes: every one of them gets the same batches.
+
+    Raises:
+        MemoryError: there is not even room for one sequence.
+    """
+    start = int(processes.min_(torch.tensor(first_guess(model, config, batches.samples, batches.longest))))
+    if is_sharded(model):  # a process that runs out of memory would leave the others waiting for its shards
+        return batches.in_batches_of(start), f"{start} (by estimate)"
+    tried: list[int] = []
+
+    def attempt(batch_size: int) -> int:
+        tried.append(batch_size)
+        trial(Batches(batches.in_batches_of(batch_size).items[:1], "", 0, 0, ""))
+        return batch_size
+
+    def halved() -> int:
+        if tried[-1] == 1:
+            raise MemoryError("not even one sequence fits")
+        return tried[-1] // 2
+
+    fits = find_executable_batch_size(attempt, starting_batch_size=start, reduce_batch_size_fn=halved)()
+    fits = int(processes.min_(torch.tensor(fits)))
+    portioned = batches.in_batches_of(fits)
+    return portioned, f"{row_count(portioned.items[0])} (tried {', '.join(map(str, tried))})"
+
+
+def first_guess(model: PreTrainedModel, config: GradProbeConfig, samples: int, length: int) -> int:
+    """The largest power of two whose activations fit by estimate: a CPU does not fail to allocate, it is killed."""
+    free = ACTIVATIONS_SHARE * available_bytes(input_device(model))
+    recomputed = config.checkpointing is True or is_offloaded(model)
+    size = 1
+    while 2 * size <= min(samples, LARGEST_BATCH) and (
+        activation_bytes(model.config, type(model), 2 * size, length, model.dtype, checkpointed=recomputed) <= free
+    ):
+        size *= 2
+    return size
+
+
+@contextmanager
+def accumulator_files(config: GradProbeConfig, folder: str | Path | None) -> Iterator[Keeping]:
+    """How accumulators are kept; their files, if they are on disk, are gone afterwards.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    if config.accumulator_device != "disk":
+        yield Keeping(config.accumulator_dtype, config.accumulator_device)
+        return
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    own = Path(tempfile.mkdtemp(prefix="gradprobe-accumulators-", dir=folder))
+    try:
+        yield Keeping(config.accumulator_dtype, "disk", own)
+    finally:
+        shutil.rmtree(own, ignore_errors=True)
+
+
+@contextmanager
+def memory_errors(stopwatch: Stopwatch, remedies: list[str]) -> Iterator[None]:
+    """Out of memory, with the stage it happened in and the first three settings that would help."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        stage = stopwatch.failed or "loading"
+        advice = "; ".join(f"{number}. {remedy}" for number, remedy in enumerate(remedies[:3], start=1))
+        raise MemoryError(
+            f"out of memory in the stage {stage!r}: {str(error).splitlines()[0] or type(error).__name__}. "
+            f"The model is as it was. What would help, in this order: {advice}."
+        ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """On an accelerator, or in the memory of the host."""
+    return isinstance(error, MemoryError) or (isinstance(error, Exception) and should_reduce_batch_size(error))
+
+
+def remedies_for(config: GradProbeConfig, batch_size: int, checkpointing: bool, offloaded: bool) -> list[str]:
+    """Settings that take less memory than the ones in use, those that cost the least time first."""
+    found = []
+    if batch_size > 1:
+        found.append("batch_size=1 (--batch-size 1)")
+    if not checkpointing:
+        found.append("checkpointing=True (--checkpointing on)")
+    if config.accumulator_dtype != "int8":
+        found.append("accumulator_dtype='int8' (--accumulator-dtype int8)")
+    if not offloaded:
+        found.append("device_map='disk' (--device-map disk)")
+    if config.accumulator_device != "disk":
+        found.append("accumulator_device='disk' (--accumulator-device disk)")
+    if config.fisher != "factored":
+        found.append("fisher='factored' (--fisher factored)")
+    return [*found, "a shorter sequence_length (--sequence-length)"]
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
