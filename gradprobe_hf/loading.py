@@ -5,9 +5,19 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 import transformers
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 logger = logging.getLogger(__name__)
@@ -45,14 +55,37 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
             f"cannot load {str(model_or_id)!r}: its weights are damaged ({error}); fetch them again."
         ) from error
     except OSError as error:
-        raise OSError(
-            f"cannot load {str(model_or_id)!r}: {error} Check the spelling, the network and HF_HUB_OFFLINE; a gated or "
-            "private model needs `hf auth login`."
-        ) from error
+        raise _not_found(model_or_id, error) from error
     if "gguf_file" in from_pretrained_kwargs:
         # Plain weights from here on: the saved checkpoint must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
     return model
+
+
+def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
+    """The configuration alone, of a Hub id, a folder or a JSON file: no weight is fetched or read.
+
+    Raises:
+        OSError: no such model, a gated one, or no network; transformers' message and the remedies.
+    """
+    try:
+        return AutoConfig.from_pretrained(name_or_path, **source)
+    except OSError as error:
+        raise _not_found(name_or_path, error) from error
+
+
+def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
+    """The model without its weights: every parameter and buffer on the meta device, in eval mode.
+
+    Args:
+        cls: its class; by default the one that the checkpoint asks for.
+        dtype: of the weights; by default the one they are made in.
+    """
+    cls = cls or model_class(config)
+    with init_empty_weights(include_buffers=True):
+        model = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
+    model.tie_weights()  # parameters made one by one on the meta device are not tied yet
+    return (model if dtype is None else model.to(dtype)).eval()
 
 
 def load_processing_class(model: PreTrainedModel, **from_pretrained_kwargs: Any) -> Any:
@@ -77,3 +110,10 @@ def model_class(config: Any) -> Any:
         return named
     causal = not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel"))
     return AutoModelForCausalLM if causal or named is None else named
+
+
+def _not_found(model_or_id: Any, error: OSError) -> OSError:
+    return OSError(
+        f"cannot load {str(model_or_id)!r}: {error} Check the spelling, the network and HF_HUB_OFFLINE; a gated or "
+        "private model needs `hf auth login`."
+    )

@@ -31,6 +31,7 @@ ORDER = [
     "accounting",
     "plots",
     "loading",
+    "estimation",
     "inspection",
     "card",
     "hub",
