@@ -74,18 +74,22 @@ def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
         raise _not_found(name_or_path, error) from error
 
 
-def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | None = None) -> PreTrainedModel:
+def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
     """The model without its weights: every parameter and buffer on the meta device, in eval mode.
 
     Args:
         cls: its class; by default the one that the checkpoint asks for.
-        dtype: of the weights; by default the one they are made in.
+        dtype: of the weights, or its name; by default the checkpoint's, or float32 where it does not say.
+
+    Raises:
+        ValueError: no such dtype.
     """
+    dtype = _dtype(dtype or getattr(config, "dtype", None) or torch.float32)
     cls = cls or model_class(config)
     with init_empty_weights(include_buffers=True):
         model = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
     model.tie_weights()  # parameters made one by one on the meta device are not tied yet
-    return (model if dtype is None else model.to(dtype)).eval()
+    return model.to(dtype).eval()
 
 
 def load_processing_class(model: PreTrainedModel, **from_pretrained_kwargs: Any) -> Any:
@@ -110,6 +114,13 @@ def model_class(config: Any) -> Any:
         return named
     causal = not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel"))
     return AutoModelForCausalLM if causal or named is None else named
+
+
+def _dtype(name: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype must be 'bfloat16', 'float16', 'float32' or 'float64', got {name!r}.")
+    return found
 
 
 def _not_found(model_or_id: Any, error: OSError) -> OSError:

@@ -247,7 +247,7 @@ def notes_on(
     if is_routed(targets):
         notes.append("experts mix the tokens of a batch: one sequence at a time, tokens shared evenly by the experts")
     if 2 * sizes.loss > cost.peak_bytes > 0:
-        notes.append("the logits and their loss are the larger part of a batch; a smaller batch size makes them smaller")
+        notes.append("the logits and their loss are the larger part of a batch; a smaller batch size shrinks them")
     if not any(one.fits for one in placements):
         notes.append(_remedy(config, placements[-1], sizes))
     return tuple(notes)

@@ -121,9 +121,10 @@ def place(name: PlacementName, sizes: Sizes, activations: int, room: dict[Device
         room: free bytes per device; a model computes on the accelerator where there is one.
     """
     where: Device = "accelerator" if "accelerator" in room else "host"
+    # Offloaded: the embedding or the output head, then one block after the other.
     alive = min(sizes.weights, sizes.block + sizes.ends) if name == "offloaded" else sizes.weights
     base = Item("Python, libraries, tokenizer", "host", sizes.base + sizes.vocabulary * BYTES_PER_TOKEN_OF_VOCABULARY)
-    weights = Item("weights" if name != "offloaded" else "weights, a block at a time", where, alive)
+    weights = Item("weights", where, alive)
     kept_at: dict[AccumulatorDevice, Device] = {"same": where, "cpu": "host", "disk": "disk"}
     statistics = Item("accumulators", kept_at[sizes.accumulator_device], sizes.accumulators)
     masks = Item("masks", where, sizes.targets // MASK_BITS)

@@ -59,7 +59,8 @@ def activation_bytes(
         dtype: of the weights.
         checkpointed: every block is computed again in backward.
     """
-    return _remembered(type(config), config.to_json_string(), cls, batch_size, sequence_length, dtype, checkpointed)
+    made: Any = type(config)
+    return _remembered(made, config.to_json_string(), cls, batch_size, sequence_length, dtype, checkpointed)
 
 
 @lru_cache(maxsize=256)

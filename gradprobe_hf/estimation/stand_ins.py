@@ -58,7 +58,9 @@ def balanced_experts(model: nn.Module) -> Iterator[None]:
 
     All rows pass one expert's matrices, which is as much memory and work as equal parts passing each its own.
     """
-    experts = {module: partial(_one_expert, module) for module in model.modules() if is_fused_experts(module)}
+    experts: dict[Any, Callable[..., Any]] = {
+        module: partial(_one_expert, module) for module in model.modules() if is_fused_experts(module)
+    }
     with _forwards(experts):
         yield
 

@@ -58,7 +58,7 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) ->
     return 2 * sequences * heads * tokens * key.shape[2] * (width + value.shape[3])
 
 
-def _attention_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **__: Any) -> int:
+def _attention_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *___: Any, **__: Any) -> int:
     """`Q K^T` once more, and the gradients of Q, K, P and V: five products where forward has two."""
     return _attention(query, key, value) * 5 // 2
 
