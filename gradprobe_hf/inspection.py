@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from accelerate import init_empty_weights
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gradprobe_hf.config import CONFIG_NAME, GradProbeConfig
-from gradprobe_hf.loading import load_model, model_class
+from gradprobe_hf.loading import load_model, skeleton
 from gradprobe_hf.report import Group, grouped
 from gradprobe_hf.targets import Target, find_targets
 
@@ -88,9 +87,9 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
     """
     path = Path(directory)
     files = weight_files(path)
-    skeleton = _skeleton(path)
+    model = skeleton(AutoConfig.from_pretrained(path))
     chosen = GradProbeConfig.from_pretrained(path) if (path / CONFIG_NAME).is_file() else GradProbeConfig()
-    targets = {target.name: target for target in find_targets(skeleton, chosen.include, chosen.exclude)}
+    targets = {target.name: target for target in find_targets(model, chosen.include, chosen.exclude)}
     stored = {name for names in files.values() for name in names}
     found = _from_files(path, files, targets) if stored >= set(targets) else _from_model(path, targets)
     rows, holding = [], {*PATTERNS, *([chosen.group] if chosen.group else [])}
@@ -131,15 +130,6 @@ def pattern_holds(matrix: Tensor, n: int, m: int) -> bool:
     if matrix.shape[1] % m:
         return False
     return bool(((matrix != 0).reshape(-1, m).sum(1) <= n).all())
-
-
-def _skeleton(path: Path) -> PreTrainedModel:
-    config = AutoConfig.from_pretrained(path)
-    cls = model_class(config)
-    with init_empty_weights():
-        skeleton = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
-    skeleton.tie_weights()  # parameters made one by one on the meta device are not tied yet
-    return skeleton
 
 
 def _from_files(path: Path, files: dict[str, list[str]], targets: dict[str, Target]) -> Iterator[tuple[Target, Tensor]]:

@@ -5,9 +5,19 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 import transformers
+from accelerate import init_empty_weights
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoProcessor, AutoTokenizer, GgufConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoProcessor,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 logger = logging.getLogger(__name__)
@@ -45,14 +55,41 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
             f"cannot load {str(model_or_id)!r}: its weights are damaged ({error}); fetch them again."
         ) from error
     except OSError as error:
-        raise OSError(
-            f"cannot load {str(model_or_id)!r}: {error} Check the spelling, the network and HF_HUB_OFFLINE; a gated or "
-            "private model needs `hf auth login`."
-        ) from error
+        raise _not_found(model_or_id, error) from error
     if "gguf_file" in from_pretrained_kwargs:
         # Plain weights from here on: the saved checkpoint must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
     return model
+
+
+def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
+    """The configuration alone, of a Hub id, a folder or a JSON file: no weight is fetched or read.
+
+    Raises:
+        OSError: no such model, a gated one, or no network; transformers' message and the remedies.
+    """
+    try:
+        return AutoConfig.from_pretrained(name_or_path, **source)
+    except OSError as error:
+        raise _not_found(name_or_path, error) from error
+
+
+def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+    """The model without its weights: every parameter and buffer on the meta device, in eval mode.
+
+    Args:
+        cls: its class; by default the one that the checkpoint asks for.
+        dtype: of the weights, or its name; by default the checkpoint's, or float32 where it does not say.
+
+    Raises:
+        ValueError: no such dtype.
+    """
+    dtype = _dtype(dtype or getattr(config, "dtype", None) or torch.float32)
+    cls = cls or model_class(config)
+    with init_empty_weights(include_buffers=True):
+        model = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
+    model.tie_weights()  # parameters made one by one on the meta device are not tied yet
+    return model.to(dtype).eval()
 
 
 def load_processing_class(model: PreTrainedModel, **from_pretrained_kwargs: Any) -> Any:
@@ -77,3 +114,17 @@ def model_class(config: Any) -> Any:
         return named
     causal = not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel"))
     return AutoModelForCausalLM if causal or named is None else named
+
+
+def _dtype(name: torch.dtype | str) -> torch.dtype:
+    found = getattr(torch, name, None) if isinstance(name, str) else name
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"dtype must be 'bfloat16', 'float16', 'float32' or 'float64', got {name!r}.")
+    return found
+
+
+def _not_found(model_or_id: Any, error: OSError) -> OSError:
+    return OSError(
+        f"cannot load {str(model_or_id)!r}: {error} Check the spelling, the network and HF_HUB_OFFLINE; a gated or "
+        "private model needs `hf auth login`."
+    )

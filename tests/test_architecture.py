@@ -37,6 +37,7 @@ ORDER = [
     "accounting",
     "plots",
     "loading",
+    "estimation",
     "inspection",
     "shards",
     "card",

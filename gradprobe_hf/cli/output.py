@@ -16,8 +16,12 @@ from gradprobe_hf.report import Group, Report, finite
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hub id or a checkpoint folder")
-    parser.add_argument("--dtype", help="load the weights as bfloat16, float16 or float32 (default: the checkpoint's)")
+    add_dtype_argument(parser)
     parser.add_argument("--gguf-file", metavar="FILE", help="a GGUF file inside MODEL, dequantised on loading")
+
+
+def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", help="load the weights as bfloat16, float16 or float32 (default: the checkpoint's)")
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -41,32 +45,32 @@ def print_pruning(report: Report, output: str) -> None:
     if report.evaluation:
         key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
-    console = _console()
-    console.print(table)
+    out = console()
+    out.print(table)
     if report.evaluation:
-        console.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
-    console.print(_cost(report))
-    console.print(f"checkpoint {output}, model card {output}/README.md, pictures {output}/assets")
+        out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
+    out.print(_cost(report))
+    out.print(f"checkpoint {output}, model card {output}/README.md, pictures {output}/assets")
 
 
 def print_evaluation(values: dict[str, Any]) -> None:
     table = Table("perplexity", "loss (nats)", "terms")
     perplexity = "-" if values["perplexity"] is None else f"{values['perplexity']:,.4f}"
     table.add_row(perplexity, f"{values['loss']:.4f}", f"{values['terms']:,}")
-    console = _console()
-    console.print(table)
-    console.print(f"{values['source']}: {values['protocol']}", style="dim")
+    out = console()
+    out.print(table)
+    out.print(f"{values['source']}: {values['protocol']}", style="dim")
 
 
 def print_inspection(found: Inspection, directory: str) -> None:
-    console = _console()
-    console.print(_groups("block", found.by("block")))
-    console.print(_groups("kind", found.by("role")))
+    out = console()
+    out.print(_groups("block", found.by("block")))
+    out.print(_groups("kind", found.by("role")))
     matrices = ((row.name, row.weights, row.zeros, row.sparsity) for row in found.rows)
-    console.print(_sparsities("matrix", matrices))
+    out.print(_sparsities("matrix", matrices))
     patterns = ", ".join(found.patterns) or "none"
-    console.print(f"{directory}: {found.zeros:,} of {found.weights:,} weights are zero, {found.sparsity:.4%}")
-    console.print(f"n:m patterns that hold in every matrix: {patterns}")
+    out.print(f"{directory}: {found.zeros:,} of {found.weights:,} weights are zero, {found.sparsity:.4%}")
+    out.print(f"n:m patterns that hold in every matrix: {patterns}")
 
 
 def _groups(label: str, groups: Iterable[Group]) -> Table:
@@ -87,5 +91,5 @@ def _cost(report: Report) -> str:
     return f"peak memory {report.memory['peak_resident_bytes'] / 1e9:.2f} GB; {slowest or 'under a second'}"
 
 
-def _console() -> Console:
+def console() -> Console:
     return Console(soft_wrap=True, markup=False)  # names and texts may hold brackets

@@ -1,0 +1,116 @@
+"""The table of `gradprobe estimate`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from gradprobe_hf.cli.output import console
+from gradprobe_hf.estimation import Estimate, Placement, Stage
+from gradprobe_hf.estimation.estimate import EFFICIENCY
+from gradprobe_hf.estimation.footprint import DEVICES, Device
+
+
+def print_estimate(found: Estimate) -> None:
+    """One column per placement. Of each device the items of its fullest stage; what a run may choose is what fits."""
+    out = console()
+    experts = f", {found.active_target_weights:,} of them for a token" if _has_experts(found) else ""
+    out.print(f"{found.architecture}, {found.parameters:,} parameters in {found.dtype}, on {found.device}")
+    out.print(
+        f"targets: {found.target_weights:,} weights{experts} in {found.matrices:,} matrices of {found.blocks} blocks"
+    )
+    out.print(_calibration(found))
+    table = Table("")
+    for one in found.placements:
+        table.add_column(one.name, justify="right")
+    for device in (device for device in DEVICES if device in found.placements[0].room):
+        _add_device(table, found.placements, device)
+    _add_work(table, found)
+    out.print(table)
+    if any(work.bytes_read for work in found.work.values()):
+        out.print("offloaded: weights stay on disk; the embedding or output head and one block of them are in memory")
+    if found.flops_per_second is not None:
+        low, high = EFFICIENCY
+        out.print(
+            f"time: passes reach {low:.0%} to {high:.0%} of a bare product's speed; loading and saving not counted"
+        )
+    fitting = [one.name for one in found.placements if one.fits]
+    out.print(f"fits here: {', '.join(fitting) or 'none of them'}", style="bold")
+    for note in found.notes:
+        out.print(f"- {note}")
+
+
+def _calibration(found: Estimate) -> str:
+    if not found.batches:
+        return "no pass over calibration data"
+    tokens = found.batches * found.rows * found.length
+    return f"calibration: {found.batches} batches of {found.rows} x {found.length} tokens, {tokens:,} in all"
+
+
+def _has_experts(found: Estimate) -> bool:
+    return found.active_target_weights != found.target_weights
+
+
+def _add_device(table: Table, placements: Sequence[Placement], device: Device) -> None:
+    """The items of one stage, the same for all columns, and how high memory gets in any of them."""
+    stages = [_shown(one, device) for one in placements]
+    where = "written to disk" if device == "disk" else f"memory of the {device}"
+    table.add_row(Text(f"{where} ({_size(placements[0].room[device])} free)", style="bold"))
+    for label in dict.fromkeys(item.label for stage in stages for item in stage.items if item.device == device):
+        sizes = [_labelled(stage, device, label) for stage in stages]
+        if any(sizes):
+            table.add_row(f"  {label}", *(_size(size) if size else "-" for size in sizes))
+    table.add_row(
+        Text("  in all" if device == "disk" else "  at its highest", style="bold"),
+        *(_total(one, stage, device) for one, stage in zip(placements, stages, strict=True)),
+        end_section=True,
+    )
+
+
+def _shown(placement: Placement, device: Device) -> Stage:
+    """The probe, where there is one: what it holds is what can be chosen. Otherwise the fullest stage."""
+    probe = next(stage for stage in placement.stages if stage.name == "probe")
+    probes = any(item.label == "activations" and item.bytes for item in probe.items)
+    return probe if probes and device != "disk" else placement.peak_stage(device)
+
+
+def _total(placement: Placement, shown: Stage, device: Device) -> Text:
+    highest = placement.peak_stage(device)
+    when = "" if highest.bytes_on(device) <= shown.bytes_on(device) else f" ({highest.name})"
+    fits = placement.needed(device) <= placement.room[device]
+    return Text(_size(placement.peak(device)) + when, style="bold" if fits else "bold red")
+
+
+def _labelled(stage: Stage, device: Device, label: str) -> int:
+    return sum(item.bytes for item in stage.items if item.device == device and item.label == label)
+
+
+def _add_work(table: Table, found: Estimate) -> None:
+    works = [found.work[one.name] for one in found.placements]
+    table.add_row(Text("work", style="bold"))
+    table.add_row("  forward + backward passes", *(f"{work.forwards} + {work.backwards}" for work in works))
+    table.add_row("  floating-point operations", *(_scaled(work.flops, "FLOP") for work in works))
+    if any(work.bytes_read for work in works):
+        table.add_row("  weights read again", *(_size(work.bytes_read) if work.bytes_read else "-" for work in works))
+    if found.flops_per_second is not None:
+        measured = f"  time, where a product makes {_scaled(found.flops_per_second, 'FLOP/s')}"
+        table.add_row(measured, *(_duration(*work.seconds) if work.seconds else "-" for work in works))
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e6:,.0f} MB" if count < 1e9 else _scaled(count, "B")
+
+
+def _scaled(number: float, unit: str) -> str:
+    for prefix, size in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9)):
+        if number >= size:
+            return f"{number / size:,.2f} {prefix}{unit}"
+    return f"{number:,.0f} {unit}"
+
+
+def _duration(low: float, high: float) -> str:
+    units = (("days", 86400), ("h", 3600), ("min", 60))
+    unit, seconds = next((one for one in units if high >= 2 * one[1]), ("s", 1))
+    return f"{low / seconds:.1f} to {high / seconds:.1f} {unit}"

@@ -1,0 +1,71 @@
+"""Arguments that several verbs take, and the configuration they make."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any, get_args
+
+from gradprobe_hf.cli.output import given
+from gradprobe_hf.config import (
+    AccumulatorDevice,
+    AccumulatorDtype,
+    Decision,
+    Fisher,
+    GradProbeConfig,
+    Scope,
+    Strategy,
+    read_yaml,
+)
+
+# Options of the command that are fields of the configuration; a default of None means: what the configuration says.
+CONFIG_FIELDS = tuple(field.name for field in fields(GradProbeConfig))
+
+
+def add_method_arguments(parser: argparse.ArgumentParser) -> None:
+    how = parser.add_argument_group("how to prune")
+    how.add_argument("--sparsity", type=float, help="fraction of the weights to remove, in [0, 1) (default: 0.5)")
+    how.add_argument("--pattern", help="'unstructured' (default) or n:m; 2:4 keeps 2 of every 4 inputs")
+    how.add_argument(
+        "--strategy",
+        choices=get_args(Strategy),
+        help="proposes the candidates; with --decision none it decides (default: fisher)",
+    )
+    how.add_argument("--decision", choices=get_args(Decision), help="what the probes decide (default: path)")
+    how.add_argument("--scope", choices=get_args(Scope), help="over what one budget is spent")
+    how.add_argument("--fisher", choices=get_args(Fisher), help="estimate of the squared gradient (default: blend)")
+    how.add_argument(
+        "--gradient-threshold", type=float, metavar="X", help="growth tolerated by 'threshold' (default: 0.0)"
+    )
+    how.add_argument("--reduction-factor", type=float, metavar="X", help="what shrinks the candidates (default: 0.1)")
+    how.add_argument("--include", action="append", metavar="PATTERN", help="prune only what matches (repeatable)")
+    how.add_argument("--exclude", action="append", metavar="PATTERN", help="leave alone what matches (repeatable)")
+    how.add_argument("--seed", type=int, help="draws the calibration windows (default: 0)")
+    how.add_argument("--config", metavar="FILE.yaml", help="options from a file; those given here win over it")
+
+
+def add_window_arguments(group: argparse._ActionsContainer) -> None:
+    """The calibration windows: how many, how long, how many at a time."""
+    group.add_argument("--num-samples", type=int, metavar="N", help="calibration windows (default: 128)")
+    group.add_argument("--sequence-length", type=int, metavar="N", help="tokens in a window (default: 512)")
+    group.add_argument("--batch-size", type=int, metavar="N", help="windows in a pass; changes no result (default: 4)")
+
+
+def add_accumulator_arguments(parser: argparse.ArgumentParser) -> None:
+    memory = parser.add_argument_group("memory")
+    memory.add_argument(
+        "--accumulator-dtype",
+        choices=get_args(AccumulatorDtype),
+        help="what statistics are kept in: 4, 2 or about 1 byte per weight (default: float32)",
+    )
+    memory.add_argument(
+        "--accumulator-device",
+        choices=get_args(AccumulatorDevice),
+        help="where: with the weights ('same'), in the host's memory, or in files (default: same)",
+    )
+
+
+def configuration(options: argparse.Namespace) -> GradProbeConfig:
+    """The file's options, with those of the command line over them."""
+    values: dict[str, Any] = read_yaml(options.config) if options.config else {}
+    return GradProbeConfig.from_dict(values | given(options, *CONFIG_FIELDS))

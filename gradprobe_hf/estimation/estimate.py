@@ -1,0 +1,265 @@
+"""estimate: what a run will take, before any of it: from the configuration and a model on the meta device."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.decision import evidence_needed
+from gradprobe_hf.estimation.footprint import ACCUMULATOR_BYTES, Device, Placement, PlacementName, Sizes, place
+from gradprobe_hf.estimation.formula import active_weights, loss_bytes
+from gradprobe_hf.estimation.machine import (
+    available_bytes,
+    compute_device,
+    free_disk_bytes,
+    matmul_rate,
+    process_bytes,
+)
+from gradprobe_hf.estimation.passes import PassCost, cost_of_batch, is_routed
+from gradprobe_hf.targets import Target, block_of
+
+MATRIX_TERMS = frozenset({"sequence", "token", "peak"})
+# A pass is slower than its products alone: norms, activation functions and the loss move memory and compute little.
+EFFICIENCY = (0.3, 0.9)
+# Bytes per second of weights that are read again in every pass: from a slow disk, or from the system's cache.
+READING = (0.5e9, 5e9)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one placement computes.
+
+    Attributes:
+        forwards, backwards: passes over the whole calibration set, recomputation included.
+        flops: floating-point operations.
+        bytes_read: weights that are read from disk on the way.
+        seconds: (low, high), None where the speed was not measured.
+    """
+
+    forwards: int
+    backwards: int
+    flops: int
+    bytes_read: int = 0
+    seconds: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take.
+
+    Attributes:
+        architecture: the model's class.
+        parameters, target_weights, matrices, blocks: how many.
+        active_target_weights: of them those that a token passes; fewer in a mixture of experts.
+        dtype, device: of the weights, and what they compute on.
+        batches, rows, length: passes of `[rows, length]` tokens that make one walk over the calibration set.
+        placements, work: by name: memory and disk, passes and time.
+        flops_per_second: measured on one matrix product; None where it was not.
+        notes: what to know about the figures.
+    """
+
+    architecture: str
+    parameters: int
+    target_weights: int
+    active_target_weights: int
+    matrices: int
+    blocks: int
+    dtype: str
+    device: str
+    batches: int
+    rows: int
+    length: int
+    placements: tuple[Placement, ...]
+    work: dict[PlacementName, Work]
+    flops_per_second: float | None = None
+    notes: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        placements = [{**one.to_dict(), "work": asdict(self.work[one.name])} for one in self.placements]
+        plain = asdict(replace(self, placements=(), work={}))
+        del plain["work"]  # it stands with its placement
+        return {**plain, "placements": placements, "notes": list(self.notes)}
+
+
+def estimate(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    config: GradProbeConfig,
+    *,
+    device: torch.device | None = None,
+    base: int | None = None,
+    snapshots: bool = False,
+    timing: bool = True,
+) -> Estimate:
+    """What `prune_pretrained` will take for this model and configuration.
+
+    Args:
+        model: on the meta device (`loading.skeleton`), in the dtype it will be loaded in.
+        targets: what will be pruned.
+        device: what the model will compute on; default: the first CUDA device, or the CPU.
+        base: bytes of the process before it loads a model; default: those of this one.
+        snapshots: the run will write its state, to be resumed.
+        timing: measure a matrix product for about two seconds, to turn operations into time.
+    """
+    device = device or compute_device()
+    base = process_bytes() if base is None else base
+    needed = evidence_needed(config)
+    rows = 1 if config.batch_size == "auto" or is_routed(targets) else min(config.batch_size, config.num_samples)
+    length = config.sequence_length
+    batches = math.ceil(config.num_samples / rows) if needed.passes != "none" else 0
+    costs = {
+        checkpoint: PassCost(0, 0, 0)
+        if needed.passes == "none"
+        else cost_of_batch(model, targets, rows, length, checkpoint=checkpoint, backward=needed.passes == "probe")
+        for checkpoint in (False, True)
+    }
+    loss = 0 if needed.passes != "probe" else loss_bytes(model, rows, length)
+    sizes = sizes_of(model, targets, config, base=base, loss=loss, snapshots=snapshots)
+    room = room_of(device, base)
+    names: dict[PlacementName, bool] = {"resident": False, "checkpointed": True, "offloaded": True}
+    placements = tuple(place(name, sizes, costs[again].peak_bytes, room) for name, again in names.items())
+    work = {name: work_of(config, model, targets, costs[again], batches, rows, again) for name, again in names.items()}
+    work["offloaded"] = replace(work["offloaded"], bytes_read=2 * work["offloaded"].backwards * batches * sizes.weights)
+    rate = measured_rate(targets, rows * length, model.dtype, device) if timing and batches else None
+    return Estimate(
+        architecture=type(model).__name__,
+        parameters=model.num_parameters(),
+        target_weights=sizes.targets,
+        active_target_weights=active_weights(model, targets),
+        matrices=len(targets),
+        blocks=len({target.block for target in targets if target.block}),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(device),
+        batches=batches,
+        rows=rows,
+        length=length,
+        placements=placements,
+        work={name: replace(one, seconds=seconds_of(one, rate)) for name, one in work.items()},
+        flops_per_second=rate,
+        notes=notes_on(config, targets, costs[False], placements, sizes),
+    )
+
+
+def sizes_of(
+    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, *, base: int, loss: int, snapshots: bool
+) -> Sizes:
+    """What decides the footprint of this run, in bytes and elements."""
+    elements, itemsize = sum(target.numel for target in targets), model.dtype.itemsize
+    stored = getattr(model.config, "dtype", None) or torch.float32
+    ends = [one.weight.numel() for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one]
+    blocks = bytes_by_block(model)
+    return Sizes(
+        base=base,
+        vocabulary=getattr(model.config.get_text_config(), "vocab_size", 0) or 0,
+        weights=sum(blocks.values()),
+        stored=0 if stored == model.dtype else model.num_parameters() * stored.itemsize,
+        block=max((size for name, size in blocks.items() if name), default=0),
+        ends=max(ends, default=0) * itemsize,
+        largest_target=max(target.numel for target in targets),
+        targets=elements,
+        itemsize=itemsize,
+        sparsity=config.sparsity or 0.0,
+        accumulators=accumulator_bytes(config, elements),
+        accumulator_device=config.accumulator_device,
+        loss=loss,
+        snapshots=snapshots,
+    )
+
+
+def accumulator_bytes(config: GradProbeConfig, weights: int) -> int:
+    """Bytes of the statistics `[out, in]`; the threshold decision compares those of two probes."""
+    kept = len(evidence_needed(config).terms & MATRIX_TERMS) + (config.decision == "threshold")
+    return round(kept * weights * ACCUMULATOR_BYTES[config.accumulator_dtype])
+
+
+def bytes_by_block(model: nn.Module) -> dict[str, int]:
+    """Bytes of the parameters of each block; what lies outside of them has the name `""`."""
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        block = block_of(model, name.rpartition(".")[0])
+        sizes[block] = sizes.get(block, 0) + parameter.nbytes
+    return sizes
+
+
+def room_of(device: torch.device, base: int) -> dict[Device, int]:
+    """Free bytes of each device that a run uses; what this process holds already is its own to use."""
+    room: dict[Device, int] = {"host": available_bytes(torch.device("cpu")) + base}
+    if device.type != "cpu":
+        room["accelerator"] = available_bytes(device)
+    return room | {"disk": free_disk_bytes()}
+
+
+def work_of(
+    config: GradProbeConfig,
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    cost: PassCost,
+    batches: int,
+    rows: int,
+    checkpoint: bool,
+) -> Work:
+    """Passes and operations. A simulated pass makes every weight's gradient once; the terms say how many are needed."""
+    needed = evidence_needed(config)
+    if needed.passes != "probe":
+        forwards = int(needed.passes == "forward")
+        return Work(forwards, 0, forwards * batches * cost.flops)
+    probes = 1 if config.decision == "none" else 2
+    gradients = 2 * rows * config.sequence_length * active_weights(model, targets)
+    products = bool(needed.terms & {"sequence", "peak"}) + ("token" in needed.terms)
+    flops = probes * batches * (cost.flops + (products - 1) * gradients)
+    return Work(probes * (1 + checkpoint), probes, flops)
+
+
+def measured_rate(targets: Sequence[Target], tokens: int, dtype: torch.dtype, device: torch.device) -> float:
+    """Operations per second of the most usual matrix of the model."""
+    shapes = [target.shape for target in targets]
+    out, inner = max(set(shapes), key=lambda shape: shapes.count(shape) * shape[0] * shape[1])
+    return matmul_rate((tokens, inner, out), dtype, device)
+
+
+def seconds_of(work: Work, rate: float | None) -> tuple[float, float] | None:
+    """(low, high): at the best and the worst of what passes have been seen to reach of a bare product's speed."""
+    if rate is None:
+        return None
+    (slow, fast), (slow_disk, fast_disk) = EFFICIENCY, READING
+    return (
+        work.flops / (rate * fast) + work.bytes_read / fast_disk,
+        work.flops / (rate * slow) + work.bytes_read / slow_disk,
+    )
+
+
+def notes_on(
+    config: GradProbeConfig, targets: Sequence[Target], cost: PassCost, placements: Sequence[Placement], sizes: Sizes
+) -> tuple[str, ...]:
+    notes = []
+    if not cost.simulated:
+        notes.append("this architecture cannot be run without data: activations are from a formula, and rough")
+    if config.batch_size == "auto":
+        notes.append("batch_size='auto': counted for batches of one")
+    if is_routed(targets):
+        notes.append("experts mix the tokens of a batch: one sequence at a time, tokens shared evenly by the experts")
+    if 2 * sizes.loss > cost.peak_bytes > 0:
+        notes.append("the logits and their loss are the larger part of a batch; a smaller batch size shrinks them")
+    if not any(one.fits for one in placements):
+        notes.append(_remedy(config, placements[-1], sizes))
+    return tuple(notes)
+
+
+def _remedy(config: GradProbeConfig, smallest: Placement, sizes: Sizes) -> str:
+    for device, free in smallest.room.items():
+        needed = smallest.needed(device)
+        if needed <= free:
+            continue
+        if device == "disk":
+            return f"no placement fits: it would write {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
+        if sizes.accumulators > free and config.accumulator_device != "disk":
+            return "no placement fits: try --accumulator-device disk, --accumulator-dtype int8, or --fisher factored"
+    return "no placement fits: try --batch-size 1, a shorter --sequence-length, or another machine"

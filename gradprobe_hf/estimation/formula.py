@@ -1,0 +1,50 @@
+"""Formulas: what can be said of a pass from the shapes of its matrices alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.targets import Target, is_fused_experts
+
+FLOAT32_BYTES = 4
+# Alive at the top of backward: the log-probabilities, their gradient and the gradient of the logits.
+TENSORS_OF_THE_LOSS = 3
+# A block keeps the input of each linear map and its output, and about as much again for norms, activation functions
+# and attention.
+KEPT_PER_FEATURE = 2
+CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
+
+
+def loss_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
+    """The loss end of a language model: float32 tensors `[sequences, tokens, vocabulary]`."""
+    head = model.get_output_embeddings()
+    if getattr(head, "weight", None) is None:
+        return 0
+    return TENSORS_OF_THE_LOSS * FLOAT32_BYTES * rows * length * int(head.weight.shape[0])
+
+
+def block_bytes(model: PreTrainedModel, targets: Sequence[Target], rows: int, length: int) -> dict[str, int]:
+    """What each block keeps for backward: `KEPT_PER_FEATURE` times every target's input and output."""
+    kept: dict[str, int] = {}
+    for target in targets:
+        features = sum(target.shape) * share_of(model, target)
+        size = round(KEPT_PER_FEATURE * rows * length * features * model.dtype.itemsize)
+        kept[target.block] = kept.get(target.block, 0) + size
+    return kept
+
+
+def active_weights(model: PreTrainedModel, targets: Sequence[Target]) -> int:
+    """Target weights that one token passes: of experts, those that it is sent to."""
+    return round(sum(target.numel * share_of(model, target) for target in targets))
+
+
+def share_of(model: PreTrainedModel, target: Target) -> float:
+    """The share of the tokens that reach a matrix when experts are balanced, in (0, 1]."""
+    if target.expert is None:
+        return 1.0
+    config = model.config.get_text_config()
+    chosen = next((getattr(config, name) for name in CHOSEN_EXPERTS if getattr(config, name, None)), 1)
+    experts = model.get_submodule(target.sites[0].module)
+    return min(1.0, chosen / experts.num_experts) if is_fused_experts(experts) else 1.0

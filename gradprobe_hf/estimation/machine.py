@@ -1,0 +1,79 @@
+"""The machine: how much memory is free here, and how fast a matrix product is."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from pathlib import Path
+
+import psutil
+import torch
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def available_bytes(device: torch.device) -> int:
+    """Free memory of a device. For the CPU what can be had without swapping, within the limit of a container."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min([psutil.virtual_memory().available, *_container_room(CGROUPS, Path("/proc/self/cgroup"))])
+
+
+def free_disk_bytes(folder: str | Path = ".") -> int:
+    return shutil.disk_usage(folder).free
+
+
+def process_bytes() -> int:
+    """Resident memory of this process: Python and its libraries, before any model is loaded."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def compute_device() -> torch.device:
+    """Where a model would be put: the first CUDA device, or the CPU."""
+    return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def matmul_rate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seconds: float = 2.0) -> float:
+    """Floating-point operations per second of `[tokens, in] @ [in, out]`, measured for about `seconds`.
+
+    Args:
+        shape: (tokens, in, out).
+    """
+    tokens, inner, outer = shape
+    x = torch.randn(tokens, inner, device=device).to(dtype)
+    weight = torch.randn(outer, inner, device=device).to(dtype)
+
+    def products(count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            x @ weight.t()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    products(1)  # the first one builds its kernel
+    count = max(1, round(seconds / max(products(1), 1e-6)))
+    return 2.0 * tokens * inner * outer * count / products(count)
+
+
+def _container_room(root: Path, membership: Path) -> list[int]:
+    """What is left of the memory limit of each control group (version 2) around this process, in bytes."""
+    try:
+        own = next(line[3:] for line in membership.read_text().splitlines() if line.startswith("0::"))
+    except (OSError, StopIteration):
+        return []
+    group = root / own.strip().lstrip("/")
+    groups = [group, *(parent for parent in group.parents if parent.is_relative_to(root))]
+    return [room for room in map(_group_room, groups) if room is not None]
+
+
+def _group_room(group: Path) -> int | None:
+    """None where there is no limit."""
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group here, or its limit is the word "max"
+        return None
+    cached = int(statistics.get("inactive_file", 0))  # files that are given up when memory runs short
+    return max(0, limit - used + cached)

@@ -1,0 +1,171 @@
+"""Passes: the memory and the work of one batch, from a model on the meta device.
+
+Tensors on the meta device have shapes and no data, but autograd keeps and frees them exactly as it would real ones: the
+bytes that are alive at once can be watched without a weight and without the work.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, loss_bytes
+from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, checkpointed, measured
+from gradprobe_hf.estimation.watch import Watch
+from gradprobe_hf.loading import skeleton
+from gradprobe_hf.loss import is_causal, summed_loss
+from gradprobe_hf.modes import eval_mode, frozen
+from gradprobe_hf.targets import Target, find_targets
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """What one batch takes; weights and statistics are not counted.
+
+    Attributes:
+        saved_bytes: what the forward pass leaves for the backward pass.
+        peak_bytes: the most that is alive at once.
+        flops: floating-point operations.
+        simulated: False where the model could not be run without data, and formulas had to do.
+    """
+
+    saved_bytes: int
+    peak_bytes: int
+    flops: int
+    simulated: bool = True
+
+
+def activation_bytes(
+    config: PreTrainedConfig, cls: Any, batch_size: int, sequence_length: int, dtype: torch.dtype, checkpointed: bool
+) -> int:
+    """The most memory that a batch of a probe takes beside weights and statistics, in bytes.
+
+    Args:
+        config: of the model; its weights are not needed.
+        cls: its class, as `loading.model_class` gives it.
+        batch_size: sequences in a batch.
+        sequence_length: tokens in a sequence.
+        dtype: of the weights.
+        checkpointed: every block is computed again in backward.
+    """
+    made: Any = type(config)
+    return _remembered(made, config.to_json_string(), cls, batch_size, sequence_length, dtype, checkpointed)
+
+
+@lru_cache(maxsize=256)
+def _remembered(
+    config_class: Any, values: str, cls: Any, rows: int, length: int, dtype: torch.dtype, checkpoint: bool
+) -> int:
+    model = skeleton(config_class.from_dict(json.loads(values)), cls, dtype)
+    return cost_of_batch(model, find_targets(model), rows, length, checkpoint=checkpoint).peak_bytes
+
+
+def cost_of_batch(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    batch_size: int,
+    sequence_length: int,
+    *,
+    checkpoint: bool = False,
+    backward: bool = True,
+) -> PassCost:
+    """What one batch takes.
+
+    Args:
+        model: on the meta device.
+        targets: what is measured.
+        checkpoint: every block is computed again in backward.
+        backward: False for a forward pass alone.
+    """
+    rows = 1 if is_routed(targets) else batch_size
+    try:
+        return _simulated(model, targets, sample_batch(model, rows, sequence_length), checkpoint, backward)
+    except Exception as error:  # whatever an architecture does that needs data; an estimate is still owed
+        logger.debug("%s cannot be run on the meta device: %s", type(model).__name__, error)
+        return by_formula(model, targets, rows, sequence_length, checkpoint=checkpoint, backward=backward)
+
+
+def is_routed(targets: Sequence[Target]) -> bool:
+    """Whether experts mix the tokens of a batch: the engine then takes one sequence at a time."""
+    return any("expert" in part for target in targets for part in target.name.split("."))
+
+
+def by_formula(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    rows: int,
+    length: int,
+    *,
+    checkpoint: bool = False,
+    backward: bool = True,
+) -> PassCost:
+    """What one batch takes, where it cannot be simulated.
+
+    With N the target weights that a token passes: `2 N` operations per token forward, and as many again for the
+    gradients of the inputs, for those of the weights, and for a forward pass that is repeated.
+    """
+    kept, loss = block_bytes(model, targets, rows, length), loss_bytes(model, rows, length)
+    forward = 2 * rows * length * active_weights(model, targets)
+    if not backward:
+        return PassCost(0, max(kept.values()) + loss // TENSORS_OF_THE_LOSS, forward, simulated=False)
+    hidden = rows * length * model.dtype.itemsize * max(target.shape[1] for target in targets)
+    saved = hidden * len(kept) if checkpoint else sum(kept.values())
+    again = max(kept.values()) if checkpoint else 0
+    flops = forward * (4 if checkpoint else 3)
+    return PassCost(saved + loss // TENSORS_OF_THE_LOSS, saved + again + loss, flops, simulated=False)
+
+
+def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, Tensor]:
+    """A batch of the model's modality without data: what it has to be called with to return a loss."""
+    config, name = model.config, model.main_input_name
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size if isinstance(vision.image_size, (list, tuple)) else (vision.image_size,) * 2
+        return {name: _values(model, rows, vision.num_channels, *size), "labels": _ids(rows)}
+    if name == "input_features":  # speech: as many frames as the encoder has positions, after a stride of two
+        frames = 2 * config.max_source_positions
+        return {name: _values(model, rows, config.num_mel_bins, frames), "labels": _ids(rows, length)}
+    if is_causal(model):
+        return {"input_ids": _ids(rows, length)}
+    whole = type(model).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
+    return {"input_ids": _ids(rows, length), "labels": _ids(rows) if whole else _ids(rows, length)}
+
+
+def _ids(*shape: int) -> Tensor:
+    return torch.empty(shape, dtype=torch.long, device="meta")
+
+
+def _values(model: PreTrainedModel, *shape: int) -> Tensor:
+    return torch.empty(shape, dtype=model.dtype, device="meta")
+
+
+def _simulated(
+    model: PreTrainedModel, targets: Sequence[Target], batch: Mapping[str, Tensor], checkpoint: bool, backward: bool
+) -> PassCost:
+    with ExitStack() as stack:
+        for mode in (frozen(model), eval_mode(model), measured(model, targets), balanced_experts(model)):
+            stack.enter_context(mode)
+        if checkpoint:
+            stack.enter_context(checkpointed(model))
+        stack.enter_context(WithoutData())
+        watch = stack.enter_context(Watch([*model.parameters(), *model.buffers(), *batch.values()]))
+        if not backward:
+            with torch.no_grad():
+                model(**batch, **({"use_cache": False} if is_causal(model) else {}))
+            return PassCost(0, watch.peak, watch.flops)
+        with torch.enable_grad():
+            loss, _ = summed_loss(model, batch)
+            saved = watch.live
+            loss.backward()
+        return PassCost(saved, watch.peak, watch.flops)
