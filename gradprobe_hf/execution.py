@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,12 +20,15 @@ from transformers import PreTrainedModel
 from gradprobe_hf.calibration import Batches
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.estimation import activation_bytes, available_bytes
+from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.modes import checkpointed_layers
-from gradprobe_hf.probe import Keeping
+from gradprobe_hf.probe import Keeping, Statistics, run_probe
 from gradprobe_hf.processes import Processes
-from gradprobe_hf.sharding import is_sharded
+from gradprobe_hf.sharding import is_sharded, plain_class
 from gradprobe_hf.stopwatch import Stopwatch
+from gradprobe_hf.targets import Target
 from gradprobe_hf.weights import input_device, is_offloaded
 
 LARGEST_BATCH = 64
@@ -52,7 +55,7 @@ def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: 
     if config.checkpointing is True:
         return True, "on, as asked"
     free = available_bytes(input_device(model))
-    needed = activation_bytes(model.config, type(model), rows, length, model.dtype, checkpointed=False)
+    needed = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=False)
     sizes = f"activations of {rows} x {length} tokens take about {_gb(needed)}, and {_gb(free)} are free"
     if needed > ACTIVATIONS_SHARE * free:
         return True, f"on: {sizes}"
@@ -63,15 +66,18 @@ def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: 
 
 def largest_batch(
     model: PreTrainedModel,
+    targets: Sequence[Target],
     config: GradProbeConfig,
     batches: Batches,
-    trial: Callable[[Batches], object],
+    *,
+    loss_fn: LossFunction | None = None,
+    folder: str | Path | None = None,
     processes: Processes,
 ) -> tuple[Batches, str]:
     """The same rows in the largest batches that one pass has memory for, and what was tried.
 
     Args:
-        trial: runs a pass over one batch; whatever it does is thrown away.
+        folder: for accumulators on disk.
         processes: every one of them gets the same batches.
 
     Raises:
@@ -84,7 +90,11 @@ def largest_batch(
 
     def attempt(batch_size: int) -> int:
         tried.append(batch_size)
-        trial(Batches(batches.in_batches_of(batch_size).items[:1], "", 0, 0, ""))
+        first = batches.in_batches_of(batch_size).items[0]
+        checkpointing, _ = choose_checkpointing(model, config, row_count(first), batches.longest)
+        with accumulator_files(config, folder) as keeping:  # everything is in memory that the probe will have there
+            statistics = Statistics(targets, evidence_needed(config).terms, model, keeping)
+            run_probe(model, targets, [first], statistics, loss_fn=loss_fn, checkpointing=checkpointing, progress=False)
         return batch_size
 
     def halved() -> int:
@@ -104,7 +114,8 @@ def first_guess(model: PreTrainedModel, config: GradProbeConfig, samples: int, l
     recomputed = config.checkpointing is True or is_offloaded(model)
     size = 1
     while 2 * size <= min(samples, LARGEST_BATCH) and (
-        activation_bytes(model.config, type(model), 2 * size, length, model.dtype, checkpointed=recomputed) <= free
+        activation_bytes(model.config, plain_class(model), 2 * size, length, model.dtype, checkpointed=recomputed)
+        <= free
     ):
         size *= 2
     return size

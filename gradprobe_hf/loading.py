@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from typing import Any
+import shutil
+import tempfile
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 import transformers
@@ -22,6 +28,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 logger = logging.getLogger(__name__)
 
+DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
+
 # What of `from_pretrained`'s arguments says where files come from: the tokenizer needs the same.
 SOURCE_KWARGS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code", "gguf_file")
 
@@ -29,10 +37,11 @@ SOURCE_KWARGS = ("revision", "subfolder", "cache_dir", "token", "local_files_onl
 def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any) -> PreTrainedModel:
     """A loaded model as it is, or `from_pretrained` with the class the checkpoint asks for.
 
-    `dtype` defaults to the checkpoint's. A GGUF file is dequantised, so that it can be saved again.
+    `dtype` defaults to the checkpoint's. A GGUF file is dequantised, so that it can be saved again. `device_map="disk"`
+    offloads every module.
 
     Raises:
-        ValueError: arguments for loading beside a model that is loaded.
+        ValueError: arguments for loading beside a model that is loaded, or a device map that names no module.
         OSError: no such model, a gated one, or no network; transformers' message and the remedies.
     """
     if isinstance(model_or_id, PreTrainedModel):
@@ -47,10 +56,22 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
     if "gguf_file" in from_pretrained_kwargs:
         from_pretrained_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
     source = {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
+    scratch: Path | None = None
     try:
-        cls = model_class(AutoConfig.from_pretrained(model_or_id, **source))
+        config = AutoConfig.from_pretrained(model_or_id, **source)
+        cls = model_class(config)
+        if (device_map := from_pretrained_kwargs.get("device_map")) is not None:
+            from_pretrained_kwargs["device_map"] = device_map = _checked_map(config, device_map)
+            if from_pretrained_kwargs.get("offload_folder") is None and device_map != {"": "cpu"}:
+                # transformers writes there what it cannot read from the checkpoint as it is: experts it has fused
+                scratch = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))
+                from_pretrained_kwargs["offload_folder"] = scratch
         model = cls.from_pretrained(model_or_id, **from_pretrained_kwargs)
     except SafetensorError as error:
+        if "No space" in str(error):
+            raise OSError(
+                f"no room to offload {str(model_or_id)!r}: {error}. Choose another offload_folder (--offload-folder)."
+            ) from error
         raise OSError(
             f"cannot load {str(model_or_id)!r}: its weights are damaged ({error}); fetch them again."
         ) from error
@@ -59,7 +80,30 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
     if "gguf_file" in from_pretrained_kwargs:
         # Plain weights from here on: the saved checkpoint must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
+    if scratch is not None:
+        weakref.finalize(model, shutil.rmtree, scratch, True)
     return model
+
+
+def _checked_map(config: PreTrainedConfig, device_map: DeviceMap) -> DeviceMap:
+    """`"disk"` is every module; every name in a dict is a module of the model.
+
+    Raises:
+        ValueError: one that is not.
+    """
+    if device_map == "disk":
+        return {"": "disk"}
+    if not isinstance(device_map, Mapping):
+        return device_map
+    names = [name for name, _ in skeleton(config).named_modules()]
+    for wanted in device_map:
+        if wanted not in names and not any(name.startswith(f"{wanted}.") for name in names):
+            near = difflib.get_close_matches(wanted, names, n=1)
+            raise ValueError(
+                f"device_map names {wanted!r}, and the model has no such module"
+                + (f"; did you mean {near[0]!r}?" if near else f". Its modules are named like {', '.join(names[1:4])}.")
+            )
+    return dict(device_map)
 
 
 def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:

@@ -28,7 +28,7 @@ from gradprobe_hf.execution import (
 from gradprobe_hf.hub import check_destination, check_push, check_room, push_folder
 from gradprobe_hf.loading import DeviceMap, load_model, load_processing_class
 from gradprobe_hf.loss import LossFunction, is_causal
-from gradprobe_hf.probe import Statistics, run_probe, serving
+from gradprobe_hf.probe import serving
 from gradprobe_hf.processes import Processes, join_processes
 from gradprobe_hf.result import PruneResult
 from gradprobe_hf.resume import Journal, check_save_every, run_identity
@@ -114,7 +114,7 @@ def prune_pretrained(
         processes.on_main(partial(check_destination, output_dir, _name_of(model_or_id), overwrite))
     stopwatch = Stopwatch()
     with stopwatch("load"):
-        placement = {"device_map": device_map, "max_memory": max_memory}
+        placement: dict[str, Any] = {"device_map": device_map, "max_memory": max_memory}
         if not isinstance(model_or_id, PreTrainedModel):  # of a loaded model the folder is for accumulators alone
             placement["offload_folder"] = offload_folder
         wanted = {name: value for name, value in placement.items() if value is not None}
@@ -233,9 +233,14 @@ class _Run:
             return None, False, execution
         if self.config.batch_size == "auto" and needed.passes == "probe":
             with self.stopwatch("batch size"):
-                trial = partial(self._trial, offload_folder=offload_folder)
                 batches, execution["batch_size"] = largest_batch(
-                    self.model, self.config, batches, trial, self.processes
+                    self.model,
+                    self.targets,
+                    self.config,
+                    batches,
+                    loss_fn=self.loss_fn,
+                    folder=offload_folder,
+                    processes=self.processes,
                 )
         passes = batches.samples if is_routed(self.targets) else len(batches)
         if passes < self.processes.count:
@@ -250,21 +255,6 @@ class _Run:
             )
             logger.info("checkpointing is %s", execution["checkpointing"])
         return batches, checkpointing, execution
-
-    def _trial(self, batches: Batches, offload_folder: str | Path | None) -> None:
-        """One pass with everything in memory that the probe would have there."""
-        checkpointing, _ = choose_checkpointing(self.model, self.config, _rows(batches), batches.longest)
-        with accumulator_files(self.config, offload_folder) as keeping:
-            statistics = Statistics(self.targets, evidence_needed(self.config).terms, self.model, keeping)
-            run_probe(
-                self.model,
-                self.targets,
-                batches,
-                statistics,
-                loss_fn=self.loss_fn,
-                checkpointing=checkpointing,
-                progress=False,
-            )
 
     def journal(self, resume_dir: str | Path | None, save_every: int, batches: Batches | None) -> Journal | None:
         if resume_dir is None or batches is None or evidence_needed(self.config).passes != "probe":

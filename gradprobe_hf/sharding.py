@@ -40,6 +40,11 @@ def is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def plain_class(model: nn.Module) -> type[nn.Module]:
+    """The class of the model: FSDP2 makes one of its own of it, in place."""
+    return next(cls for cls in type(model).__mro__ if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule))
+
+
 def layout_of(model: nn.Module, name: str) -> Layout | None:
     """How the parameter is sharded, None when it is not. Between two passes only: in one, the parameter is whole."""
     parameter = model.get_parameter(name)

@@ -43,6 +43,7 @@ ORDER = [
     "card",
     "hub",
     "result",
+    "execution",
     "pruning",
     "cli",
 ]

@@ -42,20 +42,20 @@ class Batches:
     @property
     def longest(self) -> int:
         """Tokens in the longest row (1 where rows have none)."""
-        return max((item["input_ids"].shape[1] for item in self.items if "input_ids" in item), default=1)
+        ids = [item["input_ids"] for item in self.items if isinstance(item.get("input_ids"), Tensor)]
+        return max((rows.shape[1] for rows in ids), default=1)
 
     def in_batches_of(self, size: int) -> Batches:
         """The same rows, `size` at a time; as they are where rows of different batches do not fit together."""
-        names = list(self.items[0])
-        columns = {name: [item.get(name) for item in self.items] for name in names}
-        alike = all(list(item) == names for item in self.items) and all(
-            isinstance(value, Tensor) and value.shape[1:] == values[0].shape[1:]
-            for values in columns.values()
-            for value in values
+        first = self.items[0]
+        alike = all(
+            list(item) == list(first)
+            and all(isinstance(v, Tensor) and v.shape[1:] == first[name].shape[1:] for name, v in item.items())
+            for item in self.items
         )
         if not alike:
             return self
-        rows = {name: torch.cat(values).split(size) for name, values in columns.items()}
+        rows = {name: torch.cat([item[name] for item in self.items]).split(size) for name in first}
         items = tuple(dict(zip(rows, parts, strict=True)) for parts in zip(*rows.values(), strict=True))
         return replace(self, items=items)
 

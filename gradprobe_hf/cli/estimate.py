@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_dtype_argument(parser)
     add_method_arguments(parser)
     add_window_arguments(parser.add_argument_group("calibration windows"))
-    add_accumulator_arguments(parser)
+    add_accumulator_arguments(parser.add_argument_group("memory"))
     parser.add_argument("--resume", action="store_true", help="count the snapshots of a run that can be resumed")
     parser.add_argument("--no-timing", action="store_true", help="do not measure this machine's speed (two seconds)")
     parser.add_argument("--quiet", action="store_true", help="errors only")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -48,11 +49,12 @@ def add_window_arguments(group: argparse._ActionsContainer) -> None:
     """The calibration windows: how many, how long, how many at a time."""
     group.add_argument("--num-samples", type=int, metavar="N", help="calibration windows (default: 128)")
     group.add_argument("--sequence-length", type=int, metavar="N", help="tokens in a window (default: 512)")
-    group.add_argument("--batch-size", type=int, metavar="N", help="windows in a pass; changes no result (default: 4)")
+    group.add_argument(
+        "--batch-size", type=_whole_or_auto, metavar="N", help="windows in a pass, or 'auto' (default: 4)"
+    )
 
 
-def add_accumulator_arguments(parser: argparse.ArgumentParser) -> None:
-    memory = parser.add_argument_group("memory")
+def add_accumulator_arguments(memory: argparse._ActionsContainer) -> None:
     memory.add_argument(
         "--accumulator-dtype",
         choices=get_args(AccumulatorDtype),
@@ -63,6 +65,55 @@ def add_accumulator_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(AccumulatorDevice),
         help="where: with the weights ('same'), in the host's memory, or in files (default: same)",
     )
+
+
+def add_memory_arguments(memory: argparse._ActionsContainer) -> None:
+    """Where weights and statistics are, and what is recomputed: memory and time, not the result."""
+    memory.add_argument(
+        "--device-map",
+        type=_device_map,
+        metavar="MAP",
+        help="'auto', 'disk', 'cpu', a device, or a JSON object from modules to them (default: in memory)",
+    )
+    memory.add_argument(
+        "--max-memory", type=_json_object, metavar="JSON", help='what "auto" may use: {"0": "20GiB", "cpu": "8GiB"}'
+    )
+    memory.add_argument("--offload-folder", metavar="DIR", help="for weights and accumulators on disk")
+    memory.add_argument(
+        "--checkpointing",
+        type=_on_off_auto,
+        metavar="on|off|auto",
+        help="recompute blocks in backward (default: auto, from free memory)",
+    )
+    add_accumulator_arguments(memory)
+
+
+def add_resume_arguments(parser: argparse._ActionsContainer) -> None:
+    parser.add_argument("--resume-dir", metavar="DIR", help="save the state of the probes here, and go on from it")
+    parser.add_argument("--save-every", type=int, metavar="N", help="batches between two states (default: 16)")
+
+
+def _whole_or_auto(text: str) -> int | str:
+    return text if text == "auto" else int(text)
+
+
+def _on_off_auto(text: str) -> bool | str:
+    choices: dict[str, bool | str] = {"on": True, "off": False, "auto": "auto"}
+    if text not in choices:
+        raise argparse.ArgumentTypeError(f"{text!r} is not 'on', 'off' or 'auto'")
+    return choices[text]
+
+
+def _device_map(text: str) -> Any:
+    return _json_object(text) if text.startswith("{") else text
+
+
+def _json_object(text: str) -> dict[Any, Any]:
+    try:
+        values = json.loads(text)
+        return {int(name) if name.isdigit() else name: value for name, value in values.items()}
+    except (ValueError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object: {error}") from error
 
 
 def configuration(options: argparse.Namespace) -> GradProbeConfig:

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import argparse
 
-from gradprobe_hf.cli.options import add_method_arguments, add_window_arguments, configuration
+from gradprobe_hf.cli.options import (
+    add_memory_arguments,
+    add_method_arguments,
+    add_resume_arguments,
+    add_window_arguments,
+    configuration,
+)
 from gradprobe_hf.cli.output import add_model_arguments, given, print_json, print_pruning
 from gradprobe_hf.pruning import prune_pretrained
 
@@ -19,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_window_arguments(data)
     data.add_argument("--evaluation", metavar="SPEC", help="text to measure on, or 'none' (default: pydoc with pydoc)")
     data.add_argument("--evaluation-samples", type=int, metavar="N", help="evaluation windows (default: 20)")
+    add_memory_arguments(parser.add_argument_group("memory"))
+    add_resume_arguments(parser.add_argument_group("long runs"))
     hub = parser.add_argument_group("sharing")
     hub.add_argument("--push-to-hub", metavar="REPO", help="upload the checkpoint to this repository")
     hub.add_argument("--private", action="store_true", help="create the repository private")
@@ -31,6 +39,7 @@ def run(options: argparse.Namespace) -> None:
         configuration(options),
         calibration=options.calibration,
         evaluation=False if options.evaluation == "none" else options.evaluation,
+        apply=False,  # the checkpoint is what is asked for: the weights in memory, or offloaded, are let go
         output_dir=options.output,
         overwrite=options.overwrite,
         push_to_hub=options.push_to_hub is not None,
@@ -38,7 +47,10 @@ def run(options: argparse.Namespace) -> None:
         hub_private_repo=options.private or None,
         progress=not options.quiet,
         **given(options, "dtype", "gguf_file"),
+        **given(options, "device_map", "max_memory", "offload_folder", "resume_dir", "save_every"),
     )
+    if not result.processes.is_main:
+        return
     if options.json:
         print_json(result.report.to_dict() | {"output": options.output})
     else:
