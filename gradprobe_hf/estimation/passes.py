@@ -37,12 +37,14 @@ class PassCost:
         saved_bytes: what the forward pass leaves for the backward pass.
         peak_bytes: the most that is alive at once.
         flops: floating-point operations.
+        heap_bytes: the most that is alive at once in small blocks, of which an allocator's heap is made.
         simulated: False where the model could not be run without data, and formulas had to do.
     """
 
     saved_bytes: int
     peak_bytes: int
     flops: int
+    heap_bytes: int = 0
     simulated: bool = True
 
 
@@ -163,9 +165,9 @@ def _simulated(
         if not backward:
             with torch.no_grad():
                 model(**batch, **({"use_cache": False} if is_causal(model) else {}))
-            return PassCost(0, watch.peak, watch.flops)
+            return PassCost(0, watch.peak, watch.flops, watch.heap_peak)
         with torch.enable_grad():
             loss, _ = summed_loss(model, batch)
             saved = watch.live
             loss.backward()
-        return PassCost(saved, watch.peak, watch.flops)
+        return PassCost(saved, watch.peak, watch.flops, watch.heap_peak)
