@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-
 # glibc maps larger blocks one by one and gives them back when they are freed (mallopt(3), M_MMAP_THRESHOLD).
 LARGEST_HEAP_BLOCK = 32 * 2**20
 
