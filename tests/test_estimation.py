@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.config import GradProbeConfig
@@ -227,6 +227,18 @@ def test_activations_grow_with_the_batch_and_shrink_with_checkpointing():
     assert of(4, 128, checkpointed=True) < 0.6 * of(4, 128)
     assert of(4, 64, dtype=torch.bfloat16) < of(4, 64)
     assert of(4, 64) == of(4, 64)
+
+
+def test_a_class_that_cannot_be_made_gets_a_number():
+    class Broken(LlamaForCausalLM):
+        def __init__(self, *_):
+            raise RuntimeError("not without its weights")
+
+    for checkpointed in (False, True):
+        known, rough = (
+            activation_bytes(DEEP, cls, 2, 64, torch.float32, checkpointed) for cls in (LlamaForCausalLM, Broken)
+        )
+        assert 0.4 < known / rough < 2.5
 
 
 def test_a_simulation_leaves_the_skeleton_as_it_was():

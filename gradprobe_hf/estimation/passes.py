@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, loss_bytes
+from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, bytes_by_width, loss_bytes
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, checkpointed, measured
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.loading import skeleton
@@ -53,6 +53,8 @@ def activation_bytes(
 ) -> int:
     """The most memory that a batch of a probe takes beside weights and statistics, in bytes.
 
+    Never raises: an architecture that cannot be simulated gets a formula. Answers are remembered.
+
     Args:
         config: of the model; its weights are not needed.
         cls: its class, as `loading.model_class` gives it.
@@ -69,8 +71,14 @@ def activation_bytes(
 def _remembered(
     config_class: Any, values: str, cls: Any, rows: int, length: int, dtype: torch.dtype, checkpoint: bool
 ) -> int:
-    model = skeleton(config_class.from_dict(json.loads(values)), cls, dtype)
-    return cost_of_batch(model, find_targets(model), rows, length, checkpoint=checkpoint).peak_bytes
+    config = config_class.from_dict(json.loads(values))
+    try:
+        model = skeleton(config, cls, dtype)
+        targets = find_targets(model)
+    except Exception as error:  # code of its own, or no blocks: the caller wants a number, not a reason
+        logger.debug("no skeleton of %s: %s", config_class.__name__, error)
+        return bytes_by_width(config, rows, length, dtype.itemsize, checkpoint)
+    return cost_of_batch(model, targets, rows, length, checkpoint=checkpoint).peak_bytes
 
 
 def cost_of_batch(
