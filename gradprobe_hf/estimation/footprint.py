@@ -22,6 +22,8 @@ CHUNK_TENSORS = 10
 FLOAT32_BYTES = 4
 # A fast tokenizer maps each token to its text, the text back, and its merges: what SmolLM2's takes.
 BYTES_PER_TOKEN_OF_VOCABULARY = 1000
+# Pages of the libraries that a run touches first, and the calibration text with its tokens: of a run on "pydoc".
+FIRST_USE = 50 * 10**6
 # int8 accumulators have an int16 scale for every 64 elements.
 ACCUMULATOR_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 2 / 64}
 MASK_BITS = 8
@@ -127,7 +129,8 @@ def place(name: PlacementName, sizes: Sizes, activations: int, room: dict[Device
     where: Device = "accelerator" if "accelerator" in room else "host"
     # Offloaded: the embedding or the output head, then one block after the other.
     alive = min(sizes.weights, sizes.block + sizes.ends) if name == "offloaded" else sizes.weights
-    base = Item("Python, libraries, tokenizer", "host", sizes.base + sizes.vocabulary * BYTES_PER_TOKEN_OF_VOCABULARY)
+    process = sizes.base + FIRST_USE + sizes.vocabulary * BYTES_PER_TOKEN_OF_VOCABULARY
+    base = Item("Python, libraries, tokenizer", "host", process)
     weights = Item("weights", where, alive)
     kept_at: dict[AccumulatorDevice, Device] = {"same": where, "cpu": "host", "disk": "disk"}
     statistics = Item("accumulators", kept_at[sizes.accumulator_device], sizes.accumulators)
