@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,19 @@ def test_batch_size_is_a_matter_of_memory(smollm2, fisher):
         masks.append(prune_pretrained(model, config, processing_class=tokenizer, evaluation=False, apply=False).masks)
     differing = sum(int((mask ^ masks[1][name]).sum()) for name, mask in masks[0].items())
     assert differing < 0.01 * WEIGHTS
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "rows"), [(256, 1), (512, 4)])
+def test_the_estimate_is_within_20_percent_of_the_peak(smollm2, length, rows, tmp_path):
+    """Each in a process of its own: a peak is that of a process's whole life."""
+    windows = ["--num-samples", "4", "--sequence-length", str(length), "--batch-size", str(rows)]
+    common = [smollm2, "--dtype", "bfloat16", *windows, "--quiet", "--json"]
+
+    def said(verb, *arguments):
+        command = [sys.executable, "-m", "gradprobe_hf", verb, *common, *arguments]
+        return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    estimated = said("estimate", "--no-timing")["placements"][0]["peak_bytes"]["host"]
+    measured = said("prune", "--output", str(tmp_path / "out"), "--evaluation", "none")["memory"]["peak_resident_bytes"]
+    assert estimated == pytest.approx(measured, rel=0.2)

@@ -125,7 +125,9 @@ def estimate(
     sizes = sizes_of(model, targets, config, base=base, loss=loss, snapshots=snapshots)
     room = room_of(device, base)
     names: dict[PlacementName, bool] = {"resident": False, "checkpointed": True, "offloaded": True}
-    placements = tuple(place(name, sizes, costs[again].peak_bytes, room) for name, again in names.items())
+    placements = tuple(
+        place(name, sizes, costs[again].peak_bytes, room, costs[again].heap_bytes) for name, again in names.items()
+    )
     work = {name: work_of(config, model, targets, costs[again], batches, rows, again) for name, again in names.items()}
     work["offloaded"] = replace(work["offloaded"], bytes_read=2 * work["offloaded"].backwards * batches * sizes.weights)
     rate = measured_rate(targets, rows * length, model.dtype, device) if timing and batches else None

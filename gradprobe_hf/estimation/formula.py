@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradprobe_hf.targets import Target, is_fused_experts
 
@@ -14,6 +14,9 @@ TENSORS_OF_THE_LOSS = 3
 # A block keeps the input of each linear map and its output, and about as much again for norms, activation functions
 # and attention.
 KEPT_PER_FEATURE = 2
+# Of a block of which only the width is known: `34 tokens * hidden` bytes in a dtype of two bytes, with fused attention
+# (Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", equation 2).
+KEPT_PER_HIDDEN = 17
 CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
 
 
@@ -48,3 +51,15 @@ def share_of(model: PreTrainedModel, target: Target) -> float:
     chosen = next((getattr(config, name) for name in CHOSEN_EXPERTS if getattr(config, name, None)), 1)
     experts = model.get_submodule(target.sites[0].module)
     return min(1.0, chosen / experts.num_experts) if is_fused_experts(experts) else 1.0
+
+
+def bytes_by_width(config: PreTrainedConfig, rows: int, length: int, itemsize: int, checkpoint: bool) -> int:
+    """What a batch takes, where not even a skeleton of the model can be made: from its width, depth and vocabulary."""
+    text = config.get_text_config()
+    hidden, layers, vocabulary = (
+        getattr(text, name, None) or otherwise
+        for name, otherwise in (("hidden_size", 1024), ("num_hidden_layers", 24), ("vocab_size", 0))
+    )
+    block = KEPT_PER_HIDDEN * itemsize * rows * length * hidden
+    kept = block + layers * itemsize * rows * length * hidden if checkpoint else layers * block
+    return kept + TENSORS_OF_THE_LOSS * FLOAT32_BYTES * rows * length * vocabulary

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, loss_bytes
+from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, bytes_by_width, loss_bytes
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, checkpointed, measured
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.loading import skeleton
@@ -37,12 +37,14 @@ class PassCost:
         saved_bytes: what the forward pass leaves for the backward pass.
         peak_bytes: the most that is alive at once.
         flops: floating-point operations.
+        heap_bytes: the most that is alive at once in small blocks, of which an allocator's heap is made.
         simulated: False where the model could not be run without data, and formulas had to do.
     """
 
     saved_bytes: int
     peak_bytes: int
     flops: int
+    heap_bytes: int = 0
     simulated: bool = True
 
 
@@ -50,6 +52,8 @@ def activation_bytes(
     config: PreTrainedConfig, cls: Any, batch_size: int, sequence_length: int, dtype: torch.dtype, checkpointed: bool
 ) -> int:
     """The most memory that a batch of a probe takes beside weights and statistics, in bytes.
+
+    Never raises: an architecture that cannot be simulated gets a formula. Answers are remembered.
 
     Args:
         config: of the model; its weights are not needed.
@@ -67,8 +71,14 @@ def activation_bytes(
 def _remembered(
     config_class: Any, values: str, cls: Any, rows: int, length: int, dtype: torch.dtype, checkpoint: bool
 ) -> int:
-    model = skeleton(config_class.from_dict(json.loads(values)), cls, dtype)
-    return cost_of_batch(model, find_targets(model), rows, length, checkpoint=checkpoint).peak_bytes
+    config = config_class.from_dict(json.loads(values))
+    try:
+        model = skeleton(config, cls, dtype)
+        targets = find_targets(model)
+    except Exception as error:  # code of its own, or no blocks: the caller wants a number, not a reason
+        logger.debug("no skeleton of %s: %s", config_class.__name__, error)
+        return bytes_by_width(config, rows, length, dtype.itemsize, checkpoint)
+    return cost_of_batch(model, targets, rows, length, checkpoint=checkpoint).peak_bytes
 
 
 def cost_of_batch(
@@ -163,9 +173,9 @@ def _simulated(
         if not backward:
             with torch.no_grad():
                 model(**batch, **({"use_cache": False} if is_causal(model) else {}))
-            return PassCost(0, watch.peak, watch.flops)
+            return PassCost(0, watch.peak, watch.flops, watch.heap_peak)
         with torch.enable_grad():
             loss, _ = summed_loss(model, batch)
             saved = watch.live
             loss.backward()
-        return PassCost(saved, watch.peak, watch.flops)
+        return PassCost(saved, watch.peak, watch.flops, watch.heap_peak)

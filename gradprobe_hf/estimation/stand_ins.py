@@ -86,10 +86,10 @@ def _expert_linear(module: Any, name: str, x: Tensor) -> Tensor:
 
 
 class WithoutData(TorchFunctionMode):
-    """Two calls that the meta device would answer unlike a real one.
+    """Calls that the meta device would answer unlike a real one, or not at all.
 
-    Attention is a fused kernel: torch falls back to one that keeps `[tokens, tokens]` matrices. And what is asked of
-    values (transformers asks whether positions run on, so that no mask is needed) is true, as for full windows.
+    Attention is a fused kernel: torch falls back to one that keeps `[tokens, tokens]` matrices. And what transformers
+    asks of values is answered as for full windows: positions run on, so no mask is needed, and no token is padding.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -97,6 +97,8 @@ class WithoutData(TorchFunctionMode):
             return _fused_attention(*args, **(kwargs or {}))
         if func is Tensor.__bool__ and args[0].is_meta:
             return True
+        if func is Tensor.__contains__ and args[0].is_meta:
+            return False
         return func(*args, **(kwargs or {}))
 
 

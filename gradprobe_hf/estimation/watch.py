@@ -12,6 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+# glibc maps larger blocks one by one and gives them back when they are freed (mallopt(3), M_MMAP_THRESHOLD).
+LARGEST_HEAP_BLOCK = 32 * 2**20
+
 
 class Watch(TorchDispatchMode):
     """Counts from the beginning to the end of the `with`.
@@ -19,6 +22,7 @@ class Watch(TorchDispatchMode):
     Attributes:
         live: bytes of the tensors made since, and not freed. A view adds nothing.
         peak: the most that `live` has been.
+        heap_peak: the most that was alive at once in blocks that a CPU's allocator takes from its heap.
         flops: floating-point operations of matrix products, convolutions and attention.
     """
 
@@ -27,6 +31,7 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._met = {tensor.untyped_storage()._cdata for tensor in known}
         self.live = self.peak = self.flops = 0
+        self.heap = self.heap_peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -43,13 +48,17 @@ class Watch(TorchDispatchMode):
         if key in self._met:
             return
         self._met.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
+        self._count(size, size < LARGEST_HEAP_BLOCK)
         weakref.finalize(storage, self._let_go, key, size).atexit = False
 
     def _let_go(self, key: int, size: int) -> None:
         self._met.discard(key)
-        self.live -= size
+        self._count(-size, size < LARGEST_HEAP_BLOCK)
+
+    def _count(self, size: int, on_heap: bool) -> None:
+        self.live += size
+        self.heap += size * on_heap
+        self.peak, self.heap_peak = max(self.peak, self.live), max(self.heap_peak, self.heap)
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
