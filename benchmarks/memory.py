@@ -37,7 +37,7 @@ from gradprobe_hf.inspection import inspect_checkpoint
 from gradprobe_hf.loading import load_config, load_model, skeleton
 from gradprobe_hf.loss import summed_loss
 from gradprobe_hf.modes import checkpointed, checkpointed_layers, eval_mode, frozen
-from gradprobe_hf.shards import SHARD_BYTES
+from gradprobe_hf.shards import LARGEST_SHARD
 from gradprobe_hf.targets import find_targets
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
@@ -103,7 +103,7 @@ def _portions(model: PreTrainedModel) -> Iterator[dict[str, torch.Size]]:
     for name, parameter in model.named_parameters():
         portion[name] = parameter.shape
         size += parameter.nbytes
-        if size >= SHARD_BYTES:
+        if size >= LARGEST_SHARD:
             yield portion
             portion, size = {}, 0
     if portion:

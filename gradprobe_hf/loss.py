@@ -5,12 +5,13 @@ Source of the shapes: transformers/loss/loss_utils.py; its losses are means over
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -18,6 +19,7 @@ Batch = Mapping[str, Any]
 LossFunction = Callable[[PreTrainedModel, Batch], Tensor]
 
 IGNORED = -100
+TOKENS_AT_ONCE = 64  # whose logits are in float32 at once
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -68,15 +70,59 @@ def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """Next-token cross entropy, in float32 at least. The model's own loss is a mean, and may have others added."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
-    if logits.dtype in (torch.float16, torch.bfloat16):
-        logits = logits.float()
     # Shift the labels, not the logits: shifting logits would copy [sequences, tokens, vocabulary].
     labels = F.pad(_labels(batch).to(logits.device)[:, 1:], (0, 1), value=IGNORED)
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == labels.shape:  # padding predicts nothing, on the left either
         labels = labels.masked_fill(mask == 0, IGNORED)
-    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
-    return loss, (labels != IGNORED).sum()
+    return SummedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten()), (labels != IGNORED).sum()
+
+
+class SummedCrossEntropy(torch.autograd.Function):
+    """Cross entropy summed over the labels that count, in float32 at least, some tokens at a time.
+
+    Equal to `F.cross_entropy(logits.float(), labels, reduction="sum")`, which holds four float32 tensors of the size of
+    the logits at once: with a vocabulary of 49,152 words and 2,048 tokens 1.6 GB, more than all else that SmolLM2's
+    pass needs. Here there is only the gradient, in the dtype of the logits.
+
+    Shapes: logits `[tokens, vocabulary]`, labels `[tokens]`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        counted = labels != IGNORED
+        chosen = labels.masked_fill(~counted, 0)[:, None]
+        wide = _workspace(logits)
+        normalisers = wide.new_empty(len(logits))
+        for rows in _portions(logits):
+            part = wide[: rows.stop - rows.start].copy_(logits[rows])
+            highest = part.amax(-1, keepdim=True)
+            normalisers[rows] = part.sub_(highest).exp_().sum(-1).log_() + highest[:, 0]
+        losses = normalisers - logits.gather(1, chosen)[:, 0].to(normalisers.dtype)
+        ctx.save_for_backward(logits, normalisers, chosen, counted)
+        return losses.masked_fill(~counted, 0).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
+        """`softmax - onehot`, times the gradient of the sum."""
+        logits, normalisers, chosen, counted = ctx.saved_tensors
+        gradient, wide = torch.empty_like(logits), _workspace(logits)
+        for rows in _portions(logits):
+            part = wide[: rows.stop - rows.start].copy_(logits[rows]).sub_(normalisers[rows, None]).exp_()
+            part.scatter_add_(1, chosen[rows], torch.full_like(part[:, :1], -1))
+            gradient[rows] = part.mul_((scale * counted[rows])[:, None])
+        return gradient, None
+
+
+def _workspace(logits: Tensor) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return torch.empty(min(TOKENS_AT_ONCE, len(logits)), logits.shape[1], dtype=dtype, device=logits.device)
+
+
+def _portions(logits: Tensor) -> Iterator[slice]:
+    for start in range(0, len(logits), TOKENS_AT_ONCE):
+        yield slice(start, min(start + TOKENS_AT_ONCE, len(logits)))
 
 
 def _labels(batch: Batch) -> Tensor:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 
 from gradprobe_hf.report import Report
+
+# Imported where it draws: a run without pictures does not pay for it.
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DENSE, PRUNED, INK, MUTED = "#9aa5b1", "#2f6f9f", "#1f2933", "#616e7c"
 
 
 def save_plots(report: Report, directory: Path) -> list[Path]:
     """Write the PNG files that the card shows; returns their paths."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     directory.mkdir(parents=True, exist_ok=True)
     figures = {"sparsity.png": sparsity_figure(report)}
     if has_perplexities(report):
@@ -45,6 +50,8 @@ def sparsity_figure(report: Report) -> Figure:
         zeros[cell] += row.zeros_after
         weights[cell] += row.weights
     grid = np.divide(zeros, weights, out=np.full_like(zeros, np.nan), where=weights > 0)
+    from matplotlib.figure import Figure
+
     figure = Figure(
         figsize=(max(5.0, 0.24 * len(blocks) + 3.2), max(2.6, 0.32 * len(roles) + 1.5)), layout="constrained"
     )
@@ -66,6 +73,8 @@ def perplexity_figure(report: Report) -> Figure:
     """Perplexity before and after, with what it was measured on."""
     assert report.evaluation is not None
     values = [report.evaluation[name]["perplexity"] for name in ("dense", "pruned")]
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(5.0, 2.2), layout="constrained")
     axes = figure.add_subplot()
     bars = axes.barh(["dense", f"{report.sparsity:.0%} sparse"], values, color=[DENSE, PRUNED], height=0.6)

@@ -22,7 +22,12 @@ from gradprobe_hf.sharding import reshard, whole
 from gradprobe_hf.targets import block_of
 from gradprobe_hf.weights import aliases, place_of
 
-SHARD_BYTES = 2**30
+LARGEST_SHARD, SMALLEST_SHARD = 2**30, 2**26  # bytes
+SHARDS = 8  # that a model of middling size is written in: so much of it is in memory at once
+
+
+def shard_bytes(model: PreTrainedModel) -> int:
+    return max(SMALLEST_SHARD, min(LARGEST_SHARD, sum(p.nbytes for p in model.parameters()) // SHARDS))
 
 
 def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True) -> None:
@@ -50,12 +55,13 @@ def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True) ->
 def _shards(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     """Tensors under the names of the checkpoint format. Blocks are converted whole: a conversion (of the experts of a
     mixture, say) may need several of a block's tensors."""
+    limit = shard_bytes(model)
     shard: dict[str, Tensor] = {}
     for _, names in groupby(_names(model), key=lambda name: block_of(model, name)):
         group = {name: _read(model, name) for name in names}
         for name, tensor in revert_weight_conversion(model, group).items():
             shard[name] = tensor.contiguous().cpu()
-        if sum(tensor.nbytes for tensor in shard.values()) >= SHARD_BYTES:
+        if sum(tensor.nbytes for tensor in shard.values()) >= limit:
             yield shard
             shard = {}
     if shard:

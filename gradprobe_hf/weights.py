@@ -18,7 +18,10 @@ from torch import Tensor, nn
 
 from gradprobe_hf.sharding import local
 
-CHUNK_ELEMENTS = 2**21  # of a matrix worked on at once: a few MB of temporaries, and a chunk stays in the cache
+# Elements of a matrix that are worked on at once: of scores few, which stay in the cache; of gradients more, because a
+# product of few rows reads its other side again and again.
+CHUNK_ELEMENTS = 2**18
+FOLDED_ELEMENTS = 2**22
 
 
 class WeightsView(Mapping[str, Tensor]):

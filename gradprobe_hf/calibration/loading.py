@@ -12,14 +12,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset, IterableDataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.calibration.batches import Batches, from_iterable, from_rows, from_windows
 from gradprobe_hf.calibration.manual import Part, manual_text
 from gradprobe_hf.calibration.own_text import own_text
-from gradprobe_hf.calibration.texts import Source, is_tokenised, open_source, text_rows, texts_of
+from gradprobe_hf.calibration.texts import (
+    Source,
+    is_dataset,
+    is_streamed,
+    is_tokenised,
+    open_source,
+    text_rows,
+    texts_of,
+)
 
 EVALUATION_SEED = 1
 SEPARATOR = "\n\n"
@@ -71,7 +78,7 @@ def load_batches(
         return found
     _check_length(model, sequence_length)
     windows = _cut(_token_ids(opened, processing_class, samples * sequence_length), opened.name, **shape)
-    streamed = isinstance(opened.rows, IterableDataset)
+    streamed = is_streamed(opened.rows)
     protocol = (
         f"{samples} windows of {sequence_length} tokens, cut one after the other from the tokenised text "
         f"(no special tokens{', of rows drawn from a stream' if streamed else ''}), shuffled with seed {seed}"
@@ -85,7 +92,7 @@ def _open(source: Any, part: Part, seed: int) -> Source | None:
         if source == "pydoc":
             return Source(text_rows([manual_text(part)]), f"pydoc ({part} part): the Python manual's topics")
         return open_source(source, part, seed)
-    if isinstance(source, (Dataset, IterableDataset)):
+    if is_dataset(source):
         name = getattr(source.info, "dataset_name", None)
         return Source(source, f"a Dataset ({name})" if name else "a Dataset")
     if isinstance(source, Sequence) and source and not isinstance(source[0], Mapping):
@@ -103,7 +110,7 @@ def _token_ids(opened: Source, processing_class: Any, needed: int) -> Tensor:
             "text needs a tokenizer and none was found beside the model: pass processing_class=, or give batches."
         )
     texts = texts_of(opened.rows)
-    if isinstance(opened.rows, IterableDataset):
+    if is_streamed(opened.rows):
         texts = iter(_enough(texts, needed * CHARACTERS_PER_TOKEN))
     tokenizer = getattr(processing_class, "tokenizer", processing_class)  # a processor has one
     encoded = tokenizer(SEPARATOR.join(texts), add_special_tokens=False, verbose=False)
@@ -133,6 +140,7 @@ def _cut(ids: Tensor, name: str, samples: int, length: int, seed: int) -> Tensor
 
 
 def _tokenised(opened: Source, samples: int, batch_size: int, seed: int, processing_class: Any) -> Batches:
+    assert not isinstance(opened.rows, list), "plain texts are not tokenised"
     rows = opened.rows.shuffle(seed=seed)
     keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids") if name in rows.column_names]
     taken = [{name: torch.as_tensor(row[name]) for name in keep} for _, row in zip(range(samples), rows, strict=False)]

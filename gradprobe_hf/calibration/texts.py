@@ -6,25 +6,27 @@ Small sources are read whole, large ones are streamed through `datasets` with a 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from datasets import Dataset, IterableDataset, get_dataset_split_names, load_dataset, load_dataset_builder
-from datasets.exceptions import DatasetNotFoundError, DatasetsError
+# `datasets` brings pandas and pyarrow, 90 MB of memory: it is imported where a file or a dataset is opened.
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
 
 STREAMED_FROM_BYTES = 256 * 2**20
 SHUFFLE_BUFFER = 10_000
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 SPLITS = {"calibration": ("train", "validation", "test"), "evaluation": ("test", "validation", "train")}
 
-Rows: TypeAlias = Dataset | IterableDataset
+Rows: TypeAlias = "Dataset | IterableDataset | list[str]"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of a dataset, and what they are called in a report."""
+    """Rows of a dataset, or plain texts, and what they are called in a report."""
 
     rows: Rows
     name: str
@@ -54,21 +56,33 @@ def open_source(spec: str, part: str, seed: int) -> Source:
 
 
 def texts_of(rows: Rows) -> Iterator[str]:
-    """The documents of a dataset: its `text` column, or its only column of strings."""
+    """The documents of a dataset: its `text` column, or its only column of strings; plain texts are documents."""
+    if isinstance(rows, list):
+        return (text for text in rows if text)
     column = _text_column(rows)
     return (row[column] for row in rows if row[column])
 
 
 def is_tokenised(rows: Rows) -> bool:
-    return "input_ids" in (rows.column_names or [])
+    return not isinstance(rows, list) and "input_ids" in (rows.column_names or [])
 
 
-def text_rows(texts: Iterable[str]) -> Dataset:
+def is_dataset(source: Any) -> bool:
+    """Whether it is a `datasets.Dataset`, streamed or not: nobody has one without having imported the library."""
+    library = sys.modules.get("datasets")
+    return library is not None and isinstance(source, (library.Dataset, library.IterableDataset))
+
+
+def is_streamed(rows: Rows) -> bool:
+    return is_dataset(rows) and isinstance(rows, sys.modules["datasets"].IterableDataset)
+
+
+def text_rows(texts: Iterable[str]) -> list[str]:
     texts = list(texts)
     wrong = next((text for text in texts if not isinstance(text, str)), None)
     if wrong is not None:
         raise ValueError(f"a list of texts must hold strings, got {type(wrong).__name__}.")
-    return Dataset.from_dict({"text": texts})
+    return texts
 
 
 def _local(path: Path, seed: int) -> Source:
@@ -85,6 +99,9 @@ def _local(path: Path, seed: int) -> Source:
     options: dict[str, Any] = {}
     if kind == "text":
         options = {"sample_by": "line", "keep_linebreaks": True} if streaming else {"sample_by": "document"}
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
+
     names = [str(file) for file in files]
     try:
         rows = load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
@@ -94,6 +111,9 @@ def _local(path: Path, seed: int) -> Source:
 
 
 def _from_hub(spec: str, part: str, seed: int) -> Source:
+    from datasets import get_dataset_split_names, load_dataset, load_dataset_builder
+    from datasets.exceptions import DatasetNotFoundError
+
     dataset_id, config, split = [*spec.split(":"), None, None][:3]
     try:
         builder = load_dataset_builder(dataset_id, config)
@@ -115,7 +135,7 @@ def _shuffled(rows: IterableDataset, seed: int) -> IterableDataset:
     return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
 
 
-def _text_column(rows: Rows) -> str:
+def _text_column(rows: Dataset | IterableDataset) -> str:
     first = next(iter(rows), None)
     if first is None:
         raise ValueError("the dataset is empty.")

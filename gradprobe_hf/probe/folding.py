@@ -16,8 +16,9 @@ from torch import Tensor
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import IGNORED, Batch
 from gradprobe_hf.probe.statistics import ALL, MatrixStatistics, Statistics
+from gradprobe_hf.stopwatch import return_free_memory
 from gradprobe_hf.targets import Site, Target
-from gradprobe_hf.weights import row_chunks
+from gradprobe_hf.weights import FOLDED_ELEMENTS, row_chunks
 
 Masks = Mapping[str, Tensor]
 
@@ -65,6 +66,7 @@ class Probe:
     def recomputing(self) -> Iterator[None]:
         """For the forward passes that checkpointing repeats: they use no matrix once more."""
         self._recomputing = True
+        return_free_memory()
         try:
             yield
         finally:
@@ -114,7 +116,7 @@ class Probe:
             elif embedding:
                 statistics.add_gradients(ALL, _embedding_gradients(x, d, target))
             else:
-                for rows in row_chunks(target.shape):
+                for rows in row_chunks(target.shape, FOLDED_ELEMENTS):
                     statistics.add_gradients(rows, _linear_gradients(x, d[..., rows]))
             return
         gradients = _embedding_gradients(x, d, target) if embedding else _linear_gradients(x, d)
@@ -136,7 +138,7 @@ class Probe:
         if "token" in statistics.terms and statistics.layout is not None:
             statistics.add_shared_products(d_sq.flatten(0, 1), x_sq.flatten(0, 1))
         elif "token" in statistics.terms:
-            for rows in row_chunks(target.shape):
+            for rows in row_chunks(target.shape, FOLDED_ELEMENTS):
                 statistics.add_products(rows, d_sq[..., rows].flatten(0, 1), x_sq.flatten(0, 1))
         if "marginals" in statistics.terms and self._counted:
             statistics.add_marginals(probe, index, site.kind, d_sq.sum((0, 1)), x_sq.sum((0, 1)))

@@ -28,7 +28,7 @@ from gradprobe_hf.probe.accumulators import Accumulator
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.sharding import layout_of
 from gradprobe_hf.targets import Kind, Target
-from gradprobe_hf.weights import execution_device, row_chunks
+from gradprobe_hf.weights import FOLDED_ELEMENTS, execution_device, row_chunks
 
 Term = Literal["sequence", "token", "peak", "marginals"]
 MATRIX_TERMS: tuple[Term, ...] = ("sequence", "token", "peak")
@@ -160,7 +160,7 @@ class MatrixStatistics:
         stored = full.t().contiguous() if self.target.transposed else full
         own = self.layout.reduce(stored, "max" if term == "peak" else "sum")
         own = own.t() if self.target.transposed else own
-        for rows in row_chunks(self.region.shape) if own.numel() else ():
+        for rows in row_chunks(self.region.shape, FOLDED_ELEMENTS) if own.numel() else ():
             with self.accumulators[term].updating(rows, self.device) as values:
                 torch.maximum(values, own[rows], out=values) if term == "peak" else values.add_(own[rows])
 
