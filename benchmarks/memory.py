@@ -42,7 +42,7 @@ from gradprobe_hf.targets import find_targets
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 KINDS = ("float32", "bfloat16", "int8")
-SMALL: dict[str, Any] = {"num_samples": 2, "sequence_length": 256, "batch_size": 1}
+SMALL: dict[str, Any] = {"num_samples": 4, "sequence_length": 256, "batch_size": 1}
 LARGE: dict[str, Any] = {"num_samples": 2, "sequence_length": 256, "batch_size": 2}
 
 # What each row is run with: settings of the configuration, and where the weights are.

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import groupby
@@ -22,7 +23,7 @@ from gradprobe_hf.sharding import reshard, whole
 from gradprobe_hf.targets import block_of
 from gradprobe_hf.weights import aliases, place_of
 
-LARGEST_SHARD, SMALLEST_SHARD = 2**30, 2**26  # bytes
+LARGEST_SHARD, SMALLEST_SHARD = 2**29, 2**26  # bytes
 SHARDS = 8  # that a model of middling size is written in: so much of it is in memory at once
 
 
@@ -43,11 +44,12 @@ def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True) ->
             model.save_pretrained(folder, state_dict={}, is_main_process=True)  # everything but the weights
     reshard(model)
     files: list[tuple[Path, dict[str, int]]] = []
-    for number, shard in enumerate(_shards(model)):
+    for shard in _shards(model):
         if writes:
-            path = folder / f"{number}.partial"
+            path = folder / f"{len(files)}.partial"
             save_file(shard, path, metadata={"format": "pt"})
             files.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
+        shard.clear()  # before the next one is read
     if writes:
         _name_files(folder, files)
 
@@ -59,8 +61,8 @@ def _shards(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
     shard: dict[str, Tensor] = {}
     for _, names in groupby(_names(model), key=lambda name: block_of(model, name)):
         group = {name: _read(model, name) for name in names}
-        for name, tensor in revert_weight_conversion(model, group).items():
-            shard[name] = tensor.contiguous().cpu()
+        shard |= {name: t.contiguous().cpu() for name, t in revert_weight_conversion(model, group).items()}
+        del group
         if sum(tensor.nbytes for tensor in shard.values()) >= limit:
             yield shard
             shard = {}
@@ -115,11 +117,13 @@ def _nothing_gathered(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a progress bar over no shards."""
+    """Without a progress bar over no shards, and without the warning that the whole model will be read."""
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+            yield
     finally:
         if shown:
             enable_progress_bar()

@@ -1,0 +1,195 @@
+"""A model that FSDP2 shards over two real processes ends as the whole model in one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.inspection import inspect_checkpoint
+from gradprobe_hf.probe import Statistics
+from gradprobe_hf.sharding import check_sharding, is_sharded
+from gradprobe_hf.targets import find_targets
+from tests import cases
+from tests.launch import together
+from tests.test_offload import tensors_in
+
+
+def sharded(name, dtype=torch.float64):
+    """Every block and the rest, over all processes."""
+    model = cases.build(name, dtype)
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            fully_shard(module, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def whole_state(model):
+    return {
+        key: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+        for key, value in model.state_dict().items()
+    }
+
+
+def outcome(model, name, options, rows, output=None, **more):
+    result = prune_pretrained(
+        model,
+        GradProbeConfig(**options),
+        calibration=cases.batches(name, rows=rows, batch_size=1),
+        evaluation=cases.batches(name, rows=3, batch_size=1, seed=7),
+        output_dir=output,
+        progress=False,
+        **more,
+    )
+    return {
+        "report": (result.report.zeros, result.report.probes, result.report.evaluation),
+        "state": whole_state(model),
+        "masks": sum(mask.numel() for mask in result.masks.values()),
+        "accumulators": result.report.memory["accumulator_bytes"],
+        "gradients": all(parameter.requires_grad for parameter in model.parameters()),
+        "sharded": all(isinstance(parameter, DTensor) for parameter in model.parameters()),
+    }
+
+
+def in_shards(name, options, rows, output=None):
+    return outcome(sharded(name), name, options, rows, output)
+
+
+CASES = {
+    "path": ("llama", {"sparsity": 0.5}, 6),
+    "uneven": ("llama", {"sparsity": 0.5}, 5),
+    "recomputed": ("llama", {"sparsity": 0.5, "checkpointing": True}, 5),
+    "tied, embeddings": ("tied", {"sparsity": 0.5, "include": ["embed_tokens", "*_proj"], "fisher": "token"}, 4),
+    "conv1d": ("gpt2", {"sparsity": 0.37}, 4),
+    "threshold": ("llama", {"sparsity": 0.6, "decision": "threshold", "gradient_threshold": 0.3}, 4),
+    "wanda rows": ("llama", {"sparsity": 0.5, "strategy": "wanda", "decision": "none"}, 4),
+    "random": ("gpt2", {"sparsity": 0.5, "strategy": "random", "decision": "none"}, 4),
+    "2:4": ("llama", {"pattern": "2:4"}, 4),
+    "magnitude by block": ("opt", {"sparsity": 0.5, "strategy": "magnitude", "decision": "none", "scope": "block"}, 4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_shards_end_as_the_whole_model(case):
+    name, options, rows = CASES[case]
+    wanted = outcome(cases.build(name, torch.float64), name, options, rows)
+    first, second = together(in_shards, name, options, rows)
+    for one in (first, second):
+        assert one["report"][0] == wanted["report"][0]
+        assert one["report"][1] == pytest.approx(wanted["report"][1], rel=1e-9)
+        for state in ("dense", "pruned") if options.get("strategy") != "random" else ():
+            loss = wanted["report"][2][state]["loss"]
+            assert one["report"][2][state]["loss"] == pytest.approx(loss, rel=1e-9)
+        for key, value in wanted["state"].items():
+            assert torch.equal(one["state"][key], value), key
+        assert one["gradients"]
+        assert one["sharded"]
+    # nothing is whole anywhere: masks and accumulators are dealt like the weights
+    assert first["masks"] + second["masks"] == wanted["masks"]
+    assert first["accumulators"] + second["accumulators"] == wanted["accumulators"]
+    assert 0 < first["masks"] < wanted["masks"]
+
+
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_the_saved_checkpoint_is_that_of_one_process(name, tmp_path):
+    outcome(cases.build(name, torch.float64), name, {"sparsity": 0.5}, 4, tmp_path / "one")
+    together(in_shards, name, {"sparsity": 0.5}, 4, tmp_path / "two")
+    first, second = tensors_in(tmp_path / "one"), tensors_in(tmp_path / "two")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert inspect_checkpoint(tmp_path / "two").zeros == inspect_checkpoint(tmp_path / "one").zeros
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "two")).__name__ == "LlamaForCausalLM"
+    assert not (tmp_path / "two" / "README.md").read_text().count("FSDP")
+
+
+def from_distributed_config(folder, output):
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(fsdp_size=2))
+    assert is_sharded(model)
+    return outcome(model, "llama", {"sparsity": 0.5}, 4, output)
+
+
+def test_a_model_that_transformers_shards(tmp_path):
+    cases.build("llama", torch.float64).save_pretrained(tmp_path / "model")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    wanted = outcome(model, "llama", {"sparsity": 0.5}, 4, tmp_path / "one")
+    for one in together(from_distributed_config, tmp_path / "model", tmp_path / "two"):
+        assert all(torch.equal(one["state"][key], value) for key, value in wanted["state"].items())
+    first, second = tensors_in(tmp_path / "one"), tensors_in(tmp_path / "two")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+
+
+def failing(stage):
+    """The bits and the state of the shards after a failure in a stage."""
+    import gradprobe_hf.pruning as pruning
+    import gradprobe_hf.verdict as verdict
+
+    model = sharded("llama")
+    before = whole_state(model)
+    owner = verdict if hasattr(verdict, stage) else pruning
+    calls, real = [], getattr(owner, stage)
+
+    def broken(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 2:
+            loss_fn = kwargs.get("loss_fn")
+            assert loss_fn is None
+            if stage == "run_probe":  # in the middle of a pass, with weights gathered
+                kwargs["loss_fn"] = lambda m, batch: m(**batch).logits.sum() / 0 * float("nan")
+                return real(*args, **kwargs)
+            raise RuntimeError("on purpose")
+        return real(*args, **kwargs)
+
+    setattr(owner, stage, broken)
+    with pytest.raises((RuntimeError, ValueError), match=r"on purpose|calibration loss is nan"):
+        outcome(model, "llama", {"sparsity": 0.5}, 4)
+    setattr(owner, stage, real)
+    after = whole_state(model)
+    intact = all(torch.equal(value, after[key]) for key, value in before.items())
+    again = outcome(model, "llama", {"sparsity": 0.5}, 4)
+    return intact, again["report"][0]
+
+
+@pytest.mark.parametrize("stage", ["run_probe", "select_masks", "measure"])
+def test_a_failure_leaves_the_shards_alone_and_usable(stage):
+    wanted = round(0.5 * cases.CASES["llama"].targets)
+    assert together(failing, stage) == [(True, wanted), (True, wanted)]
+
+
+def refusals():
+    said = []
+    for name, options in {
+        "mixtral": {"sparsity": 0.5},
+        "gpt2": {"pattern": "2:4"},
+    }.items():
+        with pytest.raises(ValueError) as caught:  # noqa: PT011
+            outcome(sharded(name, torch.float32), name, options, 4)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_sharded_is_refused_with_what_to_do():
+    for experts, rows in together(refusals):
+        assert "one whole model per process" in experts
+        assert "sharded by inputs" in rows
+
+
+def test_zero_3_is_refused_with_what_to_use():
+    model = cases.build("llama")
+    next(model.parameters()).ds_id = 0
+    with pytest.raises(ValueError, match=r"ZeRO-3.*FSDP2"):
+        check_sharding(model)
+
+
+def test_a_plain_model_is_not_sharded():
+    model = cases.build("llama")
+    assert not is_sharded(model)
+    check_sharding(model)
+    assert Statistics(find_targets(model), frozenset({"sequence"}), model).nbytes == 4 * cases.CASES["llama"].targets

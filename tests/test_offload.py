@@ -1,0 +1,380 @@
+"""A model that is not in memory gives the same bits as one that is, and its files are safe."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import shutil
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import gradprobe_hf.hub as hub
+import gradprobe_hf.store as store
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.application import masks_applied
+from gradprobe_hf.inspection import inspect_checkpoint
+from gradprobe_hf.probe import Statistics, measured, run_probe
+from gradprobe_hf.targets import check_editable, find_targets
+from gradprobe_hf.weights import aliases, input_device, is_offloaded, read_weight
+from tests import cases
+from tests.test_probe import TERMS, candidates
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of tiny checkpoints by family."""
+    folders = {}
+
+    def folder_of(name, dtype=torch.float32):
+        if (name, dtype) not in folders:
+            folders[name, dtype] = tmp_path_factory.mktemp("models") / name
+            cases.build(name, dtype).save_pretrained(folders[name, dtype])
+            cases.tokenizer().save_pretrained(folders[name, dtype])
+        return folders[name, dtype]
+
+    return folder_of
+
+
+def load(folder, **options):
+    return AutoModelForCausalLM.from_pretrained(folder, **options)
+
+
+def block_level(model):
+    """One hook a block, that loads all of the block."""
+    for block in model.model.layers:
+        weights = {name: value.detach().clone() for name, value in block.state_dict().items()}
+        add_hook_to_module(block, AlignDevicesHook(CPU, offload=True, weights_map=weights, place_submodules=True))
+    return model
+
+
+def mixed(model, folder):
+    places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
+    places |= {f"model.layers.{i}": "disk" if i else "cpu" for i in range(3)}
+    return dispatch_model(model, places, main_device="cpu", offload_dir=folder, force_hooks=True)
+
+
+PLACEMENTS = {
+    "in memory": lambda source, _: load(source),
+    "cpu_offload": lambda source, _: cpu_offload(load(source), CPU),
+    "disk_offload": lambda source, folder: disk_offload(load(source), folder, CPU),
+    "dispatch_model": lambda source, folder: mixed(load(source), folder),
+    "device_map disk": lambda source, folder: load(source, device_map={"": "disk"}, offload_folder=folder),
+    "device_map mixed": lambda source, folder: load(
+        source,
+        device_map={
+            "model.embed_tokens": "disk",
+            "model.layers": "disk",
+            "model.norm": "cpu",
+            "model.rotary_emb": "cpu",
+            "lm_head": "cpu",
+        },
+        offload_folder=folder,
+    ),
+    "blocks": lambda source, _: block_level(load(source)),
+}
+
+
+def both_probes(model, name, checkpointing):
+    targets = find_targets(model)
+    check_editable(model, targets)
+    statistics = Statistics(targets, TERMS, model)
+    losses = [run_probe(model, targets, cases.batches(name), statistics, progress=False, checkpointing=checkpointing)]
+    statistics.probe = 1
+    shrunk = {"shrunk": candidates(targets), "factor": 0.1}
+    losses.append(
+        run_probe(
+            model, targets, cases.batches(name), statistics, progress=False, checkpointing=checkpointing, **shrunk
+        )
+    )
+    return targets, statistics, losses
+
+
+def assert_same_statistics(found, wanted, targets):
+    for target in targets:
+        for term in ("sequence", "token", "peak"):
+            assert torch.equal(found[target.name].read(term), wanted[target.name].read(term)), (target.name, term)
+        assert torch.equal(found[target.name].factored(), wanted[target.name].factored()), target.name
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_every_placement_gives_the_same_bits(placement, checkpointing, saved, tmp_path):
+    targets, wanted, losses = both_probes(load(saved("llama")), "llama", False)
+    model = PLACEMENTS[placement](saved("llama"), tmp_path)
+    assert is_offloaded(model) == (placement != "in memory")
+    flags = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    forwards = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    _, found, again = both_probes(model, "llama", checkpointing)
+    assert_same_statistics(found, wanted, targets)
+    assert again == losses
+    # nothing is left on the model: no hook of ours, no flag, no weight that a pass has loaded
+    assert {name: parameter.requires_grad for name, parameter in model.named_parameters()} == flags
+    assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == forwards
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["tied", "gpt2", "opt", "mixtral"])
+def test_every_family_from_disk_gives_the_same_bits(name, dtype, saved, tmp_path):
+    folder = saved(name, dtype)
+    targets, wanted, _ = both_probes(load(folder), name, False)
+    for checkpointing in (False, True):
+        model = load(folder, device_map={"": "disk"}, offload_folder=tmp_path / str(checkpointing))
+        assert_same_statistics(both_probes(model, name, checkpointing)[1], wanted, targets)
+
+
+@contextmanager
+def counted_weights(model):
+    """The most bytes of weights alive at once: storages that the hooks have loaded and nobody has let go."""
+    alive, most, known = [0], [0], {}
+    original = AlignDevicesHook.pre_forward
+
+    def count(tensor):
+        storage = tensor.untyped_storage()
+        if id(storage) in known and known[id(storage)]() is storage:
+            return
+        known[id(storage)] = weakref.ref(storage)
+        size = tensor.nbytes
+        alive[0] += size
+        most[0] = max(most[0], alive[0])
+        weakref.finalize(storage, lambda: alive.__setitem__(0, alive[0] - size))
+
+    def watched(hook, module, *args, **kwargs):
+        found = original(hook, module, *args, **kwargs)
+        for parameter in module._parameters.values():
+            if parameter is not None and not parameter.is_meta:
+                count(parameter)
+        return found
+
+    read = measured.MeasuredLinear.backward
+
+    def reading(ctx, grad):
+        if ctx.fetch is not None:
+            fetch = ctx.fetch
+
+            def fetched():
+                weight = fetch()
+                count(weight)
+                return weight
+
+            ctx.fetch = fetched
+        return read(ctx, grad)
+
+    AlignDevicesHook.pre_forward = watched
+    measured.MeasuredLinear.backward = staticmethod(reading)
+    try:
+        yield most
+    finally:
+        AlignDevicesHook.pre_forward = original
+        measured.MeasuredLinear.backward = staticmethod(read)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
+def test_weights_alive_at_once_stay_near_one_block(checkpointing, tmp_path):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+        **cases.CAUSAL | {"vocab_size": 64, "bos_token_id": 60, "eos_token_id": 61, "pad_token_id": 62},
+    )
+    model = disk_offload(LlamaForCausalLM(config).eval(), tmp_path, CPU)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    targets = find_targets(model)
+    statistics = Statistics(targets, frozenset({"sequence"}), model)
+    ids = [{"input_ids": torch.randint(60, (2, 12), generator=torch.Generator().manual_seed(1))}]
+    gc.collect()
+    gc.disable()  # what is let go must be let go by reference counts alone
+    try:
+        with counted_weights(model) as most:
+            run_probe(model, targets, ids, statistics, progress=False, checkpointing=checkpointing)
+    finally:
+        gc.enable()
+    assert 0.02 < most[0] / total <= 0.30, f"{most[0] / total:.2f} of the model was alive at once"
+
+
+def digest(folder):
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir() if path.is_file()}
+
+
+def some_masks(model):
+    targets = find_targets(model)
+    return targets, candidates(targets)
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "mixtral"])
+@pytest.mark.parametrize("placement", ["cpu_offload", "disk_offload", "device_map disk"])
+def test_zeros_go_to_the_store_and_never_to_the_checkpoint(name, placement, saved, tmp_path):
+    before = digest(saved(name))
+    model = PLACEMENTS[placement](saved(name), tmp_path)
+    targets, masks = some_masks(model)
+    dense = {target.name: target.matrix(model).clone() for target in targets}
+    with masks_applied(model, targets, masks, keep=False):
+        for target in targets:
+            assert (target.matrix(model)[masks[target.name]] == 0).all()
+    assert all(torch.equal(target.matrix(model), dense[target.name]) for target in targets)
+    with masks_applied(model, targets, masks):
+        pass
+    resident = load(saved(name))
+    with masks_applied(resident, targets, masks):
+        pass
+    for target in targets:
+        assert torch.equal(target.matrix(model), target.matrix(resident))
+    for alias, canonical in aliases(model).items():
+        assert torch.equal(read_weight(model, alias), read_weight(model, canonical))
+    ids = cases.batches(name)[0]["input_ids"]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits, resident(input_ids=ids).logits)
+    assert digest(saved(name)) == before
+
+
+def test_tied_embeddings_are_changed_under_every_name(saved, tmp_path):
+    model = PLACEMENTS["disk_offload"](saved("tied"), tmp_path)
+    targets = find_targets(model, include=["embed_tokens"])
+    with masks_applied(model, targets, candidates(targets)):
+        pass
+    mask = candidates(targets)[targets[0].name]
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        assert (read_weight(model, name)[mask] == 0).all()
+
+
+@pytest.mark.parametrize("placement", ["disk_offload", "device_map disk"])
+def test_a_store_that_cannot_be_written_is_as_it_was(placement, saved, tmp_path, monkeypatch):
+    model = PLACEMENTS[placement](saved("llama"), tmp_path)
+    targets, masks = some_masks(model)
+    dense = {target.name: target.matrix(model).clone() for target in targets}
+    files = sorted(path.name for path in tmp_path.rglob("*"))
+    writers = {"disk_offload": "_replace_file", "device_map disk": "save_file"}
+    real, calls = getattr(store, writers[placement]), []
+
+    def full(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == 4:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(store, writers[placement], full)
+    with pytest.raises(OSError, match="No space"), masks_applied(model, targets, masks):
+        pass
+    assert len(calls) == 4
+    assert all(torch.equal(target.matrix(model), dense[target.name]) for target in targets)
+    left = sorted(path.name for path in tmp_path.rglob("*") if not path.name.startswith(store.PREFIX))
+    assert left == [name for name in files if not name.startswith(store.PREFIX)]
+
+
+def prune(model, output, name="llama", **options):
+    return prune_pretrained(
+        model,
+        GradProbeConfig(num_samples=4, sequence_length=12, **options.pop("config", {})),
+        calibration=cases.batches(name),
+        evaluation=cases.batches(name, seed=7),
+        output_dir=output,
+        progress=False,
+        **options,
+    )
+
+
+def tensors_in(folder):
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "mixtral"])
+def test_a_model_from_disk_ends_as_one_in_memory(name, saved, tmp_path):
+    before = digest(saved(name))
+    wanted = prune(saved(name), tmp_path / "memory", name)
+    found = prune(saved(name), tmp_path / "disk", name, device_map="disk")
+    assert is_offloaded(found.model)
+    for key in wanted.masks:
+        assert torch.equal(found.masks[key], wanted.masks[key])
+    assert found.report.evaluation == wanted.report.evaluation
+    assert found.report.execution["placement"] == "offloaded by Accelerate"
+    first, second = tensors_in(tmp_path / "memory"), tensors_in(tmp_path / "disk")
+    assert first.keys() == second.keys()
+    assert all(torch.equal(value, second[key]) for key, value in first.items())
+    assert inspect_checkpoint(tmp_path / "disk").zeros == wanted.report.zeros
+    assert (load(tmp_path / "disk")(input_ids=torch.arange(9)[None]).logits).isfinite().all()
+    assert digest(saved(name)) == before
+    # what is in memory afterwards is the pruned model
+    target = found.targets[0]
+    assert (target.matrix(found.model)[found.masks[target.name]] == 0).all()
+
+
+def test_shards_are_written_one_at_a_time(saved, tmp_path, monkeypatch):
+    import gradprobe_hf.shards as shards
+
+    monkeypatch.setattr(shards, "SMALLEST_SHARD", 1)
+    monkeypatch.setattr(shards, "LARGEST_SHARD", 20_000)
+    prune(saved("mixtral"), tmp_path / "out", "mixtral", device_map="disk", apply=False)
+    assert len(list((tmp_path / "out").glob("model-0*.safetensors"))) > 2
+    wanted = prune(saved("mixtral"), tmp_path / "whole", "mixtral")
+    model = load(tmp_path / "out")
+    assert all(torch.equal(value, wanted.model.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_a_dry_run_writes_nothing_to_the_store(saved, tmp_path):
+    model = PLACEMENTS["disk_offload"](saved("llama"), tmp_path / "store")
+    before = digest(tmp_path / "store")
+    result = prune(model, tmp_path / "out", apply=False)
+    assert digest(tmp_path / "store") == before
+    result.save_pretrained(tmp_path / "again")
+    assert digest(tmp_path / "store") == before
+    assert tensors_in(tmp_path / "again").keys() == tensors_in(tmp_path / "out").keys()
+
+
+def test_a_failed_save_leaves_the_offloaded_model_alone(saved, tmp_path, monkeypatch):
+    model = PLACEMENTS["device_map disk"](saved("llama"), tmp_path / "off")
+    targets = find_targets(model)
+    dense = {target.name: target.matrix(model).clone() for target in targets}
+    monkeypatch.setattr(hub, "save_in_shards", lambda *_, **__: (_ for _ in ()).throw(OSError("no")))
+    with pytest.raises(OSError, match="no"):
+        prune(model, tmp_path / "out")
+    assert all(torch.equal(target.matrix(model), dense[target.name]) for target in targets)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_device_map_that_names_no_module_is_refused_with_the_name(saved):
+    with pytest.raises(ValueError, match=r"'model.layerz'.*did you mean 'model.layers'"):
+        prune_pretrained(saved("llama"), device_map={"model.layerz": "disk", "": "cpu"})
+
+
+def test_a_store_without_room_is_refused_before_any_work(saved, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=10))
+    monkeypatch.setattr("gradprobe_hf.verdict.run_probe", lambda *_, **__: pytest.fail("began to work"))
+    with pytest.raises(OSError, match=r"offload_folder"):
+        prune_pretrained(
+            saved("llama"), calibration=cases.batches("llama"), device_map="disk", offload_folder=tmp_path / "off"
+        )
+
+
+def test_one_weight_on_two_devices_is_refused(saved, tmp_path):
+    model = PLACEMENTS["device_map disk"](saved("tied"), tmp_path)
+    model.lm_head.weight = torch.nn.Parameter(read_weight(model, "lm_head.weight").clone())
+    del model.lm_head._hf_hook
+    with pytest.raises(ValueError, match="only one of them is offloaded"):
+        check_editable(model, find_targets(model, include=["embed_tokens"]))
+
+
+def test_a_meta_model_without_hooks_is_refused():
+    with torch.device("meta"):
+        model = cases.CASES["llama"].make()
+    with pytest.raises(ValueError, match="no Accelerate hook"):
+        check_editable(model, find_targets(model))
+
+
+def test_batches_go_where_the_model_computes(saved, tmp_path):
+    assert input_device(PLACEMENTS["device_map disk"](saved("llama"), tmp_path)) == CPU

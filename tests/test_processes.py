@@ -1,0 +1,186 @@
+"""Two real processes over gloo share the work of one, and end with what it would have ended with."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.loss import summed_loss
+from gradprobe_hf.processes import Processes, join_processes
+from tests import cases
+from tests.launch import files_of, in_child, survivors, together
+
+
+def parts_of(name, dtype, rows=6, batch_size=1):
+    parts = cases.batches(name, rows=rows, batch_size=batch_size)
+    return [{k: v.to(dtype) if v.is_floating_point() else v for k, v in part.items()} for part in parts]
+
+
+def pruned(name, dtype, rows, options, output=None, folder=None):
+    """What one process gets: masks, losses, zeros, and how many collectives it took."""
+    model = cases.build(name, dtype)
+    result = prune_pretrained(
+        model,
+        GradProbeConfig(**options),
+        calibration=parts_of(name, dtype, rows),
+        evaluation=parts_of(name, dtype, rows=4),
+        output_dir=output,
+        resume_dir=folder,
+        progress=False,
+    )
+    return {
+        "masks": {key: mask.clone() for key, mask in result.masks.items()},
+        "probes": result.report.probes,
+        "evaluation": result.report.evaluation,
+        "zeros": result.report.zeros,
+        "state": {key: value.clone() for key, value in model.state_dict().items()},
+        "collectives": result.processes.collectives,
+        "main": result.processes.is_main,
+    }
+
+
+CONFIGURATIONS = {
+    "path": {"sparsity": 0.5},
+    "sequence, int8": {"sparsity": 0.4, "fisher": "sequence", "accumulator_dtype": "int8"},
+    "token by block": {"sparsity": 0.3, "fisher": "token", "scope": "block"},
+    "threshold": {"sparsity": 0.6, "decision": "threshold", "gradient_threshold": 0.3},
+    "wanda": {"strategy": "wanda", "decision": "none", "sparsity": 0.45},
+    "2:4": {"pattern": "2:4"},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGURATIONS)
+def test_two_processes_end_with_the_masks_of_one(kind):
+    options = CONFIGURATIONS[kind]
+    alone = pruned("llama", torch.float64, 6, options)
+    for one in together(pruned, "llama", torch.float64, 6, options):
+        assert one["zeros"] == alone["zeros"]
+        for key, mask in alone["masks"].items():
+            if kind != "sequence, int8":  # the rounding of reduced accumulators differs
+                assert torch.equal(one["masks"][key], mask), key
+        close = 0.02 if kind == "sequence, int8" else 1e-12
+        assert one["probes"] == pytest.approx(alone["probes"], rel=close)
+        for state in ("dense", "pruned"):
+            wanted = alone["evaluation"][state]["loss"]
+            assert one["evaluation"][state]["loss"] == pytest.approx(wanted, rel=close)
+
+
+@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
+@pytest.mark.parametrize("rows", [5, 2], ids=["uneven", "one each"])
+def test_float32_masks_overlap_and_are_the_same_everywhere(name, rows):
+    alone = pruned(name, torch.float32, rows, {"sparsity": 0.5})
+    first, second = together(pruned, name, torch.float32, rows, {"sparsity": 0.5})
+    assert first["zeros"] == second["zeros"] == alone["zeros"]
+    same = total = 0
+    for key, mask in alone["masks"].items():
+        assert torch.equal(first["masks"][key], second["masks"][key])
+        same += int((first["masks"][key] == mask).sum())
+        total += mask.numel()
+    assert same / total >= 0.9999
+    assert (first["main"], second["main"]) == (True, False)
+
+
+def test_three_processes():
+    alone = pruned("llama", torch.float64, 7, {"sparsity": 0.5})
+    for one in together(pruned, "llama", torch.float64, 7, {"sparsity": 0.5}, processes=3):
+        assert all(torch.equal(one["masks"][key], mask) for key, mask in alone["masks"].items())
+
+
+def test_collectives_do_not_grow_with_the_batches():
+    few = together(pruned, "llama", torch.float32, 4, {"sparsity": 0.5})
+    many = together(pruned, "llama", torch.float32, 16, {"sparsity": 0.5})
+    assert few[0]["collectives"] == many[0]["collectives"] == few[1]["collectives"] > 0
+
+
+def test_the_main_process_writes_and_the_others_wait(tmp_path):
+    found = together(pruned, "llama", torch.float32, 4, {"sparsity": 0.5}, tmp_path / "out")
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert not list(tmp_path.glob(".*"))
+    for one in found:  # both have the pruned model in memory
+        for key, mask in one["masks"].items():
+            assert (one["state"][key][mask] == 0).all()
+
+
+def refused(output):
+    try:
+        pruned("llama", torch.float32, 4, {"sparsity": 0.5}, output)
+    except FileExistsError as error:
+        return str(error)
+    return None
+
+
+def test_an_error_of_the_main_process_is_everybodys(tmp_path):
+    (tmp_path / "out").mkdir()
+    messages = together(refused, tmp_path / "out")
+    assert messages[0] == messages[1]
+    assert "exists already" in messages[0]
+
+
+def too_many():
+    try:
+        pruned("llama", torch.float32, 1, {"sparsity": 0.5})
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_more_processes_than_batches_are_refused():
+    for message in together(too_many):
+        assert "2 processes and 1 calibration batches" in message
+
+
+def one_dies(folder):
+    """The second process ends in the middle of its probe; the first has to notice."""
+    rank, calls = torch.distributed.get_rank(), []
+
+    def loss_fn(model, batch):
+        calls.append(1)
+        if rank == 1 and len(calls) == 2:
+            os._exit(7)
+        return summed_loss(model, batch)[0]
+
+    model = cases.build("llama")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ConnectionError, match="process 0 of 2 lost the others"):
+        prune_pretrained(
+            model,
+            GradProbeConfig(sparsity=0.5),
+            calibration=cases.batches("llama", batch_size=1),
+            loss_fn=loss_fn,
+            output_dir=folder / "out",
+            progress=False,
+        )
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
+    start = time.monotonic()
+    assert survivors(one_dies, tmp_path) == [0, 7]
+    assert time.monotonic() - start < 60, "the survivor hung until a timeout"
+    assert not files_of(tmp_path)
+
+
+def test_alone_every_collective_does_nothing():
+    processes = Processes()
+    tensor = torch.arange(3)
+    assert processes.sum_(tensor) is tensor
+    assert processes.gather(tensor)[0] is tensor
+    assert processes.agree("x") == "x"
+    assert processes.mine([1, 2, 3]) == [1, 2, 3]
+    processes.wait()
+    assert processes.collectives == 0
+
+
+def test_shares_are_whole_and_without_duplicates():
+    items = list(range(11))
+    shares = [Processes(rank, 4).mine(items) for rank in range(4)]
+    assert sorted(item for share in shares for item in share) == items
+
+
+def test_without_a_launcher_there_is_one_process():
+    assert in_child(lambda: None) == 0
+    assert join_processes().count == 1
