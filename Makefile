@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench bench-quality bench-speed table clean
+.PHONY: demo test test-all check bench bench-quality bench-accumulators bench-speed bench-memory table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -22,7 +22,7 @@ check: $(READY)  ## lint, format and types
 	$(BIN)/mypy
 	$(BIN)/python benchmarks/readme_table.py --check
 
-bench: bench-quality bench-speed table
+bench: bench-quality bench-accumulators bench-speed bench-memory table
 
 # WikiText-2 from the Hub, or from a folder with calibration.txt (its validation split) and evaluation.txt (test).
 WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
@@ -30,6 +30,12 @@ TEXTS := $(if $(WIKITEXT),--calibration $(WIKITEXT)/calibration.txt --evaluation
 
 bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; resumes where it stopped
 	$(BIN)/python benchmarks/quality.py --model $(MODEL) $(TEXTS)
+
+bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
+	$(BIN)/python benchmarks/quality.py --accumulators --model $(MODEL) $(TEXTS)
+
+bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from disk among them (needs 50 GB of disk)
+	$(BIN)/python benchmarks/memory.py --model $(MODEL) --large runs/mistral-shaped
 
 bench-speed: $(READY) $(MODEL)  ## time of the probes against bare passes
 	$(BIN)/python benchmarks/speed.py --model $(MODEL)

@@ -1,9 +1,8 @@
 """Peak memory of whole runs, each in a process of its own: load, probe twice, decide, save.
 
 SmolLM2-135M in memory, with blocks recomputed, and read from disk, with every kind of accumulators; then a model of
-Mistral-7B's shape (its configuration, random weights) read from disk, pruned to 50%, saved, and inspected. `--estimate`
-sets what `gradprobe estimate` says beside what was measured. On a machine with a GPU, `--gpu` probes the large model
-resident on it.
+Mistral-7B's shape (its configuration, random weights) read from disk, pruned to 50%, saved, and inspected. Beside each
+stands what `gradprobe estimate` says. On a machine with a GPU, `--gpu` probes the large model resident on it.
 
 usage: python benchmarks/memory.py --model DIR [--large DIR] [--rows NAME ...] [--gpu]
 """
@@ -15,8 +14,9 @@ import json
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -34,13 +34,14 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.accounting import peak_memory, versions
 from gradprobe_hf.estimation import estimate
 from gradprobe_hf.inspection import inspect_checkpoint
-from gradprobe_hf.loading import load_config, load_model, skeleton
+from gradprobe_hf.loading import load_config, load_model, load_processing_class, skeleton
 from gradprobe_hf.loss import summed_loss
 from gradprobe_hf.modes import checkpointed, checkpointed_layers, eval_mode, frozen
 from gradprobe_hf.shards import LARGEST_SHARD
 from gradprobe_hf.targets import find_targets
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
+RUNS = Path(__file__).parent.parent / "runs"
 KINDS = ("float32", "bfloat16", "int8")
 SMALL: dict[str, Any] = {"num_samples": 4, "sequence_length": 256, "batch_size": 1}
 LARGE: dict[str, Any] = {"num_samples": 2, "sequence_length": 256, "batch_size": 2}
@@ -202,9 +203,69 @@ def _linear(module: Any, anchor: Tensor, x: Tensor) -> Tensor:
     return F.linear(x, _Differentiated.apply(anchor, module.weight), module.bias)
 
 
+def in_bfloat16(model: Path) -> Path:
+    """The checkpoint as the Hub has it: of float32 files, reading from disk would have to convert each weight."""
+    folder = RUNS / f"{model.name}-bfloat16"
+    if not folder.exists():
+        loaded = load_model(str(model), dtype="bfloat16")
+        with tempfile.TemporaryDirectory(dir=RUNS) as scratch:
+            whole = Path(scratch) / "whole"
+            loaded.save_pretrained(whole)
+            load_processing_class(loaded).save_pretrained(whole)
+            whole.rename(folder)
+    return folder
+
+
+def on_gpu(model_id: str) -> dict[str, Any] | None:
+    """The large model resident on one device: time, memory, model FLOP utilisation, and how busy the device is."""
+    if not torch.cuda.is_available():
+        print("no GPU here: its row is left out")
+        return None
+    shape: dict[str, Any] = {"num_samples": 128, "sequence_length": 2048, "batch_size": 4}
+    batches = random_tokens(model_id, **shape)
+    config = GradProbeConfig(sparsity=0.5, fisher="factored", checkpointing=True, **shape)
+    busy: list[float] = []
+    with _sampled(torch.cuda.utilization, busy):
+        result = prune_pretrained(
+            model_id, config, calibration=batches, evaluation=False, apply=False, device_map="cuda", dtype="bfloat16"
+        )
+    probes = [result.report.timings[stage] for stage in ("probe 0", "probe 1")]
+    meta = skeleton(load_config(model_id), dtype="bfloat16")
+    found = estimate(meta, find_targets(meta), config, timing=True)
+    useful = found.work["resident"].flops  # of both probes; what checkpointing computes again does not count
+    rate = found.flops_per_second
+    return {
+        "row": f"resident on {torch.cuda.get_device_name()}",
+        "large": True,
+        "seconds": {stage: round(value, 1) for stage, value in result.report.timings.items()},
+        "peak_bytes": peak_memory()["peak_resident_bytes"],
+        "peak_device_bytes": torch.cuda.max_memory_allocated(),
+        "utilisation_of_measured_matmul": useful / sum(probes) / rate if rate else None,
+        "device_busy": sum(busy) / len(busy) / 100 if busy else None,
+        "wall_seconds": round(sum(result.report.timings.values()), 1),
+    }
+
+
+@contextmanager
+def _sampled(read: Callable[[], float], into: list[float]) -> Iterator[None]:
+    over = threading.Event()
+
+    def sample() -> None:
+        while not over.wait(0.5):
+            into.append(read())
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 def measured(name: str, model: Path, large: bool) -> dict[str, Any]:
     """One row, in a process of its own."""
-    with tempfile.TemporaryDirectory(dir=RESULTS.parent.parent.parent / "runs") as scratch:
+    with tempfile.TemporaryDirectory(dir=RUNS) as scratch:
         command = [sys.executable, __file__, "--model", str(model), "--child", name, "--scratch", scratch]
         start = time.perf_counter()
         done = subprocess.run([*command, *(["--is-large"] if large else [])], capture_output=True, text=True)
@@ -231,11 +292,18 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console(soft_wrap=True).print(table)
 
 
+def write(path: Path, rows: list[dict[str, Any]]) -> None:
+    settings = {"small": SMALL, "large": LARGE, "threads": torch.get_num_threads()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"settings": settings, "rows": rows, "versions": versions()}, indent=2) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, type=Path)
     parser.add_argument("--large", type=Path, help="folder of the large model, made there if it is missing")
     parser.add_argument("--rows", nargs="+", help="only these rows")
+    parser.add_argument("--gpu", action="store_true", help="the large model on a GPU, nothing else")
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--scratch", help=argparse.SUPPRESS)
@@ -244,24 +312,22 @@ def main() -> None:
     if ask.child:
         print(json.dumps(run_row(ask.child, str(ask.model), ask.is_large, ask.scratch)))
         return
+    RUNS.mkdir(exist_ok=True)
     kept = json.loads(ask.output.read_text())["rows"] if ask.output.exists() else []
     done = {(row["large"], row["row"]): row for row in kept}
-    plan = [(False, name, ask.model) for name in SMALL_ROWS]
+    plan = [] if ask.gpu else [(False, name, in_bfloat16(ask.model)) for name in SMALL_ROWS]
     if ask.large:
         if not ask.large.exists():
             make_large(ask.large)
-        plan += [(True, name, ask.large) for name in LARGE_ROWS]
+        plan += [] if ask.gpu else [(True, name, ask.large) for name in LARGE_ROWS]
+        if ask.gpu and (row := on_gpu(str(ask.large))):
+            done[True, row["row"]] = row
+            write(ask.output, list(done.values()))
     for large, name, model in plan:
         if ask.rows and name not in ask.rows:
             continue
         done[large, name] = measured(name, model, large)
-        values = {
-            "settings": {"small": SMALL, "large": LARGE, "threads": torch.get_num_threads()},
-            "rows": list(done.values()),
-            "versions": versions(),
-        }
-        ask.output.parent.mkdir(parents=True, exist_ok=True)
-        ask.output.write_text(json.dumps(values, indent=2) + "\n")
+        write(ask.output, list(done.values()))
     show(list(done.values()))
 
 

@@ -4,6 +4,8 @@ Every row is one `prune_pretrained` on the same loaded model, whose weights stay
 by the package's perplexity on one fixed set of windows. Rows already in the result file are not run again; pass --fresh
 when the method has changed.
 
+`--accumulators` is a table of its own: what keeping the statistics in fewer bytes does to the result.
+
 usage: python benchmarks/quality.py --model DIR [--calibration SPEC] [--evaluation SPEC] [--sparsity 0.5 0.6]
 """
 
@@ -30,6 +32,11 @@ RESULTS = Path(__file__).parent / "results"
 
 # Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
 # Magnitude is compared within rows too, where it does better than over a matrix or the whole model.
+ACCUMULATORS: dict[str, dict[str, Any]] = {
+    "path, float32": {},
+    "path, bfloat16": {"accumulator_dtype": "bfloat16"},
+    "path, int8": {"accumulator_dtype": "int8"},
+}
 METHODS: dict[str, dict[str, Any]] = {
     "wanda": {"strategy": "wanda", "decision": "none"},
     "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "row"},
@@ -68,11 +75,11 @@ def measured_row(model: PreTrainedModel, method: str, sparsity: float, result: P
     return Row(method, sparsity, report.zeros, report.weights, found.perplexity, round(seconds, 1))
 
 
-def show(settings: dict[str, Any], dense: float, rows: list[Row]) -> None:
-    table = Table("method", "sparsity", "zeros", "perplexity", "/ wanda", "seconds", title=f"dense {dense:.4f}")
-    wanda = {row.sparsity: row.perplexity for row in rows if row.method == "wanda"}
-    for row in sorted(rows, key=lambda row: (row.sparsity, list(METHODS).index(row.method))):
-        ratio = f"{row.perplexity / wanda[row.sparsity]:.3f}" if row.sparsity in wanda else "-"
+def show(settings: dict[str, Any], dense: float, rows: list[Row], names: list[str]) -> None:
+    table = Table("method", "sparsity", "zeros", "perplexity", "/ first", "seconds", title=f"dense {dense:.4f}")
+    first: dict[float, float] = {}
+    for row in sorted(rows, key=lambda row: (row.sparsity, names.index(row.method))):
+        ratio = f"{row.perplexity / first.setdefault(row.sparsity, row.perplexity):.3f}"
         table.add_row(
             row.method, f"{row.sparsity:.0%}", f"{row.zeros:,}", f"{row.perplexity:,.2f}", ratio, f"{row.seconds:.0f}"
         )
@@ -84,14 +91,18 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--calibration", default="Salesforce/wikitext:wikitext-2-raw-v1:validation")
     parser.add_argument("--evaluation", default="Salesforce/wikitext:wikitext-2-raw-v1:test")
-    parser.add_argument("--sparsity", type=float, nargs="+", default=[0.5, 0.6])
+    parser.add_argument("--sparsity", type=float, nargs="+", help="default: 0.5 and 0.6 (accumulators: 0.6)")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--evaluation-samples", type=int, default=60)
-    parser.add_argument("--output", type=Path, default=RESULTS / "quality.json")
+    parser.add_argument("--accumulators", action="store_true", help="float32, bfloat16 and int8 statistics")
+    parser.add_argument("--output", type=Path, help="default: quality.json (or accumulators.json) in results")
     parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
     ask = parser.parse_args()
+    ask.output = ask.output or RESULTS / ("accumulators.json" if ask.accumulators else "quality.json")
+    ask.sparsity = ask.sparsity or ([0.6] if ask.accumulators else [0.5, 0.6])
+    methods = ACCUMULATORS if ask.accumulators else METHODS
 
     model = AutoModelForCausalLM.from_pretrained(ask.model, dtype=torch.bfloat16).eval()
     tokenizer = AutoTokenizer.from_pretrained(ask.model)
@@ -118,7 +129,7 @@ def main() -> None:
     rows = [Row(**row) for row in saved["rows"]]
     done = {(row.method, row.sparsity) for row in rows}
     for sparsity in ask.sparsity:
-        for method, options in METHODS.items():
+        for method, options in methods.items():
             if (method, sparsity) not in done:
                 matched = next((row.zeros / row.weights for row in rows if row.sparsity == sparsity), sparsity)
                 result = prune(model, tokenizer, {**options, "sparsity": matched}, ask)
@@ -126,7 +137,7 @@ def main() -> None:
                 ask.output.parent.mkdir(parents=True, exist_ok=True)
                 values = {**saved, "rows": [asdict(row) for row in rows], "versions": versions()}
                 ask.output.write_text(json.dumps(values, indent=2) + "\n")
-    show(settings, saved["dense"], rows)
+    show(settings, saved["dense"], rows, list(methods))
 
 
 if __name__ == "__main__":

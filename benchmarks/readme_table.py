@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -63,7 +65,68 @@ def speed_table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", note])
 
 
-TABLES = {"quality": quality_table, "speed": speed_table}
+def accumulators_table(results: dict[str, Any]) -> str:
+    lines = ["| accumulators | bytes per weight and term | perplexity at 60% | |", "|---|---:|---:|---:|"]
+    first = results["rows"][0]["perplexity"]
+    for row in results["rows"]:
+        kind = row["method"].split(", ")[1]
+        size = f"{BYTES_PER_WEIGHT[kind]:.3g}"
+        lines.append(f"| `{kind}` | {size} | {row['perplexity']:.3f} | {row['perplexity'] / first - 1:+.2%} |")
+    settings = results["settings"]
+    note = (
+        f'{settings["model"]}, `fisher="blend"`; calibration {settings["calibration"]}; evaluation '
+        f"{settings['evaluation']}. Made by `make bench-accumulators`."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def memory_table(results: dict[str, Any]) -> str:
+    lines = [
+        "| model | weights, statistics | peak memory | estimated | time of two probes |",
+        "|---|---|---:|---:|---:|",
+    ]
+    for row in results["rows"]:
+        if "peak_bytes" not in row:
+            continue
+        probes = sum(value for stage, value in row["seconds"].items() if stage.startswith("probe"))
+        cells = (
+            "Mistral-7B's shape" if row["large"] else "SmolLM2-135M",
+            row["row"],
+            f"{row['peak_bytes'] / 1e6:,.0f} MB",
+            f"{row['estimated_bytes'] / 1e6:,.0f} MB" if row.get("estimated_bytes") else "",
+            f"{probes:.0f} s",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    small, large = results["settings"]["small"], results["settings"]["large"]
+    note = (
+        f"bfloat16, {results['settings']['threads']} CPU threads; SmolLM2 {small['num_samples']} windows of "
+        f"{small['sequence_length']} tokens one by one, the large model (random weights, 14.5 GB) "
+        f"{large['num_samples']} windows of {large['sequence_length']} at once. Everything is counted, from the import "
+        f"of the libraries to the saved and inspected checkpoint.{_against_bare(results)} Made by `make bench-memory`."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _against_bare(results: dict[str, Any]) -> str:
+    """How long a probe takes, in bare passes from disk."""
+    passes = [row["seconds"]["bare pass"] for row in results["rows"] if "bare pass" in row["seconds"]]
+    if not passes:
+        return ""
+    bare = passes[0]
+    ratios = ", ".join(
+        f"{sum(v for s, v in row['seconds'].items() if s.startswith('probe')) / 2 / bare:.2f} ({row['row']})"
+        for row in results["rows"]
+        if row["large"] and "peak_bytes" in row
+    )
+    return f" A probe of the large model takes, in bare forward and backward passes from disk ({bare:.0f} s): {ratios}."
+
+
+TABLES = {
+    "quality": quality_table,
+    "speed": speed_table,
+    "accumulators": accumulators_table,
+    "memory": memory_table,
+}
 
 
 def rendered(readme: str) -> str:

@@ -150,8 +150,9 @@ def memory_errors(stopwatch: Stopwatch, remedies: list[str]) -> Iterator[None]:
             raise
         stage = stopwatch.failed or "loading"
         advice = "; ".join(f"{number}. {remedy}" for number, remedy in enumerate(remedies[:3], start=1))
+        said = (str(error).splitlines() or [type(error).__name__])[0]
         raise MemoryError(
-            f"out of memory in the stage {stage!r}: {str(error).splitlines()[0] or type(error).__name__}. "
+            f"out of memory in the stage {stage!r}: {said}. "
             f"The model is as it was. What would help, in this order: {advice}."
         ) from error
 

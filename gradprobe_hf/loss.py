@@ -39,7 +39,9 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """
     if is_causal(model) and "input_ids" in batch:
         return _causal_loss(model, batch)
-    output = model(**batch)
+    # A cache would hold every key and value, and a block that is recomputed would add to it again.
+    cache = {"use_cache": False} if model.config.is_encoder_decoder else {}
+    output = model(**{**batch, **cache})
     loss = getattr(output, "loss", None)
     if loss is None:
         raise ValueError(

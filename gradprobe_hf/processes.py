@@ -122,7 +122,9 @@ class Processes:
 def join_processes() -> Processes:
     """The processes this one was launched with; starts the process group if nothing has yet."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        PartialState()
+        PartialState(
+            cpu=not torch.accelerator.is_available()
+        )  # left to itself it would take no notice of CPU processes
     if not dist.is_initialized():
         return Processes()
     return Processes(dist.get_rank(), dist.get_world_size())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -50,6 +51,40 @@ def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path):
     assert json.loads(found.stdout)["perplexity"] == pytest.approx(
         report["evaluation"]["pruned"]["perplexity"], rel=1e-6
     )
+
+
+def test_prune_from_disk_with_everything_small(checkpoint, tmp_path):
+    """The flags have the names of the arguments, and the result is that of a run in memory."""
+    common = ["prune", checkpoint, "--sparsity", 0.5, "--evaluation", "none", "--json", *SMALL]
+    memory = gradprobe(*common, "--output", tmp_path / "memory", "--batch-size", "auto")
+    flags = ["--device-map", "disk", "--offload-folder", tmp_path / "off", "--accumulator-device", "disk"]
+    flags += ["--checkpointing", "on", "--resume-dir", tmp_path / "state", "--save-every", 1]
+    disk = gradprobe(*common, "--output", tmp_path / "disk", *flags)
+    assert memory.returncode == disk.returncode == 0, disk.stderr
+    first, second = json.loads(memory.stdout), json.loads(disk.stdout)
+    assert second["execution"]["placement"] == "offloaded by Accelerate"
+    assert second["execution"]["checkpointing"] == "on, as asked"
+    assert "tried" in first["execution"]["batch_size"]
+    assert [row["zeros_after"] for row in first["matrices"]] == [row["zeros_after"] for row in second["matrices"]]
+    assert not (tmp_path / "state").exists()
+    assert not [path for path in (tmp_path / "off").rglob("*") if path.is_file()], "nothing is left in the folder"
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--device-map", '{"model.layerz": "disk"}'], "no such module"),
+        (["--checkpointing", "maybe"], "is not 'on', 'off' or 'auto'"),
+        (["--max-memory", "8GiB"], "is not a JSON object"),
+        (["--save-every", "0"], "save_every must be a whole number"),
+        (["--accumulator-dtype", "fp8"], "invalid choice"),
+    ],
+)
+def test_what_is_wrong_about_memory_is_said_in_one_line(flags, said, checkpoint, tmp_path, capsys):
+    with contextlib.suppress(SystemExit):  # what argparse refuses
+        assert main(["prune", str(checkpoint), "--output", str(tmp_path / "out"), *SMALL, *flags]) == 1
+    assert said in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_json_is_the_whole_of_standard_output(checkpoint, tmp_path):

@@ -51,6 +51,30 @@ def test_push(checkpoint, tmp_path):
     assert "every group of 4 inputs, of which 2 are kept" in card
 
 
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--nproc-per-node", "2"],
+    "accelerate": ["-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "accelerate_processes.yaml"],
+    "accelerate, FSDP2": ["-m", "accelerate.commands.launch", "--config_file", EXAMPLES / "accelerate_fsdp2.yaml"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_distributed(launcher, checkpoint, text_file, tmp_path):
+    command = [*LAUNCHERS[launcher], EXAMPLES / "prune_distributed.py", checkpoint, tmp_path / "out", text_file]
+    ran = subprocess.run(
+        [sys.executable, *map(str, command)],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    placed = "sharded by FSDP2" if "FSDP2" in launcher else "in memory"
+    assert ran.stdout.count(f"50.00% zeros, 2 processes, {placed}") == 1
+    assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-4)
+    assert not (tmp_path / "out-state").exists()
+
+
 def test_each_says_how_it_is_used():
     for script in EXAMPLES.glob("*.py"):
         ran = run(script.name, check=False)

@@ -1,0 +1,155 @@
+"""Accumulators in reduced precision: what they keep, what they cost, and where they are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from gradprobe_hf.probe.accumulators import (
+    BYTES_PER_WEIGHT,
+    Accumulator,
+    decode_int8,
+    encode_int8,
+    round_bfloat16,
+)
+from gradprobe_hf.probe.statistics import Keeping
+
+CPU = torch.device("cpu")
+SHAPE = (96, 200)
+
+
+def made(kind, tmp_path=None, shape=SHAPE, dtype=torch.float32):
+    return Accumulator(shape, kind, dtype, CPU, None if tmp_path is None else tmp_path / "sum")
+
+
+def squares(count, shape=SHAPE, seed=0):
+    """Squared gradients of sequences, whose size differs from row to row and column to column by orders."""
+    draw = torch.Generator().manual_seed(seed)
+    scale = torch.exp(torch.randn(shape[0], 1, generator=draw)) * torch.exp(torch.randn(1, shape[1], generator=draw))
+    for _ in range(count):
+        yield (torch.randn(shape, generator=draw) * scale).square()
+
+
+def added(accumulator, values, chunk=40):
+    for value in values:
+        for start in range(0, accumulator.shape[0], chunk):
+            rows = slice(start, min(start + chunk, accumulator.shape[0]))
+            with accumulator.updating(rows, CPU) as part:
+                part += value[rows]
+    return accumulator
+
+
+@pytest.mark.parametrize("kind", BYTES_PER_WEIGHT)
+def test_bytes_are_what_is_said(kind):
+    shape = (64, 640)
+    assert made(kind, shape=shape).nbytes == BYTES_PER_WEIGHT[kind] * 64 * 640
+
+
+@pytest.mark.parametrize(("kind", "spread"), [("float32", 1e-6), ("bfloat16", 0.02), ("int8", 0.15)])
+def test_sums_of_many_small_shares_are_right_on_average(kind, spread):
+    """200 sequences: rounding to the nearest would have stopped adding after 16 (int8)."""
+    exact = sum(value.double() for value in squares(200))
+    ratio = added(made(kind), squares(200)).read().double() / exact
+    assert ratio.mean() == pytest.approx(1, abs=0.003)
+    assert ratio.std() <= spread
+    if kind != "float32":
+        assert ratio.std() > 1e-4, "it is not float32 by another name"
+
+
+def test_rounding_to_nearest_would_not_do():
+    """The oracle of the test above: the same sum, rounded to the nearest bfloat16 every time."""
+    exact = sum(value.double() for value in squares(600))
+    total = torch.zeros(SHAPE, dtype=torch.bfloat16)
+    for value in squares(600):
+        total = (total.float() + value).to(torch.bfloat16)
+    assert abs(float((total.double() / exact).mean()) - 1) > 0.05
+    kept = added(made("bfloat16"), squares(600)).read().double()
+    assert float((kept / exact).mean()) == pytest.approx(1, abs=0.003)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8"])
+def test_the_same_additions_give_the_same_bits(kind, tmp_path):
+    first = added(made(kind), squares(9))
+    again = added(made(kind, tmp_path), squares(9))
+    assert torch.equal(first.read(), again.read())
+
+
+VALUES = hnp.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 4), st.integers(1, 140)),
+    elements=st.floats(0, 2.0**60, width=32, allow_nan=False, allow_subnormal=False),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(values=VALUES, salt=st.integers(0, 2**40))
+def test_int8_is_within_a_level_of_what_was_kept(values, salt):
+    exact = torch.from_numpy(values)
+    codes, bases = encode_int8(exact, salt)
+    found = decode_int8(codes, bases, exact.shape[1])
+    for block in range(0, exact.shape[1], 64):
+        x, y = exact[:, block : block + 64], found[:, block : block + 64]
+        top = x.amax(1, keepdim=True)
+        kept = x > top * 2.0**-15  # the levels reach 16 octaves below the largest
+        assert (abs(y - x)[kept] <= x[kept] / 16).all()
+        assert (y[x == 0] == 0).all()
+        assert (y <= x * (1 + 1 / 16) + top * 2.0**-15).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=VALUES)
+def test_a_kept_value_is_kept_again_exactly(values):
+    once = decode_int8(*encode_int8(torch.from_numpy(values), 1), values.shape[1])
+    twice = decode_int8(*encode_int8(once, 99), values.shape[1])
+    assert torch.equal(once, twice)
+    rounded = round_bfloat16(torch.from_numpy(values), 1)
+    assert torch.equal(round_bfloat16(rounded.float(), 99), rounded)
+
+
+def test_rounding_is_unbiased_between_two_levels():
+    value = torch.full((400, 64), 1.0 + 0.3 / 16)
+    for rounded, step in ((decode_int8(*encode_int8(value), 64), 1 / 16),):
+        assert set(rounded.unique().tolist()) == {1.0, 1.0 + step}
+        assert float((rounded > 1).float().mean()) == pytest.approx(0.3, abs=0.02)
+    small = torch.full((400, 64), 1.0 + 0.3 / 128)
+    up = round_bfloat16(small).float() > 1
+    assert float(up.float().mean()) == pytest.approx(0.3, abs=0.02)
+
+
+@pytest.mark.parametrize("kind", BYTES_PER_WEIGHT)
+def test_files_hold_the_same_and_nothing_stays_mapped(kind, tmp_path):
+    kept = added(made(kind, tmp_path), squares(3))
+    assert torch.equal(kept.read(), added(made(kind), squares(3)).read())
+    assert kept.in_files
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) == kept.nbytes
+    mapped = open("/proc/self/maps").read() if (tmp_path.anchor == "/") else ""  # noqa: SIM115
+    assert str(tmp_path) not in mapped
+
+
+def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gradprobe_hf.probe.accumulators.os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space"):
+        made("int8", tmp_path)
+
+
+@pytest.mark.parametrize("kind", BYTES_PER_WEIGHT)
+def test_state_goes_round(kind):
+    first = added(made(kind), squares(3))
+    second = made(kind)
+    second.restore({name: part.clone() for name, part in first.parts().items()})
+    second.updates = first.updates
+    assert torch.equal(first.read(), second.read())
+    more = list(squares(2, seed=5))
+    assert torch.equal(added(first, more).read(), added(second, more).read())
+
+
+def test_a_float64_model_is_summed_in_float64():
+    assert made("float32", dtype=torch.float64).read().dtype == torch.float64
+    assert Keeping().dtype == "float32"

@@ -1,0 +1,208 @@
+"""How a run is portioned, and what is said when memory is not enough; never what comes out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import gradprobe_hf.execution as execution
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.calibration.batches import from_iterable
+from gradprobe_hf.execution import choose_checkpointing, remedies_for
+from gradprobe_hf.loss import SummedCrossEntropy
+from gradprobe_hf.modes import checkpointed, checkpointed_layers
+from gradprobe_hf.probe import Statistics, run_probe
+from gradprobe_hf.targets import find_targets
+from tests import cases
+
+OUT_OF_MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
+
+
+def prune(name="llama", parts=None, **options):
+    return prune_pretrained(
+        cases.build(name),
+        GradProbeConfig(**options),
+        calibration=parts or cases.batches(name, rows=8),
+        evaluation=False,
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "opt", "gpt_neox", "mixtral", "bert", "t5", "vit"])
+def test_recomputing_changes_no_bit(name):
+    """GPT-2 has dropout on: recomputing in train mode would draw it twice."""
+    model = cases.build(name).train()
+    targets = find_targets(model)
+    found = []
+    for checkpointing in (False, True):
+        statistics = Statistics(targets, frozenset({"sequence", "token", "marginals"}), model)
+        loss = run_probe(model, targets, cases.batches(name), statistics, progress=False, checkpointing=checkpointing)
+        found.append((loss, statistics))
+    assert found[0][0] == found[1][0]
+    for target in targets:
+        for term in ("sequence", "token"):
+            assert torch.equal(found[0][1][target.name].read(term), found[1][1][target.name].read(term))
+    assert model.training
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_recomputing_keeps_less(monkeypatch):
+    """Bytes that autograd keeps between forward and backward, of six layers."""
+    model = cases.build("llama")
+    layers = checkpointed_layers(model)
+    assert len(layers) == 3
+
+    def kept(which):
+        sizes = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes.append(t.nbytes) or t, lambda t: t):
+            embedded = model.get_input_embeddings()(cases.batches("llama")[0]["input_ids"]).requires_grad_()
+            with checkpointed(model, which):
+                model(inputs_embeds=embedded, use_cache=False)
+        return sum(sizes)
+
+    assert kept(layers) < kept([]) / 2
+
+
+def test_forwards_are_put_back_after_a_failure():
+    model = cases.build("llama")
+    with pytest.raises(RuntimeError), checkpointed(model, checkpointed_layers(model)):
+        raise RuntimeError
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+def test_auto_decides_from_memory_and_says_why(monkeypatch):
+    model = cases.build("llama")
+    config = GradProbeConfig()
+    monkeypatch.setattr(execution, "available_bytes", lambda _: 10**12)
+    on, why = choose_checkpointing(model, config, 4, 12)
+    assert (on, why[:3]) == (False, "off")
+    assert "1000.0 GB are free" in why
+    monkeypatch.setattr(execution, "available_bytes", lambda _: 1000)
+    on, why = choose_checkpointing(model, config, 4, 12)
+    assert (on, why[:2]) == (True, "on")
+    assert "4 x 12 tokens" in why
+
+
+def test_a_model_without_layers_to_recompute_says_so():
+    model = cases.build("llama")
+    for name in checkpointed_layers(model):  # as a model of somebody's own: blocks that transformers does not know
+        layer = model.get_submodule(name)
+        layer.__class__ = type("OwnLayer", (torch.nn.Module,), {"forward": type(layer).forward})
+    assert not checkpointed_layers(model)
+    with pytest.raises(ValueError, match="no layer that transformers can checkpoint"):
+        choose_checkpointing(model, GradProbeConfig(checkpointing=True), 1, 8)
+    on, why = choose_checkpointing(model, GradProbeConfig(), 1, 8)
+    assert not on
+    assert "no layer" in why
+
+
+@pytest.mark.parametrize("checkpointing", [True, False, "auto"])
+def test_the_report_says_how_it_was_run(checkpointing):
+    report = prune(checkpointing=checkpointing).report
+    assert report.execution["checkpointing"].startswith("on" if checkpointing is True else "off")
+    assert report.execution["placement"] == "in memory"
+    assert report.to_dict()["execution"]["processes"] == "1"
+
+
+def limited(rows):
+    """A loss that runs out of memory above so many rows, as torch says it."""
+    real = execution.run_probe
+
+    def call(model, targets, batches, *args, **kwargs):
+        batches = list(batches)
+        if max(len(batch["input_ids"]) for batch in batches) > rows:
+            raise RuntimeError(OUT_OF_MEMORY)
+        return real(model, targets, batches, *args, **kwargs)
+
+    return call
+
+
+def test_auto_batches_are_the_largest_that_fit_and_change_nothing(monkeypatch):
+    wanted = prune()
+    monkeypatch.setattr(execution, "run_probe", limited(2))
+    found = prune(batch_size="auto")
+    assert found.report.execution["batch_size"] == "2 (tried 8, 4, 2)"
+    assert found.report.zeros == wanted.report.zeros
+    assert all((found.masks[name] == mask).float().mean() > 0.999 for name, mask in wanted.masks.items())
+
+
+def test_auto_batches_start_from_what_the_estimate_allows(monkeypatch):
+    monkeypatch.setattr(execution, "activation_bytes", lambda *a, **_: 100 * a[2])
+    monkeypatch.setattr(execution, "available_bytes", lambda _: 700)  # 0.6 of it: room for four
+    assert prune(batch_size="auto").report.execution["batch_size"] == "4 (tried 4)"
+
+
+def test_rows_that_do_not_fit_together_stay_as_they_are():
+    parts = [{"input_ids": torch.arange(n)[None]} for n in (5, 9)]
+    batches = from_iterable(parts, "parts")
+    assert batches.in_batches_of(2) is batches
+    assert batches.longest == 9
+    even = from_iterable(cases.batches("llama", rows=6), "even")
+    assert [len(item["input_ids"]) for item in even.in_batches_of(4)] == [4, 2]
+    assert even.in_batches_of(4).fingerprint == even.fingerprint
+    assert prune(parts=parts, batch_size="auto").report.zeros > 0
+
+
+def test_no_room_for_one_sequence_is_an_error(monkeypatch):
+    monkeypatch.setattr(execution, "run_probe", limited(0))
+    with pytest.raises(MemoryError, match="not even one sequence fits"):
+        prune(batch_size="auto")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError(OUT_OF_MEMORY), MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried")],
+    ids=["cpu", "python", "cuda"],
+)
+@pytest.mark.parametrize("stage", ["run_probe", "select_masks"])
+def test_out_of_memory_names_the_stage_and_three_remedies_in_order(stage, error, monkeypatch):
+    def failing(*_, **__):
+        raise error
+
+    monkeypatch.setattr(f"gradprobe_hf.verdict.{stage}", failing)
+    with pytest.raises(MemoryError) as caught:
+        prune(batch_size=2)
+    said = str(caught.value)
+    assert {"run_probe": "'probe 0'", "select_masks": "'candidates'"}[stage] in said
+    advice = ("1. batch_size=1", "2. checkpointing=True", "3. accumulator_dtype='int8'")
+    first, second, third = (said.index(one) for one in advice)
+    assert first < second < third
+
+
+def test_another_error_is_not_called_out_of_memory(monkeypatch):
+    def failing(*_, **__):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("gradprobe_hf.verdict.run_probe", failing)
+    with pytest.raises(RuntimeError, match="something else"):
+        prune()
+
+
+def test_remedies_are_those_that_are_left():
+    everything = GradProbeConfig(accumulator_dtype="int8", accumulator_device="disk", fisher="factored")
+    assert remedies_for(everything, 1, True, True) == ["a shorter sequence_length (--sequence-length)"]
+    assert remedies_for(GradProbeConfig(), 1, True, False)[0].startswith("accumulator_dtype")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_the_loss_in_portions_is_the_loss(dtype):
+    draw = torch.Generator().manual_seed(0)
+    logits = (torch.randn(150, 77, generator=draw) * 6).to(dtype)
+    labels = torch.randint(77, (150,), generator=draw)
+    labels[::7] = -100
+    own, reference = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    wide = torch.promote_types(dtype, torch.float32)
+    found = SummedCrossEntropy.apply(own, labels)
+    wanted = torch.nn.functional.cross_entropy(reference.to(wide), labels, reduction="sum")
+    (found * 1.5).backward()
+    (wanted * 1.5).backward()
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[dtype]
+    torch.testing.assert_close(found, wanted, rtol=min(close, 1e-5), atol=0)
+    torch.testing.assert_close(own.grad, reference.grad, rtol=close, atol=close * 1e-1)
+    assert (own.grad[::7] == 0).all()
+
+
+def test_the_loss_survives_logits_that_are_not_finite():
+    logits = torch.tensor([[1000.0, -1000.0], [float("-inf"), 0.0]])
+    found = SummedCrossEntropy.apply(logits, torch.tensor([0, 1]))
+    assert float(found) == 0.0
