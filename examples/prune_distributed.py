@@ -42,7 +42,5 @@ if __name__ == "__main__":
         **placement(),
     )
     if result.processes.is_main:
-        execution = result.report.execution
-        print(
-            f"{output}: {result.report.sparsity:.2%} zeros, {execution['processes']} processes, {execution['placement']}"
-        )
+        report, execution = result.report, result.report.execution
+        print(f"{output}: {report.sparsity:.2%} zeros, {execution['processes']} processes, {execution['placement']}")

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -144,7 +145,7 @@ class Journal:
         """The run is done: its state is of no more use."""
         self.processes.wait()
         shutil.rmtree(self.own, ignore_errors=True)
-        if self.folder.is_dir() and not any(self.folder.iterdir()):
+        with suppress(OSError):  # others are not done with theirs, or have just done this
             self.folder.rmdir()
 
     def _states(self) -> list[Path]:
