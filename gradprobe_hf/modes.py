@@ -61,7 +61,7 @@ def checkpointed(
     with ExitStack() as undo:
         for name in layers:
             module = model.get_submodule(name)
-            undo.callback(_put_back_forward, module, module.__dict__.get("forward"))
+            undo.callback(put_back, module, "forward", module.__dict__.get("forward"))
             module.__dict__["forward"] = partial(_recomputable, module.forward, recomputing)
         yield
 
@@ -82,8 +82,9 @@ def _recomputable(
     )
 
 
-def _put_back_forward(module: nn.Module, had: Any) -> None:
+def put_back(module: nn.Module, slot: str, had: Any) -> None:
+    """Give a module the function it had of its own in this slot; None: none, its class's counts again."""
     if had is None:
-        module.__dict__.pop("forward", None)
+        module.__dict__.pop(slot, None)
     else:
-        module.__dict__["forward"] = had
+        module.__dict__[slot] = had

@@ -131,7 +131,7 @@ class Journal:
         older = [state for state in self._states() if _stage_of(state) == progress.stage]
         scratch.rename(path)
         for state in older:
-            shutil.rmtree(state)
+            _drop(state)
 
     def enter(self, progress: Progress) -> None:
         """Record the beginning of a stage; when every process has, drop the stage before."""
@@ -139,7 +139,7 @@ class Journal:
         self.processes.wait()
         for state in self._states():
             if _stage_of(state) != progress.stage:
-                shutil.rmtree(state)
+                _drop(state)
 
     def finish(self) -> None:
         """The run is done: its state is of no more use."""
@@ -208,6 +208,13 @@ def _flush(folder: Path) -> None:
     for path in folder.iterdir():
         with open(path, "rb") as file:
             os.fsync(file.fileno())
+
+
+def _drop(state: Path) -> None:
+    """Out of the way by a rename first: a kill in the middle must not leave half a state under its name."""
+    unfinished = state.with_name(state.name + ".partial")
+    state.rename(unfinished)
+    shutil.rmtree(unfinished)
 
 
 def _stage_of(state: Path) -> str:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from hashlib import sha256
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -132,6 +134,7 @@ class _Trial:
             assert first is not None, "every other decision has probed"
             decide = {"path": self._by_path, "threshold": self._by_threshold}[self.config.decision]
             masks = decide(first, candidates)
+        self._check_agreement(masks)
         return Verdict(
             masks,
             self.score_ranges,
@@ -140,6 +143,21 @@ class _Trial:
             tuple(first.unreached) if first else (),
             self.accumulator_bytes,
         )
+
+    def _check_agreement(self, masks: Masks) -> None:
+        """Processes that hold whole models have to end with one mask: a digest of it tells."""
+        if self.processes.count == 1 or is_sharded(self.model):
+            return
+        digest = sha256()
+        for name in masks:
+            digest.update(masks.packed(name).cpu().numpy().tobytes())
+        own = torch.tensor(int.from_bytes(digest.digest()[:7], "big"))
+        lowest, highest = self.processes.min_(own.clone()), self.processes.max_(own.clone())
+        if lowest != highest:
+            raise RuntimeError(
+                "the processes reached different masks: they do not hold the same model, or not the same calibration "
+                "data. Load both from the same place in every process. Nothing was changed."
+            )
 
     def _first_evidence(self, statistics: Statistics, resumed: bool) -> None:
         if evidence_needed(self.config).passes == "probe":

@@ -98,7 +98,7 @@ def test_what_a_70b_model_takes(large):
     assert probe["weights"] == 2 * parameters
     assert probe["accumulators"] == 4 * targets
     assert probe["masks"] == targets // 8
-    assert probe["logits and their loss"] == 3 * 4 * 4 * 512 * 128256
+    assert probe["logits and their loss"] == 2 * 2 * 4 * 512 * 128256
     assert resident.peak("host") == sum(probe.values())
     block = block_weights(8192, 28672, 64, 8) + 2 * 8192
     away = {item.label: item.bytes for item in offloaded.stages[1].items}

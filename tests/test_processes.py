@@ -164,6 +164,24 @@ def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
     assert not files_of(tmp_path)
 
 
+def different_models():
+    model = cases.build("llama", seed=torch.distributed.get_rank())
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(RuntimeError, match="different masks"):
+        prune_pretrained(
+            model,
+            GradProbeConfig(strategy="magnitude", decision="none"),
+            calibration=cases.batches("llama"),
+            evaluation=False,
+            progress=False,
+        )
+    return all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+def test_processes_with_different_models_are_told_so():
+    assert together(different_models) == [True, True]
+
+
 def test_alone_every_collective_does_nothing():
     processes = Processes()
     tensor = torch.arange(3)

@@ -159,6 +159,24 @@ def test_a_state_of_something_else_is_refused_with_the_difference(change, named,
     assert files_of(tmp_path) == before
 
 
+def test_a_state_half_deleted_is_not_a_state(tmp_path, monkeypatch):
+    """Killed while an older state is being removed: what is left of it must not be taken for one."""
+    real = resume.shutil.rmtree
+
+    def killed(path, *args, **kwargs):
+        if path.name.startswith("probe 0-4"):
+            (path / "progress.json").unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(path, *args, **kwargs)
+
+    def doomed():
+        monkeypatch.setattr(resume.shutil, "rmtree", killed)
+        run(tmp_path / "state", sparsity=0.5)
+
+    assert in_child(doomed) == -signal.SIGKILL
+    assert_same(run(tmp_path / "state", sparsity=0.5), run(sparsity=0.5))
+
+
 def test_a_state_half_written_is_not_a_state(tmp_path, monkeypatch):
     real, calls = resume.save_file, []
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gradprobe_hf.calibration import load_batches
+from gradprobe_hf.cli.options import add_placement_arguments
 from gradprobe_hf.cli.output import add_model_arguments, given, print_evaluation, print_json
 from gradprobe_hf.evaluation import measure
 from gradprobe_hf.loading import load_model, load_processing_class
@@ -16,12 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-samples", type=int, default=20, metavar="N", help="windows (default: 20)")
     parser.add_argument("--sequence-length", type=int, default=512, metavar="N", help="tokens a window (default: 512)")
     parser.add_argument("--batch-size", type=int, default=4, metavar="N", help="windows in a pass (default: 4)")
+    add_placement_arguments(parser.add_argument_group("memory"))
     parser.add_argument("--quiet", action="store_true", help="no progress bars, errors only")
 
 
 def run(options: argparse.Namespace) -> None:
     source = given(options, "dtype", "gguf_file")
-    model = load_model(options.model, **source)
+    placement = given(options, "device_map", "max_memory", "offload_folder")
+    model = load_model(options.model, **source, **placement)
     batches = load_batches(
         options.data,
         part="evaluation",

@@ -67,8 +67,8 @@ def add_accumulator_arguments(memory: argparse._ActionsContainer) -> None:
     )
 
 
-def add_memory_arguments(memory: argparse._ActionsContainer) -> None:
-    """Where weights and statistics are, and what is recomputed: memory and time, not the result."""
+def add_placement_arguments(memory: argparse._ActionsContainer) -> None:
+    """Where the weights are, as `from_pretrained` takes it."""
     memory.add_argument(
         "--device-map",
         type=_device_map,
@@ -78,7 +78,12 @@ def add_memory_arguments(memory: argparse._ActionsContainer) -> None:
     memory.add_argument(
         "--max-memory", type=_json_object, metavar="JSON", help='what "auto" may use: {"0": "20GiB", "cpu": "8GiB"}'
     )
-    memory.add_argument("--offload-folder", metavar="DIR", help="for weights and accumulators on disk")
+    memory.add_argument("--offload-folder", metavar="DIR", help="for what has to be written to disk")
+
+
+def add_memory_arguments(memory: argparse._ActionsContainer) -> None:
+    """Where weights and statistics are, and what is recomputed: memory and time, not the result."""
+    add_placement_arguments(memory)
     memory.add_argument(
         "--checkpointing",
         type=_on_off_auto,

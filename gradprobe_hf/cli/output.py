@@ -50,6 +50,7 @@ def print_pruning(report: Report, output: str) -> None:
     if report.evaluation:
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
     out.print(_cost(report))
+    out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
     out.print(f"checkpoint {output}, model card {output}/README.md, pictures {output}/assets")
 
 

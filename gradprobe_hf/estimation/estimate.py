@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
-from gradprobe_hf.estimation.footprint import ACCUMULATOR_BYTES, Device, Placement, PlacementName, Sizes, place
+from gradprobe_hf.estimation.footprint import Device, Placement, PlacementName, Sizes, place
 from gradprobe_hf.estimation.formula import active_weights, loss_bytes
 from gradprobe_hf.estimation.machine import (
     available_bytes,
@@ -22,8 +22,9 @@ from gradprobe_hf.estimation.machine import (
     matmul_rate,
     process_bytes,
 )
-from gradprobe_hf.estimation.passes import PassCost, cost_of_batch, is_routed
-from gradprobe_hf.targets import Target, block_of
+from gradprobe_hf.estimation.passes import PassCost, cost_of_batch
+from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
+from gradprobe_hf.targets import Target, block_of, is_routed
 
 MATRIX_TERMS = frozenset({"sequence", "token", "peak"})
 # A pass is slower than its products alone: norms, activation functions and the loss move memory and compute little.
@@ -179,7 +180,7 @@ def sizes_of(
 def accumulator_bytes(config: GradProbeConfig, weights: int) -> int:
     """Bytes of the statistics `[out, in]`; the threshold decision compares those of two probes."""
     kept = len(evidence_needed(config).terms & MATRIX_TERMS) + (config.decision == "threshold")
-    return round(kept * weights * ACCUMULATOR_BYTES[config.accumulator_dtype])
+    return round(kept * weights * BYTES_PER_WEIGHT[config.accumulator_dtype])
 
 
 def bytes_by_block(model: nn.Module) -> dict[str, int]:

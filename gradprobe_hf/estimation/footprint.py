@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from gradprobe_hf.config import AccumulatorDevice
+from gradprobe_hf.shards import LARGEST_SHARD, SHARDS, SMALLEST_SHARD
+from gradprobe_hf.weights import FOLDED_ELEMENTS
 
 Device = Literal["host", "accelerator", "disk"]
 PlacementName = Literal["resident", "checkpointed", "offloaded"]
@@ -17,15 +19,13 @@ PlacementName = Literal["resident", "checkpointed", "offloaded"]
 DEVICES: tuple[Device, ...] = get_args(Device)
 
 # Folding and selection go through a matrix in pieces of rows, and a piece has about this many float32 temporaries.
-CHUNK = 2**22
-CHUNK_TENSORS = 10
+CHUNK = FOLDED_ELEMENTS
+CHUNK_TENSORS = 6
 FLOAT32_BYTES = 4
 # A fast tokenizer maps each token to its text, the text back, and its merges: what SmolLM2's takes.
 BYTES_PER_TOKEN_OF_VOCABULARY = 1000
 # Pages of the libraries that a run touches first, and the calibration text with its tokens: of a run on "pydoc".
 FIRST_USE = 50 * 10**6
-# int8 accumulators have an int16 scale for every 64 elements.
-ACCUMULATOR_BYTES = {"float32": 4.0, "bfloat16": 2.0, "int8": 1 + 2 / 64}
 MASK_BITS = 8
 # The holes that a CPU's heap keeps between the blocks that are alive, as a share of those: freed temporaries lie
 # between kept activations. Measured with glibc on SmolLM2; there are none with MALLOC_MMAP_THRESHOLD_=65536.
@@ -147,7 +147,8 @@ def place(name: PlacementName, sizes: Sizes, activations: int, room: dict[Device
         Item("scores of a matrix", where, pieces),
     )
     originals = Item("originals of what is pruned", where, round(sizes.sparsity * sizes.targets) * sizes.itemsize)
-    save = () if name == "offloaded" else (originals,)
+    shard = min(LARGEST_SHARD, max(SMALLEST_SHARD, sizes.weights // SHARDS)) + sizes.block
+    save = (Item("a shard being written", "host", shard) if name == "offloaded" else originals,)
     mapped = Item("file being read", "host", 0 if name == "offloaded" else sizes.stored, reclaimable=True)
     written = _on_disk(name, sizes)
     return Placement(

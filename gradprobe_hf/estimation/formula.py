@@ -8,9 +8,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradprobe_hf.targets import Target, is_fused_experts
 
-FLOAT32_BYTES = 4
-# Alive at the top of backward: the log-probabilities, their gradient and the gradient of the logits.
-TENSORS_OF_THE_LOSS = 3
+# Alive at the top of backward: the logits and their gradient; what is in float32 of them is a portion (loss.py).
+TENSORS_OF_THE_LOSS = 2
 # A block keeps the input of each linear map and its output, and about as much again for norms, activation functions
 # and attention.
 KEPT_PER_FEATURE = 2
@@ -21,11 +20,11 @@ CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "
 
 
 def loss_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
-    """The loss end of a language model: float32 tensors `[sequences, tokens, vocabulary]`."""
+    """The loss end of a language model: tensors `[sequences, tokens, vocabulary]` in its dtype."""
     head = model.get_output_embeddings()
     if getattr(head, "weight", None) is None:
         return 0
-    return TENSORS_OF_THE_LOSS * FLOAT32_BYTES * rows * length * int(head.weight.shape[0])
+    return TENSORS_OF_THE_LOSS * model.dtype.itemsize * rows * length * int(head.weight.shape[0])
 
 
 def block_bytes(model: PreTrainedModel, targets: Sequence[Target], rows: int, length: int) -> dict[str, int]:
@@ -62,4 +61,4 @@ def bytes_by_width(config: PreTrainedConfig, rows: int, length: int, itemsize: i
     )
     block = KEPT_PER_HIDDEN * itemsize * rows * length * hidden
     kept = block + layers * itemsize * rows * length * hidden if checkpoint else layers * block
-    return kept + TENSORS_OF_THE_LOSS * FLOAT32_BYTES * rows * length * vocabulary
+    return kept + TENSORS_OF_THE_LOSS * itemsize * rows * length * vocabulary

@@ -24,7 +24,7 @@ from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.loading import skeleton
 from gradprobe_hf.loss import is_causal, summed_loss
 from gradprobe_hf.modes import eval_mode, frozen
-from gradprobe_hf.targets import Target, find_targets
+from gradprobe_hf.targets import Target, find_targets, is_routed
 
 logger = logging.getLogger(__name__)
 
@@ -104,11 +104,6 @@ def cost_of_batch(
     except Exception as error:  # whatever an architecture does that needs data; an estimate is still owed
         logger.debug("%s cannot be run on the meta device: %s", type(model).__name__, error)
         return by_formula(model, targets, rows, sequence_length, checkpoint=checkpoint, backward=backward)
-
-
-def is_routed(targets: Sequence[Target]) -> bool:
-    """Whether experts mix the tokens of a batch: the engine then takes one sequence at a time."""
-    return any("expert" in part for target in targets for part in target.name.split("."))
 
 
 def by_formula(

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gradprobe_hf.modes import put_back
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
 from gradprobe_hf.sharding import is_sharded, reshard
@@ -84,7 +85,7 @@ def attached(
             module: Any = model.get_submodule(site.module)
             slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
             make = _experts_forward if site.kind == "experts" else _single_forward
-            undo.callback(_put_back, module, slot, module.__dict__.get(slot))
+            undo.callback(put_back, module, slot, module.__dict__.get(slot))
             # A recomputed weight is loaded when its block is; any other offloaded one is fetched again in backward.
             fetches = any(model.get_parameter(target.parameter).is_meta for target in owned) and not any(
                 site.module.startswith(f"{block}.") for block in recomputed
@@ -159,10 +160,3 @@ def _experts_forward(module: Any, owned: list[Target], route: _Router) -> Callab
         return out
 
     return forward
-
-
-def _put_back(module: Any, slot: str, had: Any) -> None:
-    if had is None:
-        module.__dict__.pop(slot, None)
-    else:
-        setattr(module, slot, had)

@@ -57,6 +57,7 @@ class Probe:
             else:
                 statistics.add_gradients(ALL, gradients)
         self._unfinished.clear()
+        return_free_memory()
 
     def count_use(self, target: Target) -> None:
         if not self._recomputing:

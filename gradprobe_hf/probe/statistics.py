@@ -118,12 +118,15 @@ class MatrixStatistics:
         with ExitStack() as stack:
             sums = stack.enter_context(self._updating("sequence", rows))
             peaks = stack.enter_context(self._updating("peak", rows))
-            for gradient in gradients:
-                gradient = gradient.to(self.dtype)
-                if sums is not None:
-                    sums.addcmul_(gradient, gradient)
-                if peaks is not None:
-                    torch.maximum(peaks, gradient.abs(), out=peaks)
+            self._fold(gradients, sums, peaks)
+
+    def _fold(self, gradients: Iterable[Tensor], sums: Tensor | None, peaks: Tensor | None) -> None:
+        for gradient in gradients:
+            gradient = gradient.to(self.dtype)
+            if sums is not None:
+                sums.addcmul_(gradient, gradient)
+            if peaks is not None:
+                torch.maximum(peaks, gradient.abs(), out=peaks)
 
     @contextmanager
     def _updating(self, term: Term, rows: slice) -> Iterator[Tensor | None]:
@@ -140,12 +143,7 @@ class MatrixStatistics:
             torch.zeros(self.target.shape, dtype=self.dtype, device=self.device) if term in self.accumulators else None
             for term in ("sequence", "peak")
         )
-        for gradient in gradients:
-            gradient = gradient.to(self.dtype)
-            if sums is not None:
-                sums.addcmul_(gradient, gradient)
-            if peaks is not None:
-                torch.maximum(peaks, gradient.abs(), out=peaks)
+        self._fold(gradients, sums, peaks)
         if sums is not None:
             self._add_shared("sequence", sums)
         if peaks is not None:
