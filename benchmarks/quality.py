@@ -34,7 +34,6 @@ RESULTS = Path(__file__).parent / "results"
 # Magnitude is compared within rows too, where it does better than over a matrix or the whole model.
 ACCUMULATORS: dict[str, dict[str, Any]] = {
     "path, float32": {},
-    "path, bfloat16": {"accumulator_dtype": "bfloat16"},
     "path, int8": {"accumulator_dtype": "int8"},
 }
 METHODS: dict[str, dict[str, Any]] = {

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.config import AccumulatorDtype
+from gradprobe_hf.weights import row_chunks
 
 BLOCK = 64
 _BFLOAT16_BITS = 16  # of a float32 that bfloat16 does not keep
@@ -112,12 +113,17 @@ class Accumulator:
         if self.kind == "float32" and parts["values"].device == device:
             yield parts["values"]
             return
-        values = self._decode({name: part.to(device) for name, part in parts.items()}).clone()
+        values = torch.empty(parts[next(iter(parts))].shape[0], self.shape[1], dtype=self.dtype, device=device)
+        portions = list(row_chunks(values.shape))  # of few rows: what rounding takes besides stays in the cache
+        for some in portions:
+            values[some] = self._decode({name: part[some].to(device) for name, part in parts.items()})
         yield values
         self.updates += 1
         place = rows.indices(self.shape[0])[0] * self.shape[1]
-        for name, part in self._encode(values, salt=self.updates * 7919 + place).items():
-            parts[name].copy_(part)
+        for some in portions:
+            salt = self.updates * 7919 + place + some.start * self.shape[1]
+            for name, part in self._encode(values[some], salt).items():
+                parts[name][some] = part.to(self.device)
 
     def _decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         if self.kind == "float32":
@@ -162,16 +168,14 @@ def decode_int8(codes: Tensor, bases: Tensor, columns: int) -> Tensor:
     rows = codes.shape[0]
     padded = torch.nn.functional.pad(codes, (0, -columns % BLOCK)) if columns % BLOCK else codes
     levels = padded.to(torch.int32).view(rows, -1, BLOCK)
-    present = levels > 0
-    levels = levels.add_(bases.to(torch.int32)[..., None]).mul_(present)
+    levels.add_(bases.to(torch.int32)[..., None]).masked_fill_(padded.view(levels.shape) == 0, 0)
     return levels.bitwise_left_shift_(_INT8_BITS).view(rows, -1).view(torch.float32)[:, :columns]
 
 
 def _noise(bits: Tensor, salt: int, width: int) -> Tensor:
     """int32 uniform in [0, 2^width): a hash of the value, its index and the salt. Overflow wraps, as it should."""
-    index = torch.arange(salt, salt + bits.numel(), device=bits.device).to(torch.int32).view(bits.shape)
-    mixed = index.mul_(_OTHER_ODD).bitwise_xor_(bits)
-    mixed.mul_(_ODD)
+    index = torch.arange(bits.numel(), dtype=torch.int32, device=bits.device).view(bits.shape)
+    mixed = index.add_(salt & 0x7FFF_FFFF).mul_(_OTHER_ODD).bitwise_xor_(bits).mul_(_ODD)
     mixed.bitwise_xor_(mixed >> 15).mul_(_OTHER_ODD)
     return mixed.bitwise_right_shift_(31 - width).bitwise_and_((1 << width) - 1)
 
