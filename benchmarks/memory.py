@@ -33,6 +33,7 @@ from transformers import MistralConfig, PreTrainedModel
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.accounting import peak_memory, versions
 from gradprobe_hf.estimation import estimate
+from gradprobe_hf.estimation.machine import process_bytes
 from gradprobe_hf.inspection import inspect_checkpoint
 from gradprobe_hf.loading import load_config, load_model, load_processing_class, skeleton
 from gradprobe_hf.loss import summed_loss
@@ -126,16 +127,15 @@ def random_tokens(model: str, num_samples: int, sequence_length: int, batch_size
 
 def run_row(name: str, model: str, large: bool, scratch: str) -> dict[str, Any]:
     """One row, in this process."""
-    settings = dict((LARGE_ROWS if large else SMALL_ROWS)[name])
-    shape = LARGE if large else SMALL
+    base = process_bytes()
     if name.startswith("bare"):
-        return {"seconds": {"bare pass": bare_pass(model, random_tokens(model, **shape))}}
-    config = GradProbeConfig(sparsity=0.5, **settings, **shape)
+        return {"seconds": {"bare pass": bare_pass(model, random_tokens(model, **LARGE))}}
+    config = config_of(name, large)
     output = Path(scratch) / "pruned"
     result = prune_pretrained(
         model,
         config,
-        calibration=random_tokens(model, **shape) if large else "pydoc",
+        calibration=random_tokens(model, **LARGE) if large else "pydoc",
         evaluation=False,
         apply=False,
         output_dir=output,
@@ -156,13 +156,18 @@ def run_row(name: str, model: str, large: bool, scratch: str) -> dict[str, Any]:
     assert inspected.zeros == round(0.5 * inspected.weights), "exactly half of the targets are zero in the files"
     values["peak_with_inspection_bytes"] = peak_memory()["peak_resident_bytes"]
     values["inspected_sparsity"] = inspected.zeros / inspected.weights
-    return values | {"estimated_bytes": estimated_peak(model, config, name)}
+    return values | {"estimated_bytes": estimated_peak(model, config, name, base)}
 
 
-def estimated_peak(model: str, config: GradProbeConfig, name: str) -> int | None:
-    """What `gradprobe estimate` says of the same run."""
+def config_of(name: str, large: bool) -> GradProbeConfig:
+    settings, shape = (LARGE_ROWS, LARGE) if large else (SMALL_ROWS, SMALL)
+    return GradProbeConfig(sparsity=0.5, **settings[name], **shape)
+
+
+def estimated_peak(model: str, config: GradProbeConfig, name: str, base: int) -> int | None:
+    """What `gradprobe estimate` says of the same run, in a process of so many bytes before it."""
     meta = skeleton(load_config(model), dtype="bfloat16")
-    found = estimate(meta, find_targets(meta), config, timing=False)
+    found = estimate(meta, find_targets(meta), config, base=base, timing=False)
     wanted = {"resident": "resident", "checkpointed": "checkpointed", "from disk": "offloaded"}[name.split(",")[0]]
     return next((row.peak("host") for row in found.placements if row.name == wanted), None)
 

@@ -65,6 +65,15 @@ def prune(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any], ask: 
     )
 
 
+def _as_many_zeros(ask: argparse.Namespace, sparsity: float) -> list[Row]:
+    """The rows of the quality table, whose budget those of the accumulators share."""
+    path = RESULTS / "quality.json"
+    if not ask.accumulators or not path.exists():
+        return []
+    rows = [Row(**row) for row in json.loads(path.read_text())["rows"]]
+    return [row for row in rows if row.sparsity == sparsity]
+
+
 def measured_row(model: PreTrainedModel, method: str, sparsity: float, result: PruneResult, held_out: Batches) -> Row:
     with serving(model, result.targets, result.masks):
         found = measure(model, held_out, label=method)
@@ -130,7 +139,8 @@ def main() -> None:
     for sparsity in ask.sparsity:
         for method, options in methods.items():
             if (method, sparsity) not in done:
-                matched = next((row.zeros / row.weights for row in rows if row.sparsity == sparsity), sparsity)
+                same = [row for row in rows if row.sparsity == sparsity] or _as_many_zeros(ask, sparsity)
+                matched = next((row.zeros / row.weights for row in same), sparsity)
                 result = prune(model, tokenizer, {**options, "sparsity": matched}, ask)
                 rows.append(measured_row(model, method, sparsity, result, held_out))
                 ask.output.parent.mkdir(parents=True, exist_ok=True)

@@ -66,16 +66,20 @@ def speed_table(results: dict[str, Any]) -> str:
 
 
 def accumulators_table(results: dict[str, Any]) -> str:
+    """Against float32 on the same budget: a row of its own, or the one of the quality table with as many zeros."""
+    quality = json.loads((RESULTS / "quality.json").read_text())["rows"]
+    zeros = results["rows"][0]["zeros"]
+    reference = next(row for row in quality if "path" in row["method"] and row["zeros"] == zeros)
+    rows = {row["method"].split(", ")[1]: row["perplexity"] for row in results["rows"]}
+    rows = {"float32": reference["perplexity"], **rows}
     lines = ["| accumulators | bytes per weight and term | perplexity at 60% | |", "|---|---:|---:|---:|"]
-    first = results["rows"][0]["perplexity"]
-    for row in results["rows"]:
-        kind = row["method"].split(", ")[1]
-        size = f"{BYTES_PER_WEIGHT[kind]:.3g}"
-        lines.append(f"| `{kind}` | {size} | {row['perplexity']:.3f} | {row['perplexity'] / first - 1:+.2%} |")
+    for kind, perplexity in rows.items():
+        change = f"{perplexity / rows['float32'] - 1:+.2%}" if kind != "float32" else ""
+        lines.append(f"| `{kind}` | {BYTES_PER_WEIGHT[kind]:.3g} | {perplexity:.3f} | {change} |")
     settings = results["settings"]
     note = (
-        f'{settings["model"]}, `fisher="blend"`; calibration {settings["calibration"]}; evaluation '
-        f"{settings['evaluation']}. Made by `make bench-accumulators`."
+        f"{settings['model']}, two probes, {zeros:,} zeros; calibration {settings['calibration']}; evaluation "
+        f"{settings['evaluation']}. Made by `make bench-accumulators` and `make bench-quality`."
     )
     return "\n".join([*lines, "", note])
 

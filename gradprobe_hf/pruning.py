@@ -143,10 +143,10 @@ def prune_pretrained(
             data(evaluation, part="evaluation", samples=config.evaluation_samples) if evaluation is not None else None
         )
     if repo_id is not None:  # last of the checks: it creates the repository
-        full_name = repo_id
-        repo_id = processes.agree(check_push(full_name, hub_private_repo) if processes.is_main else None)
+        repo_id = processes.agree(check_push(repo_id, hub_private_repo) if processes.is_main else None)
     run = _Run(model, targets, config, loss_fn, processes, stopwatch, progress)
-    batches, checkpointing, execution = run.plan(batches, offload_folder)
+    with memory_errors(stopwatch, remedies_for(config, 1, config.checkpointing is True, is_offloaded(model))):
+        batches, checkpointing, execution = run.plan(batches, offload_folder)
     journal = run.journal(resume_dir, save_every, batches)
     remedies = remedies_for(config, _rows(batches), checkpointing, is_offloaded(model))
     with memory_errors(stopwatch, remedies):

@@ -80,11 +80,15 @@ class PruneResult:
         create_pr: bool = False,
         token: str | None = None,
     ) -> str:
-        """Upload the pruned checkpoint with its card; returns the address of the commit (or pull request).
+        """Upload the pruned checkpoint with its card; returns the address of the commit (or pull request), in the main
+        process.
 
         Raises:
             OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
         """
+        if not self.processes.is_main:
+            self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
+            return ""
         full_name = check_push(repo_id, private, token)
         scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
         folder = scratch / full_name.split("/")[-1]

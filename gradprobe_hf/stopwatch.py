@@ -6,15 +6,22 @@ import ctypes
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from typing import Any
 
 logger = logging.getLogger(__name__)
+
+_MALLOC_TRIM: Any = None  # of another C library
+try:
+    _MALLOC_TRIM = ctypes.CDLL(None).malloc_trim
+except (OSError, AttributeError, TypeError):
+    pass
 
 
 def return_free_memory() -> None:
     """Give freed memory back to the system: glibc keeps blocks below 32 MB, hundreds of MB after a probe."""
-    with suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).malloc_trim(0)
+    if _MALLOC_TRIM is not None:
+        _MALLOC_TRIM(0)
 
 
 class Stopwatch:

@@ -361,6 +361,26 @@ def test_a_store_without_room_is_refused_before_any_work(saved, tmp_path, monkey
         )
 
 
+def test_accumulators_without_room_are_refused_and_leave_nothing(saved, tmp_path, monkeypatch):
+    calls = []
+
+    def full(*_):
+        calls.append(1)
+        if len(calls) == 5:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("gradprobe_hf.probe.accumulators.os.posix_fallocate", full)
+    with pytest.raises(OSError, match="--offload-folder"):
+        prune_pretrained(
+            load(saved("llama")),
+            GradProbeConfig(accumulator_device="disk"),
+            calibration=cases.batches("llama"),
+            offload_folder=tmp_path / "off",
+            progress=False,
+        )
+    assert not list((tmp_path / "off").iterdir())
+
+
 def test_one_weight_on_two_devices_is_refused(saved, tmp_path):
     model = PLACEMENTS["device_map disk"](saved("tied"), tmp_path)
     model.lm_head.weight = torch.nn.Parameter(read_weight(model, "lm_head.weight").clone())

@@ -22,6 +22,7 @@ Gupta et al. 2015 (arXiv:1502.02551), section 3.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -190,10 +191,20 @@ def _layout(
 
 def _reserve(path: Path, nbytes: int) -> None:
     """A file of zeros whose blocks are on the disk: a mapped file that outgrew it would end the process by SIGBUS."""
-    with open(path, "wb") as file:
-        if hasattr(os, "posix_fallocate") and nbytes:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-        else:
-            for _ in range(0, nbytes, 2**20):
-                file.write(bytes(2**20))
-            file.truncate(nbytes)
+    try:
+        with open(path, "wb") as file:
+            if hasattr(os, "posix_fallocate") and nbytes:
+                os.posix_fallocate(file.fileno(), 0, nbytes)
+            else:
+                for _ in range(0, nbytes, 2**20):
+                    file.write(bytes(2**20))
+                file.truncate(nbytes)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        raise OSError(
+            errno.ENOSPC,
+            "no room for the accumulators; choose another offload_folder (--offload-folder), accumulator_dtype='int8', "
+            "or fisher='factored', which needs none",
+            str(path.parent),
+        ) from error
