@@ -6,16 +6,14 @@ import ctypes
 import logging
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 logger = logging.getLogger(__name__)
 
 _MALLOC_TRIM: Any = None  # of another C library
-try:
+with suppress(OSError, AttributeError, TypeError):
     _MALLOC_TRIM = ctypes.CDLL(None).malloc_trim
-except (OSError, AttributeError, TypeError):
-    pass
 
 
 def return_free_memory() -> None:
