@@ -22,6 +22,7 @@ from gradprobe_hf.sharding import local
 # product of few rows reads its other side again and again.
 CHUNK_ELEMENTS = 2**18
 FOLDED_ELEMENTS = 2**22
+ROWS_IN_A_BLOCK = 64  # that int8 accumulators scale together
 
 
 class WeightsView(Mapping[str, Tensor]):
@@ -138,12 +139,12 @@ def aliases(model: nn.Module) -> dict[str, str]:
 
 
 def row_chunks(shape: tuple[int, ...], elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
-    """Rows of a matrix `[out, in]`, at most `elements` at a time (and at least one row).
+    """Rows of a matrix `[out, in]`, about `elements` at a time: whole blocks of `ROWS_IN_A_BLOCK`, at least one.
 
-    >>> list(row_chunks((5, 4), elements=8))
-    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    >>> list(row_chunks((150, 4), elements=256))
+    [slice(0, 64, None), slice(64, 128, None), slice(128, 150, None)]
     """
-    step = max(1, elements // max(1, shape[1]))
+    step = max(1, elements // max(1, shape[1]) // ROWS_IN_A_BLOCK) * ROWS_IN_A_BLOCK
     for start in range(0, shape[0], step):
         yield slice(start, min(start + step, shape[0]))
 

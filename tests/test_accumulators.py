@@ -29,12 +29,13 @@ def made(kind, tmp_path=None, shape=SHAPE, dtype=torch.float32):
 def squares(count, shape=SHAPE, seed=0):
     """Squared gradients of sequences, whose size differs from row to row and column to column by orders."""
     draw = torch.Generator().manual_seed(seed)
-    scale = torch.exp(torch.randn(shape[0], 1, generator=draw)) * torch.exp(torch.randn(1, shape[1], generator=draw))
+    rows, columns = torch.randn(shape[0], 1, generator=draw), torch.randn(1, shape[1], generator=draw)
+    scale = torch.exp(rows / 2) * torch.exp(3 * columns)  # inputs differ by far more than outputs
     for _ in range(count):
         yield (torch.randn(shape, generator=draw) * scale).square()
 
 
-def added(accumulator, values, chunk=40):
+def added(accumulator, values, chunk=64):
     for value in values:
         for start in range(0, accumulator.shape[0], chunk):
             rows = slice(start, min(start + chunk, accumulator.shape[0]))
@@ -80,7 +81,7 @@ def test_the_same_additions_give_the_same_bits(kind, tmp_path):
 
 VALUES = hnp.arrays(
     np.float32,
-    st.tuples(st.integers(1, 4), st.integers(1, 140)),
+    st.tuples(st.integers(1, 140), st.integers(1, 4)),
     elements=st.floats(0, 2.0**60, width=32, allow_nan=False, allow_subnormal=False),
 )
 
@@ -90,10 +91,10 @@ VALUES = hnp.arrays(
 def test_int8_is_within_a_level_of_what_was_kept(values, salt):
     exact = torch.from_numpy(values)
     codes, bases = encode_int8(exact, salt)
-    found = decode_int8(codes, bases, exact.shape[1])
-    for block in range(0, exact.shape[1], 64):
-        x, y = exact[:, block : block + 64], found[:, block : block + 64]
-        top = x.amax(1, keepdim=True)
+    found = decode_int8(codes, bases)
+    for block in range(0, exact.shape[0], 64):
+        x, y = exact[block : block + 64], found[block : block + 64]
+        top = x.amax(0, keepdim=True)
         kept = x > top * 2.0**-15  # the levels reach 16 octaves below the largest
         assert (abs(y - x)[kept] <= x[kept] / 16).all()
         assert (y[x == 0] == 0).all()
@@ -103,8 +104,8 @@ def test_int8_is_within_a_level_of_what_was_kept(values, salt):
 @settings(max_examples=60, deadline=None)
 @given(values=VALUES)
 def test_a_kept_value_is_kept_again_exactly(values):
-    once = decode_int8(*encode_int8(torch.from_numpy(values), 1), values.shape[1])
-    twice = decode_int8(*encode_int8(once, 99), values.shape[1])
+    once = decode_int8(*encode_int8(torch.from_numpy(values), 1))
+    twice = decode_int8(*encode_int8(once, 99))
     assert torch.equal(once, twice)
     rounded = round_bfloat16(torch.from_numpy(values), 1)
     assert torch.equal(round_bfloat16(rounded.float(), 99), rounded)
@@ -112,7 +113,7 @@ def test_a_kept_value_is_kept_again_exactly(values):
 
 def test_rounding_is_unbiased_between_two_levels():
     value = torch.full((400, 64), 1.0 + 0.3 / 16)
-    for rounded, step in ((decode_int8(*encode_int8(value), 64), 1 / 16),):
+    for rounded, step in ((decode_int8(*encode_int8(value)), 1 / 16),):
         assert set(rounded.unique().tolist()) == {1.0, 1.0 + step}
         assert float((rounded > 1).float().mean()) == pytest.approx(0.3, abs=0.02)
     small = torch.full((400, 64), 1.0 + 0.3 / 128)

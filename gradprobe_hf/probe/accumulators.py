@@ -7,8 +7,9 @@ In bytes per weight:
     int8        1.03   block-scaled, logarithmic: see below
 
 `int8` keeps a value as an unsigned float of 4 exponent and 4 mantissa bits: 16 levels an octave, so each is 3 to 6%
-above the one below, over the 16 octaves below the largest of its block of 64 consecutive inputs of a row. The block's
-scale is one int16. What lies further below is zero. The levels of all blocks are on one grid (float32 cut to 4 mantissa
+above the one below, over the 16 octaves below the largest of its block: 64 consecutive outputs of one input, for inputs
+differ from each other by far more than outputs do. The block's scale is one int16. What lies further below is zero.
+The levels of all blocks are on one grid (float32 cut to 4 mantissa
 bits), so a block whose scale grows is shifted, not rounded again.
 
 Both reduced kinds round stochastically: up with the probability that makes the expected value exact. Rounding to the
@@ -32,9 +33,9 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.config import AccumulatorDtype
-from gradprobe_hf.weights import row_chunks
+from gradprobe_hf.weights import ROWS_IN_A_BLOCK, row_chunks
 
-BLOCK = 64
+BLOCK = ROWS_IN_A_BLOCK
 _BFLOAT16_BITS = 16  # of a float32 that bfloat16 does not keep
 _INT8_BITS = 19  # that 4 mantissa bits do not keep
 _CODES = 255
@@ -105,33 +106,33 @@ class Accumulator:
 
     def read(self, rows: slice = slice(None)) -> Tensor:
         """Rows of the sum, in `dtype`; not to be written to."""
-        return self._decode({name: part[rows] for name, part in self.parts().items()})
+        return self._decode({name: _rows_of(name, part, rows) for name, part in self.parts().items()})
 
     @contextmanager
     def updating(self, rows: slice, device: torch.device) -> Iterator[Tensor]:
         """Rows of the sum on `device`, to be changed in place by the body; rounded and kept after it."""
-        parts = {name: part[rows] for name, part in self.parts().items()}
+        parts = {name: _rows_of(name, part, rows) for name, part in self.parts().items()}
         if self.kind == "float32" and parts["values"].device == device:
             yield parts["values"]
             return
         values = torch.empty(parts[next(iter(parts))].shape[0], self.shape[1], dtype=self.dtype, device=device)
         portions = list(row_chunks(values.shape))  # of few rows: what rounding takes besides stays in the cache
         for some in portions:
-            values[some] = self._decode({name: part[some].to(device) for name, part in parts.items()})
+            values[some] = self._decode({n: _rows_of(n, part, some).to(device) for n, part in parts.items()})
         yield values
         self.updates += 1
         place = rows.indices(self.shape[0])[0] * self.shape[1]
         for some in portions:
             salt = self.updates * 7919 + place + some.start * self.shape[1]
             for name, part in self._encode(values[some], salt).items():
-                parts[name][some] = part.to(self.device)
+                _rows_of(name, parts[name], some).copy_(part)
 
     def _decode(self, parts: Mapping[str, Tensor]) -> Tensor:
         if self.kind == "float32":
             return parts["values"]
         if self.kind == "bfloat16":
             return parts["values"].to(self.dtype)
-        return decode_int8(parts["codes"], parts["bases"], self.shape[1]).to(self.dtype)
+        return decode_int8(parts["codes"], parts["bases"]).to(self.dtype)
 
     def _encode(self, values: Tensor, salt: int) -> dict[str, Tensor]:
         if self.kind == "float32":
@@ -154,23 +155,34 @@ def round_bfloat16(values: Tensor, salt: int = 0) -> Tensor:
 
 
 def encode_int8(values: Tensor, salt: int = 0) -> tuple[Tensor, Tensor]:
-    """Non-negative float32 `[rows, columns]` to codes uint8 `[rows, columns]` and bases int16 `[rows, blocks]`."""
-    rows, columns = values.shape
-    padded = torch.nn.functional.pad(values, (0, -columns % BLOCK)) if columns % BLOCK else values.contiguous()
-    bits = padded.view(torch.int32)
-    levels = bits.add(_noise(bits, salt, _INT8_BITS)).bitwise_right_shift_(_INT8_BITS).view(rows, -1, BLOCK)
-    bases = (levels.amax(-1) - _CODES).clamp_min_(0)
-    codes = levels.sub_(bases[..., None]).clamp_min_(0).to(torch.uint8)
-    return codes.view(rows, -1)[:, :columns], bases.to(torch.int16)
+    """Non-negative float32 `[rows, columns]` to codes uint8 `[rows, columns]` and bases int16 `[blocks, columns]`."""
+    bits = values.contiguous().view(torch.int32)
+    levels = _in_blocks(bits.add(_noise(bits, salt, _INT8_BITS)).bitwise_right_shift_(_INT8_BITS))
+    bases = (levels.amax(1) - _CODES).clamp_min_(0)
+    codes = levels.sub(bases[:, None]).clamp_min_(0).to(torch.uint8)
+    return codes.flatten(0, 1)[: len(values)], bases.to(torch.int16)
 
 
-def decode_int8(codes: Tensor, bases: Tensor, columns: int) -> Tensor:
-    """The float32 values `[rows, columns]` of codes `[rows, columns]` and bases `[rows, blocks]`."""
-    rows = codes.shape[0]
-    padded = torch.nn.functional.pad(codes, (0, -columns % BLOCK)) if columns % BLOCK else codes
-    levels = padded.to(torch.int32).view(rows, -1, BLOCK)
-    levels.add_(bases.to(torch.int32)[..., None]).masked_fill_(padded.view(levels.shape) == 0, 0)
-    return levels.bitwise_left_shift_(_INT8_BITS).view(rows, -1).view(torch.float32)[:, :columns]
+def decode_int8(codes: Tensor, bases: Tensor) -> Tensor:
+    """The float32 values `[rows, columns]` of codes `[rows, columns]` and bases `[blocks, columns]`."""
+    levels = _in_blocks(codes.to(torch.int32)) + bases.to(torch.int32)[:, None]
+    levels = levels.flatten(0, 1)[: len(codes)].masked_fill_(codes == 0, 0)
+    return levels.bitwise_left_shift_(_INT8_BITS).view(torch.float32)
+
+
+def _in_blocks(values: Tensor) -> Tensor:
+    """`[rows, columns]` to `[blocks, BLOCK, columns]`, the last one padded with zeros."""
+    missing = -len(values) % BLOCK
+    padded = torch.nn.functional.pad(values, (0, 0, 0, missing)) if missing else values
+    return padded.view(-1, BLOCK, values.shape[1])
+
+
+def _rows_of(name: str, part: Tensor, rows: slice) -> Tensor:
+    """Rows of a matrix in one of its stored parts: bases have one row a block, so that rows begin with a block."""
+    if name != "bases" or rows == slice(None):
+        return part[rows]
+    assert rows.start % BLOCK == 0, "rows are worked on in whole blocks"
+    return part[rows.start // BLOCK : -(-rows.stop // BLOCK)]
 
 
 def _noise(bits: Tensor, salt: int, width: int) -> Tensor:
@@ -185,7 +197,7 @@ def _layout(
     shape: tuple[int, int], kind: AccumulatorDtype, dtype: torch.dtype
 ) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
     if kind == "int8":
-        return {"codes": (shape, torch.uint8), "bases": ((shape[0], -(-shape[1] // BLOCK)), torch.int16)}
+        return {"codes": (shape, torch.uint8), "bases": ((-(-shape[0] // BLOCK), shape[1]), torch.int16)}
     return {"values": (shape, torch.bfloat16 if kind == "bfloat16" else dtype)}
 
 
