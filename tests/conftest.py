@@ -18,7 +18,7 @@ TEXT = " ".join(
 )
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)  # tiny matrices: a second thread only waits
 

@@ -68,6 +68,7 @@ def _fork(function: Callable[[], Any]) -> int:
     child = os.fork()
     if child == 0:
         try:
+            torch.set_num_threads(1)  # the parent's OpenMP threads do not live on in a fork: waiting for them hangs
             function()
         except BaseException:  # whatever it was, pytest must not go on twice
             traceback.print_exc()
