@@ -8,6 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,10 @@ from typing import Any
 import torch
 from accelerate import debug_launcher
 from accelerate.state import AcceleratorState, PartialState
+
+PATIENCE = timedelta(
+    minutes=2
+)  # a process that waits for another that never comes fails its test; gloo's is half an hour
 
 
 def together(function: Callable[..., Any], *arguments: Any, processes: int = 2) -> list[Any]:
@@ -27,7 +32,7 @@ def together(function: Callable[..., Any], *arguments: Any, processes: int = 2) 
 
 def _keeping(folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    PartialState()
+    PartialState(timeout=PATIENCE)
     found = function(*arguments)
     torch.save(found, f"{folder}/{torch.distributed.get_rank()}.pt")
     torch.distributed.barrier()
@@ -39,7 +44,7 @@ def survivors(function: Callable[..., Any], *arguments: Any, processes: int = 2)
     def joined(rank: int) -> None:
         torch.set_num_threads(1)
         torch.distributed.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes, timeout=PATIENCE
         )
         function(*arguments)
 
