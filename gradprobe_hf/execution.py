@@ -6,10 +6,12 @@ is not enough.
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,11 +30,75 @@ from gradprobe_hf.probe import Keeping, Statistics, run_probe
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.sharding import is_sharded, plain_class
 from gradprobe_hf.stopwatch import Stopwatch
-from gradprobe_hf.targets import Target
+from gradprobe_hf.targets import Target, is_routed
 from gradprobe_hf.weights import input_device, is_offloaded
+
+logger = logging.getLogger(__name__)
 
 LARGEST_BATCH = 64
 ACTIVATIONS_SHARE = 0.6  # of free memory: the rest is for temporaries, and for an estimate that is off
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a run is computed.
+
+    Attributes:
+        batches: in their final portions; None when nothing is read.
+        checkpointing: whether blocks are recomputed in backward.
+        notes: what was chosen and why, for the report.
+        remedies: what would take less memory, the cheapest first.
+    """
+
+    batches: Batches | None
+    checkpointing: bool
+    notes: dict[str, str]
+    remedies: list[str]
+
+
+def plan_execution(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    config: GradProbeConfig,
+    batches: Batches | None,
+    *,
+    loss_fn: LossFunction | None = None,
+    folder: str | Path | None = None,
+    processes: Processes,
+    stopwatch: Stopwatch,
+) -> Plan:
+    """Decide from memory alone.
+
+    Args:
+        folder: for accumulators on disk.
+
+    Raises:
+        ValueError: fewer batches than processes, or checkpointing of a model that has no layers for it.
+        MemoryError: not even one sequence fits.
+    """
+    offloaded = is_offloaded(model)
+    notes = {"placement": _placement(model), "processes": str(processes.count)}
+    if batches is None:
+        return Plan(None, False, notes, remedies_for(config, 1, False, offloaded))
+    has_backward = evidence_needed(config).passes == "probe"
+    if config.batch_size == "auto" and has_backward:
+        remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)
+        with memory_errors(stopwatch, remedies), stopwatch("batch size"):
+            batches, notes["batch_size"] = largest_batch(
+                model, targets, config, batches, loss_fn=loss_fn, folder=folder, processes=processes
+            )
+    passes = batches.samples if is_routed(targets) else len(batches)
+    if passes < processes.count:
+        raise ValueError(
+            f"{processes.count} processes and {passes} calibration batches: every process needs one. Set a "
+            "smaller batch_size, a larger num_samples, or start fewer processes."
+        )
+    rows = max(map(row_count, batches))
+    checkpointing = False
+    if has_backward:
+        checkpointing, notes["checkpointing"] = choose_checkpointing(model, config, rows, batches.longest)
+        logger.info("checkpointing is %s", notes["checkpointing"])
+    return Plan(batches, checkpointing, notes, remedies_for(config, rows, checkpointing, offloaded))
 
 
 def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: int, length: int) -> tuple[bool, str]:
@@ -178,6 +244,12 @@ def remedies_for(config: GradProbeConfig, batch_size: int, checkpointing: bool, 
     if config.fisher != "factored":
         found.append("fisher='factored' (--fisher factored)")
     return [*found, "a shorter sequence_length (--sequence-length)"]
+
+
+def _placement(model: PreTrainedModel) -> str:
+    if is_sharded(model):
+        return "sharded by FSDP2"
+    return "offloaded by Accelerate" if is_offloaded(model) else "in memory"
 
 
 def _gb(nbytes: float) -> str:

@@ -48,10 +48,6 @@ class Masks(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._packed)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(packed.nbytes for packed in self._packed.values())
-
 
 # The eight bytes of every packed byte as one number: looking up is five times as fast as `np.unpackbits`.
 _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.uint64).ravel()

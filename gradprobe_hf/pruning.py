@@ -14,17 +14,11 @@ from transformers import PreTrainedModel
 from gradprobe_hf.accounting import build_report
 from gradprobe_hf.application import masks_applied
 from gradprobe_hf.calibration import Batches, load_batches
-from gradprobe_hf.calibration.batches import row_count
+from gradprobe_hf.checks import check_targets
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.evaluation import Measurement, measure
-from gradprobe_hf.execution import (
-    accumulator_files,
-    choose_checkpointing,
-    largest_batch,
-    memory_errors,
-    remedies_for,
-)
+from gradprobe_hf.execution import accumulator_files, memory_errors, plan_execution
 from gradprobe_hf.hub import check_destination, check_push, check_room, push_folder
 from gradprobe_hf.loading import DeviceMap, load_model, load_processing_class
 from gradprobe_hf.loss import LossFunction, is_causal
@@ -35,9 +29,8 @@ from gradprobe_hf.resume import Journal, check_save_every, run_identity
 from gradprobe_hf.sharding import check_sharding, is_sharded
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.store import check_store_room
-from gradprobe_hf.targets import Target, check_editable, check_group, check_rows, find_targets, is_routed
+from gradprobe_hf.targets import Target, find_targets
 from gradprobe_hf.verdict import Verdict, reach_verdict
-from gradprobe_hf.weights import is_offloaded
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +113,9 @@ def prune_pretrained(
         wanted = {name: value for name, value in placement.items() if value is not None}
         model = load_model(model_or_id, **wanted, **from_pretrained_kwargs)
         processing_class = processing_class or load_processing_class(model, **from_pretrained_kwargs)
-        targets = _checked_targets(model, config)
+        check_sharding(model)
+        targets = find_targets(model, config.include, config.exclude)
+        check_targets(model, targets, config)
         if output_dir is not None:
             processes.on_main(partial(check_room, output_dir, model))
         if apply:
@@ -145,19 +140,26 @@ def prune_pretrained(
     if repo_id is not None:  # last of the checks: it creates the repository
         repo_id = processes.agree(check_push(repo_id, hub_private_repo) if processes.is_main else None)
     run = _Run(model, targets, config, loss_fn, processes, stopwatch, progress)
-    with memory_errors(stopwatch, remedies_for(config, 1, config.checkpointing is True, is_offloaded(model))):
-        batches, checkpointing, execution = run.plan(batches, offload_folder)
-    journal = run.journal(resume_dir, save_every, batches)
-    remedies = remedies_for(config, _rows(batches), checkpointing, is_offloaded(model))
-    with memory_errors(stopwatch, remedies):
+    plan = plan_execution(
+        model,
+        targets,
+        config,
+        batches,
+        loss_fn=loss_fn,
+        folder=offload_folder,
+        processes=processes,
+        stopwatch=stopwatch,
+    )
+    journal = run.journal(resume_dir, save_every, plan.batches)
+    with memory_errors(stopwatch, plan.remedies):
         with accumulator_files(config, offload_folder) as keeping:
             verdict = reach_verdict(
                 model,
                 targets,
                 config,
-                batches,
+                plan.batches,
                 loss_fn=loss_fn,
-                checkpointing=checkpointing,
+                checkpointing=plan.checkpointing,
                 keeping=keeping,
                 processes=processes,
                 journal=journal,
@@ -170,12 +172,12 @@ def prune_pretrained(
         targets,
         config,
         verdict,
-        batches,
+        plan.batches,
         held_out,
         measured,
         dict(stopwatch.seconds),
         processing_class,
-        execution,
+        plan.notes,
         processes,
     )
     for warning in report.warnings:
@@ -198,19 +200,6 @@ def prune_pretrained(
     return replace(result, report=replace(report, timings=dict(stopwatch.seconds)))
 
 
-def _checked_targets(model: PreTrainedModel, config: GradProbeConfig) -> tuple[Target, ...]:
-    """The matrices to prune; everything about them that would fail later fails here."""
-    check_sharding(model)
-    targets = find_targets(model, config.include, config.exclude)
-    check_editable(model, targets)
-    if config.group is not None:
-        check_group(targets, *config.group)
-        check_rows(model, targets, f"pattern={config.pattern!r}")
-    elif "row" in (config.candidate_scope, config.decision_scope):
-        check_rows(model, targets, "scope='row'")
-    return targets
-
-
 @dataclass(frozen=True)
 class _Run:
     """What the stages of one call share."""
@@ -222,39 +211,6 @@ class _Run:
     processes: Processes
     stopwatch: Stopwatch
     progress: bool
-
-    def plan(
-        self, batches: Batches | None, offload_folder: str | Path | None
-    ) -> tuple[Batches | None, bool, dict[str, str]]:
-        """The batches in their final portions, whether blocks are recomputed, and why: decided from memory alone."""
-        execution = {"placement": _placement(self.model), "processes": str(self.processes.count)}
-        needed = evidence_needed(self.config)
-        if batches is None:
-            return None, False, execution
-        if self.config.batch_size == "auto" and needed.passes == "probe":
-            with self.stopwatch("batch size"):
-                batches, execution["batch_size"] = largest_batch(
-                    self.model,
-                    self.targets,
-                    self.config,
-                    batches,
-                    loss_fn=self.loss_fn,
-                    folder=offload_folder,
-                    processes=self.processes,
-                )
-        passes = batches.samples if is_routed(self.targets) else len(batches)
-        if passes < self.processes.count:
-            raise ValueError(
-                f"{self.processes.count} processes and {passes} calibration batches: every process needs one. Set a "
-                "smaller batch_size, a larger num_samples, or start fewer processes."
-            )
-        checkpointing = False
-        if needed.passes == "probe":
-            checkpointing, execution["checkpointing"] = choose_checkpointing(
-                self.model, self.config, _rows(batches), batches.longest
-            )
-            logger.info("checkpointing is %s", execution["checkpointing"])
-        return batches, checkpointing, execution
 
     def journal(self, resume_dir: str | Path | None, save_every: int, batches: Batches | None) -> Journal | None:
         if resume_dir is None or batches is None or evidence_needed(self.config).passes != "probe":
@@ -277,16 +233,6 @@ class _Run:
                     self.model, held_out, self.loss_fn, f"evaluation ({name})", self.progress, self.processes
                 )
         return measured
-
-
-def _rows(batches: Batches | None) -> int:
-    return max((row_count(batch) for batch in batches), default=1) if batches is not None else 1
-
-
-def _placement(model: PreTrainedModel) -> str:
-    if is_sharded(model):
-        return "sharded by FSDP2"
-    return "offloaded by Accelerate" if is_offloaded(model) else "in memory"
 
 
 def _repository(push_to_hub: bool, hub_model_id: str | None, output_dir: str | Path | None) -> str | None:

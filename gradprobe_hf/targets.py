@@ -13,14 +13,12 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from gradprobe_hf.sharding import is_sharded, layout_of
-from gradprobe_hf.weights import aliases, is_on_disk, place_of, read_weight
+from gradprobe_hf.sharding import layout_of
+from gradprobe_hf.weights import aliases, read_weight
 
 Kind = Literal["linear", "conv1d", "embedding", "experts"]
 
@@ -121,37 +119,9 @@ def find_targets(
     return targets
 
 
-def check_editable(model: nn.Module, targets: Sequence[Target]) -> None:
-    """Raise ValueError for the first matrix whose weights cannot be edited: quantized, or not in memory."""
-    tied = aliases(model)
-    users: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        for own in module._parameters:
-            full = f"{name}.{own}" if name else own
-            users.setdefault(tied.get(full, full), []).append(name)
-    for target in targets:
-        _check_editable(model, target)
-        _check_measured(model, target, users[target.parameter])
-
-
-def check_group(targets: Sequence[Target], n: int, m: int) -> None:
-    """Raise ValueError for the first matrix whose rows do not divide into groups of m inputs."""
-    for target in targets:
-        if target.shape[1] % m:
-            raise ValueError(
-                f"pattern {n}:{m} cannot hold in {target.name}: its {target.shape[1]} inputs are not divisible by {m}. "
-                f"Exclude it with exclude=[{target.role!r}] (--exclude {target.role}), or prune without a pattern."
-            )
-
-
-def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None:
-    """Raise ValueError where whole rows have to be compared and FSDP2 has dealt the inputs to different processes."""
-    for target in targets:
-        if is_sharded(model) and target.transposed:
-            raise ValueError(
-                f"{option} compares the inputs of a row, and those of {target.name} are on different processes (a "
-                "Conv1D is sharded by inputs). Prune over 'global', 'block' or 'tensor', or on one process."
-            )
+def is_routed(targets: Sequence[Target]) -> bool:
+    """Whether a target is part of an expert, which sees tokens of any sequence in any order."""
+    return any("expert" in part for target in targets for part in target.name.split("."))
 
 
 def block_of(model: nn.Module, module_name: str) -> str:
@@ -195,11 +165,6 @@ def _prunable(model: nn.Module) -> list[_Use]:
             for parameter in expert_parameters(module):
                 found.append(_Use(f"{name}.{parameter}", f"{name}.{parameter}", Site(name, "experts")))
     return found
-
-
-def is_routed(targets: Sequence[Target]) -> bool:
-    """Whether a target is part of an expert, which sees tokens of any sequence in any order."""
-    return any("expert" in part for target in targets for part in target.name.split("."))
 
 
 def is_fused_experts(module: nn.Module) -> bool:
@@ -262,42 +227,6 @@ def _targets_of(model: nn.Module, canonical: str, users: list[_Use]) -> list[Tar
         )
         for expert in (range(parameter.shape[0]) if fused else [None])
     ]
-
-
-def _check_editable(model: nn.Module, target: Target) -> None:
-    weight = model.get_parameter(target.parameter)
-    if isinstance(weight, DTensor) and target.expert is not None:
-        raise ValueError(
-            f"{target.name} is an expert of a model that FSDP2 shards: its processes would reach different experts. "
-            "Prune it on one process with device_map='auto', or with one whole model per process."
-        )
-    if not weight.is_floating_point() or type(weight.data) not in (torch.Tensor, DTensor):
-        raise ValueError(
-            f"{target.name} is stored as {weight.dtype} ({type(weight).__name__}): quantized weights cannot be pruned. "
-            "Load the model dequantized (its quantization_config with dequantize=True), or exclude this matrix."
-        )
-    if weight.is_meta and place_of(model, target.parameter) is None:
-        raise ValueError(
-            f"{target.name} has no data (meta device) and no Accelerate hook says where it is kept. Load the model "
-            "with from_pretrained, or offload it with device_map, cpu_offload or disk_offload."
-        )
-    for alias, name in aliases(model).items():
-        if name == target.parameter and is_on_disk(model, alias) != is_on_disk(model, name):
-            raise ValueError(
-                f"{name} and {alias} are one weight, and only one of them is offloaded to disk: put both on one device "
-                "in the device_map, or exclude this matrix."
-            )
-
-
-def _check_measured(model: nn.Module, target: Target, users: Sequence[str]) -> None:
-    """Every module that has the weight must be one that is measured: tied weights may be used in a way of their own."""
-    known = {site.module for site in target.sites}
-    for name in users:
-        if name not in known:
-            raise ValueError(
-                f"{target.name} is also used by {name} ({type(model.get_submodule(name)).__name__}), whose forward is "
-                "its own, so it cannot be measured; exclude this matrix."
-            )
 
 
 def _no_blocks(uses: list[_Use]) -> str:

@@ -21,6 +21,7 @@ ORDER = [
     "masks",
     "processes",
     "targets",
+    "checks",
     "modes",
     "loss",
     "calibration",

@@ -19,9 +19,10 @@ import gradprobe_hf.hub as hub
 import gradprobe_hf.store as store
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.application import masks_applied
+from gradprobe_hf.checks import check_editable
 from gradprobe_hf.inspection import inspect_checkpoint
 from gradprobe_hf.probe import Statistics, measured, run_probe
-from gradprobe_hf.targets import check_editable, find_targets
+from gradprobe_hf.targets import find_targets
 from gradprobe_hf.weights import aliases, input_device, is_offloaded, read_weight
 from tests import cases
 from tests.test_probe import TERMS, candidates

@@ -1,12 +1,14 @@
 """The probe: forward and backward passes that measure, at the original or at tentatively shrunk weights.
 
 `engine` runs the passes, `attachment` routes a model's matrices through the maps of `measured`, which measure
-themselves and fold (`folding`) into `statistics`. Weights never require a gradient and are never modified.
+themselves and fold (`folding`) into `statistics`: for each `matrix` a few sums in `accumulators`. Weights never require
+a gradient and are never modified.
 """
 
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.probe.engine import ProbeLoss, Tally, observe_inputs, run_probe, share
-from gradprobe_hf.probe.statistics import ALL, Keeping, MatrixStatistics, Statistics, Term
+from gradprobe_hf.probe.matrix import ALL, Keeping, MatrixStatistics, Term
+from gradprobe_hf.probe.statistics import Statistics
 
 __all__ = [
     "ALL",

@@ -7,10 +7,10 @@ In bytes per weight:
     int8        1.03   block-scaled, logarithmic: see below
 
 `int8` keeps a value as an unsigned float of 4 exponent and 4 mantissa bits: 16 levels an octave, so each is 3 to 6%
-above the one below, over the 16 octaves below the largest of its block: 64 consecutive outputs of one input, for inputs
-differ from each other by far more than outputs do. The block's scale is one int16. What lies further below is zero.
-The levels of all blocks are on one grid (float32 cut to 4 mantissa
-bits), so a block whose scale grows is shifted, not rounded again.
+above the one below, over the 16 octaves below the largest of its block; what lies further below is zero. A block is 64
+consecutive outputs of one input, for inputs differ from each other by far more than outputs do; its scale is one int16.
+The levels of all blocks are on one grid (float32 cut to 4 mantissa bits), so a block whose scale grows is shifted, not
+rounded again.
 
 Both reduced kinds round stochastically: up with the probability that makes the expected value exact. Rounding to the
 nearest would stop adding as soon as one sequence's share falls below half a level: with bfloat16 after 256 sequences of
@@ -81,10 +81,6 @@ class Accumulator:
     def nbytes(self) -> int:
         return sum(torch.Size(size).numel() * kept.itemsize for size, kept in self._layout.values())
 
-    @property
-    def in_files(self) -> bool:
-        return self._files is not None
-
     def parts(self) -> dict[str, Tensor]:
         """The stored tensors themselves; of files, a mapping into memory that ends when it is let go."""
         if self._parts is not None:
@@ -116,7 +112,7 @@ class Accumulator:
             yield parts["values"]
             return
         values = torch.empty(parts[next(iter(parts))].shape[0], self.shape[1], dtype=self.dtype, device=device)
-        portions = list(row_chunks(values.shape))  # of few rows: what rounding takes besides stays in the cache
+        portions = list(row_chunks(values.shape))  # of few rows: the temporaries of rounding then stay in the cache
         for some in portions:
             values[some] = self._decode({n: _rows_of(n, part, some).to(device) for n, part in parts.items()})
         yield values

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import IGNORED, Batch
-from gradprobe_hf.probe.statistics import ALL, MatrixStatistics, Statistics
+from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
+from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.stopwatch import return_free_memory
 from gradprobe_hf.targets import Site, Target
 from gradprobe_hf.weights import FOLDED_ELEMENTS, row_chunks
