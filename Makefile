@@ -32,7 +32,7 @@ bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; r
 	$(BIN)/python benchmarks/quality.py --model $(MODEL) $(TEXTS)
 
 bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
-	$(BIN)/python benchmarks/quality.py --accumulators --model $(MODEL) $(TEXTS)
+	$(BIN)/python benchmarks/quality.py --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS)
 
 bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from disk among them (needs 50 GB of disk)
 	$(BIN)/python benchmarks/memory.py --model $(MODEL) --large runs/mistral-shaped

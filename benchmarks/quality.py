@@ -12,6 +12,7 @@ usage: python benchmarks/quality.py --model DIR [--calibration SPEC] [--evaluati
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class Row:
     """One cell of the table: what a method made of the model at one sparsity."""
 
     method: str
+    seed: int
     sparsity: float
     zeros: int
     weights: int
@@ -58,20 +60,11 @@ class Row:
 
 def prune(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any], ask: argparse.Namespace) -> PruneResult:
     config = GradProbeConfig(
-        **options, num_samples=ask.num_samples, sequence_length=ask.sequence_length, batch_size=ask.batch_size, seed=0
+        **options, num_samples=ask.num_samples, sequence_length=ask.sequence_length, batch_size=ask.batch_size
     )
     return prune_pretrained(
         model, config, calibration=ask.calibration, evaluation=False, processing_class=tokenizer, apply=False
     )
-
-
-def _as_many_zeros(ask: argparse.Namespace, sparsity: float) -> list[Row]:
-    """The rows of the quality table, whose budget those of the accumulators share."""
-    path = RESULTS / "quality.json"
-    if not ask.accumulators or not path.exists():
-        return []
-    rows = [Row(**row) for row in json.loads(path.read_text())["rows"]]
-    return [row for row in rows if row.sparsity == sparsity]
 
 
 def measured_row(model: PreTrainedModel, method: str, sparsity: float, result: PruneResult, held_out: Batches) -> Row:
@@ -80,16 +73,22 @@ def measured_row(model: PreTrainedModel, method: str, sparsity: float, result: P
     report = result.report
     assert found.perplexity is not None, "a causal language model has a perplexity"
     seconds = sum(report.timings.values())
-    return Row(method, sparsity, report.zeros, report.weights, found.perplexity, round(seconds, 1))
+    return Row(method, result.config.seed, sparsity, report.zeros, report.weights, found.perplexity, round(seconds, 1))
 
 
 def show(settings: dict[str, Any], dense: float, rows: list[Row], names: list[str]) -> None:
-    table = Table("method", "sparsity", "zeros", "perplexity", "/ first", "seconds", title=f"dense {dense:.4f}")
-    first: dict[float, float] = {}
-    for row in sorted(rows, key=lambda row: (row.sparsity, names.index(row.method))):
-        ratio = f"{row.perplexity / first.setdefault(row.sparsity, row.perplexity):.3f}"
+    table = Table("method", "sparsity", "seed", "zeros", "perplexity", "/ first", "seconds", title=f"dense {dense:.4f}")
+    first: dict[tuple[float, int], float] = {}
+    for row in sorted(rows, key=lambda row: (row.sparsity, row.seed, names.index(row.method))):
+        ratio = row.perplexity / first.setdefault((row.sparsity, row.seed), row.perplexity)
         table.add_row(
-            row.method, f"{row.sparsity:.0%}", f"{row.zeros:,}", f"{row.perplexity:,.2f}", ratio, f"{row.seconds:.0f}"
+            row.method,
+            f"{row.sparsity:.0%}",
+            str(row.seed),
+            f"{row.zeros:,}",
+            f"{row.perplexity:,.2f}",
+            f"{ratio:.3f}",
+            f"{row.seconds:.0f}",
         )
     Console(soft_wrap=True).print(table, json.dumps(settings))
 
@@ -100,16 +99,18 @@ def main() -> None:
     parser.add_argument("--calibration", default="Salesforce/wikitext:wikitext-2-raw-v1:validation")
     parser.add_argument("--evaluation", default="Salesforce/wikitext:wikitext-2-raw-v1:test")
     parser.add_argument("--sparsity", type=float, nargs="+", help="default: 0.5 and 0.6 (accumulators: 0.6)")
+    parser.add_argument("--seed", type=int, nargs="+", help="of the calibration windows (default: 0)")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--evaluation-samples", type=int, default=60)
-    parser.add_argument("--accumulators", action="store_true", help="float32, bfloat16 and int8 statistics")
+    parser.add_argument("--accumulators", action="store_true", help="float32 and int8 statistics")
     parser.add_argument("--output", type=Path, help="default: quality.json (or accumulators.json) in results")
     parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
     ask = parser.parse_args()
     ask.output = ask.output or RESULTS / ("accumulators.json" if ask.accumulators else "quality.json")
     ask.sparsity = ask.sparsity or ([0.6] if ask.accumulators else [0.5, 0.6])
+    ask.seed = ask.seed or [0]
     methods = ACCUMULATORS if ask.accumulators else METHODS
 
     model = AutoModelForCausalLM.from_pretrained(ask.model, dtype=torch.bfloat16).eval()
@@ -127,7 +128,7 @@ def main() -> None:
     settings = {
         "model": Path(ask.model).name,
         "dtype": "bfloat16",
-        "calibration": f"{ask.num_samples} x {ask.sequence_length} of {Path(ask.calibration).name}, seed 0",
+        "calibration": f"{ask.num_samples} x {ask.sequence_length} of {Path(ask.calibration).name}",
         "evaluation": f"{ask.evaluation_samples} x {ask.sequence_length} of {Path(ask.evaluation).name}",
         "evaluation_fingerprint": held_out.fingerprint,
     }
@@ -135,17 +136,15 @@ def main() -> None:
     if saved.get("settings") != settings:
         saved = {"settings": settings, "dense": measure(model, held_out, label="dense").perplexity, "rows": []}
     rows = [Row(**row) for row in saved["rows"]]
-    done = {(row.method, row.sparsity) for row in rows}
-    for sparsity in ask.sparsity:
-        for method, options in methods.items():
-            if (method, sparsity) not in done:
-                same = [row for row in rows if row.sparsity == sparsity] or _as_many_zeros(ask, sparsity)
-                matched = next((row.zeros / row.weights for row in same), sparsity)
-                result = prune(model, tokenizer, {**options, "sparsity": matched}, ask)
-                rows.append(measured_row(model, method, sparsity, result, held_out))
-                ask.output.parent.mkdir(parents=True, exist_ok=True)
-                values = {**saved, "rows": [asdict(row) for row in rows], "versions": versions()}
-                ask.output.write_text(json.dumps(values, indent=2) + "\n")
+    done = {(row.method, row.sparsity, row.seed) for row in rows}
+    for sparsity, seed, method in itertools.product(ask.sparsity, ask.seed, methods):
+        if (method, sparsity, seed) not in done:
+            matched = next((row.zeros / row.weights for row in rows if row.sparsity == sparsity), sparsity)
+            result = prune(model, tokenizer, {**methods[method], "sparsity": matched, "seed": seed}, ask)
+            rows.append(measured_row(model, method, sparsity, result, held_out))
+            ask.output.parent.mkdir(parents=True, exist_ok=True)
+            values = {**saved, "rows": [asdict(row) for row in rows], "versions": versions()}
+            ask.output.write_text(json.dumps(values, indent=2) + "\n")
     show(settings, saved["dense"], rows, list(methods))
 
 

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -66,20 +68,25 @@ def speed_table(results: dict[str, Any]) -> str:
 
 
 def accumulators_table(results: dict[str, Any]) -> str:
-    """Against float32 on the same budget: a row of its own, or the one of the quality table with as many zeros."""
-    quality = json.loads((RESULTS / "quality.json").read_text())["rows"]
-    zeros = results["rows"][0]["zeros"]
-    reference = next(row for row in quality if "path" in row["method"] and row["zeros"] == zeros)
-    rows = {row["method"].split(", ")[1]: row["perplexity"] for row in results["rows"]}
-    rows = {"float32": reference["perplexity"], **rows}
-    lines = ["| accumulators | bytes per weight and term | perplexity at 60% | |", "|---|---:|---:|---:|"]
-    for kind, perplexity in rows.items():
-        change = f"{perplexity / rows['float32'] - 1:+.2%}" if kind != "float32" else ""
-        lines.append(f"| `{kind}` | {BYTES_PER_WEIGHT[kind]:.3g} | {perplexity:.3f} | {change} |")
-    settings = results["settings"]
+    """One column for each draw of the calibration windows, and the change of the mean."""
+    found: dict[str, dict[int, float]] = {}
+    for row in results["rows"]:
+        found.setdefault(row["method"].split(", ")[1], {})[row["seed"]] = row["perplexity"]
+    seeds = sorted(found["float32"])
+    lines = [
+        f"| accumulators | bytes per weight and term | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |",
+        "|---|---:|" + "---:|" * (len(seeds) + 1),
+    ]
+    means = {kind: math.exp(statistics.fmean(map(math.log, each.values()))) for kind, each in found.items()}
+    for kind, each in found.items():
+        change = f" ({means[kind] / means['float32'] - 1:+.2%})" if kind != "float32" else ""
+        cells = " | ".join(f"{each[seed]:.2f}" for seed in seeds)
+        lines.append(f"| `{kind}` | {BYTES_PER_WEIGHT[kind]:.3g} | {cells} | {means[kind]:.2f}{change} |")
+    settings, zeros = results["settings"], results["rows"][0]["zeros"]
     note = (
-        f"{settings['model']}, two probes, {zeros:,} zeros; calibration {settings['calibration']}; evaluation "
-        f"{settings['evaluation']}. Made by `make bench-accumulators` and `make bench-quality`."
+        f"Perplexity of {settings['model']} after two probes, {zeros:,} zeros (60%), for {len(seeds)} draws of the "
+        f"calibration windows, {settings['calibration']}; the mean is geometric; evaluation {settings['evaluation']}. "
+        "Made by `make bench-accumulators`."
     )
     return "\n".join([*lines, "", note])
 
