@@ -14,8 +14,8 @@ rounded again.
 
 Both reduced kinds round stochastically: up with the probability that makes the expected value exact. Rounding to the
 nearest would stop adding as soon as one sequence's share falls below half a level: with bfloat16 after 256 sequences of
-equal size, with int8 after 16. The randomness is a hash of the value, its place and the number of the update, not a
-generator's state: the same run gives the same bits, resumed or not.
+equal size, with int8 after 16. The randomness is read from a table, at a place that depends on the matrix rows and the
+number of the update, and is not a generator's state: the same run gives the same bits, resumed or not.
 
 Sources: block-scaled minifloats as in OCP Microscaling Formats (MX) 1.0, section 5; stochastic rounding for sums as in
 Gupta et al. 2015 (arXiv:1502.02551), section 3.
@@ -27,6 +27,7 @@ import errno
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -39,8 +40,9 @@ BLOCK = ROWS_IN_A_BLOCK
 _BFLOAT16_BITS = 16  # of a float32 that bfloat16 does not keep
 _INT8_BITS = 19  # that 4 mantissa bits do not keep
 _CODES = 255
-_ODD = -1640531527  # 2^32 / golden ratio, as Knuth's multiplicative hash (TAOCP 3, section 6.4), in an int32
-_OTHER_ODD = -2048144777
+_ODD = 2654435769  # 2^32 / golden ratio, as in Knuth's multiplicative hash (TAOCP 3, section 6.4)
+_OTHER_ODD = 2246822507
+NOISE = 2**18  # values of the table that one place reads
 
 BYTES_PER_WEIGHT: dict[AccumulatorDtype, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 2 / BLOCK}
 
@@ -114,7 +116,7 @@ class Accumulator:
         values = torch.empty(parts[next(iter(parts))].shape[0], self.shape[1], dtype=self.dtype, device=device)
         portions = list(row_chunks(values.shape))  # of few rows: the temporaries of rounding then stay in the cache
         for some in portions:
-            values[some] = self._decode({n: _rows_of(n, part, some).to(device) for n, part in parts.items()})
+            self._decode({n: _rows_of(n, part, some).to(device) for n, part in parts.items()}, out=values[some])
         yield values
         self.updates += 1
         place = rows.indices(self.shape[0])[0] * self.shape[1]
@@ -123,12 +125,13 @@ class Accumulator:
             for name, part in self._encode(values[some], salt).items():
                 _rows_of(name, parts[name], some).copy_(part)
 
-    def _decode(self, parts: Mapping[str, Tensor]) -> Tensor:
-        if self.kind == "float32":
-            return parts["values"]
-        if self.kind == "bfloat16":
-            return parts["values"].to(self.dtype)
-        return decode_int8(parts["codes"], parts["bases"]).to(self.dtype)
+    def _decode(self, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
+        if self.kind != "int8":
+            return parts["values"].to(self.dtype) if out is None else out.copy_(parts["values"])
+        if out is None or out.dtype != torch.float32:
+            values = decode_int8(parts["codes"], parts["bases"]).to(self.dtype)
+            return values if out is None else out.copy_(values)
+        return decode_int8(parts["codes"], parts["bases"], out)
 
     def _encode(self, values: Tensor, salt: int) -> dict[str, Tensor]:
         if self.kind == "float32":
@@ -144,33 +147,42 @@ class Accumulator:
 
 
 def round_bfloat16(values: Tensor, salt: int = 0) -> Tensor:
-    """Non-negative float32 to bfloat16, stochastically."""
-    bits = values.contiguous().view(torch.int32)
-    kept = (bits + _noise(bits, salt, _BFLOAT16_BITS)) >> _BFLOAT16_BITS
-    return kept.to(torch.int16).view(torch.bfloat16)
+    """Non-negative float32 to bfloat16, stochastically. `values` are overwritten."""
+    bits = _add_noise(values.view(torch.int32), salt, _BFLOAT16_BITS)
+    return bits.bitwise_right_shift_(_BFLOAT16_BITS).to(torch.int16).view(torch.bfloat16)
 
 
 def encode_int8(values: Tensor, salt: int = 0) -> tuple[Tensor, Tensor]:
-    """Non-negative float32 `[rows, columns]` to codes uint8 `[rows, columns]` and bases int16 `[blocks, columns]`."""
-    bits = values.contiguous().view(torch.int32)
-    levels = _in_blocks(bits.add(_noise(bits, salt, _INT8_BITS)).bitwise_right_shift_(_INT8_BITS))
-    bases = (levels.amax(1) - _CODES).clamp_min_(0)
-    codes = levels.sub(bases[:, None]).clamp_min_(0).to(torch.uint8)
-    return codes.flatten(0, 1)[: len(values)], bases.to(torch.int16)
+    """Non-negative float32 `[rows, columns]` to codes uint8 `[rows, columns]` and bases int16 `[blocks, columns]`.
+
+    `values` are overwritten.
+    """
+    levels = _add_noise(values.view(torch.int32), salt, _INT8_BITS).bitwise_right_shift_(_INT8_BITS)
+    bases = levels.new_empty(-(-len(levels) // BLOCK), levels.shape[1])
+    for block, base in _in_blocks(levels, bases):
+        base.copy_(block.amax(1)).sub_(_CODES).clamp_min_(0)
+        block.sub_(base[:, None])
+    return levels.clamp_min_(0).to(torch.uint8), bases.to(torch.int16)
 
 
-def decode_int8(codes: Tensor, bases: Tensor) -> Tensor:
+def decode_int8(codes: Tensor, bases: Tensor, out: Tensor | None = None) -> Tensor:
     """The float32 values `[rows, columns]` of codes `[rows, columns]` and bases `[blocks, columns]`."""
-    levels = _in_blocks(codes.to(torch.int32)) + bases.to(torch.int32)[:, None]
-    levels = levels.flatten(0, 1)[: len(codes)].masked_fill_(codes == 0, 0)
-    return levels.bitwise_left_shift_(_INT8_BITS).view(torch.float32)
+    out = torch.empty(codes.shape, dtype=torch.float32, device=codes.device) if out is None else out
+    levels = out.view(torch.int32).copy_(codes)
+    positive = levels.neg().bitwise_right_shift_(31)  # all bits of a code above 0, none of 0: faster than masked_fill
+    for block, base in _in_blocks(levels, bases):
+        block.add_(base[:, None])
+    levels.bitwise_and_(positive).bitwise_left_shift_(_INT8_BITS)
+    return out
 
 
-def _in_blocks(values: Tensor) -> Tensor:
-    """`[rows, columns]` to `[blocks, BLOCK, columns]`, the last one padded with zeros."""
-    missing = -len(values) % BLOCK
-    padded = torch.nn.functional.pad(values, (0, 0, 0, missing)) if missing else values
-    return padded.view(-1, BLOCK, values.shape[1])
+def _in_blocks(rows: Tensor, bases: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Views `[blocks, BLOCK, columns]` of rows with their bases `[blocks, columns]`; the last block may be smaller."""
+    whole = len(rows) // BLOCK
+    if whole:
+        yield rows[: whole * BLOCK].view(whole, BLOCK, rows.shape[1]), bases[:whole]
+    if len(rows) % BLOCK:
+        yield rows[whole * BLOCK :][None], bases[whole:]
 
 
 def _rows_of(name: str, part: Tensor, rows: slice) -> Tensor:
@@ -181,12 +193,20 @@ def _rows_of(name: str, part: Tensor, rows: slice) -> Tensor:
     return part[rows.start // BLOCK : -(-rows.stop // BLOCK)]
 
 
-def _noise(bits: Tensor, salt: int, width: int) -> Tensor:
-    """int32 uniform in [0, 2^width): a hash of the value, its index and the salt. Overflow wraps, as it should."""
-    index = torch.arange(bits.numel(), dtype=torch.int32, device=bits.device).view(bits.shape)
-    mixed = index.add_(salt & 0x7FFF_FFFF).mul_(_OTHER_ODD).bitwise_xor_(bits).mul_(_ODD)
-    mixed.bitwise_xor_(mixed >> 15).mul_(_OTHER_ODD)
-    return mixed.bitwise_right_shift_(31 - width).bitwise_and_((1 << width) - 1)
+def _add_noise(bits: Tensor, salt: int, width: int) -> Tensor:
+    """Add int32 values uniform in [0, 2^width), in place: consecutive ones of the table, from a place of the salt's."""
+    table, flat = _table(width, bits.device), bits.view(-1)
+    for number, start in enumerate(range(0, len(flat), NOISE)):
+        piece = flat[start : start + NOISE]
+        place = (salt + number * _ODD) * _OTHER_ODD % NOISE
+        piece.add_(table[place : place + len(piece)])
+    return bits
+
+
+@cache
+def _table(width: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1 << width, (2 * NOISE,), generator=generator, dtype=torch.int32).to(device)
 
 
 def _layout(
