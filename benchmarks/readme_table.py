@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from gradprobe_hf.config import AccumulatorDtype
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 
 ROOT = Path(__file__).parent.parent
@@ -69,7 +70,7 @@ def speed_table(results: dict[str, Any]) -> str:
 
 def accumulators_table(results: dict[str, Any]) -> str:
     """One column for each draw of the calibration windows, and the change of the mean."""
-    found: dict[str, dict[int, float]] = {}
+    found: dict[AccumulatorDtype, dict[int, float]] = {}
     for row in results["rows"]:
         found.setdefault(row["method"].split(", ")[1], {})[row["seed"]] = row["perplexity"]
     seeds = sorted(found["float32"])

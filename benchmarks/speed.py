@@ -25,7 +25,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.accounting import peak_memory, versions
-from gradprobe_hf.application import masks_applied
+from gradprobe_hf.application import applied
 from gradprobe_hf.calibration import Batches, load_batches
 from gradprobe_hf.decision import FISHER_TERMS, candidate_score, keys_of, path_score
 from gradprobe_hf.loading import load_model
@@ -93,7 +93,7 @@ def measure(
 
 
 def apply_and_undo(model: PreTrainedModel, targets: Sequence[Target], masks: dict[str, torch.Tensor]) -> None:
-    with masks_applied(model, targets, masks, keep=False):
+    with applied(model, targets, masks, keep=False):
         pass
 
 

@@ -56,6 +56,7 @@ def build_report(
         warnings=[
             *_about_text(calibration, held_out),
             *_about_evidence(verdict, len(targets)),
+            *_about_damping(verdict, config),
             *_about_budget(rows, config, verdict),
         ],
     )
@@ -140,7 +141,8 @@ def _counts(model: PreTrainedModel, target: Target, verdict: Verdict) -> tuple[i
     for rows in row_chunks(matrix.shape):
         mask, zero = rows_of(verdict.masks, target.name, rows), matrix[rows] == 0
         pruned, before = pruned + int(mask.sum()), before + int(zero.sum())
-        after += int((mask.to(zero.device) | zero).sum())
+        updated = verdict.updates.get(target.name)
+        after += int((mask.to(zero.device) | zero if updated is None else updated[rows] == 0).sum())
     return pruned, before, after
 
 
@@ -158,6 +160,16 @@ def _about_evidence(verdict: Verdict, targets: int) -> list[str]:
     return [
         f"The calibration loss does not depend on {len(verdict.unreached)} of {targets} matrices ({sample}): without "
         "evidence they go last and by magnitude. Exclude them, or calibrate on what reaches them."
+    ]
+
+
+def _about_damping(verdict: Verdict, config: GradProbeConfig) -> list[str]:
+    if not verdict.damping:
+        return []
+    name, most = max(verdict.damping.items(), key=lambda item: item[1])
+    return [
+        f"The Hessians of {len(verdict.damping)} matrices could not be inverted with damping={config.damping:g}; it "
+        f"was raised, at most to {most:g} (`{name}`). More calibration text would help."
     ]
 
 

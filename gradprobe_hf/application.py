@@ -1,4 +1,4 @@
-"""Application: zeros into the model, at the very end, and back again if anything after it fails.
+"""Application: the result into the model, at the very end, and back again if anything after it fails.
 
 Weights in memory (the model's own, or those `cpu_offload` keeps) are written in place. Weights on disk are masked as
 they are read, and written to Accelerate's store only when all else has succeeded: so a checkpoint is saved, or a dry
@@ -14,73 +14,102 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from gradprobe_hf.masks import rows_of
+from gradprobe_hf.masks import SetAside, rows_of
 from gradprobe_hf.sharding import reshard
 from gradprobe_hf.store import replace_on_disk
 from gradprobe_hf.targets import Target
+from gradprobe_hf.updates import Updates
 from gradprobe_hf.weights import WeightsView, aliases, is_on_disk, place_of, row_chunks
 
 Change = Callable[[Tensor], Tensor]
 
 
 @contextmanager
-def masks_applied(
-    model: nn.Module, targets: Sequence[Target], masks: Mapping[str, Tensor], keep: bool = True
+def applied(
+    model: nn.Module,
+    targets: Sequence[Target],
+    masks: Mapping[str, Tensor],
+    keep: bool = True,
+    updates: Updates | None = None,
 ) -> Iterator[None]:
-    """Zero the masked weights for the body of the `with`.
+    """Zero the masked weights, and write the updates, for the body of the `with`.
 
-    They stay zero afterwards if `keep` is set and the body returned. If it raised, or was interrupted, every weight
-    has its original bits again: the originals of the pruned weights in memory are kept until then.
+    They stay afterwards if `keep` is set and the body returned; `updates` is empty then. If it raised, or was
+    interrupted, every weight has its original bits again: the originals of the pruned weights in memory are kept until
+    then, and an update changes places with what it replaces.
 
     Raises:
         OSError: the store of offloaded weights cannot be written; every weight has its original bits again.
     """
+    updates = Updates() if updates is None else updates
     in_memory = [target for target in targets if not is_on_disk(model, target.parameter)]
-    changes = _changes([target for target in targets if is_on_disk(model, target.parameter)], masks)
-    with _zeroed(model, in_memory, masks, keep):
+    changes = _changes([target for target in targets if is_on_disk(model, target.parameter)], masks, updates)
+    pending = updates.pending  # without those that a `with` around this one has written
+    with (
+        _exchanged(model, [target for target in in_memory if target.name in pending], updates, keep),
+        _zeroed(model, [target for target in in_memory if target.name not in updates], masks, keep),
+    ):
         with _read_through(model, changes):
             yield
         if keep:
             replace_on_disk(model, changes)
+    if keep:
+        updates.clear()
+
+
+@contextmanager
+def _exchanged(model: nn.Module, targets: Sequence[Target], updates: Updates, keep: bool) -> Iterator[None]:
+    keeping = False
+    try:
+        with torch.no_grad():
+            for target in targets:
+                updates.install(target.name, target.matrix(model))
+        yield
+        keeping = keep
+    finally:
+        if not keeping:
+            with torch.no_grad():
+                for target in targets:
+                    updates.withdraw(target.name, target.matrix(model))
 
 
 @contextmanager
 def _zeroed(model: nn.Module, targets: Sequence[Target], masks: Mapping[str, Tensor], keep: bool) -> Iterator[None]:
-    originals: list[tuple[Target, Tensor]] = []
+    reshard(model)  # a whole weight that is still there would hide what its shard is given
+    originals = SetAside({target.name: target.matrix(model) for target in targets}, masks)
     keeping = False
     try:
         with torch.no_grad():
-            reshard(model)  # a whole weight that is still there would hide what its shard is given
             for target in targets:
-                weight, mask = target.matrix(model), masks[target.name]
-                originals.append((target, weight.masked_select(mask)))  # before the write: nothing is lost
-                weight.masked_fill_(mask, 0)
+                matrix = target.matrix(model)
+                matrix.masked_fill_(masks[target.name].to(matrix.device), 0)
         yield
         keeping = keep
     finally:
         if not keeping:
             reshard(model)
             with torch.no_grad():
-                while originals:  # each is let go as soon as it is back
-                    target, values = originals.pop()
-                    target.matrix(model).masked_scatter_(masks[target.name], values)
+                originals.give_back()
 
 
-def _changes(targets: Sequence[Target], masks: Mapping[str, Tensor]) -> dict[str, Change]:
-    """Parameter name -> what gives its values with zeros; the slices of a fused parameter are one change."""
+def _changes(targets: Sequence[Target], masks: Mapping[str, Tensor], updates: Updates) -> dict[str, Change]:
+    """Parameter name -> what gives its new values; the slices of a fused parameter are one change."""
     by_parameter: dict[str, list[Target]] = {}
     for target in targets:
         by_parameter.setdefault(target.parameter, []).append(target)
-    return {name: partial(_with_zeros, same, masks) for name, same in by_parameter.items()}
+    return {name: partial(_changed, same, masks, updates) for name, same in by_parameter.items()}
 
 
-def _with_zeros(targets: Sequence[Target], masks: Mapping[str, Tensor], stored: Tensor) -> Tensor:
-    zeroed = stored.detach().clone()
+def _changed(targets: Sequence[Target], masks: Mapping[str, Tensor], updates: Updates, stored: Tensor) -> Tensor:
+    changed = stored.detach().clone()
     for target in targets:
-        matrix = target.view(zeroed)
+        matrix = target.view(changed)
+        if target.name in updates:
+            matrix.copy_(updates[target.name])
+            continue
         for rows in row_chunks(target.shape):
             matrix[rows].masked_fill_(rows_of(masks, target.name, rows).to(matrix.device), 0)
-    return zeroed
+    return changed
 
 
 @contextmanager

@@ -103,23 +103,35 @@ def describe_method(config: GradProbeConfig) -> str:
         if config.group
         else UNITS[config.decision_scope]
     )
+    kept = (
+        "Then the kept weights were changed, block by block, to keep each matrix's outputs on the calibration inputs "
+        "(SparseGPT's sweep under this mask)."
+        if config.reconstructs
+        else "No other weight was changed."
+    )
+    if config.strategy == "sparsegpt":
+        return (
+            "SparseGPT: block by block on the activations of the model as pruned so far, the weights whose removal "
+            "costs least were set to zero, and the kept weights behind them changed to keep each matrix's outputs on "
+            f"the calibration inputs, with one exact budget over {unit}."
+        )
     if config.decision == "path":
         return (
             "The loss gradient was measured twice over the calibration data: at the original weights, and with the "
             f"candidates tentatively multiplied by {config.reduction_factor:g}. Each weight was scored by its square "
             f"times {ESTIMATES[config.fisher]}, added over both probes: an estimate of the loss that removing it adds. "
-            f"The lowest scores were set to zero, with one exact budget over {unit}. No other weight was changed."
+            f"The lowest scores were set to zero, with one exact budget over {unit}. {kept}"
         )
     if config.decision == "threshold":
         return (
             f"Candidates were proposed by `{config.strategy}` with a budget over {unit}, and tentatively multiplied by "
             f"{config.reduction_factor:g}. A candidate was set to zero if its gradient's largest magnitude grew by "
             f"no more than a factor of {1 + config.gradient_threshold:g}; the others were given back, so the budget is "
-            "an upper bound. No other weight was changed."
+            f"an upper bound. {kept}"
         )
     return (
         f"Weights were scored by `{config.strategy}` and the lowest set to zero, with one exact budget over {unit}. "
-        "No other weight was changed."
+        f"{kept}"
     )
 
 

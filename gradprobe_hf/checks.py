@@ -20,7 +20,9 @@ def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbe
     if config.group is not None:
         check_group(targets, *config.group)
         check_rows(model, targets, f"pattern={config.pattern!r}")
-    elif "row" in (config.candidate_scope, config.decision_scope):
+    if config.reconstructs:
+        _check_reconstruction(model, targets)
+    if config.group is None and "row" in (config.candidate_scope, config.decision_scope):
         check_rows(model, targets, "scope='row'")
 
 
@@ -54,6 +56,20 @@ def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None
             raise ValueError(
                 f"{option} compares the inputs of a row, and those of {target.name} are on different processes (a "
                 "Conv1D is sharded by inputs). Prune over 'global', 'block' or 'tensor', or on one process."
+            )
+
+
+def _check_reconstruction(model: nn.Module, targets: Sequence[Target]) -> None:
+    if is_sharded(model):
+        raise ValueError(
+            "reconstruction needs whole matrices, and FSDP2 shards this model: prune it on one process with "
+            "device_map='auto' or 'disk', or with one whole model per process."
+        )
+    for target in targets:
+        if any(site.kind == "embedding" for site in target.sites):
+            raise ValueError(
+                f"{target.name} is an embedding: its outputs are no linear map of inputs that could be reconstructed. "
+                "Exclude it, or leave reconstruction out."
             )
 
 

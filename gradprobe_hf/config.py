@@ -18,9 +18,10 @@ from typing import Any, Literal, get_args
 import yaml
 from huggingface_hub import hf_hub_download
 
-Strategy = Literal["fisher", "wanda", "magnitude", "random"]
+Strategy = Literal["fisher", "wanda", "magnitude", "random", "sparsegpt"]
 Decision = Literal["path", "threshold", "none"]
 Scope = Literal["global", "block", "tensor", "row"]
+Reconstruction = Literal["none", "obs"]
 Fisher = Literal["blend", "sequence", "token", "factored"]
 AccumulatorDtype = Literal["float32", "bfloat16", "int8"]
 AccumulatorDevice = Literal["same", "cpu", "disk"]
@@ -29,7 +30,13 @@ CONFIG_NAME = "gradprobe_config.json"
 LARGEST_GROUP = 256
 
 # The scope in which each strategy is published: Wanda compares within a row, magnitude within a layer.
-STRATEGY_SCOPE: dict[Strategy, Scope] = {"fisher": "global", "wanda": "row", "magnitude": "tensor", "random": "tensor"}
+STRATEGY_SCOPE: dict[Strategy, Scope] = {
+    "fisher": "global",
+    "wanda": "row",
+    "magnitude": "tensor",
+    "random": "tensor",
+    "sparsegpt": "tensor",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +47,11 @@ class GradProbeConfig:
         sparsity: fraction of the target weights to remove, in [0, 1). Default 0.5, or what `pattern` implies.
         pattern: `"unstructured"`, or `"n:m"`: of every m consecutive inputs of a row keep at most n
             (`"2:4"` keeps 2 of 4, as NVIDIA counts).
-        strategy: which score proposes the candidates: `"fisher"`, `"wanda"`, `"magnitude"` or `"random"`.
+        strategy: which score proposes the candidates: `"fisher"`, `"wanda"`, `"magnitude"` or `"random"`. Or
+            `"sparsegpt"`, which proposes none: it chooses while it reconstructs.
         decision: `"path"` scores every weight by both probes and meets the budget exactly; `"threshold"` is the
             published GradProbe rule on the candidates, whose sparsity is what comes out, at most the budget;
-            `"none"` prunes the candidates.
+            `"none"` prunes the candidates (default with `strategy="sparsegpt"`; else `"path"`).
         scope: over what one budget is spent: `"global"`, `"block"`, `"tensor"` or `"row"`. Default: global for the
             path decision, and for candidates the scope the strategy was published with (Wanda: row, magnitude and
             random: tensor).
@@ -51,6 +59,9 @@ class GradProbeConfig:
             `"factored"`.
         gradient_threshold: relative growth of a gradient that the threshold decision tolerates, >= 0.
         reduction_factor: what the second probe multiplies candidates by, in [0, 1).
+        reconstruction: `"obs"` changes the kept weights, block by block, so that each matrix's outputs on the
+            calibration inputs stay what they were (SparseGPT's sweep under the mask that was decided); `"none"`.
+        damping: added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
         num_samples: calibration windows, or rows of an already tokenised dataset.
         sequence_length: tokens in a window.
         batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
@@ -71,11 +82,13 @@ class GradProbeConfig:
     sparsity: float | None = None
     pattern: str = "unstructured"
     strategy: Strategy = "fisher"
-    decision: Decision = "path"
+    decision: Decision | None = None
     scope: Scope | None = None
     fisher: Fisher = "blend"
     gradient_threshold: float = 0.0
     reduction_factor: float = 0.1
+    reconstruction: Reconstruction = "none"
+    damping: float = 0.01
     num_samples: int = 128
     sequence_length: int = 512
     batch_size: int | Literal["auto"] = 4
@@ -89,7 +102,10 @@ class GradProbeConfig:
 
     def __post_init__(self) -> None:
         _one_of("strategy", self.strategy, get_args(Strategy))
+        if self.decision is None:
+            object.__setattr__(self, "decision", "none" if self.strategy == "sparsegpt" else "path")
         _one_of("decision", self.decision, get_args(Decision))
+        _one_of("reconstruction", self.reconstruction, get_args(Reconstruction))
         _one_of("fisher", self.fisher, get_args(Fisher))
         if self.scope is not None:
             _one_of("scope", self.scope, get_args(Scope))
@@ -105,6 +121,7 @@ class GradProbeConfig:
         _whole("seed", self.seed, at_least=0)
         _number("gradient_threshold", self.gradient_threshold, "a finite number >= 0", lambda x: x >= 0)
         _number("reduction_factor", self.reduction_factor, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
+        _number("damping", self.damping, "a number > 0", lambda x: x > 0)
         for name in ("include", "exclude"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
         object.__setattr__(self, "sparsity", self._resolved_sparsity())
@@ -113,11 +130,27 @@ class GradProbeConfig:
                 f"scope={self.scope!r} cannot hold with pattern={self.pattern!r}, which spends its budget in every "
                 "group of inputs; leave scope unset."
             )
-
+        self._check_sparsegpt()
         if self.group is not None and self.decision == "threshold":
             raise ValueError(
                 f"decision='threshold' gives candidates back: pattern={self.pattern!r} would not hold; use 'path'."
             )
+
+    @property
+    def reconstructs(self) -> bool:
+        """Whether kept weights change."""
+        return self.strategy == "sparsegpt" or self.reconstruction != "none"
+
+    def _check_sparsegpt(self) -> None:
+        if self.strategy != "sparsegpt":
+            return
+        if self.decision != "none":
+            raise ValueError(
+                f"strategy='sparsegpt' chooses and updates in one sweep, and proposes no candidates to "
+                f"decision={self.decision!r}; leave decision unset, or decide and then use reconstruction='obs'."
+            )
+        if self.scope not in (None, "tensor"):
+            raise ValueError(f"strategy='sparsegpt' spends its budget in each matrix, not over scope={self.scope!r}.")
 
     def _resolved_sparsity(self) -> float:
         implied = None if self.group is None else 1 - self.group[0] / self.group[1]

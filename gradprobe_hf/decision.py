@@ -49,7 +49,7 @@ def evidence_needed(config: GradProbeConfig) -> Evidence:
         terms |= {"peak"}
     if config.decision != "none" or config.strategy == "fisher":
         return Evidence(terms, "probe")
-    return Evidence(terms, "forward" if config.strategy == "wanda" else "none")
+    return Evidence(terms, "forward" if config.strategy == "wanda" or config.reconstructs else "none")
 
 
 def fisher_of(statistics: MatrixStatistics, kind: Fisher, rows: slice = ALL) -> Tensor:

@@ -80,6 +80,14 @@ def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     return SummedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten()), (labels != IGNORED).sum()
 
 
+def forward_only(model: PreTrainedModel, batch: Batch) -> None:
+    """A forward pass for what happens on the way: without a loss, and without a cache of every key and value."""
+    # An encoder-decoder makes its decoder's inputs from the labels; elsewhere they would only cost a loss.
+    unused = () if model.config.is_encoder_decoder else ("labels",)
+    cache = {"use_cache": False} if is_causal(model) else {}
+    model(**{name: value for name, value in batch.items() if name not in unused}, **cache)
+
+
 class SummedCrossEntropy(torch.autograd.Function):
     """Cross entropy summed over the labels that count, in float32 at least, some tokens at a time.
 

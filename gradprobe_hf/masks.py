@@ -53,6 +53,37 @@ class Masks(Mapping[str, Tensor]):
 _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.uint64).ravel()
 
 
+class SetAside:
+    """The values under the masks of some matrices, in one tensor for each device and dtype.
+
+    Many small tensors, each made among the large temporaries of `masked_select`, would leave the heap full of holes:
+    with SmolLM2 up to a gigabyte.
+
+    Args:
+        matrices: name -> the matrix `[out, in]` as it is now.
+        masks: of these matrices.
+    """
+
+    def __init__(self, matrices: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+        self.matrices, self.masks = matrices, masks
+        counts = {name: int(masks[name].sum()) for name in matrices}
+        totals: dict[tuple[torch.device, torch.dtype], int] = {}
+        for name, matrix in matrices.items():
+            kind = (matrix.device, matrix.dtype)
+            totals[kind] = totals.get(kind, 0) + counts[name]
+        free = {(device, dtype): torch.empty(n, device=device, dtype=dtype) for (device, dtype), n in totals.items()}
+        self._values: dict[str, Tensor] = {}
+        for name, matrix in matrices.items():
+            kind = (matrix.device, matrix.dtype)
+            own, free[kind] = free[kind][: counts[name]], free[kind][counts[name] :]
+            self._values[name] = own.copy_(matrix.masked_select(masks[name].to(matrix.device)))
+
+    def give_back(self) -> None:
+        for name, values in self._values.items():
+            matrix = self.matrices[name]
+            matrix.masked_scatter_(self.masks[name].to(matrix.device), values)
+
+
 def rows_of(masks: Mapping[str, Tensor], name: str, rows: slice) -> Tensor:
     """Some rows of a mask, whether it is packed or not."""
     return masks.rows(name, rows) if isinstance(masks, Masks) else masks[name][rows]

@@ -12,14 +12,14 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from gradprobe_hf.accounting import build_report
-from gradprobe_hf.application import masks_applied
+from gradprobe_hf.application import applied
 from gradprobe_hf.calibration import Batches, load_batches
 from gradprobe_hf.checks import check_targets
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.evaluation import Measurement, measure
 from gradprobe_hf.execution import accumulator_files, memory_errors, plan_execution
-from gradprobe_hf.hub import check_destination, check_push, check_room, push_folder
+from gradprobe_hf.hub import check_destination, check_push, check_room, push_folder, write_checkpoint
 from gradprobe_hf.loading import DeviceMap, load_model, load_processing_class
 from gradprobe_hf.loss import LossFunction, is_causal
 from gradprobe_hf.probe import serving
@@ -163,6 +163,7 @@ def prune_pretrained(
                 keeping=keeping,
                 processes=processes,
                 journal=journal,
+                folder=offload_folder,
                 stopwatch=stopwatch,
                 progress=progress,
             )
@@ -182,12 +183,21 @@ def prune_pretrained(
     )
     for warning in report.warnings:
         logger.warning(warning)
-    result = PruneResult(model, verdict.masks, report, config, processing_class, targets, processes)
+    result = PruneResult(model, verdict.masks, report, config, processing_class, targets, processes, verdict.updates)
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
-    with masks_applied(model, targets, verdict.masks, keep=apply):
-        if output_dir is not None:
+    with applied(model, targets, verdict.masks, keep=apply, updates=verdict.updates):
+        if output_dir is not None and (processes.is_main or is_sharded(model)):
             with stopwatch("save"):
-                result.save_pretrained(output_dir, overwrite=overwrite, repo_id=repo_id)
+                write_checkpoint(
+                    output_dir,
+                    model,
+                    processing_class,
+                    config,
+                    report,
+                    overwrite=overwrite,
+                    where=repo_id,
+                    writes=processes.is_main,
+                )
         if repo_id is not None and (processes.is_main or is_sharded(model)):
             with stopwatch("upload"):
                 if output_dir is None:
@@ -224,7 +234,7 @@ class _Run:
         """The loss before and after; the pruned model is measured through what it is served, its weights untouched."""
         views: dict[str, AbstractContextManager[None]] = {
             "dense": nullcontext(),
-            "pruned": serving(self.model, self.targets, verdict.masks),
+            "pruned": serving(self.model, self.targets, verdict.masks, replaced=verdict.updates),
         }
         measured = {}
         for name, view in views.items():

@@ -13,13 +13,14 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.application import masks_applied
+from gradprobe_hf.application import applied
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.hub import check_push, push_folder, write_checkpoint
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.report import Report
 from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.targets import Target
+from gradprobe_hf.updates import Updates
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class PruneResult:
         targets: the matrices the masks are for.
         processes: who took part. The main one writes. Of a model that FSDP2 shards, `masks` are those of this
             process's shards, and every process has to call `save_pretrained`.
+        updates: new values `[out, in]` of reconstructed matrices; empty once the model has them.
     """
 
     model: PreTrainedModel
@@ -46,6 +48,7 @@ class PruneResult:
     processing_class: Any
     targets: tuple[Target, ...]
     processes: Processes = field(default_factory=Processes)
+    updates: Updates = field(default_factory=Updates)
 
     def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
         """Write the pruned checkpoint, whole or not at all; with `apply=False` the model in memory stays as it is.
@@ -59,7 +62,7 @@ class PruneResult:
         """
         if not self.processes.is_main and not is_sharded(self.model):
             return
-        with masks_applied(self.model, self.targets, self.masks, keep=False):
+        with applied(self.model, self.targets, self.masks, keep=False, updates=self.updates):
             write_checkpoint(
                 directory,
                 self.model,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,11 +26,13 @@ from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.probe import Keeping, Statistics, Tally, observe_inputs, run_probe
 from gradprobe_hf.processes import Processes
+from gradprobe_hf.reconstruction import reconstruct
 from gradprobe_hf.resume import STAGES, Journal, Progress
 from gradprobe_hf.selection import Keys, key_range, select_masks
 from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.targets import Target
+from gradprobe_hf.updates import Updates
 from gradprobe_hf.weights import row_chunks
 
 
@@ -44,6 +47,8 @@ class Verdict:
         probe_losses: mean calibration loss of each probe, in nats.
         unreached: matrices the calibration loss does not depend on.
         accumulator_bytes: size of all statistics `[out, in]`.
+        updates: new values of the matrices, where kept weights were reconstructed.
+        damping: what it was raised to in the matrices whose Hessian could not be inverted otherwise.
     """
 
     masks: Mapping[str, Tensor]
@@ -52,6 +57,8 @@ class Verdict:
     probe_losses: dict[str, float] = field(default_factory=dict)
     unreached: tuple[str, ...] = ()
     accumulator_bytes: int = 0
+    updates: Updates = field(default_factory=Updates)
+    damping: dict[str, float] = field(default_factory=dict)
 
 
 def reach_verdict(
@@ -65,6 +72,7 @@ def reach_verdict(
     keeping: Keeping | None = None,
     processes: Processes | None = None,
     journal: Journal | None = None,
+    folder: str | Path | None = None,
     stopwatch: Stopwatch | None = None,
     progress: bool = True,
 ) -> Verdict:
@@ -77,6 +85,7 @@ def reach_verdict(
         keeping: how accumulators are kept.
         processes: who shares the batches; every process reaches the same verdict.
         journal: where the state is kept that a killed run goes on from.
+        folder: for the reconstructed weights of a model that is offloaded.
 
     Raises:
         ValueError: a calibration loss or scores that are not finite.
@@ -92,6 +101,7 @@ def reach_verdict(
         keeping or Keeping(),
         processes or Processes(),
         journal,
+        folder,
         stopwatch or Stopwatch(),
         progress,
     )
@@ -111,6 +121,7 @@ class _Trial:
     keeping: Keeping
     processes: Processes
     journal: Journal | None
+    folder: str | Path | None
     stopwatch: Stopwatch
     progress: bool
     score_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -119,8 +130,35 @@ class _Trial:
     accumulator_bytes: int = 0
 
     def verdict(self) -> Verdict:
+        masks, unreached = (None, ()) if self.config.strategy == "sparsegpt" else self._decided()
+        found = Verdict(
+            {} if masks is None else masks,
+            self.score_ranges,
+            self.without_evidence,
+            self.probe_losses,
+            unreached,
+            self.accumulator_bytes,
+        )
+        if self.config.reconstructs:
+            assert self.batches is not None, "the caller read them for this"
+            with self.stopwatch("reconstruction"):
+                new = reconstruct(
+                    self.model,
+                    self.targets,
+                    self.batches,
+                    masks,
+                    self.config,
+                    folder=self.folder,
+                    processes=self.processes,
+                    progress=self.progress,
+                )
+            found = replace(found, masks=new.masks, updates=new.updates, damping=new.damping)
+        return found
+
+    def _decided(self) -> tuple[Masks, tuple[str, ...]]:
+        """The masks, and the matrices that no probe has seen a gradient of."""
         needed = evidence_needed(self.config)
-        first = self._new_statistics(needed.terms, "first") if needed.passes != "none" else None
+        first = self._new_statistics(needed.terms, "first") if needed.terms else None
         begun = self.journal.latest_stage() if self.journal and needed.passes == "probe" else None
         candidates = None
         if begun != "probe 1":
@@ -132,17 +170,10 @@ class _Trial:
             masks = candidates
         else:
             assert first is not None, "every other decision has probed"
-            decide = {"path": self._by_path, "threshold": self._by_threshold}[self.config.decision]
+            decide = self._by_path if self.config.decision == "path" else self._by_threshold
             masks = decide(first, candidates)
         self._check_agreement(masks)
-        return Verdict(
-            masks,
-            self.score_ranges,
-            self.without_evidence,
-            self.probe_losses,
-            tuple(first.unreached) if first else (),
-            self.accumulator_bytes,
-        )
+        return masks, tuple(first.unreached) if first else ()
 
     def _check_agreement(self, masks: Masks) -> None:
         """Processes that hold whole models have to end with one mask: a digest of it tells."""

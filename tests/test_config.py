@@ -17,7 +17,7 @@ from gradprobe_hf import GradProbeConfig
         ({"sparsity": 50}, "got 50"),
         ({"sparsity": float("nan")}, "got nan"),
         ({"sparsity": "half"}, "got 'half'"),
-        ({"strategy": "movement"}, "'fisher', 'wanda', 'magnitude', 'random', got 'movement'"),
+        ({"strategy": "movement"}, "'fisher', 'wanda', 'magnitude', 'random', 'sparsegpt', got 'movement'"),
         ({"decision": "both"}, "got 'both'"),
         ({"scope": "layer"}, "got 'layer'"),
         ({"fisher": "full"}, "got 'full'"),

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 import gradprobe_hf.hub as hub
 import gradprobe_hf.store as store
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.application import masks_applied
+from gradprobe_hf.application import applied
 from gradprobe_hf.checks import check_editable
 from gradprobe_hf.inspection import inspect_checkpoint
 from gradprobe_hf.probe import Statistics, measured, run_probe
@@ -220,14 +220,14 @@ def test_zeros_go_to_the_store_and_never_to_the_checkpoint(name, placement, save
     model = PLACEMENTS[placement](saved(name), tmp_path)
     targets, masks = some_masks(model)
     dense = {target.name: target.matrix(model).clone() for target in targets}
-    with masks_applied(model, targets, masks, keep=False):
+    with applied(model, targets, masks, keep=False):
         for target in targets:
             assert (target.matrix(model)[masks[target.name]] == 0).all()
     assert all(torch.equal(target.matrix(model), dense[target.name]) for target in targets)
-    with masks_applied(model, targets, masks):
+    with applied(model, targets, masks):
         pass
     resident = load(saved(name))
-    with masks_applied(resident, targets, masks):
+    with applied(resident, targets, masks):
         pass
     for target in targets:
         assert torch.equal(target.matrix(model), target.matrix(resident))
@@ -242,7 +242,7 @@ def test_zeros_go_to_the_store_and_never_to_the_checkpoint(name, placement, save
 def test_tied_embeddings_are_changed_under_every_name(saved, tmp_path):
     model = PLACEMENTS["disk_offload"](saved("tied"), tmp_path)
     targets = find_targets(model, include=["embed_tokens"])
-    with masks_applied(model, targets, candidates(targets)):
+    with applied(model, targets, candidates(targets)):
         pass
     mask = candidates(targets)[targets[0].name]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
@@ -265,7 +265,7 @@ def test_a_store_that_cannot_be_written_is_as_it_was(placement, saved, tmp_path,
         return real(*args, **kwargs)
 
     monkeypatch.setattr(store, writers[placement], full)
-    with pytest.raises(OSError, match="No space"), masks_applied(model, targets, masks):
+    with pytest.raises(OSError, match="No space"), applied(model, targets, masks):
         pass
     assert len(calls) == 4
     assert all(torch.equal(target.matrix(model), dense[target.name]) for target in targets)

@@ -153,7 +153,7 @@ def test_text_on_both_sides_is_pointed_out(text_file):
 
 # Every stage, at each of the calls a run makes of it.
 CALLS = {"load_batches": 2, "observe_inputs": 1, "run_probe": 2, "select_masks": 2, "measure": 2}
-CALLS |= {"write_checkpoint": 1, "masks_applied": 1}
+CALLS |= {"write_checkpoint": 1, "applied": 1}
 MOMENTS = [(stage, call) for stage, calls in CALLS.items() for call in range(1, calls + 1)]
 
 
@@ -194,14 +194,14 @@ def test_a_failure_at_any_stage_leaves_the_model_and_the_disk_alone(
 
 
 def test_an_interrupt_while_weights_are_zeroed_gives_them_back():
-    from gradprobe_hf.application import masks_applied
+    from gradprobe_hf.application import applied
 
     model = cases.build("llama")
     before = {key: value.clone() for key, value in model.state_dict().items()}
     targets = find_targets(model)
     masks = {target.name: torch.ones(target.shape, dtype=torch.bool) for target in targets}
     masks[targets[5].name] = torch.ones(3, 3, dtype=torch.bool)  # the sixth matrix fails half-way through
-    with pytest.raises((RuntimeError, IndexError)), masks_applied(model, targets, masks):
+    with pytest.raises((RuntimeError, IndexError)), applied(model, targets, masks):
         raise AssertionError("not reached")
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 

@@ -14,6 +14,7 @@ from gradprobe_hf.config import (
     Decision,
     Fisher,
     GradProbeConfig,
+    Reconstruction,
     Scope,
     Strategy,
     read_yaml,
@@ -39,6 +40,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--gradient-threshold", type=float, metavar="X", help="growth tolerated by 'threshold' (default: 0.0)"
     )
     how.add_argument("--reduction-factor", type=float, metavar="X", help="what shrinks the candidates (default: 0.1)")
+    how.add_argument(
+        "--reconstruction",
+        choices=get_args(Reconstruction),
+        help="'obs' changes the kept weights to keep each matrix's outputs (default: none)",
+    )
+    how.add_argument("--damping", type=float, metavar="X", help="of reconstruction's Hessians (default: 0.01)")
     how.add_argument("--include", action="append", metavar="PATTERN", help="prune only what matches (repeatable)")
     how.add_argument("--exclude", action="append", metavar="PATTERN", help="leave alone what matches (repeatable)")
     how.add_argument("--seed", type=int, help="draws the calibration windows (default: 0)")

@@ -5,8 +5,9 @@ themselves and fold (`folding`) into `statistics`: for each `matrix` a few sums 
 a gradient and are never modified.
 """
 
-from gradprobe_hf.probe.attachment import serving
-from gradprobe_hf.probe.engine import ProbeLoss, Tally, observe_inputs, run_probe, share
+from gradprobe_hf.probe.attachment import attached, serving
+from gradprobe_hf.probe.engine import ProbeLoss, Tally, observe_inputs, own_steps, run_probe, share
+from gradprobe_hf.probe.folding import Probe
 from gradprobe_hf.probe.matrix import ALL, Keeping, MatrixStatistics, Term
 from gradprobe_hf.probe.statistics import Statistics
 
@@ -14,11 +15,14 @@ __all__ = [
     "ALL",
     "Keeping",
     "MatrixStatistics",
+    "Probe",
     "ProbeLoss",
     "Statistics",
     "Tally",
     "Term",
+    "attached",
     "observe_inputs",
+    "own_steps",
     "run_probe",
     "serving",
     "share",

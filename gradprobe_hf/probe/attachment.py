@@ -6,7 +6,7 @@ inside the hook, so that it still loads the weight before and lets it go after.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gradprobe_hf.masks import SetAside
 from gradprobe_hf.modes import put_back
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
@@ -25,11 +26,17 @@ OnInput = Callable[[Target, Site, Tensor], None]
 
 
 @contextmanager
-def serving(model: PreTrainedModel, targets: Sequence[Target], masks: Masks, factor: float = 0.0) -> Iterator[None]:
-    """Run the model as if its masked weights were multiplied by `factor`: forward only."""
+def serving(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    masks: Masks,
+    factor: float = 0.0,
+    replaced: Mapping[str, Tensor] | None = None,
+) -> Iterator[None]:
+    """Run the model as if its masked weights were multiplied by `factor`, and matrices `replaced`: forward only."""
     with ExitStack() as stack:
         served = stack.enter_context(shrinking(model, targets, masks, factor))
-        stack.enter_context(attached(model, targets, Probe(shrunk=served, factor=factor)))
+        stack.enter_context(attached(model, targets, Probe(shrunk=served, factor=factor, replaced=replaced)))
         stack.enter_context(torch.no_grad())
         yield
 
@@ -46,20 +53,18 @@ def shrinking(
     if masks is None or not is_sharded(model):
         yield masks
         return
-    originals: list[tuple[Target, Tensor]] = []
     reshard(model)
+    originals = SetAside({target.name: target.matrix(model) for target in targets}, masks)
     try:
         with torch.no_grad():
             for target in targets:
                 weight, mask = target.matrix(model), masks[target.name]
-                originals.append((target, weight.masked_select(mask)))
                 torch.addcmul(weight, weight, mask.to(weight.dtype), value=factor - 1, out=weight)
         yield None
     finally:
         reshard(model)
         with torch.no_grad():
-            for target, values in originals:
-                target.matrix(model).masked_scatter_(masks[target.name], values)
+            originals.give_back()
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from gradprobe_hf.calibration.batches import row_count
-from gradprobe_hf.loss import Batch, LossFunction, is_causal, summed_loss
+from gradprobe_hf.loss import Batch, LossFunction, forward_only, summed_loss
 from gradprobe_hf.modes import checkpointed, checkpointed_layers, eval_mode, frozen
 from gradprobe_hf.probe.attachment import attached, shrinking
 from gradprobe_hf.probe.folding import Masks, Probe
@@ -88,7 +88,7 @@ def run_probe(
         ValueError: a loss that is not finite or has no gradient, or sequences that cannot be told apart.
     """
     processes, tally = processes or Processes(), Tally() if tally is None else tally
-    steps = share(list(_routable(batches, targets)), processes, is_sharded(model))
+    steps = own_steps(model, targets, batches, processes)
     device = input_device(model)
     layers = checkpointed_layers(model) if checkpointing else []
     with ExitStack() as stack:
@@ -134,16 +134,20 @@ def observe_inputs(
     processes: Processes | None = None,
 ) -> None:
     """One forward pass that sums the squared inputs of every target: all that Wanda needs."""
-    steps = share(list(_routable(batches, targets)), processes or Processes(), is_sharded(model))
+    steps = own_steps(model, targets, batches, processes or Processes())
     probe = Probe(statistics, has_encoder=model.config.is_encoder_decoder)
     with resharded(model), eval_mode(model), attached(model, targets, probe, on_input=probe.fold_inputs):
         for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not progress):
             batch = send_to_device(batch, input_device(model))
             probe.start_batch(batch, counted)
-            # An encoder-decoder makes its decoder's inputs from the labels; elsewhere they would only cost a loss.
-            unused = () if model.config.is_encoder_decoder else ("labels",)
-            cache = {"use_cache": False} if is_causal(model) else {}  # a cache would hold every key and value
-            model(**{name: value for name, value in batch.items() if name not in unused}, **cache)
+            forward_only(model, batch)
+
+
+def own_steps(
+    model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch], processes: Processes
+) -> list[tuple[Batch, bool]]:
+    """This process's batches in the order in which every pass goes through them, and whether each counts."""
+    return share(list(_routable(batches, targets)), processes, is_sharded(model))
 
 
 def share(steps: Sequence[Batch], processes: Processes, in_step: bool) -> list[tuple[Batch, bool]]:

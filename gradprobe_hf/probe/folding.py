@@ -33,8 +33,10 @@ class Probe:
         shrunk: Masks | None = None,
         factor: float = 1.0,
         has_encoder: bool = False,
+        replaced: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.statistics, self.shrunk, self.factor = statistics, shrunk, factor
+        """Args: replaced: values `[out, in]` that are served in place of a matrix's own."""
+        self.statistics, self.shrunk, self.factor, self.replaced = statistics, shrunk, factor, replaced or {}
         self._has_encoder = has_encoder  # decoder-only OPT calls its blocks `decoder` too
         self._recomputing = False
         self._uses: Counter[str] = Counter()
@@ -79,6 +81,8 @@ class Probe:
 
         One fused operation where `torch.where` takes two; bool tensors cast slowly on a CPU, their byte view does not.
         """
+        if target.name in self.replaced:
+            weight = self.replaced[target.name].to(weight.device, weight.dtype)
         mask = None if self.shrunk is None else self.shrunk.get(target.name)
         if mask is None:
             return weight
@@ -108,6 +112,12 @@ class Probe:
             statistics.add_marginals(0, target.sites.index(site), site.kind, x_sq, 0.0)
         else:
             statistics.add_marginals(0, target.sites.index(site), site.kind, 0.0, x_sq.sum((0, 1)))
+
+    def tokens(self, target: Target, site: Site, inputs: Tensor) -> Tensor:
+        """The inputs of a linear map without padding, `[tokens, in]`, in float32 at least."""
+        x = self._by_sequence(inputs, inputs.ndim - 1, target)
+        keep = self._kept_tokens(site, x)
+        return (x.flatten(0, 1) if keep is None else x[keep.bool()]).to(torch.promote_types(x.dtype, torch.float32))
 
     def _fold_gradients(self, target: Target, site: Site, statistics: MatrixStatistics, x: Tensor, d: Tensor) -> None:
         embedding = site.kind == "embedding"
@@ -147,14 +157,18 @@ class Probe:
 
     def _input_squares(self, x: Tensor, site: Site, target: Target, dtype: torch.dtype) -> Tensor:
         """x^2 with padding at zero, `[sequences, tokens, in]`; for an embedding how often each token occurs."""
-        keep = self._masks["decoder" if self._has_encoder and in_decoder(site.module) else "encoder"]
-        keep = None if keep is None or keep.shape != x.shape[:2] else keep.to(x.device)
+        keep = self._kept_tokens(site, x)
         if site.kind == "embedding":
             weights = torch.ones_like(x, dtype=dtype) if keep is None else keep.to(dtype)
             counts = torch.zeros(target.shape[0], dtype=dtype, device=x.device)
             return counts.index_add_(0, x.flatten(), weights.flatten())
         x_sq = x.to(dtype).square()
         return x_sq if keep is None else x_sq * keep[..., None]
+
+    def _kept_tokens(self, site: Site, x: Tensor) -> Tensor | None:
+        """Which of `x [sequences, tokens, ...]` are no padding, `[sequences, tokens]`; None: all."""
+        keep = self._masks["decoder" if self._has_encoder and in_decoder(site.module) else "encoder"]
+        return None if keep is None or keep.shape != x.shape[:2] else keep.to(x.device)
 
     def _by_sequence(self, value: Tensor, leading: int, target: Target) -> Tensor:
         """`[sequences, tokens, ...]` from whatever shape the module was called with."""

@@ -1,0 +1,147 @@
+"""Blocks: the transformer blocks of a model one after the other, each on what the blocks before it have left.
+
+A pass that is about a later block need not compute the earlier ones again. `Prefix` keeps, for every batch, what the
+last finished block of each stack returned; while it is `skipping`, finished blocks return that at once, and the model's
+own forward does all the rest. So embeddings, attention masks, positions, head and loss stay the model's own business,
+whatever its family. A stack is an `nn.ModuleList` of blocks: a decoder has one, an encoder-decoder two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import nn
+from transformers import PreTrainedModel
+
+from gradprobe_hf.loss import Batch, forward_only
+from gradprobe_hf.modes import eval_mode, put_back
+from gradprobe_hf.targets import Target
+from gradprobe_hf.weights import input_device
+
+
+class _Reached(Exception):  # noqa: N818 - it is no error
+    """The pass has come to the end of the block it is about."""
+
+
+class Prefix:
+    """The finished blocks, and where each batch has come to behind them.
+
+    What is kept is `[sequences, tokens, hidden]` for every batch and stack, on the device of its block.
+
+    Args:
+        batches: this process's share, in the order in which they are started.
+    """
+
+    def __init__(self, model: PreTrainedModel, batches: Sequence[Batch]) -> None:
+        self.model, self.batches = model, batches
+        self.finished: list[str] = []
+        self._left: list[dict[str, Any]] = [{} for _ in batches]
+        self._current: dict[str, Any] = {}
+
+    @contextmanager
+    def skipping(self) -> Iterator[None]:
+        """Finished blocks return what they have left of the batch that was started."""
+        with ExitStack() as undo:
+            for name in self.finished:
+                _replace_forward(self.model.get_submodule(name), partial(self._left_by, stack_of(name)), undo)
+            yield
+
+    def _left_by(self, stack: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - what a block is called with
+        return self._current[stack]
+
+    def start_batch(self, number: int) -> None:
+        self._current = self._left[number]
+
+    def run(self, last: str, before_batch: Callable[[Batch], None]) -> None:
+        """Every batch, from the finished blocks to the end of block `last`: for what is attached to the blocks."""
+        with self._running({last}, last):
+            self._pass(before_batch=before_batch)
+
+    def advance(self, blocks: Sequence[str]) -> None:
+        """Finish these blocks, the next in their order, as they are served now."""
+        ends = {stack_of(name): name for name in blocks}
+        kept: list[dict[str, Any]] = []
+        with self._running(set(ends.values()), blocks[-1]) as found:
+            self._pass(after_batch=lambda: kept.append(self._current | {stack_of(name): found[name] for name in found}))
+        self._left = kept
+        self.finished += blocks
+
+    def _pass(
+        self,
+        before_batch: Callable[[Batch], None] = lambda batch: None,  # noqa: ARG005
+        after_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        device = input_device(self.model)
+        for number, batch in enumerate(self.batches):
+            batch = send_to_device(batch, device)
+            self.start_batch(number)
+            before_batch(batch)
+            with suppress(_Reached):
+                forward_only(self.model, batch)
+            after_batch()
+
+    @contextmanager
+    def _running(self, ends: set[str], last: str) -> Iterator[dict[str, Any]]:
+        """Keep what the blocks `ends` return, and stop behind block `last`."""
+        found: dict[str, Any] = {}
+
+        def forward(name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            found[name] = own(*args, **kwargs)
+            if name == last:
+                raise _Reached
+            return found[name]
+
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            stack.enter_context(eval_mode(self.model))
+            stack.enter_context(self.skipping())
+            for name in ends:
+                module = self.model.get_submodule(name)
+                _replace_forward(module, partial(forward, name, module.forward), stack)
+            yield found
+
+
+def stack_of(block: str) -> str:
+    return block.rsplit(".", 1)[0]
+
+
+def blocks_in_order(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> list[str]:
+    """The blocks that hold targets, in the order in which a pass runs them.
+
+    Raises:
+        ValueError: a target outside of the blocks, or a block that a pass runs never or more than once.
+    """
+    wanted = {target.block: target for target in targets}
+    if "" in wanted:
+        raise ValueError(
+            f"{wanted[''].name} lies outside of the blocks, which are worked on one after the other here: leave it out "
+            "of include, or use order='joint' without reconstruction."
+        )
+    ran: list[str] = []
+    with ExitStack() as undo:
+        for name in wanted:
+            undo.callback(model.get_submodule(name).register_forward_pre_hook(partial(_note, ran, name)).remove)
+        undo.enter_context(torch.no_grad())
+        undo.enter_context(eval_mode(model))
+        forward_only(model, send_to_device(batch, input_device(model)))
+    for name in wanted:
+        if ran.count(name) != 1:
+            raise ValueError(
+                f"{name} runs {ran.count(name)} times in a forward pass: its blocks cannot be worked on one after the "
+                "other. Use order='joint' without reconstruction."
+            )
+    return ran
+
+
+def _note(ran: list[str], name: str, module: nn.Module, args: Any) -> None:  # noqa: ARG001 - what a hook is called with
+    ran.append(name)
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
+    undo.callback(put_back, module, "forward", module.__dict__.get("forward"))
+    module.__dict__["forward"] = forward

@@ -1,0 +1,111 @@
+"""Optimal Brain Surgeon on one matrix: its kept weights make up for those that go.
+
+The error is that of the outputs on the calibration inputs, `sum_t ||W x_t - W' x_t||^2 = tr((W - W') H (W - W')^T)`,
+with `H = sum_t x_t x_t^T`, `[in, in]`. Inputs are swept from the first to the last; the weights of each that go are set
+to zero, and those behind take over, by the inverse of what is left of H:
+
+    W[:, j:] -= (W[:, j] / U[j, j]) U[j, j:]      with U upper triangular, U^T U = H^-1
+
+Source: Frantar and Alistarh, SparseGPT (arXiv:2301.00774), sections 3.2 to 3.4; the Cholesky form is GPTQ's
+(arXiv:2210.17323, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+COLUMNS = 128  # swept before the columns behind are updated: one matrix product in place of many outer products
+DAMPING = 0.01  # of the mean of H's diagonal, added to it: SparseGPT's default
+
+# Which weights of the next columns go: called with their values now `[in, out]`, their diagonal of U `[in]`, and the
+# first of them; returns bool `[in, out]`.
+Choose = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def sweep(weight: Tensor, factor: Tensor, choose: Choose, columns_at_once: int = COLUMNS) -> tuple[Tensor, Tensor]:
+    """The new weights `[out, in]`, zero where they go, and the mask of those.
+
+    Args:
+        weight: `[out, in]`.
+        factor: U, `[in, in]`, of `inverse_factor`.
+        choose: which weights go.
+        columns_at_once: how many inputs are chosen for together: m for an n:m pattern.
+    """
+    step = max(1, COLUMNS // columns_at_once) * columns_at_once
+    swept = weight.t().to(factor.dtype).contiguous().clone()  # [in, out]: an input's weights lie side by side
+    mask = torch.zeros(swept.shape, dtype=torch.bool, device=swept.device)
+    for start in range(0, len(swept), step):
+        stop = min(start + step, len(swept))
+        errors = torch.zeros_like(swept[start:stop])
+        for column in range(start, stop):
+            if (column - start) % columns_at_once == 0:
+                some = slice(column, min(column + columns_at_once, stop))
+                mask[some] = choose(swept[some], factor.diagonal()[some], column)
+            error = (swept[column] / factor[column, column]).masked_fill_(~mask[column], 0)
+            swept[column:stop].addr_(factor[column, column:stop], error, alpha=-1)
+            errors[column - start] = error
+        swept[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
+    mask = mask.t().contiguous()
+    return swept.t().to(weight.dtype).masked_fill(mask, 0), mask
+
+
+def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, float]:
+    """U `[in, in]`, upper triangular, with `U^T U` the inverse of the damped H, and the damping that it took.
+
+    An input that is always zero has a row of zeros in H: nothing is known of it, and it is left alone. Damping is
+    raised tenfold until the factorisation succeeds.
+
+    Args:
+        hessian: finite.
+        damping: fraction of the mean of its diagonal.
+    """
+    diagonal = hessian.diagonal()
+    unit = torch.where(diagonal > 0, diagonal.mean().clamp_min(torch.finfo(hessian.dtype).tiny), 1)
+    dead = (diagonal == 0).to(hessian.dtype)
+    while True:
+        damped = hessian + torch.diag(damping * unit + dead)
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed:
+            upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+            if not failed and torch.isfinite(upper).all():
+                return upper, damping
+        damping *= 10
+
+
+def fixed(mask: Tensor) -> Choose:
+    """The weights of a mask `[out, in]` that is there already."""
+    return lambda values, diagonal, start: mask[:, start : start + len(values)].t()  # noqa: ARG005
+
+
+def by_saliency(sparsity: float) -> Choose:
+    """SparseGPT's: of each 128 inputs the weights whose removal costs least, `W^2 / U_jj^2`; exactly the budget."""
+
+    def choose(values: Tensor, diagonal: Tensor, start: int) -> Tensor:
+        before = round(sparsity * start * values.shape[1])
+        budget = round(sparsity * (start + len(values)) * values.shape[1]) - before
+        return _lowest(saliency(values, diagonal).flatten(), budget).view(values.shape)
+
+    return choose
+
+
+def by_group_saliency(n: int, m: int) -> Choose:
+    """Of every m inputs the n whose removal would cost most stay; for `columns_at_once=m`."""
+
+    def choose(values: Tensor, diagonal: Tensor, start: int) -> Tensor:  # noqa: ARG001
+        order = saliency(values, diagonal).argsort(dim=0, stable=True)
+        return torch.zeros_like(values, dtype=torch.bool).scatter_(0, order[: m - n], True)
+
+    return choose
+
+
+def saliency(values: Tensor, diagonal: Tensor) -> Tensor:
+    """The error that removing each weight adds, after the ones behind have made up for it. `[in, out]`."""
+    return (values / diagonal[:, None]).square()
+
+
+def _lowest(scores: Tensor, budget: int) -> Tensor:
+    mask = torch.zeros_like(scores, dtype=torch.bool)
+    return mask.index_fill_(0, scores.argsort(stable=True)[:budget], True)

@@ -1,0 +1,317 @@
+"""Reconstruction against elimination by the book, and whole runs against a model that is really changed."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload
+from transformers import AutoModelForCausalLM
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.application import applied
+from gradprobe_hf.blocks import Prefix, blocks_in_order
+from gradprobe_hf.masks import Masks
+from gradprobe_hf.obs import COLUMNS, by_group_saliency, by_saliency, fixed, inverse_factor, sweep
+from gradprobe_hf.processes import Processes
+from gradprobe_hf.reconstruction import reconstruct
+from gradprobe_hf.targets import find_targets
+from gradprobe_hf.updates import Updates
+from tests import cases
+
+
+def problem(rows=5, columns=11, seed=0):
+    """A weight, a Hessian, and a mask, in float64."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * columns, columns, generator=generator, dtype=torch.float64)
+    x[:, 1:] += x[:, :-1]  # correlated: there is something to make up for
+    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
+    return weight, x.t() @ x, torch.rand(rows, columns, generator=generator) < 0.5
+
+
+def eliminated(weight, hessian, mask):
+    """One weight after the other by the rule of Optimal Brain Surgeon, with the inverse of what is left of H."""
+    result = weight.clone()
+    for row in range(len(weight)):
+        for column in range(weight.shape[1]):
+            if mask[row, column]:
+                inverse = torch.linalg.inv(hessian[column:, column:])
+                result[row, column:] -= result[row, column] / inverse[0, 0] * inverse[0]
+    return result.masked_fill(mask, 0)
+
+
+def error(weight, changed, hessian):
+    return ((weight - changed) @ hessian @ (weight - changed).t()).trace()
+
+
+@pytest.mark.parametrize("columns", [11, COLUMNS + 7])
+def test_the_sweep_is_elimination_by_the_book(columns):
+    weight, hessian, mask = problem(columns=columns)
+    factor, damping = inverse_factor(hessian, damping=1e-12)
+    assert damping == 1e-12
+    swept, kept_mask = sweep(weight, factor, fixed(mask))
+    assert torch.equal(kept_mask, mask)
+    torch.testing.assert_close(swept, eliminated(weight, hessian, mask), rtol=1e-6, atol=1e-8)
+
+
+def test_the_factor_is_that_of_the_damped_inverse():
+    _, hessian, _ = problem()
+    factor, _ = inverse_factor(hessian, damping=0.01)
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(len(hessian))
+    torch.testing.assert_close(factor.t() @ factor, torch.linalg.inv(damped))
+    assert torch.equal(factor, factor.triu())
+
+
+def test_an_input_that_is_always_zero_is_left_alone():
+    weight, hessian, mask = problem()
+    hessian[3], hessian[:, 3] = 0, 0
+    mask[:, 3] = torch.tensor([True, False, True, False, False])
+    swept, _ = sweep(weight, inverse_factor(hessian)[0], fixed(mask))
+    assert torch.isfinite(swept).all()
+    assert torch.equal(swept[:, 3], weight[:, 3].masked_fill(mask[:, 3], 0))
+
+
+def test_damping_is_raised_where_the_hessian_is_singular():
+    x = torch.ones(4, 6)
+    hessian = x.t() @ x * 1e6 - 3 * torch.eye(6) * 1e5  # not even positive
+    factor, damping = inverse_factor(hessian, damping=1e-9)
+    assert damping > 1e-2
+    assert torch.isfinite(factor).all()
+
+
+@pytest.mark.parametrize("sparsity", [0.0, 0.31, 0.5, 0.97])
+def test_sparsegpt_spends_its_budget_to_the_weight(sparsity):
+    weight, hessian, _ = problem(rows=7, columns=2 * COLUMNS + 9)
+    swept, mask = sweep(weight, inverse_factor(hessian)[0], by_saliency(sparsity))
+    assert int(mask.sum()) == round(sparsity * weight.numel())
+    assert bool((swept[mask] == 0).all())
+
+
+def test_sparsegpt_chooses_better_than_magnitude():
+    weight, hessian, _ = problem(rows=20, columns=40)
+    factor, _ = inverse_factor(hessian)
+    cut = weight.abs().flatten().kthvalue(400).values
+    chosen, _ = sweep(weight, factor, by_saliency(0.5))
+    given, _ = sweep(weight, factor, fixed(weight.abs() <= cut))
+    assert error(weight, chosen, hessian) < error(weight, given, hessian)
+
+
+@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8), (1, 3)])
+def test_a_pattern_holds_in_every_group(n, m):
+    weight, hessian, _ = problem(rows=6, columns=12 * m * 4)
+    swept, mask = sweep(weight, inverse_factor(hessian)[0], by_group_saliency(n, m), m)
+    assert bool((mask.view(6, -1, m).sum(-1) == m - n).all())
+    assert bool(((swept == 0) == mask).all())
+
+
+def keep_inputs(kept, module, args):
+    kept.append(args[0].flatten(0, -2))
+
+
+def count_call(counts, name, *args):
+    counts[name] = counts.get(name, 0) + 1
+
+
+def really_changed(model, batches, masks, config):
+    """Block by block on a copy whose weights really change, with plain hooks and whole passes."""
+    model = copy.deepcopy(model)
+    targets = find_targets(model)
+    for block in dict.fromkeys(target.block for target in targets):
+        inside = [target for target in targets if target.block == block]
+        inputs = {target.name: [] for target in inside}
+        handles = []
+        for target in inside:
+            keep = partial(keep_inputs, inputs[target.name])
+            handles.append(model.get_submodule(target.sites[0].module).register_forward_pre_hook(keep))
+        with torch.no_grad():
+            for batch in batches:
+                model(**batch)
+            for handle in handles:
+                handle.remove()
+            for target in inside:
+                x = torch.cat(inputs[target.name])
+                factor, _ = inverse_factor(x.t() @ x, config.damping)
+                choose = by_saliency(config.sparsity) if masks is None else fixed(masks[target.name])
+                new, _ = sweep(target.matrix(model), factor, choose)
+                target.matrix(model).copy_(new)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_neox", "llama_tied"])
+@pytest.mark.parametrize("options", [{"reconstruction": "obs"}, {"strategy": "sparsegpt"}], ids=["obs", "sparsegpt"])
+def test_it_equals_a_model_that_is_really_changed(name, options):
+    name, tied = name.removesuffix("_tied"), name.endswith("_tied")
+    model = (cases.llama(tie=True) if tied else cases.build(name)).double().eval()
+    batches = [{"input_ids": batch["input_ids"]} for batch in cases.batches(name, rows=6, batch_size=2)]
+    config = GradProbeConfig(sparsity=0.5, **options)
+    result = prune_pretrained(model, config, calibration=batches, evaluation=False, apply=False, progress=False)
+    decided = None
+    if config.strategy != "sparsegpt":
+        alone = GradProbeConfig(sparsity=0.5)
+        decided = prune_pretrained(
+            model, alone, calibration=batches, evaluation=False, apply=False, progress=False
+        ).masks
+        assert all(torch.equal(decided[key], result.masks[key]) for key in decided)
+    wanted = really_changed(model, batches, decided, config)
+    for target in find_targets(model):
+        torch.testing.assert_close(result.updates[target.name], target.matrix(wanted), rtol=1e-7, atol=1e-9)
+        assert bool((result.updates[target.name][result.masks[target.name]] == 0).all())
+
+
+@pytest.mark.parametrize("name", sorted(cases.CASES))
+def test_every_family_is_reconstructed_and_left_alone(name):
+    model = cases.build(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    config = GradProbeConfig(sparsity=0.5, reconstruction="obs", strategy="magnitude", decision="none")
+    result = prune_pretrained(
+        model, config, calibration=cases.batches(name), evaluation=cases.batches(name), apply=False, progress=False
+    )
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert set(result.updates) == {target.name for target in result.targets}
+    changed = [not torch.equal(result.updates[t.name], t.matrix(model) * ~result.masks[t.name]) for t in result.targets]
+    assert sum(changed) > 0.5 * len(changed)
+    assert result.report.zeros == sum(int(mask.sum()) for mask in result.masks.values())
+
+
+def test_what_is_evaluated_applied_saved_and_loaded_is_one_model(tmp_path):
+    model = cases.build("llama")
+    config = GradProbeConfig(sparsity=0.5, reconstruction="obs")
+    text = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=3)}
+    result = prune_pretrained(model, config, **text, output_dir=tmp_path / "out", progress=False)
+    assert len(result.updates) == 0, "the model has them"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+    again = prune_pretrained(
+        loaded, GradProbeConfig(sparsity=0.0), **text, apply=False, progress=False
+    ).report.evaluation["dense"]
+    assert again["loss"] == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-6)
+    result.save_pretrained(tmp_path / "again")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("place", ["resident", "cpu", "disk"])
+def test_updates_reach_the_model_wherever_it_is(place, keep, tmp_path):
+    model = cases.build("llama")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    targets = find_targets(model)
+    if place == "cpu":
+        cpu_offload(model)
+    if place == "disk":
+        disk_offload(model, tmp_path / "store")
+    updates = Updates(tmp_path, on_disk=place == "disk")
+    masks = {target.name: torch.zeros(target.shape, dtype=torch.bool) for target in targets}
+    wanted = {}
+    for number, target in enumerate(targets):
+        wanted[target.name] = torch.full(target.shape, float(number + 1))
+        updates.add(target.name, wanted[target.name].clone())
+    with applied(model, targets, masks, keep=keep, updates=updates):
+        assert all(torch.equal(t.matrix(model), wanted[t.name]) for t in targets)
+    for target in targets:
+        expected = wanted[target.name] if keep else target.view(before[target.parameter])
+        assert torch.equal(target.matrix(model), expected), target.name
+    assert len(updates) == (0 if keep else len(targets))
+    with pytest.raises(RuntimeError, match="on purpose"), applied(model, targets, masks, updates=updates):
+        raise RuntimeError("on purpose")
+    assert all(torch.equal(t.matrix(model), wanted[t.name] if keep else t.view(before[t.parameter])) for t in targets)
+
+
+def test_an_offloaded_model_ends_with_the_same_weights(tmp_path):
+    config = GradProbeConfig(sparsity=0.5, reconstruction="obs")
+    resident, offloaded = cases.build("llama"), cases.build("llama")
+    disk_offload(offloaded, tmp_path / "store")
+    found = []
+    for model in (resident, offloaded):
+        result = prune_pretrained(
+            model,
+            config,
+            calibration=cases.batches("llama"),
+            evaluation=False,
+            offload_folder=tmp_path / "scratch",
+            progress=False,
+        )
+        found.append({target.name: target.matrix(model).clone() for target in result.targets})
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+    del result
+    assert list((tmp_path / "scratch").iterdir()) == []
+
+
+def test_a_block_is_computed_twice_and_no_other_with_it():
+    """Once for its Hessians, once for what it hands on: 2 x blocks x batches in all, after one pass for the order."""
+    model, batches = cases.build("llama"), cases.batches("llama", rows=6, batch_size=2)
+    ran = {}
+    for name, module in model.named_modules():
+        if type(module).__name__ == "LlamaMLP":
+            module.register_forward_hook(partial(count_call, ran, name))
+    targets = find_targets(model)
+    masks = Masks({target.name: torch.zeros(target.shape, dtype=torch.bool) for target in targets})
+    config = GradProbeConfig(reconstruction="obs")
+    reconstruct(model, targets, batches, masks, config, processes=Processes(), progress=False)
+    assert list(ran.values()) == [1 + 2 * len(batches)] * model.config.num_hidden_layers
+
+
+def test_a_prefix_starts_where_it_has_come_to():
+    model = cases.build("t5").eval()
+    batches = cases.batches("t5")
+    targets = find_targets(model)
+    order = blocks_in_order(model, targets, batches[0])
+    assert order == [f"{stack}.block.{i}" for stack in ("encoder", "decoder") for i in range(2)]
+    with torch.no_grad():
+        wanted = [model(**batch).logits for batch in batches]
+    for count in range(1, len(order) + 1):
+        prefix = Prefix(model, batches)
+        prefix.advance(order[:count])
+        for number, batch in enumerate(batches):
+            prefix.start_batch(number)
+            with prefix.skipping(), torch.no_grad():
+                assert torch.equal(model(**batch).logits, wanted[number])
+
+
+def test_a_prefix_can_advance_step_by_step():
+    model, batches = cases.build("llama"), cases.batches("llama")
+    order = blocks_in_order(model, find_targets(model), batches[0])
+    prefix = Prefix(model, batches)
+    for block in order:
+        prefix.advance([block])
+    prefix.start_batch(1)
+    with torch.no_grad():
+        wanted = model(**batches[1]).logits
+        with prefix.skipping(), torch.no_grad():
+            assert torch.equal(model(**batches[1]).logits, wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reconstruction": "none of these"}, "reconstruction must be"),
+        ({"damping": 0}, "damping must be a number > 0, got 0"),
+        ({"strategy": "sparsegpt", "decision": "path"}, "chooses and updates in one sweep"),
+        ({"strategy": "sparsegpt", "scope": "row"}, "spends its budget in each matrix"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        GradProbeConfig(**options)
+
+
+def test_matrices_outside_of_the_blocks_are_refused():
+    config = GradProbeConfig(reconstruction="obs", include=["lm_head", "q_proj"])
+    with pytest.raises(ValueError, match=r"lm_head\.weight lies outside of the blocks"):
+        prune_pretrained(cases.build("llama"), config, calibration=cases.batches("llama"), evaluation=False)
+
+
+def test_damping_that_was_raised_is_in_the_report():
+    """Eight tokens cannot determine 24 inputs: with next to no damping, the Hessian is singular in float32."""
+    config = GradProbeConfig(reconstruction="obs", strategy="magnitude", decision="none", damping=1e-12)
+    result = prune_pretrained(
+        cases.build("llama"),
+        config,
+        calibration=[{"input_ids": torch.arange(8)[None]}],
+        evaluation=False,
+        progress=False,
+    )
+    assert any("could not be inverted with damping=1e-12" in warning for warning in result.report.warnings)
