@@ -40,7 +40,7 @@ def build_report(
     processes: Processes | None = None,
 ) -> Report:
     """Everything that a reader of the card or the JSON may want to know. The model still has its original weights."""
-    rows = _rows(model, targets, config, verdict, processes or Processes())
+    rows = matrix_rows(model, targets, config, verdict, processes or Processes())
     evaluation = {name: found.to_dict() for name, found in measured.items()}
     return Report(
         model={**_describe(model, targets), "processing_class": type(processing_class).__name__},
@@ -48,9 +48,11 @@ def build_report(
         matrices=rows,
         calibration=calibration.describe() if calibration else None,
         evaluation={**held_out.describe(), **evaluation} if held_out else None,
-        probes=verdict.probe_losses,
+        probes=verdict.findings.probe_losses,
+        passes=verdict.findings.passes,
+        curve=verdict.findings.curve,
         timings=timings,
-        memory={**peak_memory(), "accumulator_bytes": verdict.accumulator_bytes},
+        memory={**peak_memory(), "accumulator_bytes": verdict.findings.accumulator_bytes},
         execution=execution or {},
         versions=versions(),
         warnings=[
@@ -103,7 +105,7 @@ def _describe(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, 
     }
 
 
-def _rows(
+def matrix_rows(
     model: PreTrainedModel,
     targets: tuple[Target, ...],
     config: GradProbeConfig,
@@ -111,7 +113,7 @@ def _rows(
     processes: Processes,
 ) -> list[MatrixRow]:
     """One row a matrix; of a sharded model every process counts its shards."""
-    blind = verdict.without_evidence
+    blind = verdict.findings.without_evidence
     counts = torch.tensor([[*_counts(model, target, verdict), blind.get(target.name, 0)] for target in targets])
     if is_sharded(model):
         processes.sum_(counts)
@@ -126,8 +128,8 @@ def _rows(
             pruned=pruned,
             zeros_before=before,
             zeros_after=after,
-            score_min=verdict.score_ranges.get(target.name, (None, None))[0],
-            score_max=verdict.score_ranges.get(target.name, (None, None))[1],
+            score_min=verdict.findings.score_ranges.get(target.name, (None, None))[0],
+            score_max=verdict.findings.score_ranges.get(target.name, (None, None))[1],
             no_evidence=no_evidence,
         )
         for target, (pruned, before, after, no_evidence) in zip(targets, counts.tolist(), strict=True)
@@ -179,7 +181,7 @@ def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, verdict: Verdi
     if config.decision == "threshold":
         return [
             f"The threshold decision reached {zeros / weights:.2%} of at most {asked:.2%}; it gave back "
-            f"{sum(verdict.without_evidence.values()):,} candidates for want of evidence."
+            f"{sum(verdict.findings.without_evidence.values()):,} candidates for want of evidence."
         ]
     if zeros > pruned:
         return [

@@ -35,13 +35,24 @@ class Prefix:
 
     Args:
         batches: this process's share, in the order in which they are started.
+        blocks: how many there are, finished or not.
     """
 
-    def __init__(self, model: PreTrainedModel, batches: Sequence[Batch]) -> None:
-        self.model, self.batches = model, batches
+    def __init__(self, model: PreTrainedModel, batches: Sequence[Batch], blocks: int) -> None:
+        self.model, self.batches, self.blocks = model, batches, blocks
         self.finished: list[str] = []
         self._left: list[dict[str, Any]] = [{} for _ in batches]
         self._current: dict[str, Any] = {}
+
+    @property
+    def steps(self) -> list[tuple[Batch, bool]]:
+        """The batches, each of which counts."""
+        return [(batch, True) for batch in self.batches]
+
+    @property
+    def share(self) -> float:
+        """Of the model, that is finished."""
+        return len(self.finished) / self.blocks
 
     @contextmanager
     def skipping(self) -> Iterator[None]:

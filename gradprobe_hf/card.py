@@ -12,7 +12,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config import GradientThreshold, GradProbeConfig
 from gradprobe_hf.plots import has_perplexities
 from gradprobe_hf.report import Report
 
@@ -97,7 +97,32 @@ def _names_repository(name: str) -> bool:
 
 
 def describe_method(config: GradProbeConfig) -> str:
-    """One paragraph that says what decided."""
+    """One paragraph that says what decided, and in which steps."""
+    return " ".join([_decision(config), *_schedule(config)])
+
+
+def _schedule(config: GradProbeConfig) -> list[str]:
+    said = []
+    if config.order == "sequential":
+        said.append(
+            f"This was done for {config.blocks_per_step} blocks at a time, in {config.block_order} order, each step "
+            "probed on the model as pruned so far."
+        )
+    if config.rounds:
+        rounds = ", ".join(f"{sparsity:.0%}" for sparsity in config.rounds)
+        said.append(f"This was done in rounds ({rounds}), each probed on the model as the one before would prune it.")
+    if config.max_metric_drop is not None:
+        said.append(
+            f"The sparsity is the largest that was found whose metric is within {config.max_metric_drop} of the dense "
+            f"model's, up to {config.final_sparsity:.0%}."
+        )
+    if config.bounds is not None:
+        low, high = config.bounds
+        said.append(f"Of every matrix at least {low:.0%} and at most {high:.0%} went.")
+    return said
+
+
+def _decision(config: GradProbeConfig) -> str:
     unit = (
         f"every group of {config.group[1]} inputs, of which {config.group[0]} are kept"
         if config.group
@@ -126,13 +151,22 @@ def describe_method(config: GradProbeConfig) -> str:
         return (
             f"Candidates were proposed by `{config.strategy}` with a budget over {unit}, and tentatively multiplied by "
             f"{config.reduction_factor:g}. A candidate was set to zero if its gradient's largest magnitude grew by "
-            f"no more than a factor of {1 + config.gradient_threshold:g}; the others were given back, so the budget is "
+            f"no more than {_threshold(config.gradient_threshold)}; the others were given back, so the budget is "
             f"an upper bound. {kept}"
         )
     return (
         f"Weights were scored by `{config.strategy}` and the lowest set to zero, with one exact budget over {unit}. "
         f"{kept}"
     )
+
+
+def _threshold(threshold: GradientThreshold) -> str:
+    if isinstance(threshold, (int, float)):
+        return f"a factor of {1 + threshold:g}"
+    if threshold == "adaptive":
+        return "a factor of one and the square root of its matrix's size in mean matrices"
+    parts = ", ".join(f"{1 + value:g} (`{pattern}`)" for pattern, value in dict(threshold).items())
+    return f"a factor that depends on the matrix: {parts}"
 
 
 def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], where: str) -> ModelCardData:

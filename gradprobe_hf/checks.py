@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.targets import Target
+from gradprobe_hf.thresholds import thresholds
 from gradprobe_hf.weights import aliases, is_on_disk, place_of
 
 
@@ -22,6 +23,15 @@ def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbe
         check_rows(model, targets, f"pattern={config.pattern!r}")
     if config.reconstructs:
         _check_reconstruction(model, targets)
+    if config.decision == "threshold":
+        thresholds(targets, config.gradient_threshold)
+    whole = {"order='sequential'": config.order == "sequential", "bounds on matrices": config.bounds is not None}
+    for option, used in whole.items():
+        if used and is_sharded(model):
+            raise ValueError(
+                f"{option} cannot be had of a model that FSDP2 shards: prune it on one process with device_map='auto' "
+                "or 'disk', or with one whole model per process."
+            )
     if config.group is None and "row" in (config.candidate_scope, config.decision_scope):
         check_rows(model, targets, "scope='row'")
 

@@ -21,7 +21,10 @@ from huggingface_hub import hf_hub_download
 Strategy = Literal["fisher", "wanda", "magnitude", "random", "sparsegpt"]
 Decision = Literal["path", "threshold", "none"]
 Scope = Literal["global", "block", "tensor", "row"]
+Order = Literal["joint", "sequential"]
+BlockOrder = Literal["forward", "reverse", "size"]
 Reconstruction = Literal["none", "obs"]
+GradientThreshold = float | Mapping[str, float] | Literal["adaptive"]
 Fisher = Literal["blend", "sequence", "token", "factored"]
 AccumulatorDtype = Literal["float32", "bfloat16", "int8"]
 AccumulatorDevice = Literal["same", "cpu", "disk"]
@@ -57,7 +60,22 @@ class GradProbeConfig:
             random: tensor).
         fisher: which estimate of the squared gradient: `"blend"` (sequence x factored), `"sequence"`, `"token"`,
             `"factored"`.
-        gradient_threshold: relative growth of a gradient that the threshold decision tolerates, >= 0.
+        min_matrix_sparsity: the least fraction of any matrix that goes, where one budget is spent over several.
+        max_matrix_sparsity: the most, so that no matrix is emptied.
+        gradient_threshold: relative growth of a gradient that the threshold decision tolerates, >= 0; or one for each
+            pattern of matrices, `{"*.mlp.*": 0.5, "*": 0.1}`, the first that matches; or `"adaptive"`, by size:
+            `sqrt(weights / mean weights of a matrix)`.
+        order: `"joint"`: all matrices shrink together, two probes whatever the depth. `"sequential"`: one step of
+            blocks after the other, each probed on the model as pruned so far.
+        block_order: of a sequential order: `"forward"` from the first block, `"reverse"` from the last, or `"size"`,
+            the largest first.
+        blocks_per_step: how many blocks a sequential step decides together.
+        rounds: sparsities of several rounds, the last of which is `sparsity`: each probes the model as the one before
+            would prune it, and decides anew about every weight.
+        max_metric_drop: prune as far as the metric of the evaluation allows, at most to `sparsity`: perplexity up by
+            this much, absolute (`1.5`) or relative (`"5%"`).
+        initial_sparsity: of the first trial on that way; default: `sparsity_step`.
+        sparsity_step: between two trials on that way, before bisection.
         reduction_factor: what the second probe multiplies candidates by, in [0, 1).
         reconstruction: `"obs"` changes the kept weights, block by block, so that each matrix's outputs on the
             calibration inputs stay what they were (SparseGPT's sweep under the mask that was decided); `"none"`.
@@ -85,8 +103,17 @@ class GradProbeConfig:
     decision: Decision | None = None
     scope: Scope | None = None
     fisher: Fisher = "blend"
-    gradient_threshold: float = 0.0
+    min_matrix_sparsity: float | None = None
+    max_matrix_sparsity: float | None = None
+    gradient_threshold: GradientThreshold = 0.0
     reduction_factor: float = 0.1
+    order: Order = "joint"
+    block_order: BlockOrder = "forward"
+    blocks_per_step: int = 1
+    rounds: Sequence[float] = ()
+    max_metric_drop: float | str | None = None
+    initial_sparsity: float | None = None
+    sparsity_step: float = 0.1
     reconstruction: Reconstruction = "none"
     damping: float = 0.01
     num_samples: int = 128
@@ -119,7 +146,11 @@ class GradProbeConfig:
             _whole("batch_size", self.batch_size, at_least=1, other="'auto', or ")
         _whole("sequence_length", self.sequence_length, at_least=2)
         _whole("seed", self.seed, at_least=0)
-        _number("gradient_threshold", self.gradient_threshold, "a finite number >= 0", lambda x: x >= 0)
+        _one_of("order", self.order, get_args(Order))
+        _one_of("block_order", self.block_order, get_args(BlockOrder))
+        _whole("blocks_per_step", self.blocks_per_step, at_least=1)
+        object.__setattr__(self, "gradient_threshold", _threshold(self.gradient_threshold))
+        object.__setattr__(self, "rounds", _rounds(self.rounds))
         _number("reduction_factor", self.reduction_factor, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
         _number("damping", self.damping, "a number > 0", lambda x: x > 0)
         for name in ("include", "exclude"):
@@ -131,6 +162,8 @@ class GradProbeConfig:
                 "group of inputs; leave scope unset."
             )
         self._check_sparsegpt()
+        self._check_bounds()
+        self._check_schedule()
         if self.group is not None and self.decision == "threshold":
             raise ValueError(
                 f"decision='threshold' gives candidates back: pattern={self.pattern!r} would not hold; use 'path'."
@@ -152,7 +185,46 @@ class GradProbeConfig:
         if self.scope not in (None, "tensor"):
             raise ValueError(f"strategy='sparsegpt' spends its budget in each matrix, not over scope={self.scope!r}.")
 
+    def _check_bounds(self) -> None:
+        if self.bounds is None:
+            return
+        low, high = self.bounds
+        wanted = f"0 <= min_matrix_sparsity <= sparsity ({self.final_sparsity:g}) <= max_matrix_sparsity < 1"
+        if not 0 <= low <= min(self.rounds or (self.final_sparsity,)) <= self.final_sparsity <= high <= 1:
+            raise ValueError(f"a budget between the bounds needs {wanted}, got {low:g} and {high:g}.")
+        if self.group is not None or self.decision_scope not in ("global", "block"):
+            spent = f"pattern={self.pattern!r}" if self.group else f"scope={self.decision_scope!r}"
+            raise ValueError(f"{spent} prunes every matrix alike: bounds on matrices are for 'global' and 'block'.")
+        if self.decision == "threshold":
+            raise ValueError("decision='threshold' gives candidates back: bounds on matrices would not hold.")
+
+    def _check_schedule(self) -> None:
+        several = "rounds" if self.rounds else "max_metric_drop" if self.max_metric_drop is not None else None
+        if self.max_metric_drop is not None:
+            _drop(self.max_metric_drop)
+            _number("sparsity_step", self.sparsity_step, "a fraction in (0, 1)", lambda x: 0 < x < 1)
+            _number("initial_sparsity", self.first_level, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
+            if self.rounds:
+                raise ValueError("max_metric_drop makes rounds of its own; leave rounds unset.")
+        if self.order == "sequential" and self.decision == "none":
+            raise ValueError("order='sequential' probes block after block, and decision='none' probes nothing.")
+        if several is None:
+            return
+        if self.order == "sequential":
+            raise ValueError(f"{several} is for order='joint': a sequential order decides about every block once.")
+        if self.group is not None:
+            raise ValueError(f"pattern={self.pattern!r} has one sparsity only; leave {several} unset.")
+        single = self.decision == "none" and self.strategy == "fisher" and several == "rounds"
+        if self.decision != "path" and not single:
+            raise ValueError(f"{several} probes again at every sparsity, and needs decision='path'.")
+
     def _resolved_sparsity(self) -> float:
+        if self.rounds:
+            if self.sparsity not in (None, self.rounds[-1]):
+                raise ValueError(
+                    f"sparsity={self.sparsity} is not the last of rounds={tuple(self.rounds)}; leave it unset."
+                )
+            return self.rounds[-1]
         implied = None if self.group is None else 1 - self.group[0] / self.group[1]
         if self.sparsity is None:
             return 0.5 if implied is None else implied
@@ -163,6 +235,23 @@ class GradProbeConfig:
                 "of the weights; leave sparsity unset."
             )
         return float(self.sparsity)
+
+    @property
+    def final_sparsity(self) -> float:
+        assert self.sparsity is not None, "resolved when the configuration was made"
+        return self.sparsity
+
+    @property
+    def first_level(self) -> float:
+        """The sparsity of the first trial of a schedule with `max_metric_drop`."""
+        return min(self.sparsity_step if self.initial_sparsity is None else self.initial_sparsity, self.final_sparsity)
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """The least and the most that may go of a matrix; None: anything."""
+        if self.min_matrix_sparsity is None and self.max_matrix_sparsity is None:
+            return None
+        return self.min_matrix_sparsity or 0.0, 1.0 if self.max_matrix_sparsity is None else self.max_matrix_sparsity
 
     @property
     def group(self) -> tuple[int, int] | None:
@@ -262,6 +351,36 @@ def _whole(name: str, value: object, at_least: int, other: str = "") -> None:
 def _number(name: str, value: object, wanted: str, holds: Any) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not holds(value):
         raise ValueError(f"{name} must be {wanted}, got {value!r}.")
+
+
+def _threshold(value: Any) -> GradientThreshold:
+    if value == "adaptive":
+        return "adaptive"
+    if isinstance(value, Mapping) and value:
+        patterns = _patterns("gradient_threshold", tuple(value))
+        for pattern in patterns:
+            _number(f"gradient_threshold[{pattern!r}]", value[pattern], "a finite number >= 0", lambda x: x >= 0)
+        return {pattern: float(value[pattern]) for pattern in patterns}
+    wanted = "a finite number >= 0, a dict from patterns to such numbers, or 'adaptive'"
+    _number("gradient_threshold", value, wanted, lambda x: x >= 0)
+    return value
+
+
+def _rounds(value: Any) -> tuple[float, ...]:
+    if not isinstance(value, (list, tuple)):
+        raise ValueError(f"rounds must be a list of sparsities, like (0.2, 0.35, 0.5), got {value!r}.")
+    for sparsity in value:
+        _number("rounds", sparsity, "fractions in (0, 1)", lambda x: 0 < x < 1)
+    if list(value) != sorted(set(value)):
+        raise ValueError(f"rounds must rise from each sparsity to the next, got {value!r}.")
+    return tuple(map(float, value))
+
+
+def _drop(value: Any) -> None:
+    """A number, or one with a percent sign."""
+    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value):
+        return
+    _number("max_metric_drop", value, "a number >= 0, or a share like '5%'", lambda x: x >= 0)
 
 
 def _patterns(name: str, value: object) -> tuple[str, ...]:

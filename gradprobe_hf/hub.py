@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -58,7 +58,7 @@ def _is_checkpoint(path: Path) -> bool:
 def check_room(directory: str | Path, model: PreTrainedModel) -> None:
     """Raise OSError, before any work, where the checkpoint cannot be written or will not fit on the disk."""
     parent = _existing_parent(Path(directory).absolute().parent)
-    os.rmdir(tempfile.mkdtemp(prefix=".gradprobe-", dir=parent))
+    Path(tempfile.mkdtemp(prefix=".gradprobe-", dir=parent)).rmdir()
     needed = sum(parameter.nbytes for parameter in model.parameters())
     free = shutil.disk_usage(parent).free
     if free < needed:
@@ -184,9 +184,9 @@ def _replacing(path: Path) -> Iterator[Path]:
     """A scratch folder beside `path` that takes its place if the body succeeds, and vanishes if it does not."""
     path = path.absolute()
     path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{path.name}.partial-", dir=path.parent))
-    os.chmod(scratch, 0o777 & ~_umask())  # mkdtemp makes a private folder; the result should be an ordinary one
+    scratch = path.with_name(f".{path.name}.partial-{secrets.token_hex(6)}")
     try:
+        scratch.mkdir()  # in here: an interrupt as soon as it is there must not leave it
         yield scratch
         _swap(scratch, path)
     except SafetensorError as error:  # safetensors reports a full disk as an error of its own
@@ -230,9 +230,3 @@ def _add_own_key(path: Path, config: GradProbeConfig, report: Report) -> None:
 
 def _existing_parent(path: Path) -> Path:
     return next(parent for parent in (path, *path.parents) if parent.exists())
-
-
-def _umask() -> int:
-    current = os.umask(0)
-    os.umask(current)
-    return current

@@ -13,28 +13,27 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.accounting import build_report
 from gradprobe_hf.application import applied
-from gradprobe_hf.calibration import Batches, load_batches
-from gradprobe_hf.checks import check_targets
+from gradprobe_hf.calibration import Batches
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.evaluation import Measurement, measure
 from gradprobe_hf.execution import accumulator_files, memory_errors, plan_execution
 from gradprobe_hf.hub import check_destination, check_push, check_room, push_folder, write_checkpoint
-from gradprobe_hf.loading import DeviceMap, load_model, load_processing_class
-from gradprobe_hf.loss import LossFunction, is_causal
+from gradprobe_hf.loading import DeviceMap
+from gradprobe_hf.loss import LossFunction
+from gradprobe_hf.preparation import Loading, prepare
 from gradprobe_hf.probe import serving
 from gradprobe_hf.processes import Processes, join_processes
 from gradprobe_hf.result import PruneResult
 from gradprobe_hf.resume import Journal, check_save_every, run_identity
-from gradprobe_hf.sharding import check_sharding, is_sharded
+from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.store import check_store_room
-from gradprobe_hf.targets import Target, find_targets
-from gradprobe_hf.verdict import Verdict, reach_verdict
+from gradprobe_hf.targets import Target
+from gradprobe_hf.trial import Setting
+from gradprobe_hf.verdict import Metric, Verdict, reach_verdict
 
 logger = logging.getLogger(__name__)
-
-BUILT_IN = "pydoc"
 
 
 def prune_pretrained(
@@ -45,6 +44,7 @@ def prune_pretrained(
     processing_class: Any = None,
     evaluation: Any = None,
     loss_fn: LossFunction | None = None,
+    metric_fn: Metric | None = None,
     apply: bool = True,
     output_dir: str | Path | None = None,
     overwrite: bool = False,
@@ -78,6 +78,8 @@ def prune_pretrained(
         evaluation: the same choices, to measure the loss before and after. Default: the held-out part of `"pydoc"`
             when calibration is `"pydoc"`, else nothing. False: nothing.
         loss_fn: `loss_fn(model, batch)` returns the loss *summed* over tokens, in place of the model's own.
+        metric_fn: `metric_fn(model)` returns a number of which more is better, an accuracy say: what `max_metric_drop`
+            is about, in place of the perplexity.
         apply: False leaves the weights as they are; masks and report are made all the same.
         output_dir: where to save the checkpoint. An existing folder is refused unless `overwrite` is set.
         push_to_hub: upload it to `hub_model_id` (default: the name of `output_dir`), `hub_private_repo` or not.
@@ -106,36 +108,24 @@ def prune_pretrained(
     if output_dir is not None:
         processes.on_main(partial(check_destination, output_dir, _name_of(model_or_id), overwrite))
     stopwatch = Stopwatch()
-    with stopwatch("load"):
-        placement: dict[str, Any] = {"device_map": device_map, "max_memory": max_memory}
-        if not isinstance(model_or_id, PreTrainedModel):  # of a loaded model the folder is for accumulators alone
-            placement["offload_folder"] = offload_folder
-        wanted = {name: value for name, value in placement.items() if value is not None}
-        model = load_model(model_or_id, **wanted, **from_pretrained_kwargs)
-        processing_class = processing_class or load_processing_class(model, **from_pretrained_kwargs)
-        check_sharding(model)
-        targets = find_targets(model, config.include, config.exclude)
-        check_targets(model, targets, config)
-        if output_dir is not None:
-            processes.on_main(partial(check_room, output_dir, model))
-        if apply:
-            check_store_room(model, {target.parameter for target in targets})
-    with stopwatch("read data"):
-        data = partial(
-            load_batches,
-            model=model,
-            processing_class=processing_class,
-            sequence_length=config.sequence_length,
-            batch_size=4 if config.batch_size == "auto" else config.batch_size,
-            seed=config.seed,
-            progress=progress,
-        )
-        needs_data = evidence_needed(config).passes != "none"
-        calibration = BUILT_IN if calibration is None else calibration
-        evaluation = _default_evaluation(evaluation, calibration, model)
-        batches = data(calibration, part="calibration", samples=config.num_samples) if needs_data else None
-        held_out = (
-            data(evaluation, part="evaluation", samples=config.evaluation_samples) if evaluation is not None else None
+    material = prepare(
+        model_or_id,
+        config,
+        calibration=calibration,
+        processing_class=processing_class,
+        evaluation=evaluation,
+        loading=Loading(device_map, max_memory, offload_folder, from_pretrained_kwargs),
+        stopwatch=stopwatch,
+        progress=progress,
+    )
+    model, targets, held_out = material.model, material.targets, material.held_out
+    if output_dir is not None:
+        processes.on_main(partial(check_room, output_dir, model))
+    if apply:
+        check_store_room(model, {target.parameter for target in targets})
+    if config.max_metric_drop is not None and held_out is None and metric_fn is None:
+        raise ValueError(
+            "max_metric_drop needs something to measure: give an evaluation (--evaluation), or a metric_fn."
         )
     if repo_id is not None:  # last of the checks: it creates the repository
         repo_id = processes.agree(check_push(repo_id, hub_private_repo) if processes.is_main else None)
@@ -144,7 +134,7 @@ def prune_pretrained(
         model,
         targets,
         config,
-        batches,
+        material.batches,
         loss_fn=loss_fn,
         folder=offload_folder,
         processes=processes,
@@ -153,7 +143,7 @@ def prune_pretrained(
     journal = run.journal(resume_dir, save_every, plan.batches)
     with memory_errors(stopwatch, plan.remedies):
         with accumulator_files(config, offload_folder) as keeping:
-            verdict = reach_verdict(
+            setting = Setting(
                 model,
                 targets,
                 config,
@@ -167,6 +157,8 @@ def prune_pretrained(
                 stopwatch=stopwatch,
                 progress=progress,
             )
+            verdict = reach_verdict(setting, held_out, metric_fn)
+            del setting
         measured = run.evaluate(verdict, held_out) if held_out else {}
     report = build_report(
         model,
@@ -177,13 +169,15 @@ def prune_pretrained(
         held_out,
         measured,
         dict(stopwatch.seconds),
-        processing_class,
+        material.processing_class,
         plan.notes,
         processes,
     )
     for warning in report.warnings:
         logger.warning(warning)
-    result = PruneResult(model, verdict.masks, report, config, processing_class, targets, processes, verdict.updates)
+    result = PruneResult(
+        model, verdict.masks, report, config, material.processing_class, targets, processes, verdict.updates
+    )
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
     with applied(model, targets, verdict.masks, keep=apply, updates=verdict.updates):
         if output_dir is not None and (processes.is_main or is_sharded(model)):
@@ -191,7 +185,7 @@ def prune_pretrained(
                 write_checkpoint(
                     output_dir,
                     model,
-                    processing_class,
+                    material.processing_class,
                     config,
                     report,
                     overwrite=overwrite,
@@ -255,10 +249,3 @@ def _repository(push_to_hub: bool, hub_model_id: str | None, output_dir: str | P
 
 def _name_of(model_or_id: PreTrainedModel | str | Path) -> str:
     return model_or_id.name_or_path if isinstance(model_or_id, PreTrainedModel) else str(model_or_id)
-
-
-def _default_evaluation(evaluation: Any, calibration: Any, model: PreTrainedModel) -> Any:
-    built_in = isinstance(calibration, str) and calibration == BUILT_IN
-    if evaluation is None:
-        return BUILT_IN if built_in and is_causal(model) else None
-    return None if evaluation is False else evaluation

@@ -63,7 +63,7 @@ def reconstruct(
     processes = processes or Processes()
     own = [batch for batch, _ in own_steps(model, targets, batches, processes)]
     order = blocks_in_order(model, targets, own[0])
-    prefix = Prefix(model, own)
+    prefix = Prefix(model, own, len(order))
     found = Reconstruction(Masks(), Updates(folder, on_disk=is_offloaded(model)), {})
     for block in tqdm(order, desc="reconstruction", unit="block", disable=not progress):
         inside = [target for target in targets if target.block == block]

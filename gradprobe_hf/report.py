@@ -61,7 +61,8 @@ class Group:
 @dataclass(frozen=True)
 class Report:
     """Attributes: `model` (name, class, sizes), `config`, `matrices`, `calibration` and `evaluation` (source, protocol,
-    fingerprint; dense and pruned measurements), `probes` (mean calibration loss), `timings` (seconds per stage),
+    fingerprint; dense and pruned measurements), `probes` (mean calibration loss), `passes` (over the calibration
+    data, in whole ones), `curve` (sparsity and metric of every trial), `timings` (seconds per stage),
     `memory` (bytes), `execution` (how it was run, and why so: it changes no result), `versions`, `warnings`."""
 
     model: dict[str, Any]
@@ -70,6 +71,8 @@ class Report:
     calibration: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
     probes: dict[str, float] = field(default_factory=dict)
+    passes: dict[str, float] = field(default_factory=dict)
+    curve: list[dict[str, Any]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     execution: dict[str, str] = field(default_factory=dict)

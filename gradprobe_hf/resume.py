@@ -2,7 +2,8 @@
 
     <folder>/process-<rank>/<stage>-<batches>/     one complete state; it appears by a rename, whole or not at all
         progress.json       stage, batches done, losses so far, and what the run was of
-        candidates.safetensors, <number>.safetensors for the sums of each matrix
+        candidates.safetensors, served.safetensors: masks
+        <role>-<number>.safetensors for the sums of each matrix
 
 Every process keeps its own state, because each has probed other batches. The state of a stage is dropped only when all
 processes have one of the next, so that there always is a stage that all of them can go on from.
@@ -33,7 +34,7 @@ from gradprobe_hf.probe import Statistics, Tally
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.targets import Target
 
-STAGES = ("probe 0", "probe 1")
+MASKS = ("served", "candidates")
 SAMPLED_ROWS = 2  # of each matrix: enough to tell two models apart, and not to read 14 GB
 
 
@@ -42,18 +43,24 @@ class Progress:
     """Where a run is.
 
     Attributes:
-        stage: which probe is under way, or finished with the decision after it still open.
+        number: which probe of the run is under way, or finished with the decision after it still open.
         tally: the losses of its batches so far.
         statistics: every set of statistics by its role ("first", or "after" of the threshold decision).
-        candidates: the masks the second probe shrinks.
+        candidates: the masks the second probe of a trial shrinks.
+        served: the masks of what is pruned already.
         notes: JSON values of the stages before, for the report.
     """
 
-    stage: str
+    number: int
     tally: Tally
     statistics: dict[str, Statistics]
     candidates: Masks | None = None
+    served: Masks = field(default_factory=Masks)
     notes: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def stage(self) -> str:
+        return f"probe {self.number}"
 
 
 class Journal:
@@ -82,11 +89,17 @@ class Journal:
                         "Go on with the same settings, or choose another resume_dir (--resume-dir), or delete it."
                     )
 
-    def latest_stage(self) -> str | None:
-        """The stage that every process can go on from; None when one of them has no state."""
-        own = max((_stage_index(state) for state in self._states()), default=-1)
-        index = int(self.processes.min_(torch.tensor(own)))
-        return None if index < 0 else STAGES[index]
+    def latest(self) -> int | None:
+        """The number of the probe that every process can go on from; None when one of them has no state."""
+        own = max((_number_of(state) for state in self._states()), default=-1)
+        number = int(self.processes.min_(torch.tensor(own)))
+        return None if number < 0 else number
+
+    def masks(self, number: int) -> tuple[Masks, Masks | None]:
+        """What was pruned already when a probe began, and the candidates that were known then."""
+        state = max((s for s in self._states() if _number_of(s) == number), key=_position)
+        found = [_load_masks(path) if (path := state / f"{name}.safetensors").exists() else None for name in MASKS]
+        return found[0] or Masks(), found[1]
 
     def recall(self, progress: Progress) -> None:
         """Fill `progress`, made for its stage by the caller, with the newest state of that stage."""
@@ -97,8 +110,7 @@ class Journal:
         progress.notes.update(kept["notes"])
         for role, statistics in progress.statistics.items():
             statistics.load_state(kept["statistics"][role], partial(_load_matrix, state, role))
-        if kept["has_candidates"]:
-            progress.candidates = _load_masks(state / "candidates.safetensors")
+        progress.served, progress.candidates = self.masks(progress.number)
 
     def record(self, progress: Progress) -> None:
         """Write a state beside the last one, then drop the last one of the same stage."""
@@ -110,8 +122,9 @@ class Journal:
             shutil.rmtree(unfinished)
         scratch = path.with_name(path.name + ".partial")
         scratch.mkdir()
-        if progress.candidates is not None:
-            _save_masks(progress.candidates, scratch / "candidates.safetensors")
+        for name, masks in zip(MASKS, (progress.served, progress.candidates), strict=True):
+            if masks:
+                _save_masks(masks, scratch / f"{name}.safetensors")
         described = {}
         for role, statistics in progress.statistics.items():
             described[role], tensors = statistics.state()
@@ -124,7 +137,6 @@ class Journal:
             "terms": [int(terms) for terms in progress.tally.terms],
             "notes": progress.notes,
             "statistics": described,
-            "has_candidates": progress.candidates is not None,
         }
         (scratch / "progress.json").write_text(json.dumps(values), encoding="utf-8")
         _flush(scratch)
@@ -221,8 +233,8 @@ def _stage_of(state: Path) -> str:
     return state.name.rsplit("-", 1)[0]
 
 
-def _stage_index(state: Path) -> int:
-    return STAGES.index(_stage_of(state))
+def _number_of(state: Path) -> int:
+    return int(_stage_of(state).split()[1])
 
 
 def _position(state: Path) -> int:

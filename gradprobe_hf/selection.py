@@ -12,7 +12,8 @@ is left. Masks: bool `[out, in]`, True = pruned.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +25,10 @@ from gradprobe_hf.processes import Processes
 from gradprobe_hf.targets import Target
 
 Keys = Callable[[Target], Iterable[Tensor]]  # a matrix's keys, as consecutive chunks of rows
+Bounds = tuple[float, float]  # the least and the most of a matrix that may go, as fractions of it
 
 _INFINITY_BITS = 0x7F80_0000
+LAST = _INFINITY_BITS + 1  # the key of an infinite score
 _LOW_BITS = 16
 _HIGH_BINS = (_INFINITY_BITS + 1 >> _LOW_BITS) + 1
 _LOW_BINS = 1 << _LOW_BITS
@@ -68,6 +71,7 @@ def select_masks(
     sparsity: float,
     scope: Scope = "global",
     group: tuple[int, int] | None = None,
+    bounds: Bounds | None = None,
     processes: Processes | None = None,
     sharded: bool = False,
 ) -> Masks:
@@ -80,6 +84,8 @@ def select_masks(
         scope: the unit a budget is spent over.
         group: (n, m) of an n:m pattern: in every m consecutive inputs m - n are pruned, and `sparsity` and `scope`
             are not looked at.
+        bounds: the least and the most that may go of each matrix; the budget lies between their sums. Not where the
+            model is sharded.
         processes: who else selects from the same scores. Only histograms are exchanged.
         sharded: each process has rows of its own, and gets their masks. Otherwise each has all of them: the
             processes share the counting, and all get the same masks.
@@ -93,10 +99,42 @@ def select_masks(
                 [group_mask(part, *group) if group is not None else row_mask(part, budget) for part in keys(target)],
             )
         return masks
+    if bounds is not None:
+        keys = bounded(keys, bounds)
     for unit in units(targets, scope):
         budget = round(sparsity * sum(target.numel for target in unit))
         _select_unit(masks, unit, keys, budget, processes or Processes(), sharded)
     return masks
+
+
+def bounded(keys: Keys, bounds: Bounds) -> Keys:
+    """Keys of which the lowest of each matrix come first, and the highest last, whatever they are elsewhere."""
+    cuts: dict[str, tuple[Cut, Cut]] = {}
+
+    def changed(target: Target) -> Iterator[Tensor]:
+        if target.name not in cuts:
+            low, high = math.ceil(bounds[0] * target.numel), math.floor(bounds[1] * target.numel)
+            cuts[target.name] = find_cut(lambda: keys(target), low), find_cut(lambda: keys(target), high)
+        certain, possible = (_Below(cut) for cut in cuts[target.name])
+        for these in keys(target):
+            yield these.masked_fill(~possible(these), LAST).masked_fill_(certain(these), 0)
+
+    return changed
+
+
+class _Below:
+    """The mask of the keys below a cut, for the consecutive chunks of one stream: ties are taken in index order."""
+
+    def __init__(self, cut: Cut) -> None:
+        self.cut, self.ties_left = cut, cut.ties
+
+    def __call__(self, keys: Tensor) -> Tensor:
+        mask = keys < self.cut.key
+        if self.ties_left:
+            equal = (keys == self.cut.key).flatten().nonzero().flatten()[: self.ties_left]
+            mask.view(-1)[equal] = True
+            self.ties_left -= len(equal)
+        return mask
 
 
 def units(targets: Sequence[Target], scope: Scope) -> list[list[Target]]:
@@ -146,19 +184,11 @@ def _select_unit(
     counted = unit if sharded else processes.mine(unit)
     cut = find_cut(lambda: (part for target in counted for part in keys(target)), budget, processes)
     before = _ties_elsewhere(unit, keys, cut, processes) if sharded else None
-    ties_left = cut.ties
+    below = _Below(cut)
     for index, target in enumerate(unit):
         if before is not None:
-            ties_left = max(0, cut.ties - before[index])
-        parts = []
-        for these in keys(target):
-            mask = these < cut.key
-            if ties_left:
-                equal = (these == cut.key).flatten().nonzero().flatten()[:ties_left]
-                mask.view(-1)[equal] = True
-                ties_left -= len(equal)
-            parts.append(mask)
-        masks.add(target.name, parts)
+            below.ties_left = max(0, cut.ties - before[index])
+        masks.add(target.name, [below(these) for these in keys(target)])
 
 
 def _ties_elsewhere(unit: Sequence[Target], keys: Keys, cut: Cut, processes: Processes) -> list[int]:

@@ -10,8 +10,14 @@ os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
 
 import pytest
 import torch
+from tqdm.std import TqdmDefaultWriteLock, tqdm
 
 from tests import cases
+
+# Progress bars share a semaphore with forked children: one that is killed holding it would stop the tests for ever.
+# Nor may a fork find the lock of the threads held, by the one that watches the bars.
+TqdmDefaultWriteLock.mp_lock = None
+tqdm.monitor_interval = 0
 
 TEXT = " ".join(
     f"The {i}th of many plain sentences, each a little unlike the {i * 7 % 13} before it." for i in range(400)

@@ -159,7 +159,7 @@ def test_out_of_memory_names_the_stage_and_three_remedies_in_order(stage, error,
     def failing(*_, **__):
         raise error
 
-    monkeypatch.setattr(f"gradprobe_hf.verdict.{stage}", failing)
+    monkeypatch.setattr(f"gradprobe_hf.trial.{stage}", failing)
     with pytest.raises(MemoryError) as caught:
         prune(batch_size=2)
     said = str(caught.value)
@@ -173,7 +173,7 @@ def test_another_error_is_not_called_out_of_memory(monkeypatch):
     def failing(*_, **__):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr("gradprobe_hf.verdict.run_probe", failing)
+    monkeypatch.setattr("gradprobe_hf.trial.run_probe", failing)
     with pytest.raises(RuntimeError, match="something else"):
         prune()
 

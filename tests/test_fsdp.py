@@ -129,11 +129,11 @@ def test_a_model_that_transformers_shards(tmp_path):
 def failing(stage):
     """The bits and the state of the shards after a failure in a stage."""
     import gradprobe_hf.pruning as pruning
-    import gradprobe_hf.verdict as verdict
+    import gradprobe_hf.trial as trial
 
     model = sharded("llama")
     before = whole_state(model)
-    owner = verdict if hasattr(verdict, stage) else pruning
+    owner = trial if hasattr(trial, stage) else pruning
     calls, real = [], getattr(owner, stage)
 
     def broken(*args, **kwargs):

@@ -355,7 +355,7 @@ def test_a_device_map_that_names_no_module_is_refused_with_the_name(saved):
 def test_a_store_without_room_is_refused_before_any_work(saved, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=10))
-    monkeypatch.setattr("gradprobe_hf.verdict.run_probe", lambda *_, **__: pytest.fail("began to work"))
+    monkeypatch.setattr("gradprobe_hf.trial.run_probe", lambda *_, **__: pytest.fail("began to work"))
     with pytest.raises(OSError, match=r"offload_folder"):
         prune_pretrained(
             saved("llama"), calibration=cases.batches("llama"), device_map="disk", offload_folder=tmp_path / "off"

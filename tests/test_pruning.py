@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+import gradprobe_hf.preparation as preparation
 import gradprobe_hf.pruning as pruning
 import gradprobe_hf.result as result_module
+import gradprobe_hf.trial as trial
 import gradprobe_hf.verdict as verdict
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.inspection import pattern_holds
@@ -162,7 +164,7 @@ MOMENTS = [(stage, call) for stage, calls in CALLS.items() for call in range(1, 
 def test_a_failure_at_any_stage_leaves_the_model_and_the_disk_alone(
     stage, call, error, monkeypatch, tmp_path, text_file
 ):
-    owner = next(module for module in (pruning, verdict, result_module) if hasattr(module, stage))
+    owner = next(module for module in (pruning, preparation, trial, verdict, result_module) if hasattr(module, stage))
     real, calls = getattr(owner, stage), []
 
     def failing(*args, **kwargs):
@@ -217,7 +219,7 @@ def test_an_interrupt_while_weights_are_zeroed_gives_them_back():
     ],
 )
 def test_wrong_input_is_refused_before_any_pass(arguments, message, monkeypatch):
-    monkeypatch.setattr(verdict, "run_probe", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr(trial, "run_probe", lambda *_, **__: pytest.fail("work began"))
     config = arguments.pop("config", GradProbeConfig(num_samples=4, sequence_length=16))
     with pytest.raises(ValueError, match=message):
         prune_pretrained(cases.build("llama"), config, processing_class=cases.tokenizer(), progress=False, **arguments)

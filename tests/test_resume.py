@@ -66,6 +66,8 @@ OPTIONS = {
     "path": {"sparsity": 0.5},
     "int8 on disk": {"sparsity": 0.5, "accumulator_dtype": "int8", "accumulator_device": "disk"},
     "bfloat16": {"sparsity": 0.5, "fisher": "token", "accumulator_dtype": "bfloat16"},
+    "rounds": {"rounds": (0.2, 0.5)},
+    "sequential": {"sparsity": 0.5, "order": "sequential"},
     "threshold": {"sparsity": 0.6, "decision": "threshold", "gradient_threshold": 0.2},
 }
 

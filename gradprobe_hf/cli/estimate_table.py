@@ -90,7 +90,7 @@ def _labelled(stage: Stage, device: Device, label: str) -> int:
 def _add_work(table: Table, found: Estimate) -> None:
     works = [found.work[one.name] for one in found.placements]
     table.add_row(Text("work", style="bold"))
-    table.add_row("  forward + backward passes", *(f"{work.forwards} + {work.backwards}" for work in works))
+    table.add_row("  forward + backward passes", *(f"{work.forwards:g} + {work.backwards:g}" for work in works))
     table.add_row("  floating-point operations", *(_scaled(work.flops, "FLOP") for work in works))
     if any(work.bytes_read for work in works):
         table.add_row("  weights read again", *(_size(work.bytes_read) if work.bytes_read else "-" for work in works))

@@ -11,9 +11,11 @@ from gradprobe_hf.cli.output import given
 from gradprobe_hf.config import (
     AccumulatorDevice,
     AccumulatorDtype,
+    BlockOrder,
     Decision,
     Fisher,
     GradProbeConfig,
+    Order,
     Reconstruction,
     Scope,
     Strategy,
@@ -37,8 +39,27 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--scope", choices=get_args(Scope), help="over what one budget is spent")
     how.add_argument("--fisher", choices=get_args(Fisher), help="estimate of the squared gradient (default: blend)")
     how.add_argument(
-        "--gradient-threshold", type=float, metavar="X", help="growth tolerated by 'threshold' (default: 0.0)"
+        "--gradient-threshold",
+        type=_threshold,
+        metavar="X",
+        help="growth tolerated by 'threshold': a number, 'adaptive', or a JSON object from patterns (default: 0.0)",
     )
+    how.add_argument("--min-matrix-sparsity", type=float, metavar="X", help="the least that goes of any matrix")
+    how.add_argument("--max-matrix-sparsity", type=float, metavar="X", help="the most that goes of any matrix")
+    how.add_argument("--order", choices=get_args(Order), help="all blocks together, or step by step (default: joint)")
+    how.add_argument("--block-order", choices=get_args(BlockOrder), help="of --order sequential (default: forward)")
+    how.add_argument("--blocks-per-step", type=int, metavar="N", help="of --order sequential (default: 1)")
+    how.add_argument(
+        "--rounds", type=_fractions, metavar="A,B,...", help="probe again at each of these sparsities: 0.2,0.35,0.5"
+    )
+    how.add_argument(
+        "--max-metric-drop",
+        type=_drop,
+        metavar="X",
+        help="prune until perplexity has risen by this much, absolute or like 5%% (at most to --sparsity)",
+    )
+    how.add_argument("--initial-sparsity", type=float, metavar="X", help="of --max-metric-drop's first trial")
+    how.add_argument("--sparsity-step", type=float, metavar="X", help="between its trials (default: 0.1)")
     how.add_argument("--reduction-factor", type=float, metavar="X", help="what shrinks the candidates (default: 0.1)")
     how.add_argument(
         "--reconstruction",
@@ -103,6 +124,20 @@ def add_memory_arguments(memory: argparse._ActionsContainer) -> None:
 def add_resume_arguments(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--resume-dir", metavar="DIR", help="save the state of the probes here, and go on from it")
     parser.add_argument("--save-every", type=int, metavar="N", help="batches between two states (default: 16)")
+
+
+def _threshold(text: str) -> Any:
+    if text == "adaptive":
+        return text
+    return _json_object(text) if text.startswith("{") else float(text)
+
+
+def _fractions(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
+def _drop(text: str) -> float | str:
+    return text if text.endswith("%") else float(text)
 
 
 def _whole_or_auto(text: str) -> int | str:

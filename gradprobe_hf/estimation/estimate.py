@@ -24,6 +24,7 @@ from gradprobe_hf.estimation.machine import (
 )
 from gradprobe_hf.estimation.passes import PassCost, cost_of_batch
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
+from gradprobe_hf.schedule import expected_passes
 from gradprobe_hf.targets import Target, block_of, is_routed
 
 MATRIX_TERMS = frozenset({"sequence", "token", "peak"})
@@ -44,8 +45,8 @@ class Work:
         seconds: (low, high), None where the speed was not measured.
     """
 
-    forwards: int
-    backwards: int
+    forwards: float
+    backwards: float
     flops: int
     bytes_read: int = 0
     seconds: tuple[float, float] | None = None
@@ -130,7 +131,9 @@ def estimate(
         place(name, sizes, costs[again].peak_bytes, room, costs[again].heap_bytes) for name, again in names.items()
     )
     work = {name: work_of(config, model, targets, costs[again], batches, rows, again) for name, again in names.items()}
-    work["offloaded"] = replace(work["offloaded"], bytes_read=2 * work["offloaded"].backwards * batches * sizes.weights)
+    work["offloaded"] = replace(
+        work["offloaded"], bytes_read=int(2 * work["offloaded"].backwards * batches * sizes.weights)
+    )
     rate = measured_rate(targets, rows * length, model.dtype, device) if timing and batches else None
     return Estimate(
         architecture=type(model).__name__,
@@ -211,14 +214,12 @@ def work_of(
 ) -> Work:
     """Passes and operations. A simulated pass makes every weight's gradient once; the terms say how many are needed."""
     needed = evidence_needed(config)
-    if needed.passes != "probe":
-        forwards = int(needed.passes == "forward")
-        return Work(forwards, 0, forwards * batches * cost.flops)
-    probes = 1 if config.decision == "none" else 2
+    forwards, backwards = expected_passes(config, len({target.block for target in targets}))
     gradients = 2 * rows * config.sequence_length * active_weights(model, targets)
     products = bool(needed.terms & {"sequence", "peak"}) + ("token" in needed.terms)
-    flops = probes * batches * (cost.flops + (products - 1) * gradients)
-    return Work(probes * (1 + checkpoint), probes, flops)
+    # A pass forward is one of its three products: outputs, gradients of the inputs, gradients of the weights.
+    probes = backwards * (cost.flops + (products - 1) * gradients) + max(0.0, forwards - backwards) * cost.flops / 3
+    return Work(forwards + checkpoint * backwards, backwards, round(probes * batches))
 
 
 def measured_rate(targets: Sequence[Target], tokens: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -53,6 +53,7 @@ def shrinking(
     if masks is None or not is_sharded(model):
         yield masks
         return
+    targets = [target for target in targets if target.name in masks]
     reshard(model)
     originals = SetAside({target.name: target.matrix(model) for target in targets}, masks)
     try:
@@ -106,7 +107,7 @@ class _Router:
         self, model: PreTrainedModel, probe: Probe, site: Site, on_input: OnInput | None, fetches: bool
     ) -> None:
         self.model, self.probe, self.site, self.on_input, self.fetches = model, probe, site, on_input, fetches
-        self.anchor = torch.zeros((), requires_grad=True)
+        self.anchor = torch.zeros((), requires_grad=probe.statistics is not None)
 
     def __call__(self, target: Target, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         embedding = self.site.kind == "embedding"

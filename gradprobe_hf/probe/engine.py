@@ -6,7 +6,7 @@ Routed experts see tokens of any sequence in any order, so a model that has them
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from gradprobe_hf.blocks import Prefix
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import Batch, LossFunction, forward_only, summed_loss
 from gradprobe_hf.modes import checkpointed, checkpointed_layers, eval_mode, frozen
@@ -62,6 +63,8 @@ def run_probe(
     *,
     shrunk: Masks | None = None,
     factor: float = 1.0,
+    pruned: tuple[Sequence[Target], Masks] = ((), {}),
+    prefix: Prefix | None = None,
     loss_fn: LossFunction | None = None,
     checkpointing: bool = False,
     processes: Processes | None = None,
@@ -77,6 +80,8 @@ def run_probe(
         batches: mappings for `model(**batch)`.
         statistics: added to; the model itself is left as it was, whatever happens.
         shrunk: masks `[out, in]` of the candidates to multiply by `factor` in what is served.
+        pruned: further targets, which are served with the weights under these masks at zero, and not measured.
+        prefix: finished blocks that are not computed again; its batches are this process's share of these.
         loss_fn: `loss_fn(model, batch)` returns the *summed* loss in place of the model's own.
         checkpointing: recompute each block in backward instead of keeping its activations.
         processes: who shares the batches; the loss that is returned is that of all of them.
@@ -88,7 +93,7 @@ def run_probe(
         ValueError: a loss that is not finite or has no gradient, or sequences that cannot be told apart.
     """
     processes, tally = processes or Processes(), Tally() if tally is None else tally
-    steps = own_steps(model, targets, batches, processes)
+    steps = prefix.steps if prefix else own_steps(model, targets, batches, processes)
     device = input_device(model)
     layers = checkpointed_layers(model) if checkpointing else []
     with ExitStack() as stack:
@@ -98,7 +103,10 @@ def run_probe(
         stack.enter_context(frozen(model))
         stack.enter_context(eval_mode(model))
         stack.enter_context(attached(model, targets, probe, recomputed=layers))
+        gone = Probe(shrunk=stack.enter_context(shrinking(model, *pruned, 0.0)), factor=0.0)
+        stack.enter_context(attached(model, pruned[0], gone, recomputed=layers))
         stack.enter_context(checkpointed(model, layers, probe.recomputing))
+        stack.enter_context(prefix.skipping() if prefix else nullcontext())
         stack.enter_context(torch.enable_grad())
         bar = stack.enter_context(
             tqdm(total=len(steps), initial=len(tally), desc=label, unit="batch", disable=not progress)
@@ -107,6 +115,8 @@ def run_probe(
         for batch, counted in steps[len(tally) :]:
             batch = send_to_device(batch, device)
             probe.start_batch(batch, counted)
+            if prefix is not None:
+                prefix.start_batch(len(tally))
             loss, terms = (loss_fn(model, batch), None) if loss_fn else summed_loss(model, batch)
             _check_loss(loss, model)
             if not len(tally):  # most bad losses are bad at once: one synchronisation here saves a long wait

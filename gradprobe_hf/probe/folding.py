@@ -90,6 +90,8 @@ class Probe:
         return torch.addcmul(weight, weight, chosen, value=self.factor - 1)
 
     def fold(self, target: Target, site: Site, inputs: Tensor, output_grad: Tensor) -> None:
+        if self.statistics is None:  # it only serves
+            return
         statistics = self._of(target.name)
         statistics.reached |= self._counted
         output_grad = output_grad if self._counted else torch.zeros_like(output_grad)

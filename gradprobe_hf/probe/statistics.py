@@ -65,6 +65,12 @@ class Statistics:
             if one.accumulators or reached:
                 one.load_state(tensors(index), updates)
 
+    def copy_(self, other: Statistics) -> None:
+        """Become what `other` holds of the same matrices, of the terms that are kept here."""
+        described, tensors = other.state()
+        held = list(tensors)
+        self.load_state(described, lambda index: held[index])
+
     @property
     def unreached(self) -> list[str]:
         """Matrices the loss does not depend on: no evidence about them."""

@@ -1,0 +1,357 @@
+"""The trial: one pair of probes, and everything that can be decided from it without another.
+
+Probe 0 measures the targets as they are served, candidates are chosen from it, probe 1 measures with them shrunk. The
+statistics stay: `masks_at` any budget, or `masks_within` any threshold, are then a matter of selection alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.blocks import Prefix
+from gradprobe_hf.calibration import Batches
+from gradprobe_hf.config import GradientThreshold, GradProbeConfig, Scope
+from gradprobe_hf.decision import (
+    candidate_score,
+    evidence_needed,
+    keys_of,
+    no_evidence,
+    path_score,
+    threshold_mask,
+)
+from gradprobe_hf.loss import LossFunction
+from gradprobe_hf.masks import Masks
+from gradprobe_hf.probe import Keeping, Statistics, Tally, observe_inputs, run_probe
+from gradprobe_hf.processes import Processes
+from gradprobe_hf.resume import Journal, Progress
+from gradprobe_hf.selection import Bounds, Keys, key_range, select_masks
+from gradprobe_hf.sharding import is_sharded
+from gradprobe_hf.stopwatch import Stopwatch
+from gradprobe_hf.targets import Target
+from gradprobe_hf.thresholds import thresholds
+from gradprobe_hf.weights import row_chunks
+
+
+@dataclass(frozen=True)
+class FirstProbe:
+    """Probe 0 of the model as it is: what every joint configuration of one comparison begins with.
+
+    Attributes:
+        loss: mean calibration loss, in nats.
+        seconds: that it took.
+    """
+
+    statistics: Statistics
+    loss: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the trials of one run share: what `reach_verdict` is given.
+
+    Attributes:
+        first: made before, with at least the terms that `config` needs; trials read it, and add to a copy.
+    """
+
+    model: PreTrainedModel
+    targets: tuple[Target, ...]
+    config: GradProbeConfig
+    batches: Batches | None
+    loss_fn: LossFunction | None = None
+    checkpointing: bool = False
+    keeping: Keeping = field(default_factory=Keeping)
+    processes: Processes = field(default_factory=Processes)
+    journal: Journal | None = None
+    folder: str | Path | None = None
+    stopwatch: Stopwatch = field(default_factory=Stopwatch)
+    progress: bool = True
+    first: FirstProbe | None = None
+
+
+@dataclass
+class Findings:
+    """What is known besides the masks; every trial of a run adds to it.
+
+    Attributes:
+        score_ranges: lowest and highest score of each matrix, of the scores that ordered it last.
+        without_evidence: candidates of each matrix given back because no probe saw a gradient (threshold decision).
+        probe_losses: mean calibration loss of each probe, in nats.
+        curve: sparsity and metric of each trial of an iterated schedule.
+        passes: forward and backward passes over the calibration data, in whole ones; what checkpointing computes again
+            does not count.
+        reached: matrices that a probe has seen a gradient of (or an input).
+        accumulator_bytes: size of the statistics `[out, in]` of the trial that had the most.
+    """
+
+    score_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    without_evidence: dict[str, int] = field(default_factory=dict)
+    probe_losses: dict[str, float] = field(default_factory=dict)
+    curve: list[dict[str, Any]] = field(default_factory=list)
+    passes: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
+    reached: set[str] = field(default_factory=set)
+    accumulator_bytes: int = 0
+
+    def copy(self) -> Findings:
+        found = Findings()
+        found.take(copy.deepcopy(self.to_notes()))
+        return found
+
+    def count(self, kind: str, passes: float) -> None:
+        self.passes[kind] += passes
+
+    def to_notes(self) -> dict[str, Any]:
+        """JSON values from which `take` makes the same again."""
+        return {**asdict(self), "reached": sorted(self.reached)}
+
+    def take(self, notes: Mapping[str, Any]) -> None:
+        for name, value in notes.items():
+            setattr(self, name, value)
+        self.reached = set(self.reached)
+        self.score_ranges = {name: (low, high) for name, (low, high) in self.score_ranges.items()}
+
+
+class Trial:
+    """One pair of probes.
+
+    Args:
+        targets: what is decided: all targets of the setting, or those of a step.
+        findings: added to.
+        number: of the trial in its run: its probes are numbers `2 number` and `2 number + 1`.
+        served: what is pruned already, masks of these targets or of others.
+        candidates: proposed before, for these targets or for more; by default this trial proposes them.
+        prefix: where a pass starts, if not at the beginning.
+        depth: the share of the model that a backward pass goes through.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        targets: Sequence[Target],
+        findings: Findings,
+        number: int = 0,
+        served: Masks | None = None,
+        candidates: Masks | None = None,
+        prefix: Prefix | None = None,
+        depth: float = 1.0,
+    ) -> None:
+        self.setting, self.targets, self.findings, self.number = setting, tuple(targets), findings, number
+        self.served, self.prefix, self.depth = served or Masks(), prefix, depth
+        self._proposed = candidates
+        self._bytes = 0
+        needed = evidence_needed(setting.config)
+        as_it_is = number == 0 and not self.served and needed.passes == "probe"
+        self._lent = setting.first if as_it_is else None
+        self.first = (
+            self._lent.statistics if self._lent else self._new_statistics(needed.terms) if needed.terms else None
+        )
+        self.after: Statistics | None = None
+        self.candidates: Masks | None = None  # only as long as a second probe, or the threshold rule, needs them
+
+    def run(self, sparsity: float, begun: int | None = None) -> Masks:
+        """Probe, propose, probe again, decide.
+
+        Args:
+            sparsity: the budget, as a fraction of these targets.
+            begun: the number of the probe that an earlier run was killed in, or after: it goes on from there.
+        """
+        config = self.setting.config
+        if begun != 2 * self.number + 1:
+            self.probe_as_served(resumed=begun == 2 * self.number)
+            candidates = self._proposed or self.propose(sparsity)
+            if config.decision == "none":
+                return candidates
+            self.candidates = candidates
+            del candidates
+        self.probe_shrunk(resumed=begun == 2 * self.number + 1)
+        if config.decision == "threshold":
+            assert self.candidates is not None, "proposed, or recalled"
+            return self.masks_within(config.gradient_threshold)
+        return self.masks_at(sparsity)
+
+    def probe_as_served(self, resumed: bool = False) -> None:
+        """Probe 0, or the forward pass that is all a strategy needs."""
+        if self.first is None:
+            return
+        setting = self.setting
+        if self._lent is not None:
+            self._count_probe("probe 0", self._lent.loss)
+        elif evidence_needed(setting.config).passes == "probe":
+            progress = Progress(2 * self.number, Tally(), {"first": self.first}, self._proposed, self.served)
+            self._probe("original weights", self.first, progress, resumed)
+        else:
+            assert setting.batches is not None, "the caller read them for this"
+            with setting.stopwatch("inputs"):
+                observe_inputs(
+                    setting.model, self.targets, setting.batches, self.first, setting.progress, setting.processes
+                )
+                self.first.reduce(setting.processes)
+            self.findings.count("forward", 1)
+        unreached = set(self.first.unreached)
+        self.findings.reached |= {target.name for target in self.targets if target.name not in unreached}
+
+    def propose(self, sparsity: float) -> Masks:
+        """The strategy's candidates at a budget."""
+        config = self.setting.config
+        score = partial(candidate_score, statistics=self.first, config=config)
+        with self.setting.stopwatch("candidates"):
+            # Bounds are for what is pruned in the end; so are candidates, where nothing decides after them.
+            bounds = config.bounds if config.decision == "none" else None
+            return self._select(keys_of(self.setting.model, score), config.candidate_scope, sparsity, bounds)
+
+    def probe_shrunk(self, resumed: bool = False) -> None:
+        """Probe 1: adds to the sums of the first (path), or keeps its own (threshold)."""
+        config = self.setting.config
+        assert self.first is not None, "probes have statistics"
+        if self._lent is not None and config.decision == "path":
+            self.first = self._new_statistics(evidence_needed(config).terms)
+            self.first.copy_(self._lent.statistics)
+        roles = {"first": self.first}
+        if config.decision == "threshold":
+            self.after = roles["after"] = self._new_statistics(frozenset({"peak"}))
+        else:
+            self.first.probe = 1
+            if not resumed:
+                self.first.yield_to_main(self.setting.processes)
+        progress = Progress(2 * self.number + 1, Tally(), roles, self.candidates, self.served)
+        self.candidates = None  # they live in `progress` alone, so that they are gone before the final masks are made
+        self._probe("candidates shrunk", self.after or self.first, progress, resumed)
+        if config.decision == "threshold":
+            self.candidates = progress.candidates
+
+    def masks_at(self, sparsity: float) -> Masks:
+        """The path decision at a budget; the same statistics serve any number of budgets."""
+        assert self.first is not None, "probes have statistics"
+        config = self.setting.config
+        score = partial(path_score, statistics=self.first, fisher=config.fisher)
+        with self.setting.stopwatch("selection"):
+            return self._select(keys_of(self.setting.model, score), config.decision_scope, sparsity, config.bounds)
+
+    def masks_within(self, gradient_threshold: GradientThreshold) -> Masks:
+        """The threshold decision; the same statistics serve any number of thresholds."""
+        masks = Masks()
+        with self.setting.stopwatch("selection"):
+            for target, threshold in zip(self.targets, thresholds(self.targets, gradient_threshold), strict=True):
+                masks.add(target.name, list(self._within(target, threshold)))
+        return masks
+
+    def _within(self, target: Target, threshold: float) -> Iterator[Tensor]:
+        """The rows of a matrix's mask; what is given back for want of evidence is counted."""
+        assert self.first is not None, "probes have statistics"
+        assert self.after is not None, "the second probe kept its own"
+        assert self.candidates is not None, "they are what the rule is about"
+        model = self.setting.model
+        matrix, first = target.matrix(model), target.region(model).rows.start
+        blind = 0
+        for rows in row_chunks(matrix.shape) if matrix.numel() else [slice(0, matrix.shape[0])]:
+            chosen, weight = self.candidates.rows(target.name, rows), matrix[rows]
+            held = slice(first + rows.start, first + rows.stop)
+            peaks = self.first[target.name].read("peak", held), self.after[target.name].read("peak", held)
+            blind += int((chosen & no_evidence(*peaks) & (weight != 0)).sum())
+            yield threshold_mask(chosen, *peaks, threshold, weight)
+        self.findings.without_evidence[target.name] = blind
+
+    def _new_statistics(self, terms: frozenset) -> Statistics:
+        keeping = self.setting.keeping
+        if keeping.folder is not None:
+            folder = Path(tempfile.mkdtemp(dir=keeping.folder))
+            weakref.finalize(self, shutil.rmtree, folder, True)  # a run may have many trials
+            keeping = replace(keeping, folder=folder)
+        statistics = Statistics(self.targets, terms, self.setting.model, keeping)
+        self._bytes += statistics.nbytes
+        self.findings.accumulator_bytes = max(self.findings.accumulator_bytes, self._bytes)
+        return statistics
+
+    def _probe(self, state: str, statistics: Statistics, progress: Progress, resumed: bool) -> None:
+        """One probe, from where it was left, and its sums over all processes."""
+        setting, journal = self.setting, self.setting.journal
+        assert setting.batches is not None, "the caller read them for this"
+        with setting.stopwatch(progress.stage):
+            if journal and resumed:
+                journal.recall(progress)
+                self.served = progress.served
+                self.findings.take(progress.notes)
+            elif journal:
+                progress.notes.update(self.findings.to_notes())
+                journal.enter(progress)
+            own = {target.name for target in self.targets}
+            others = [target for target in setting.targets if target.name in self.served and target.name not in own]
+            loss = run_probe(
+                setting.model,
+                self.targets,
+                setting.batches,
+                statistics,
+                shrunk=self.served if progress.number % 2 == 0 else progress.candidates,
+                factor=0.0 if progress.number % 2 == 0 else setting.config.reduction_factor,
+                pruned=(others, self.served),
+                prefix=self.prefix,
+                loss_fn=setting.loss_fn,
+                checkpointing=setting.checkpointing,
+                processes=setting.processes,
+                tally=progress.tally,
+                after_batch=partial(_saved, journal, progress) if journal else None,
+                label=f"{progress.stage} ({state})",
+                progress=setting.progress and setting.processes.is_main,
+            )
+            if journal:
+                journal.record(progress)
+            statistics.reduce(setting.processes)
+        self._count_probe(progress.stage, loss.mean)
+
+    def _count_probe(self, stage: str, loss: float) -> None:
+        self.findings.probe_losses[stage] = loss
+        skipped = self.prefix.share if self.prefix else 0.0
+        self.findings.count("forward", 1 - skipped)
+        self.findings.count("backward", self.depth)
+
+    def _select(self, keys: Keys, scope: Scope, sparsity: float, bounds: Bounds | None) -> Masks:
+        ranges: dict[str, tuple[float, float]] = {}
+
+        def recorded(target: Target) -> Iterator[Tensor]:
+            ends = []
+            for part in keys(target):
+                if target.name not in ranges and part.numel():
+                    ends.append(key_range(part))
+                yield part
+            if ends:
+                ranges[target.name] = (min(low for low, _ in ends), max(high for _, high in ends))
+
+        setting = self.setting
+        masks = select_masks(
+            self.targets,
+            recorded,
+            sparsity,
+            scope,
+            setting.config.group,
+            bounds,
+            processes=setting.processes,
+            sharded=is_sharded(setting.model),
+        )
+        self.findings.score_ranges |= ranges
+        return masks
+
+
+def _saved(journal: Journal, progress: Progress) -> None:
+    if len(progress.tally) % journal.save_every == 0:
+        journal.record(progress)
+
+
+def merged(masks: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> Masks:
+    """Both sets of masks; those of `more` win."""
+    found = Masks()
+    for part in (masks, more):
+        for name in part:
+            assert isinstance(part, Masks), "packed"
+            found.add_packed(name, part.packed(name), part.columns(name))
+    return found

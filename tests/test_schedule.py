@@ -1,0 +1,362 @@
+"""Schedules and orders against the same done naively: whole passes on models whose weights really are zero."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+import gradprobe_hf.trial as trial_module
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.schedule import allowed, expected_passes
+from gradprobe_hf.sequential import steps
+from gradprobe_hf.targets import find_targets
+from gradprobe_hf.thresholds import thresholds
+from tests import cases
+from tests.reference import naive
+
+
+def lowest(scores, count):
+    """One mask for each matrix: the `count` lowest scores of all of them, ties in index order."""
+    flat = torch.cat([score.flatten().float() for score in scores.values()])
+    mask = torch.zeros(len(flat), dtype=torch.bool)
+    mask[flat.argsort(stable=True)[:count]] = True
+    parts = mask.split([score.numel() for score in scores.values()])
+    return {name: part.view(scores[name].shape) for name, part in zip(scores, parts, strict=True)}
+
+
+def fisher(found, name):
+    return found[name]["sequence"] * found[name]["factored"]
+
+
+def path_masks(model, original, rows, names, candidates, sparsity, served=None):
+    """Two probes of `names` on a model that is pruned in part, one with the candidates at a tenth."""
+    before, _ = naive.statistics(model, rows, names, served, 0.0)
+    shrinking = {name: candidates[name] for name in names}
+    after, _ = naive.statistics(model, rows, names, shrinking, 0.1)
+    scores = {
+        name: weight_of(original, name).square()
+        * (
+            (before[name]["sequence"] + after[name]["sequence"]) * (before[name]["factored"] + after[name]["factored"])
+        ).sqrt()
+        for name in names
+    }
+    return lowest(scores, round(sparsity * sum(score.numel() for score in scores.values())))
+
+
+def weight_of(model, name):
+    target = next(target for target in find_targets(model) if target.name == name)
+    return target.matrix(model).detach().double()
+
+
+def first_candidates(model, rows, names, sparsity, served=None):
+    found, _ = naive.statistics(model, rows, names, served, 0.0)
+    scores = {
+        name: weight_of(model, name).square() * (found[name]["sequence"] * found[name]["factored"]).sqrt()
+        for name in names
+    }
+    return lowest(scores, round(sparsity * sum(score.numel() for score in scores.values())))
+
+
+def pruned(model, name, **options):
+    return prune_pretrained(
+        model,
+        GradProbeConfig(**options),
+        calibration=cases.batches(name, rows=4, batch_size=2),
+        evaluation=False,
+        apply=False,
+        progress=False,
+    )
+
+
+def rows_of(name):
+    return [
+        {key: value[row : row + 1] for key, value in batch.items()}
+        for batch in cases.batches(name, rows=4, batch_size=2)
+        for row in range(2)
+    ]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+@pytest.mark.parametrize("block_order", ["forward", "reverse", "size"])
+def test_a_sequential_order_equals_whole_passes(name, block_order):
+    model = cases.build(name).double().eval()
+    rows = rows_of(name)
+    names = [target.name for target in find_targets(model)]
+    blocks = list(dict.fromkeys(target.block for target in find_targets(model)))
+    candidates = first_candidates(model, rows, names, 0.5)
+    decided = {}
+    for block in blocks[::-1] if block_order == "reverse" else blocks:  # all are of one size here
+        inside = [target.name for target in find_targets(model) if target.block == block]
+        so_far = naive.shrunk_copy(model, decided, 0.0)
+        decided |= path_masks(so_far, model, rows, inside, candidates, 0.5)
+    result = pruned(model, name, sparsity=0.5, order="sequential", block_order=block_order)
+    assert list(result.masks) == names
+    for key in names:
+        assert torch.equal(result.masks[key], decided[key]), key
+
+
+def test_two_blocks_in_a_step_are_decided_together():
+    model = cases.build("llama").double().eval()
+    rows, names = rows_of("llama"), [target.name for target in find_targets(model)]
+    candidates = first_candidates(model, rows, names, 0.5)
+    first = [name for name in names if "layers.2." not in name]
+    decided = path_masks(model, model, rows, first, candidates, 0.5)
+    last = [name for name in names if name not in first]
+    decided |= path_masks(naive.shrunk_copy(model, decided, 0.0), model, rows, last, candidates, 0.5)
+    result = pruned(model, "llama", sparsity=0.5, order="sequential", blocks_per_step=2)
+    assert all(torch.equal(result.masks[key], decided[key]) for key in names)
+
+
+@pytest.mark.parametrize("name", ["t5", "mixtral", "bert", "vit", "llama"])
+@pytest.mark.parametrize(
+    "options", [{"strategy": "wanda"}, {"decision": "threshold", "gradient_threshold": 0.5}], ids=["path", "threshold"]
+)
+def test_every_family_can_be_decided_in_order(name, options):
+    model = cases.build(name)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    result = pruned(model, name, sparsity=0.5, order="sequential", **options)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    if "decision" not in options:
+        for block in {row.block for row in result.report.matrices}:
+            inside = [row for row in result.report.matrices if row.block == block]
+            assert sum(row.pruned for row in inside) == round(0.5 * sum(row.weights for row in inside))
+
+
+def test_a_sweep_in_forward_order_costs_half_of_whole_passes():
+    """Counted: how often a block runs forward, and how often gradients come back through it."""
+    model = cases.build("llama")
+    ran = {"forward": 0, "backward": 0}
+
+    def count(kind, *args):
+        ran[kind] += 1
+
+    for module in model.modules():
+        if type(module).__name__ == "LlamaMLP":
+            module.register_forward_hook(partial(count, "forward"))
+            module.register_full_backward_hook(partial(count, "backward"))
+    blocks, batches = 3, 2
+    result = pruned(model, "llama", sparsity=0.5, order="sequential", strategy="magnitude")
+    probes = 2 * (3 + 2 + 1)  # two for each step, from its block to the last
+    assert ran["backward"] == batches * probes
+    # and a block is run once more to hand on what it makes of the text, and once to see the order of the blocks
+    assert ran["forward"] == batches * (probes + blocks) + blocks
+    passes = result.report.passes
+    assert passes["backward"] == pytest.approx(probes / blocks)
+    assert passes["forward"] == pytest.approx(probes / blocks + 1)
+    assert probes / blocks < 0.7 * 2 * blocks
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"decision": "none"},
+        {"decision": "none", "strategy": "magnitude"},
+        {"decision": "none", "strategy": "wanda", "reconstruction": "obs"},
+        {"strategy": "sparsegpt"},
+        {"rounds": (0.2, 0.5)},
+        {"order": "sequential"},
+        {"order": "sequential", "blocks_per_step": 2, "reconstruction": "obs"},
+        {"order": "sequential", "block_order": "reverse", "strategy": "wanda"},
+    ],
+    ids=str,
+)
+def test_the_passes_that_are_expected_are_made(options):
+    report = pruned(cases.build("llama"), "llama", **options).report
+    forward, backward = expected_passes(GradProbeConfig(**options), blocks=3)
+    assert report.passes == pytest.approx({"forward": forward, "backward": backward})
+
+
+def test_steps():
+    targets = find_targets(cases.build("llama"))
+    order = ["model.layers.0", "model.layers.1", "model.layers.2"]
+    assert steps(order, targets, "forward", 2) == [order[:2], order[2:]]
+    assert steps(order, targets, "reverse", 2) == [order[1:], order[:1]]
+    fewer = [target for target in targets if not (target.block == order[0] and "mlp" in target.name)]
+    assert steps(order, fewer, "size", 1) == [[order[1]], [order[2]], [order[0]]]
+
+
+def test_rounds_equal_trials_on_a_model_that_is_really_pruned():
+    model = cases.build("llama").double().eval()
+    rows, names = rows_of("llama"), [target.name for target in find_targets(model)]
+    masks = None
+    for sparsity in (0.3, 0.47, 0.5):
+        candidates = first_candidates(model, rows, names, sparsity, masks)
+        masks = path_masks(model, model, rows, names, candidates, sparsity, masks)
+    result = pruned(model, "llama", rounds=(0.3, 0.47, 0.5))
+    assert result.config.sparsity == 0.5
+    for key in names:
+        assert torch.equal(result.masks[key], masks[key]), key
+    early = pruned(model, "llama", rounds=(0.3, 0.47))
+    revived = sum(int((mask & ~result.masks[key]).sum()) for key, mask in early.masks.items())
+    assert revived > 0, "a later round may give a weight back"
+
+
+def text(seed=0):
+    return cases.batches("llama", rows=4, batch_size=2, seed=seed)
+
+
+def iterated(model, **options):
+    arguments = {name: options.pop(name) for name in ("metric_fn",) if name in options}
+    return prune_pretrained(
+        model,
+        GradProbeConfig(**options),
+        calibration=text(),
+        evaluation=text(3),
+        apply=False,
+        progress=False,
+        **arguments,
+    )
+
+
+def test_iterating_keeps_its_promise_and_goes_as_far_as_it_can(monkeypatch):
+    calls = []
+    real = trial_module.run_probe
+    monkeypatch.setattr(trial_module, "run_probe", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
+    model = cases.build("llama")
+    wanted = iterated(model, sparsity=0.0).report.evaluation["dense"]["perplexity"]
+    calls.clear()
+    result = iterated(model, sparsity=0.9, max_metric_drop="0.2%", sparsity_step=0.3)
+    curve = result.report.curve
+    assert result.report.evaluation["pruned"]["perplexity"] <= 1.002 * wanted
+    kept = max((point for point in curve if point["within"]), key=lambda point: point["sparsity"])
+    broken = min((point for point in curve if not point["within"]), key=lambda point: point["sparsity"])
+    assert result.report.sparsity == pytest.approx(kept["sparsity"], abs=1e-3)
+    assert broken["metric"] > 1.002 * wanted
+    assert 0 < broken["sparsity"] - kept["sparsity"] <= 0.005
+    assert [point["sparsity"] for point in curve if point["probed"]] == [0.3, 0.6, 0.9][: len(calls) // 2]
+    assert len(calls) < 2 * len(curve), "bisection makes no probe"
+
+
+def test_a_metric_of_ones_own_is_to_stay_high():
+    """A made-up accuracy that falls with every zero: the promise is kept to the resolution of the bisection."""
+    model = cases.build("llama")
+    targets = find_targets(model)
+
+    def accuracy(model):
+        """Of the outputs, to see the weights as they are served."""
+        zeros = sum(int((target_seen(model, target) == 0).sum()) for target in targets)
+        return 1 - zeros / sum(target.numel for target in targets)
+
+    result = iterated(model, sparsity=0.8, max_metric_drop=0.4, metric_fn=accuracy)
+    assert 0.395 <= result.report.sparsity <= 0.4
+
+
+def target_seen(model, target):
+    """The matrix as its module serves it: what it makes of the unit vectors."""
+    module = model.get_submodule(target.sites[0].module)
+    return module(torch.eye(target.shape[1]).unsqueeze(0))[0].t()
+
+
+def test_a_drop_that_allows_everything_ends_at_the_sparsity_asked_for():
+    result = iterated(cases.build("llama"), sparsity=0.35, max_metric_drop=1e9)
+    assert result.report.sparsity == pytest.approx(0.35, abs=1e-3)
+    assert [point["sparsity"] for point in result.report.curve] == [0.1, 0.2, 0.3, 0.35]
+
+
+def test_allowed():
+    assert allowed(10.0, 0.5) == 10.5
+    assert allowed(10.0, "5%") == 10.5
+    assert allowed(-0.8, "10%") == pytest.approx(-0.72), "an accuracy of 0.8, of which more is better"
+
+
+def test_something_has_to_be_measured():
+    with pytest.raises(ValueError, match="max_metric_drop needs something to measure"):
+        pruned(cases.build("llama"), "llama", max_metric_drop=0.1)
+
+
+@pytest.mark.parametrize("scope", ["global", "block"])
+def test_bounds_hold_in_every_matrix_and_the_budget_is_exact(scope):
+    model = cases.build("llama")
+    free = pruned(model, "llama", sparsity=0.6, scope=scope)
+    shares = [row.pruned / row.weights for row in free.report.matrices]
+    low, high = 0.52, 0.66
+    assert min(shares) < low
+    assert max(shares) > high, "there is something to hold back"
+    result = pruned(model, "llama", sparsity=0.6, scope=scope, min_matrix_sparsity=low, max_matrix_sparsity=high)
+    for row in result.report.matrices:
+        assert low <= row.pruned / row.weights <= high
+    assert sum(row.pruned for row in result.report.matrices) == sum(row.pruned for row in free.report.matrices)
+    loose = pruned(model, "llama", sparsity=0.6, scope=scope, min_matrix_sparsity=0, max_matrix_sparsity=1)
+    assert all(torch.equal(mask, free.masks[name]) for name, mask in loose.masks.items())
+
+
+def test_inside_its_bounds_a_matrix_loses_its_lowest_scores():
+    model = cases.build("llama")
+    free = pruned(model, "llama", sparsity=0.6, decision="none")
+    result = pruned(model, "llama", sparsity=0.6, decision="none", max_matrix_sparsity=0.62)
+    for name, mask in result.masks.items():
+        one, other = (mask, free.masks[name]) if mask.sum() <= free.masks[name].sum() else (free.masks[name], mask)
+        assert bool((other | ~one).all()), "the smaller set of a matrix's lowest is inside the larger"
+
+
+def test_a_threshold_for_each_pattern():
+    targets = find_targets(cases.build("llama"))
+    found = dict(zip((t.name for t in targets), thresholds(targets, {"*mlp*": 2, "*": 0.5}), strict=True))
+    assert {found[name] for name in found if "mlp" in name} == {2.0}
+    assert {found[name] for name in found if "mlp" not in name} == {0.5}
+
+
+def test_an_adaptive_threshold_grows_with_the_matrix():
+    targets = find_targets(cases.build("llama"))
+    found = thresholds(targets, "adaptive")
+    mean = sum(target.numel for target in targets) / len(targets)
+    assert found == pytest.approx([(target.numel / mean) ** 0.5 for target in targets])
+    zeros = {
+        str(value): pruned(cases.build("llama"), "llama", decision="threshold", gradient_threshold=value).report.zeros
+        for value in (0.3, {"*": 0.3}, "adaptive")
+    }
+    assert zeros["0.3"] == zeros["{'*': 0.3}"] != zeros["adaptive"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"mlp": 0.1}, r"no pattern for model.layers.0.self_attn.q_proj.weight"),
+        ({"*": 0.1, "mlp": 0.2}, "'mlp' decides about none"),
+    ],
+)
+def test_thresholds_that_do_not_fit_the_model_are_refused_before_any_work(value, message):
+    with pytest.raises(ValueError, match=message):
+        prune_pretrained(
+            cases.build("llama"),
+            GradProbeConfig(decision="threshold", gradient_threshold=value),
+            calibration=cases.batches("llama"),
+            loss_fn=lambda *batch: pytest.fail(f"no pass should be made of {batch}"),
+            evaluation=False,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"order": "random"}, "order must be"),
+        ({"order": "sequential", "decision": "none"}, "probes nothing"),
+        ({"order": "sequential", "rounds": (0.2, 0.5)}, "decides about every block once"),
+        ({"blocks_per_step": 0}, "blocks_per_step must be a whole number >= 1, got 0"),
+        ({"rounds": (0.5, 0.2)}, "must rise"),
+        ({"rounds": 0.5}, "must be a list of sparsities"),
+        ({"rounds": (0.2, 0.5), "sparsity": 0.6}, r"not the last of rounds"),
+        ({"rounds": (0.2, 1.0)}, r"fractions in \(0, 1\), got 1.0"),
+        ({"rounds": (0.2, 0.5), "decision": "threshold"}, "needs decision='path'"),
+        ({"pattern": "2:4", "max_metric_drop": 0.1}, "one sparsity only"),
+        ({"max_metric_drop": "five"}, "a share like '5%', got 'five'"),
+        ({"max_metric_drop": -1}, "got -1"),
+        ({"max_metric_drop": 1, "rounds": (0.1, 0.5)}, "leave rounds unset"),
+        ({"max_metric_drop": 1, "sparsity_step": 0}, "sparsity_step must be"),
+        ({"max_matrix_sparsity": 0.4}, r"got 0 and 0.4"),
+        ({"min_matrix_sparsity": 0.7}, r"got 0.7 and 1"),
+        ({"max_matrix_sparsity": 0.9, "scope": "row"}, "prunes every matrix alike"),
+        ({"max_matrix_sparsity": 0.9, "pattern": "2:4"}, "prunes every matrix alike"),
+        ({"max_matrix_sparsity": 0.9, "decision": "threshold", "scope": "global"}, "would not hold"),
+        ({"gradient_threshold": "auto"}, "or 'adaptive', got 'auto'"),
+        ({"gradient_threshold": {"mlp": -1}}, r"gradient_threshold\['mlp'\] must be"),
+        ({"gradient_threshold": {}}, "got {}"),
+    ],
+)
+def test_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        GradProbeConfig(**options)
