@@ -1,151 +1,300 @@
-"""Perplexity of a model pruned in several ways to the same exact sparsity.
+"""Perplexity of a model pruned in many ways to the same exact sparsity.
 
-Every row is one `prune_pretrained` on the same loaded model, whose weights stay as they are; its masks are then scored
-by the package's perplexity on one fixed set of windows. Rows already in the result file are not run again; pass --fresh
-when the method has changed.
+A row is a method, a column a sparsity or a pattern. All cells are made on one loaded model, whose weights stay as they
+are: a cell is measured through what the model is served. The first probe is the same for every sparsity, so it is made
+once a run and its seconds count in every row that begins with it. Cells already in the result file are not made again;
+pass --fresh when the method has changed.
 
 `--accumulators` is a table of its own: what keeping the statistics in fewer bytes does to the result.
 
-usage: python benchmarks/quality.py --model DIR [--calibration SPEC] [--evaluation SPEC] [--sparsity 0.5 0.6]
+usage: python benchmarks/quality.py --model DIR [--calibration SPEC] [--evaluation SPEC ...] [--columns 0.5 2:4]
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
+import math
+import statistics
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
+from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.accounting import versions
 from gradprobe_hf.calibration import Batches, load_batches
-from gradprobe_hf.evaluation import measure
-from gradprobe_hf.probe import serving
+from gradprobe_hf.comparison import Comparison, terms_of
+from gradprobe_hf.evaluation import Measurement
+from gradprobe_hf.masks import Masks
+from gradprobe_hf.targets import find_targets
+from gradprobe_hf.trial import Setting
 
 RESULTS = Path(__file__).parent / "results"
+CLEAR_REFS = Path("/proc/self/clear_refs")
+OBS = {"reconstruction": "obs"}
 
 # Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
 # Magnitude is compared within rows too, where it does better than over a matrix or the whole model.
+METHODS: dict[str, dict[str, Any]] = {
+    "wanda": {"strategy": "wanda", "decision": "none"},
+    "sparsegpt": {"strategy": "sparsegpt"},
+    "two probes": {},
+    "two probes + obs": OBS,
+    "wanda + obs": {"strategy": "wanda", "decision": "none", **OBS},
+    "one probe": {"decision": "none"},
+    "one probe + obs": {"decision": "none", **OBS},
+    "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "row"},
+    "magnitude + obs": {"strategy": "magnitude", "decision": "none", "scope": "row", **OBS},
+    "random": {"strategy": "random", "decision": "none"},
+    "threshold rule": {"strategy": "wanda", "decision": "threshold", "gradient_threshold": 1.0},
+    "rounds": {"rounds": (0.4, 0.7, 1.0)},
+    "rounds + obs": {"rounds": (0.4, 0.7, 1.0), **OBS},
+    "sequential": {"order": "sequential"},
+    "sequential + obs": {"order": "sequential", **OBS},
+}
+IMPORTANT = ("wanda", "sparsegpt", "two probes", "two probes + obs", "one probe")
+AS_SPARSE = ", as sparse as the threshold rule"  # at the sparsity that the rule came to
 ACCUMULATORS: dict[str, dict[str, Any]] = {
     "path, float32": {},
     "path, int8": {"accumulator_dtype": "int8"},
 }
-METHODS: dict[str, dict[str, Any]] = {
-    "wanda": {"strategy": "wanda", "decision": "none"},
-    "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "row"},
-    "one probe": {"strategy": "fisher", "decision": "none"},
-    "two probes (path)": {},
-}
+COLUMNS = ("0.5", "0.6", "2:4", "0.7", "4:8")
+ALL_METHODS = ("0.5", "0.6", "2:4")  # the columns that have them
 
 
 @dataclass(frozen=True)
-class Row:
-    """One cell of the table: what a method made of the model at one sparsity."""
+class Cell:
+    """What a method made of the model in one column.
+
+    Attributes:
+        column: a sparsity, or n:m.
+        perplexity: by text.
+        seconds: that it takes alone, without the evaluation.
+        peak_bytes: of resident memory meanwhile, with the shared first probe; None where the system does not tell.
+        passes: forward and backward, over the calibration text.
+    """
 
     method: str
     seed: int
-    sparsity: float
+    column: str
     zeros: int
     weights: int
-    perplexity: float
+    perplexity: dict[str, float]
     seconds: float
+    peak_bytes: int | None
+    passes: dict[str, float]
+
+    @property
+    def key(self) -> tuple[str, int, str]:
+        return self.method, self.seed, self.column
 
 
-def prune(model: PreTrainedModel, tokenizer: Any, options: dict[str, Any], ask: argparse.Namespace) -> PruneResult:
-    config = GradProbeConfig(
-        **options, num_samples=ask.num_samples, sequence_length=ask.sequence_length, batch_size=ask.batch_size
+def configuration(
+    options: dict[str, Any], column: str, ask: argparse.Namespace, seed: int, zeros: float
+) -> GradProbeConfig | None:
+    """The configuration of a cell; None where there is no such thing.
+
+    Args:
+        options: of the method.
+        zeros: the share of zeros that the other cells of an unstructured column have.
+    """
+    options = dict(options)
+    if ":" in column:
+        options.pop("scope", None)
+        if "rounds" in options or options.get("decision") == "threshold":
+            return None  # a pattern has one sparsity only
+        options["pattern"] = column
+    elif "rounds" in options:
+        options["rounds"] = tuple(part * zeros for part in options["rounds"])
+    else:
+        options["sparsity"] = zeros
+    if options.get("order") == "sequential":
+        options["blocks_per_step"] = ask.blocks_per_step
+    return GradProbeConfig(
+        **options,
+        num_samples=ask.num_samples,
+        sequence_length=ask.sequence_length,
+        batch_size=ask.batch_size,
+        seed=seed,
     )
-    return prune_pretrained(
-        model, config, calibration=ask.calibration, evaluation=False, processing_class=tokenizer, apply=False
-    )
 
 
-def measured_row(model: PreTrainedModel, method: str, sparsity: float, result: PruneResult, held_out: Batches) -> Row:
-    with serving(model, result.targets, result.masks):
-        found = measure(model, held_out, label=method)
-    report = result.report
-    assert found.perplexity is not None, "a causal language model has a perplexity"
-    seconds = sum(report.timings.values())
-    return Row(method, result.config.seed, sparsity, report.zeros, report.weights, found.perplexity, round(seconds, 1))
+class Bench:
+    """The cells of one model, and the file they are kept in."""
 
+    def __init__(self, ask: argparse.Namespace) -> None:
+        self.ask = ask
+        self.methods = ACCUMULATORS if ask.accumulators else METHODS
+        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(ask.model, dtype=ask.dtype).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(ask.model)
+        self.targets = find_targets(self.model)
+        self.texts = {Path(spec).stem: self._batches(spec, "evaluation", 0) for spec in ask.evaluation}
+        settings = {
+            "model": Path(ask.model).name,
+            "dtype": ask.dtype,
+            "calibration": f"{ask.num_samples} x {ask.sequence_length} of {Path(ask.calibration).name}",
+            "evaluation": {
+                name: {"text": f"{text.samples} x {ask.sequence_length}", "fingerprint": text.fingerprint}
+                for name, text in self.texts.items()
+            },
+        }
+        saved = json.loads(ask.output.read_text()) if ask.output.exists() and not ask.fresh else {}
+        if saved.get("settings") != settings:
+            saved = {"settings": settings, "dense": {}, "rows": []}
+        self.settings, self.dense = settings, saved["dense"]
+        self.cells = {cell.key: cell for cell in (Cell(**row) for row in saved["rows"])}
 
-def show(settings: dict[str, Any], dense: float, rows: list[Row], names: list[str]) -> None:
-    table = Table("method", "sparsity", "seed", "zeros", "perplexity", "/ first", "seconds", title=f"dense {dense:.4f}")
-    first: dict[tuple[float, int], float] = {}
-    for row in sorted(rows, key=lambda row: (row.sparsity, row.seed, names.index(row.method))):
-        ratio = row.perplexity / first.setdefault((row.sparsity, row.seed), row.perplexity)
-        table.add_row(
-            row.method,
-            f"{row.sparsity:.0%}",
-            str(row.seed),
-            f"{row.zeros:,}",
-            f"{row.perplexity:,.2f}",
-            f"{ratio:.3f}",
-            f"{row.seconds:.0f}",
+    def run(self) -> None:
+        for seed in self.ask.seed:
+            todo = list(self._todo(seed))
+            if todo:
+                self._make(seed, todo)
+
+    def _todo(self, seed: int) -> Iterator[tuple[str, str]]:
+        for column in self.ask.columns:
+            for method in self.ask.methods or self.methods:
+                wanted = self.ask.full or self.ask.accumulators or column in ALL_METHODS or method in IMPORTANT
+                if wanted and (method, seed, column) not in self.cells:
+                    yield method, column
+
+    def _make(self, seed: int, todo: list[tuple[str, str]]) -> None:
+        common = GradProbeConfig(num_samples=self.ask.num_samples, sequence_length=self.ask.sequence_length, seed=seed)
+        batches = self._batches(self.ask.calibration, "calibration", seed)
+        planned = {f"{method} {column}": self._config(method, column, seed) for method, column in todo}
+        terms = terms_of({name: config for name, config in planned.items() if config})
+        comparison = Comparison(
+            Setting(self.model, self.targets, common, batches),
+            next(iter(self.texts.values())),
+            frozenset() if self.ask.accumulators else terms,
         )
-    Console(soft_wrap=True).print(table, json.dumps(settings))
+        if not self.dense:
+            found = self._measured(comparison, Masks(), {}, "dense")
+            self.dense = {name: one.perplexity for name, one in found.items()}
+        for method, column in todo:
+            if config := self._config(method, column, seed):
+                cell = self._cell(comparison, method, column, config)
+                for rival in ("wanda", "sparsegpt", "two probes") if method == "threshold rule" else ():
+                    same = self._config(rival, column, seed, cell.zeros / cell.weights)
+                    assert same is not None, "an unstructured column"
+                    self._cell(comparison, rival + AS_SPARSE, column, same)
+
+    def _config(self, method: str, column: str, seed: int, zeros: float | None = None) -> GradProbeConfig | None:
+        """At the sparsity that Wanda's rounding of every row made of the column, if that is known already."""
+        if zeros is None and ":" not in column:
+            wanda = self.cells.get(("wanda", seed, column))
+            zeros = wanda.zeros / wanda.weights if wanda else float(column)
+        return configuration(self.methods[method], column, self.ask, seed, zeros or 0.0)
+
+    def _cell(self, comparison: Comparison, method: str, column: str, config: GradProbeConfig) -> Cell:
+        reset_peak()
+        verdict, seconds = comparison.verdict(config)
+        peak = peak_since_reset()
+        found = self._measured(comparison, verdict.masks, verdict.updates, f"{method}, {column}, seed {config.seed}")
+        row = comparison.describe(method, config, verdict, seconds, next(iter(found.values())))
+        cell = Cell(
+            method=method,
+            seed=config.seed,
+            column=column,
+            zeros=row.zeros,
+            weights=row.weights,
+            perplexity={name: one.perplexity or math.nan for name, one in found.items()},
+            seconds=row.seconds,
+            peak_bytes=peak,
+            passes=row.passes,
+        )
+        self.cells[cell.key] = cell
+        self._save()
+        return cell
+
+    def _measured(self, comparison: Comparison, masks: Any, updates: Any, label: str) -> dict[str, Measurement]:
+        return {
+            name: comparison.measured(masks, updates, f"{label}: {name}", text) for name, text in self.texts.items()
+        }
+
+    def _batches(self, spec: str, part: Any, seed: int) -> Batches:
+        ask = self.ask
+        return load_batches(
+            spec,
+            part=part,
+            model=self.model,
+            processing_class=self.tokenizer,
+            samples=ask.num_samples if part == "calibration" else ask.evaluation_samples,
+            sequence_length=ask.sequence_length,
+            batch_size=ask.batch_size,
+            seed=seed,
+        )
+
+    def _save(self) -> None:
+        self.ask.output.parent.mkdir(parents=True, exist_ok=True)
+        rows = [asdict(cell) for cell in self.cells.values()]
+        values = {"settings": self.settings, "dense": self.dense, "rows": rows, "versions": versions()}
+        self.ask.output.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def show(settings: dict[str, Any], dense: dict[str, float], cells: list[Cell]) -> None:
+    """A table for each text: the geometric mean over the seeds, and the largest over the smallest."""
+    columns = list(dict.fromkeys(cell.column for cell in cells))
+    out = Console(soft_wrap=True)
+    for text, value in dense.items():
+        table = Table("method", *columns, title=f"{text}: dense {value:.4f}")
+        for method in dict.fromkeys(cell.method for cell in cells):
+            row = []
+            for column in columns:
+                found = [c.perplexity[text] for c in cells if (c.method, c.column) == (method, column)]
+                row.append(f"{geometric_mean(found):,.2f} ({max(found) / min(found):.3f})" if found else "")
+            table.add_row(method, *row)
+        out.print(table)
+    out.print(json.dumps(settings))
+
+
+def geometric_mean(values: list[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def reset_peak() -> None:
+    """Begin a new highest point of this process's resident memory (Linux: proc(5), clear_refs)."""
+    if CLEAR_REFS.exists():
+        CLEAR_REFS.write_text("5")
+
+
+def peak_since_reset() -> int | None:
+    if not CLEAR_REFS.exists():
+        return None
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--calibration", default="Salesforce/wikitext:wikitext-2-raw-v1:validation")
-    parser.add_argument("--evaluation", default="Salesforce/wikitext:wikitext-2-raw-v1:test")
-    parser.add_argument("--sparsity", type=float, nargs="+", help="default: 0.5 and 0.6 (accumulators: 0.6)")
-    parser.add_argument("--seed", type=int, nargs="+", help="of the calibration windows (default: 0)")
+    parser.add_argument(
+        "--evaluation", nargs="+", default=["Salesforce/wikitext:wikitext-2-raw-v1:test", "pydoc"], metavar="SPEC"
+    )
+    parser.add_argument("--columns", nargs="+", metavar="C", help=f"default: {' '.join(COLUMNS)} (accumulators: 0.6)")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--full", action="store_true", help="every method in every column")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of the calibration windows")
     parser.add_argument("--num-samples", type=int, default=64)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--evaluation-samples", type=int, default=60)
+    parser.add_argument("--blocks-per-step", type=int, default=1, help="of the sequential order")
     parser.add_argument("--accumulators", action="store_true", help="float32 and int8 statistics")
     parser.add_argument("--output", type=Path, help="default: quality.json (or accumulators.json) in results")
-    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
+    parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
     ask = parser.parse_args()
     ask.output = ask.output or RESULTS / ("accumulators.json" if ask.accumulators else "quality.json")
-    ask.sparsity = ask.sparsity or ([0.6] if ask.accumulators else [0.5, 0.6])
-    ask.seed = ask.seed or [0]
-    methods = ACCUMULATORS if ask.accumulators else METHODS
-
-    model = AutoModelForCausalLM.from_pretrained(ask.model, dtype=torch.bfloat16).eval()
-    tokenizer = AutoTokenizer.from_pretrained(ask.model)
-    held_out = load_batches(
-        ask.evaluation,
-        part="evaluation",
-        model=model,
-        processing_class=tokenizer,
-        samples=ask.evaluation_samples,
-        sequence_length=ask.sequence_length,
-        batch_size=ask.batch_size,
-        seed=0,
-    )
-    settings = {
-        "model": Path(ask.model).name,
-        "dtype": "bfloat16",
-        "calibration": f"{ask.num_samples} x {ask.sequence_length} of {Path(ask.calibration).name}",
-        "evaluation": f"{ask.evaluation_samples} x {ask.sequence_length} of {Path(ask.evaluation).name}",
-        "evaluation_fingerprint": held_out.fingerprint,
-    }
-    saved = json.loads(ask.output.read_text()) if ask.output.exists() and not ask.fresh else {}
-    if saved.get("settings") != settings:
-        saved = {"settings": settings, "dense": measure(model, held_out, label="dense").perplexity, "rows": []}
-    rows = [Row(**row) for row in saved["rows"]]
-    done = {(row.method, row.sparsity, row.seed) for row in rows}
-    for sparsity, seed, method in itertools.product(ask.sparsity, ask.seed, methods):
-        if (method, sparsity, seed) not in done:
-            matched = next((row.zeros / row.weights for row in rows if row.sparsity == sparsity), sparsity)
-            result = prune(model, tokenizer, {**methods[method], "sparsity": matched, "seed": seed}, ask)
-            rows.append(measured_row(model, method, sparsity, result, held_out))
-            ask.output.parent.mkdir(parents=True, exist_ok=True)
-            values = {**saved, "rows": [asdict(row) for row in rows], "versions": versions()}
-            ask.output.write_text(json.dumps(values, indent=2) + "\n")
-    show(settings, saved["dense"], rows, list(methods))
+    ask.columns = ask.columns or (["0.6"] if ask.accumulators else list(COLUMNS))
+    bench = Bench(ask)
+    bench.run()
+    show(bench.settings, bench.dense, list(bench.cells.values()))
 
 
 if __name__ == "__main__":

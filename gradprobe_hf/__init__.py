@@ -7,9 +7,10 @@ result.save_pretrained("smollm2-50")
 """
 
 from gradprobe_hf import metrics
+from gradprobe_hf.comparison import compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.pruning import prune_pretrained
 from gradprobe_hf.report import Report
 from gradprobe_hf.result import PruneResult
 
-__all__ = ["GradProbeConfig", "PruneResult", "Report", "metrics", "prune_pretrained"]
+__all__ = ["GradProbeConfig", "PruneResult", "Report", "compare_pretrained", "metrics", "prune_pretrained"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from gradprobe_hf.evaluation import Measurement
 from gradprobe_hf.loss import objective
 from gradprobe_hf.masks import rows_of
 from gradprobe_hf.processes import Processes
-from gradprobe_hf.report import MatrixRow, Report
+from gradprobe_hf.report import ComparedRow, MatrixRow, Report
 from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.targets import Target
 from gradprobe_hf.verdict import Verdict
@@ -38,6 +39,7 @@ def build_report(
     processing_class: Any = None,
     execution: dict[str, str] | None = None,
     processes: Processes | None = None,
+    comparison: Sequence[ComparedRow] = (),
 ) -> Report:
     """Everything that a reader of the card or the JSON may want to know. The model still has its original weights."""
     rows = matrix_rows(model, targets, config, verdict, processes or Processes())
@@ -51,6 +53,7 @@ def build_report(
         probes=verdict.findings.probe_losses,
         passes=verdict.findings.passes,
         curve=verdict.findings.curve,
+        comparison=[row.to_dict() for row in comparison],
         timings=timings,
         memory={**peak_memory(), "accumulator_bytes": verdict.findings.accumulator_bytes},
         execution=execution or {},

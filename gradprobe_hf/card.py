@@ -55,6 +55,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         snippet=_snippet(report, where),
         evaluation=_evaluation(report),
         metric_name=_metric(report),
+        comparison=_comparison(report),
         calibration=report.calibration,
         config=yaml.safe_dump(config.to_dict(), sort_keys=False).strip(),
         sparsity=report.sparsity,
@@ -216,6 +217,15 @@ def _evaluation(report: Report) -> dict[str, Any] | None:
         "dtype": report.model["dtype"],
         "plot": has_perplexities(report),
     }
+
+
+def _comparison(report: Report) -> list[dict[str, Any]]:
+    rows = []
+    for row in report.comparison:
+        value, passes = row[_key(report)], row["passes"]
+        text = "not finite" if value is None else f"{value:,.4f}"
+        rows.append({**row, "value": text, "passes": f"{passes['forward']:g} + {passes['backward']:g}"})
+    return rows
 
 
 def _key(report: Report) -> str:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +26,9 @@ def save_plots(report: Report, directory: Path) -> list[Path]:
     figures = {"sparsity.png": sparsity_figure(report)}
     if has_perplexities(report):
         figures["perplexity.png"] = perplexity_figure(report)
+    if report.comparison and report.evaluation:
+        measured = report.evaluation
+        figures["comparison.png"] = comparison_figure(report.comparison, measured["dense"], measured["source"])
     paths = []
     for name, figure in figures.items():
         FigureCanvasAgg(figure)
@@ -83,5 +87,52 @@ def perplexity_figure(report: Report) -> Figure:
     axes.set_xlim(0, max(values) * 1.18)
     axes.set_title("Perplexity, lower is better", loc="left", color=INK, fontsize=11)
     axes.set_xlabel(f"on {report.evaluation['source']}", color=MUTED, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def save_comparison(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], source: str, directory: Path) -> Path:
+    """Write `comparison.png`; returns its path."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    figure = comparison_figure(rows, dense, source)
+    FigureCanvasAgg(figure)
+    path = directory / "comparison.png"
+    figure.savefig(path, dpi=144)
+    return path
+
+
+def comparison_figure(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], source: str) -> Figure:
+    """What each configuration left of the model, the best of them marked; on a logarithmic axis where they are far
+    apart."""
+    from matplotlib.figure import Figure
+
+    key = "loss" if dense["perplexity"] is None else "perplexity"
+    shown = [row for row in rows if row[key] is not None and math.isfinite(row[key])]
+    values = [row[key] for row in shown]
+    best = min(values, default=0.0)
+    figure = Figure(figsize=(6.4, 0.42 * len(shown) + 1.3), layout="constrained")
+    axes = figure.add_subplot()
+    colors = [PRUNED if value == best else DENSE for value in values]
+    bars = axes.barh([f"{row['method']}, {row['sparsity']:.0%}" for row in shown], values, color=colors, height=0.62)
+    axes.bar_label(bars, [f"{value:,.2f}" for value in values], padding=4, color=INK, fontsize=9)
+    axes.axvline(dense[key], color=INK, linewidth=1, linestyle=":")
+    axes.annotate(
+        f"dense {dense[key]:,.2f}",
+        (dense[key], 0),
+        xycoords=("data", "axes fraction"),
+        xytext=(4, 3),
+        textcoords="offset points",
+        color=INK,
+        fontsize=8,
+    )
+    axes.invert_yaxis()
+    if values and max(values) > 10 * best:
+        axes.set_xscale("log")
+        axes.set_xlim(dense[key] * 0.8, max(values) * 2.2)
+    else:
+        axes.set_xlim(0, max(values, default=1.0) * 1.15)
+    axes.set_title(f"{key.capitalize()}, lower is better", loc="left", color=INK, fontsize=11)
+    axes.set_xlabel(f"on {source}", color=MUTED, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.accounting import build_report
 from gradprobe_hf.application import applied
 from gradprobe_hf.calibration import Batches
+from gradprobe_hf.comparison import Comparison, baselines, feasible, terms_of
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.evaluation import Measurement, measure
@@ -24,6 +25,7 @@ from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.preparation import Loading, prepare
 from gradprobe_hf.probe import serving
 from gradprobe_hf.processes import Processes, join_processes
+from gradprobe_hf.report import ComparedRow
 from gradprobe_hf.result import PruneResult
 from gradprobe_hf.resume import Journal, check_save_every, run_identity
 from gradprobe_hf.sharding import is_sharded
@@ -35,6 +37,9 @@ from gradprobe_hf.verdict import Metric, Verdict, reach_verdict
 
 logger = logging.getLogger(__name__)
 
+# Stages that are no part of pruning itself.
+_AROUND = ("load", "read data", "evaluate dense", "evaluate pruned")
+
 
 def prune_pretrained(
     model_or_id: PreTrainedModel | str | Path,
@@ -45,6 +50,7 @@ def prune_pretrained(
     evaluation: Any = None,
     loss_fn: LossFunction | None = None,
     metric_fn: Metric | None = None,
+    compare_baselines: bool = False,
     apply: bool = True,
     output_dir: str | Path | None = None,
     overwrite: bool = False,
@@ -80,6 +86,8 @@ def prune_pretrained(
         loss_fn: `loss_fn(model, batch)` returns the loss *summed* over tokens, in place of the model's own.
         metric_fn: `metric_fn(model)` returns a number of which more is better, an accuracy say: what `max_metric_drop`
             is about, in place of the perplexity.
+        compare_baselines: prune with the published methods too, to the sparsity that was reached, and measure them:
+            `report.comparison`, and a table and a picture in the card.
         apply: False leaves the weights as they are; masks and report are made all the same.
         output_dir: where to save the checkpoint. An existing folder is refused unless `overwrite` is set.
         push_to_hub: upload it to `hub_model_id` (default: the name of `output_dir`), `hub_private_repo` or not.
@@ -127,6 +135,8 @@ def prune_pretrained(
         raise ValueError(
             "max_metric_drop needs something to measure: give an evaluation (--evaluation), or a metric_fn."
         )
+    if compare_baselines and held_out is None:
+        raise ValueError("compare_baselines needs something to measure: give an evaluation (--evaluation).")
     if repo_id is not None:  # last of the checks: it creates the repository
         repo_id = processes.agree(check_push(repo_id, hub_private_repo) if processes.is_main else None)
     run = _Run(model, targets, config, loss_fn, processes, stopwatch, progress)
@@ -141,25 +151,26 @@ def prune_pretrained(
         stopwatch=stopwatch,
     )
     journal = run.journal(resume_dir, save_every, plan.batches)
-    with memory_errors(stopwatch, plan.remedies):
-        with accumulator_files(config, offload_folder) as keeping:
-            setting = Setting(
-                model,
-                targets,
-                config,
-                plan.batches,
-                loss_fn=loss_fn,
-                checkpointing=plan.checkpointing,
-                keeping=keeping,
-                processes=processes,
-                journal=journal,
-                folder=offload_folder,
-                stopwatch=stopwatch,
-                progress=progress,
-            )
-            verdict = reach_verdict(setting, held_out, metric_fn)
-            del setting
+    with memory_errors(stopwatch, plan.remedies), accumulator_files(config, offload_folder) as keeping:
+        setting = Setting(
+            model,
+            targets,
+            config,
+            plan.batches,
+            loss_fn=loss_fn,
+            checkpointing=plan.checkpointing,
+            keeping=keeping,
+            processes=processes,
+            journal=journal,
+            folder=offload_folder,
+            stopwatch=stopwatch,
+            progress=progress,
+        )
+        rivals = _Rivals(setting, held_out) if compare_baselines and held_out else None
+        verdict = reach_verdict(rivals.setting if rivals else setting, held_out, metric_fn)
         measured = run.evaluate(verdict, held_out) if held_out else {}
+        rows = rivals.rows(verdict, measured["pruned"]) if rivals else []
+        del setting, rivals
     report = build_report(
         model,
         targets,
@@ -172,6 +183,7 @@ def prune_pretrained(
         material.processing_class,
         plan.notes,
         processes,
+        rows,
     )
     for warning in report.warnings:
         logger.warning(warning)
@@ -202,6 +214,34 @@ def prune_pretrained(
     if journal is not None:
         journal.finish()
     return replace(result, report=replace(report, timings=dict(stopwatch.seconds)))
+
+
+class _Rivals:
+    """The published methods beside a run: they begin with its first probe, and end at its sparsity."""
+
+    def __init__(self, setting: Setting, held_out: Batches) -> None:
+        self._own = setting
+        # A journal is of the run's own probes: they are not shared then.
+        all_of_them = {**baselines(setting.config), "this model": setting.config}
+        terms = terms_of(all_of_them) if setting.journal is None else frozenset()
+        self._comparison = Comparison(setting, held_out, terms)
+
+    @property
+    def setting(self) -> Setting:
+        """Of the run itself."""
+        if self._own.journal is not None:
+            return self._own
+        with self._own.stopwatch("probe 0"):
+            return self._comparison.setting(self._own.config, self._own.stopwatch)
+
+    def rows(self, verdict: Verdict, found: Measurement) -> list[ComparedRow]:
+        """The run's own row is the last."""
+        own = self._own
+        taken = sum(seconds for stage, seconds in own.stopwatch.seconds.items() if stage not in _AROUND)
+        mine = self._comparison.describe("this model", own.config, verdict, taken, found)
+        with own.stopwatch("baselines"):
+            configs = feasible(own, baselines(own.config, mine.sparsity))
+            return [*(self._comparison.row(name, config) for name, config in configs.items()), mine]
 
 
 @dataclass(frozen=True)

@@ -153,9 +153,9 @@ class Trial:
         needed = evidence_needed(setting.config)
         as_it_is = number == 0 and not self.served and needed.passes == "probe"
         self._lent = setting.first if as_it_is else None
-        self.first = (
-            self._lent.statistics if self._lent else self._new_statistics(needed.terms) if needed.terms else None
-        )
+        self.first: Statistics | None = None
+        if needed.terms:
+            self.first = self._lent.statistics if self._lent else self._new_statistics(needed.terms)
         self.after: Statistics | None = None
         self.candidates: Masks | None = None  # only as long as a second probe, or the threshold rule, needs them
 

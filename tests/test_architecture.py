@@ -54,6 +54,7 @@ ORDER = [
     "result",
     "preparation",
     "execution",
+    "comparison",
     "pruning",
     "cli",
 ]

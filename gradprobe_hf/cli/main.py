@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from gradprobe_hf.cli import estimate, evaluate, inspect, prune
+from gradprobe_hf.cli import compare, estimate, evaluate, inspect, prune
 
-VERBS = {"prune": prune, "estimate": estimate, "evaluate": evaluate, "inspect": inspect}
+VERBS = {"prune": prune, "compare": compare, "estimate": estimate, "evaluate": evaluate, "inspect": inspect}
 INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C
 
 

@@ -164,6 +164,10 @@ def _json_object(text: str) -> dict[Any, Any]:
 
 
 def configuration(options: argparse.Namespace) -> GradProbeConfig:
+    return GradProbeConfig.from_dict(option_values(options))
+
+
+def option_values(options: argparse.Namespace) -> dict[str, Any]:
     """The file's options, with those of the command line over them."""
     values: dict[str, Any] = read_yaml(options.config) if options.config else {}
-    return GradProbeConfig.from_dict(values | given(options, *CONFIG_FIELDS))
+    return values | given(options, *CONFIG_FIELDS)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from gradprobe_hf.evaluation import Measurement
 from gradprobe_hf.inspection import Inspection
-from gradprobe_hf.report import Group, Report, finite
+from gradprobe_hf.report import ComparedRow, Group, Report, finite
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,11 +49,42 @@ def print_pruning(report: Report, output: str) -> None:
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
     out = console()
     out.print(table)
-    if report.evaluation:
+    if report.comparison and report.evaluation:
+        rows = [ComparedRow(**row) for row in report.comparison]
+        dense = Measurement(**report.evaluation["dense"])
+        print_comparison(rows, dense, report.evaluation)
+    elif report.evaluation:
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
     out.print(f"checkpoint {output}, model card {output}/README.md, pictures {output}/assets")
+
+
+def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation: dict[str, Any]) -> None:
+    """One line a configuration, and how its perplexity (or loss) compares with the best."""
+    key = "loss" if dense.perplexity is None else "perplexity"
+    table = Table("method", title=f"dense {key} {getattr(dense, key):,.4f}")
+    for column in ("zeros", "sparsity", key, "/ best", "seconds", "passes"):
+        table.add_column(column, justify="right")
+    values = [getattr(row, key) for row in rows]
+    best = min(values, default=math.nan)
+    for row, value in zip(rows, values, strict=True):
+        table.add_row(
+            row.method,
+            f"{row.zeros:,}",
+            f"{row.sparsity:.4%}",
+            f"{value:,.4f}",
+            f"{value / best:.3f}",
+            f"{row.seconds:,.0f}",
+            f"{row.passes['forward']:g} + {row.passes['backward']:g}",
+        )
+    out = console()
+    out.print(table)
+    out.print(
+        f"measured on {evaluation['source']}: {evaluation['protocol']}; passes over the calibration text: forward + "
+        "backward",
+        style="dim",
+    )
 
 
 def print_evaluation(values: dict[str, Any]) -> None:

@@ -25,6 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_window_arguments(data)
     data.add_argument("--evaluation", metavar="SPEC", help="text to measure on, or 'none' (default: pydoc with pydoc)")
     data.add_argument("--evaluation-samples", type=int, metavar="N", help="evaluation windows (default: 20)")
+    data.add_argument(
+        "--compare-baselines", action="store_true", help="prune with the published methods too, and measure them"
+    )
     add_memory_arguments(parser.add_argument_group("memory"))
     add_resume_arguments(parser.add_argument_group("long runs"))
     hub = parser.add_argument_group("sharing")
@@ -39,6 +42,7 @@ def run(options: argparse.Namespace) -> None:
         configuration(options),
         calibration=options.calibration,
         evaluation=False if options.evaluation == "none" else options.evaluation,
+        compare_baselines=options.compare_baselines,
         apply=False,  # the checkpoint is what is asked for: the weights in memory, or offloaded, are let go
         output_dir=options.output,
         overwrite=options.overwrite,

@@ -1,0 +1,337 @@
+"""Comparison: one model, one text and one budget through several configurations; nothing is measured twice.
+
+The first probe is the same for every joint configuration, so it is made once with the terms that any of them needs;
+configurations that differ in reconstruction alone share their masks. Every row is measured through what the model is
+served: its weights stay as they are throughout.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.accounting import matrix_rows, versions
+from gradprobe_hf.calibration import Batches
+from gradprobe_hf.checks import check_targets
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.decision import evidence_needed
+from gradprobe_hf.evaluation import Measurement, measure
+from gradprobe_hf.execution import accumulator_files, memory_errors, plan_execution
+from gradprobe_hf.loss import LossFunction
+from gradprobe_hf.masks import Masks
+from gradprobe_hf.plots import save_comparison
+from gradprobe_hf.preparation import Loading, prepare
+from gradprobe_hf.probe import Statistics, Term, run_probe, serving
+from gradprobe_hf.processes import join_processes
+from gradprobe_hf.report import ComparedRow, finite
+from gradprobe_hf.stopwatch import Stopwatch
+from gradprobe_hf.trial import Findings, FirstProbe, Setting
+from gradprobe_hf.verdict import Verdict, conclude, decide
+
+logger = logging.getLogger(__name__)
+
+# The published ways first, then what this package adds.
+BASELINES: dict[str, dict[str, Any]] = {
+    "magnitude": {"strategy": "magnitude", "decision": "none"},
+    "wanda": {"strategy": "wanda", "decision": "none"},
+    "sparsegpt": {"strategy": "sparsegpt", "decision": "none"},
+    "one probe": {"strategy": "fisher", "decision": "none"},
+    "two probes": {"strategy": "fisher", "decision": "path"},
+    "two probes + obs": {"strategy": "fisher", "decision": "path", "reconstruction": "obs"},
+}
+# A baseline is made as it was published: what else the configuration does is not done to it.
+_PLAIN: dict[str, Any] = {
+    "scope": None,
+    "min_matrix_sparsity": None,
+    "max_matrix_sparsity": None,
+    "order": "joint",
+    "rounds": (),
+    "max_metric_drop": None,
+    "reconstruction": "none",
+}
+# What all configurations of a comparison have in common.
+_SHARED = ("num_samples", "sequence_length", "seed", "include", "exclude")
+
+RESULT_NAME = "comparison.json"
+
+
+def baselines(config: GradProbeConfig, sparsity: float | None = None) -> dict[str, GradProbeConfig]:
+    """The configurations to compare `config` with, at `sparsity` or its own: the same pattern, text and matrices."""
+    common = {**_PLAIN, "sparsity": config.sparsity if sparsity is None or config.group else sparsity}
+    return {name: replace(config, **{**common, **options}) for name, options in BASELINES.items()}
+
+
+def feasible(setting: Setting, configs: Mapping[str, GradProbeConfig]) -> dict[str, GradProbeConfig]:
+    """Those that these matrices can be pruned with; of the others the log says why not."""
+    found = {}
+    for name, config in configs.items():
+        try:
+            check_targets(setting.model, setting.targets, config)
+            found[name] = config
+        except ValueError as error:
+            logger.warning("%s is left out of the comparison: %s", name, error)
+    return found
+
+
+class Comparison:
+    """Rows of one setting, made one after the other.
+
+    Args:
+        setting: of every row, but for the configuration.
+        held_out: what all rows are measured on.
+        terms: of the first probe that they share, see `terms_of`; where there are none, every row makes its own.
+    """
+
+    def __init__(self, setting: Setting, held_out: Batches, terms: frozenset[Term] = frozenset()) -> None:
+        self._setting, self._held_out, self._terms = setting, held_out, terms
+        self._decided: dict[str, tuple[Masks | None, Findings, float]] = {}
+
+    def setting(self, config: GradProbeConfig, stopwatch: Stopwatch | None = None) -> Setting:
+        """For a run with this configuration; it has the first probe, if it begins with that."""
+        needed = evidence_needed(config)
+        shares = needed.passes == "probe" and bool(self._terms) and needed.terms <= self._terms
+        if shares and self._setting.first is None:
+            self._setting = replace(self._setting, first=self._probe())
+        first = self._setting.first if shares else None
+        return replace(self._setting, config=config, first=first, journal=None, stopwatch=stopwatch or Stopwatch())
+
+    def row(self, method: str, config: GradProbeConfig) -> ComparedRow:
+        """Prune with `config`, measure, and let go of what was pruned.
+
+        Raises:
+            ValueError: what `reach_verdict` raises.
+        """
+        verdict, seconds = self.verdict(config)
+        return self.describe(method, config, verdict, seconds, self.measured(verdict.masks, verdict.updates, method))
+
+    def verdict(self, config: GradProbeConfig) -> tuple[Verdict, float]:
+        """What goes, and the seconds that it takes alone."""
+        setting = self.setting(config)
+        masks, findings, before = self._masks(setting)
+        begun = time.perf_counter()
+        return conclude(setting, masks, findings), before + time.perf_counter() - begun
+
+    def describe(
+        self, method: str, config: GradProbeConfig, verdict: Verdict, seconds: float, found: Measurement
+    ) -> ComparedRow:
+        """The row of a verdict and its measurement."""
+        setting = self._setting
+        rows = matrix_rows(setting.model, setting.targets, config, verdict, setting.processes)
+        zeros, weights = sum(row.zeros_after for row in rows), sum(row.weights for row in rows)
+        return ComparedRow(
+            method=method,
+            sparsity=zeros / weights,
+            zeros=zeros,
+            weights=weights,
+            loss=found.loss,
+            perplexity=found.perplexity,
+            seconds=round(seconds, 1),
+            passes=verdict.findings.passes,
+        )
+
+    def measured(
+        self, masks: Mapping[str, Any], updates: Mapping[str, Any], label: str, held_out: Batches | None = None
+    ) -> Measurement:
+        """The loss of the model as it would be under masks and updates; on another text, if one is given."""
+        setting = self._setting
+        with serving(setting.model, setting.targets, masks, replaced=updates):
+            return measure(
+                setting.model,
+                held_out or self._held_out,
+                setting.loss_fn,
+                f"evaluation ({label})",
+                setting.progress,
+                setting.processes,
+            )
+
+    def _masks(self, setting: Setting) -> tuple[Masks | None, Findings, float]:
+        """Those of an earlier row that differs in reconstruction alone, or new ones; and the seconds they took."""
+        alone = replace(setting.config, reconstruction="none", damping=GradProbeConfig.damping)
+        key = json.dumps(alone.to_dict(), sort_keys=True)
+        if key not in self._decided:
+            findings, begun = Findings(), time.perf_counter()
+            masks = decide(setting, findings, self._held_out, None)
+            seconds = time.perf_counter() - begun + (setting.first.seconds if setting.first else 0.0)
+            self._decided[key] = masks, findings, seconds
+        masks, findings, seconds = self._decided[key]
+        return masks, findings.copy(), seconds
+
+    def _probe(self) -> FirstProbe:
+        setting, begun = self._setting, time.perf_counter()
+        assert setting.batches is not None, "what is compared is calibrated"
+        statistics = Statistics(setting.targets, self._terms, setting.model, setting.keeping)
+        loss = run_probe(
+            setting.model,
+            setting.targets,
+            setting.batches,
+            statistics,
+            loss_fn=setting.loss_fn,
+            checkpointing=setting.checkpointing,
+            processes=setting.processes,
+            label="probe 0 (shared)",
+            progress=setting.progress and setting.processes.is_main,
+        )
+        statistics.reduce(setting.processes)
+        return FirstProbe(statistics, loss.mean, time.perf_counter() - begun)
+
+
+def terms_of(configs: Mapping[str, GradProbeConfig]) -> frozenset[Term]:
+    """What a first probe that serves all of them has to keep; nothing, where none would share it."""
+    needed = [evidence_needed(config) for config in configs.values()]
+    probing = [one.terms for one in needed if one.passes == "probe"]
+    return frozenset().union(*probing) if len(probing) > 1 else frozenset()
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What `compare_pretrained` returns.
+
+    Attributes:
+        model: its name.
+        dense: the loss of the model as it is.
+        rows: one for each configuration.
+        configs: the configurations, as plain data.
+        calibration, evaluation: the texts, with their protocols and fingerprints.
+    """
+
+    model: str
+    dense: Measurement
+    rows: list[ComparedRow]
+    configs: dict[str, dict[str, Any]]
+    calibration: dict[str, Any]
+    evaluation: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return finite(
+            {
+                "model": self.model,
+                "dense": self.dense.to_dict(),
+                "rows": [row.to_dict() for row in self.rows],
+                "configs": self.configs,
+                "calibration": self.calibration,
+                "evaluation": self.evaluation,
+                "versions": versions(),
+            }
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Write `comparison.json` and `comparison.png` into `directory`."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / RESULT_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+        save_comparison([row.to_dict() for row in self.rows], self.dense.to_dict(), self.evaluation["source"], folder)
+
+
+def compare_pretrained(
+    model_or_id: PreTrainedModel | str | Path,
+    config: GradProbeConfig | None = None,
+    configs: Mapping[str, GradProbeConfig] | None = None,
+    *,
+    calibration: Any = None,
+    processing_class: Any = None,
+    evaluation: Any = None,
+    loss_fn: LossFunction | None = None,
+    loading: Loading | None = None,
+    on_row: Callable[[ComparedRow], None] | None = None,
+    progress: bool = True,
+) -> Compared:
+    """One model, text and budget through several configurations. The model is left as it was.
+
+    Args:
+        model_or_id: a Hub id, a folder, or a loaded model.
+        config: the budget, the pattern, the text and the memory that all have in common.
+        configs: what is compared, by name; default: `baselines(config)`.
+        calibration, processing_class, evaluation, loss_fn: as in `prune_pretrained`; an evaluation there must be.
+        loading: where the weights go.
+        on_row: called with every row as soon as it is there.
+        progress: show progress bars.
+
+    Raises:
+        ValueError: configurations on other text or matrices, or nothing to measure on; and what `prune_pretrained`
+            raises.
+    """
+    config = config or GradProbeConfig()
+    chosen = dict(configs) if configs is not None else baselines(config)
+    if not chosen:
+        raise ValueError("configs is empty: there is nothing to compare.")
+    for name, other in chosen.items():
+        _check_common(name, other, config)
+    processes, stopwatch = join_processes(), Stopwatch()
+    widest = next((one for one in chosen.values() if evidence_needed(one).passes == "probe"), config)
+    loading = loading or Loading()
+    material = prepare(
+        model_or_id,
+        widest,
+        calibration=calibration,
+        processing_class=processing_class,
+        evaluation=evaluation,
+        loading=loading,
+        stopwatch=stopwatch,
+        progress=progress and processes.is_main,
+    )
+    if material.held_out is None or material.batches is None:
+        raise ValueError("a comparison needs an evaluation: give a text to measure on (--evaluation).")
+    plan = plan_execution(
+        material.model,
+        material.targets,
+        widest,
+        material.batches,
+        loss_fn=loss_fn,
+        folder=loading.offload_folder,
+        processes=processes,
+        stopwatch=stopwatch,
+    )
+    assert plan.batches is not None, "there is a text"
+    with memory_errors(stopwatch, plan.remedies), accumulator_files(widest, loading.offload_folder) as keeping:
+        setting = Setting(
+            material.model,
+            material.targets,
+            widest,
+            plan.batches,
+            loss_fn=loss_fn,
+            checkpointing=plan.checkpointing,
+            keeping=keeping,
+            processes=processes,
+            folder=loading.offload_folder,
+            stopwatch=stopwatch,
+            progress=progress and processes.is_main,
+        )
+        if configs is None:
+            chosen = feasible(setting, chosen)
+        else:
+            for other in chosen.values():
+                check_targets(material.model, material.targets, other)
+        comparison = Comparison(setting, material.held_out, terms_of(chosen))
+        dense = comparison.measured(Masks(), {}, "dense")
+        rows = []
+        for name, other in chosen.items():
+            with stopwatch(name):
+                rows.append(comparison.row(name, other))
+            if on_row is not None:
+                on_row(rows[-1])
+    name = material.model.name_or_path
+    return Compared(
+        Path(name).name if Path(name).is_dir() else name,
+        dense,
+        rows,
+        {name: other.to_dict() for name, other in chosen.items()},
+        plan.batches.describe(),
+        material.held_out.describe(),
+    )
+
+
+def _check_common(name: str, config: GradProbeConfig, common: GradProbeConfig) -> None:
+    for option in _SHARED:
+        if getattr(config, option) != getattr(common, option):
+            raise ValueError(
+                f"{name!r} has {option}={getattr(config, option)!r} and the others {getattr(common, option)!r}: a "
+                "comparison is made on the same text and matrices."
+            )
