@@ -68,33 +68,36 @@ class Prefix:
     def start_batch(self, number: int) -> None:
         self._current = self._left[number]
 
-    def run(self, last: str, before_batch: Callable[[Batch], None]) -> None:
-        """Every batch, from the finished blocks to the end of block `last`: for what is attached to the blocks."""
-        with self._running({last}, last):
-            self._pass(before_batch=before_batch)
+    def run(self, number: int, last: str, before_batch: Callable[[Batch], None]) -> dict[str, Any]:
+        """One batch, from the finished blocks to the end of block `last`: for what is attached to the blocks.
+
+        Returns what is left of it there, for `finish`.
+        """
+        with self._running({last}, last) as found:
+            self._pass(number, before_batch)
+        return self._current | {stack_of(last): found[last]}
 
     def advance(self, blocks: Sequence[str]) -> None:
         """Finish these blocks, the next in their order, as they are served now."""
         ends = {stack_of(name): name for name in blocks}
-        kept: list[dict[str, Any]] = []
+        left: list[dict[str, Any]] = []
         with self._running(set(ends.values()), blocks[-1]) as found:
-            self._pass(after_batch=lambda: kept.append(self._current | {stack_of(name): found[name] for name in found}))
-        self._left = kept
+            for number in range(len(self.batches)):
+                self._pass(number)
+                left.append(self._current | {stack_of(name): found[name] for name in found})
+        self.finish(blocks, left)
+
+    def finish(self, blocks: Sequence[str], left: list[dict[str, Any]]) -> None:
+        """These blocks are finished, and have left this of each batch."""
+        self._left = left
         self.finished += blocks
 
-    def _pass(
-        self,
-        before_batch: Callable[[Batch], None] = lambda batch: None,  # noqa: ARG005
-        after_batch: Callable[[], None] = lambda: None,
-    ) -> None:
-        device = input_device(self.model)
-        for number, batch in enumerate(self.batches):
-            batch = send_to_device(batch, device)
-            self.start_batch(number)
-            before_batch(batch)
-            with suppress(_Reached):
-                forward_only(self.model, batch)
-            after_batch()
+    def _pass(self, number: int, before_batch: Callable[[Batch], None] = lambda batch: None) -> None:  # noqa: ARG005
+        batch = send_to_device(self.batches[number], input_device(self.model))
+        self.start_batch(number)
+        before_batch(batch)
+        with suppress(_Reached):
+            forward_only(self.model, batch)
 
     @contextmanager
     def _running(self, ends: set[str], last: str) -> Iterator[dict[str, Any]]:

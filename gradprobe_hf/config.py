@@ -79,6 +79,9 @@ class GradProbeConfig:
         reduction_factor: what the second probe multiplies candidates by, in [0, 1).
         reconstruction: `"obs"` changes the kept weights, block by block, so that each matrix's outputs on the
             calibration inputs stay what they were (SparseGPT's sweep under the mask that was decided); `"none"`.
+        dense_target: where the sweep of a reconstruction starts, from 0, the outputs of the matrix as they are on the
+            inputs of the model as pruned so far, to 1, those of the dense model. Default 0.5; with
+            `strategy="sparsegpt"` 0, as published.
         damping: added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
         num_samples: calibration windows, or rows of an already tokenised dataset.
         sequence_length: tokens in a window.
@@ -115,6 +118,7 @@ class GradProbeConfig:
     initial_sparsity: float | None = None
     sparsity_step: float = 0.1
     reconstruction: Reconstruction = "none"
+    dense_target: float | None = None
     damping: float = 0.01
     num_samples: int = 128
     sequence_length: int = 512
@@ -152,6 +156,9 @@ class GradProbeConfig:
         object.__setattr__(self, "gradient_threshold", _threshold(self.gradient_threshold))
         object.__setattr__(self, "rounds", _rounds(self.rounds))
         _number("reduction_factor", self.reduction_factor, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
+        if self.dense_target is None:
+            object.__setattr__(self, "dense_target", 0.0 if self.strategy == "sparsegpt" else 0.5)
+        _number("dense_target", self.dense_target, "a fraction in [0, 1]", lambda x: 0 <= x <= 1)
         _number("damping", self.damping, "a number > 0", lambda x: x > 0)
         for name in ("include", "exclude"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))

@@ -1,12 +1,19 @@
 """Reconstruction: the kept weights of each matrix make up for those that go, block by block.
 
-Each block sees the calibration text as the model pruned and reconstructed so far hands it on. What is collected for a
-matrix is `H = sum_t x_t x_t^T`, `[in, in]`, over the tokens that are no padding; only one block's are there at a time.
+Each block sees the calibration text as the model pruned and reconstructed so far hands it on, `x`, `[tokens, in]`. What
+is collected for a matrix is `H = sum_t x_t x_t^T`, `[in, in]`, over the tokens that are no padding; only one block's
+are there at a time. The sweep of `obs.py` then keeps the outputs `W x`.
+
+The blocks before have not kept theirs exactly, so `W x` is not what the dense model computes, `W x'`. With
+`D = sum_t (x'_t - x_t) x_t^T` the least-squares weights for the dense outputs are `W + W D (H + damping)^-1`; the sweep
+starts a share, `dense_target`, of the way to them. All of the way does worse than none: every matrix of a block then
+makes up for the same error of the residual stream. (GPTAQ, arXiv:2504.02692, calibrates quantisation like this.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,70 +71,119 @@ def reconstruct(
     own = [batch for batch, _ in own_steps(model, targets, batches, processes)]
     order = blocks_in_order(model, targets, own[0])
     prefix = Prefix(model, own, len(order))
+    dense = Prefix(model, own, len(order)) if config.dense_target else None
     found = Reconstruction(Masks(), Updates(folder, on_disk=is_offloaded(model)), {})
     for block in tqdm(order, desc="reconstruction", unit="block", disable=not progress):
         inside = [target for target in targets if target.block == block]
-        collected = _Hessians(model, processes)
+        collected = _Collected(model, processes)
+        left = []
         with attached(model, inside, collected.probe, on_input=collected.add):
-            prefix.run(block, collected.probe.start_batch)
+            for number in range(len(own)):
+                if dense is not None:
+                    with collected.as_dense():
+                        left.append(dense.run(number, block, collected.probe.start_batch))
+                prefix.run(number, block, collected.probe.start_batch)
         for target in inside:
             _update(model, target, collected, masks, config, found)
         del collected
         return_free_memory()
         with attached(model, inside, Probe(replaced=found.updates)):
             prefix.advance([block])
+        if dense is not None:
+            dense.finish([block], left)
     return found
+
+
+def reconstruction_passes(config: GradProbeConfig) -> int:
+    """Forward passes over the calibration data: each block for H, for what it hands on, and maybe as it was."""
+    return 3 if config.dense_target else 2
 
 
 def _update(
     model: PreTrainedModel,
     target: Target,
-    collected: _Hessians,
+    collected: _Collected,
     masks: Masks | None,
     config: GradProbeConfig,
     found: Reconstruction,
 ) -> None:
     weight = target.matrix(model)
     choose, at_once = _choice(masks, target, config)
-    factor, damping = inverse_factor(collected.of(target), config.damping)
-    values, mask = sweep(weight.to(factor.device), factor, choose, at_once)
-    found.updates.add(target.name, values.to(weight.device))
+    hessian, drift = collected.of(target)
+    factor, damping = inverse_factor(hessian, config.damping)
+    start = weight.to(factor.device, factor.dtype)
+    if drift is not None:
+        start = start + (config.dense_target or 0.0) * (start @ drift @ factor.t() @ factor)
+    values, mask = sweep(start, factor, choose, at_once)
+    found.updates.add(target.name, values.to(weight.device, weight.dtype))
     found.masks.add(target.name, [mask])
     if damping > config.damping:
         found.damping[target.name] = damping
 
 
-class _Hessians:
-    """H of each matrix of a block, `[in, in]`, float32 (float64 for a float64 model)."""
+class _Collected:
+    """H and D of each matrix of a block, `[in, in]`, float32 (float64 for a float64 model)."""
 
     def __init__(self, model: PreTrainedModel, processes: Processes) -> None:
         self.probe = Probe(has_encoder=model.config.is_encoder_decoder)
         self._model, self._processes = model, processes
-        self._of: dict[str, Tensor] = {}
-        self._last: tuple[Tensor, Tensor] | None = None
+        self._hessians: dict[str, Tensor] = {}
+        self._drifts: dict[str, Tensor] = {}
+        self._apart: set[str] = set()  # matrices whose tokens are not those of the dense model: routed experts
+        self._dense: dict[str, list[Tensor]] = {}  # of one batch, in the order in which they are used
+        self._is_dense = False
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    @contextmanager
+    def as_dense(self) -> Iterator[None]:
+        """What is added in the body are the dense model's inputs, of the batch that is added after it."""
+        self._dense.clear()
+        self._is_dense = True
+        try:
+            yield
+        finally:
+            self._is_dense, self._last = False, None
 
     def add(self, target: Target, site: Site, inputs: Tensor) -> None:
+        if self._is_dense:
+            self._dense.setdefault(target.name, []).append(self.probe.tokens(target, site, inputs))
+            return
+        others = self._dense.get(target.name)
+        other = others.pop(0) if others else None
         if self._last is None or self._last[0] is not inputs:  # queries, keys and values are given one and the same
             x = self.probe.tokens(target, site, inputs)
-            self._last = inputs, x.t() @ x
-        product = self._last[1]
-        self._of[target.name] = self._of[target.name] + product if target.name in self._of else product
+            aligned = other is not None and other.shape == x.shape and target.expert is None
+            self._last = inputs, x.t() @ x, (other - x).t() @ x if aligned and other is not None else None
+        _add(self._hessians, target.name, self._last[1])
+        if self._last[2] is not None:
+            _add(self._drifts, target.name, self._last[2])
+        elif other is not None:
+            self._apart.add(target.name)
 
-    def of(self, target: Target) -> Tensor:
-        """Over the tokens of all processes. A collective."""
+    def of(self, target: Target) -> tuple[Tensor, Tensor | None]:
+        """Over the tokens of all processes. Collectives."""
         self._last = None
-        found = self._of.pop(target.name, None)
-        if found is None:  # an expert that was sent nothing here
-            dtype = torch.promote_types(self._model.dtype, torch.float32)
-            device = execution_device(self._model, target.parameter)
-            found = torch.zeros(target.shape[1], target.shape[1], dtype=dtype, device=device)
-        found = self._processes.sum_(found)
-        if not torch.isfinite(found).all():
+        self._dense.clear()
+        hessian, drift = self._hessians.pop(target.name, None), self._drifts.pop(target.name, None)
+        apart = torch.tensor(float(target.name in self._apart or target.expert is not None))
+        together = self._processes.max_(apart).item() == 0
+        empty = self._nothing(target)  # an expert that was sent nothing here, or a process without such a batch
+        hessian = self._processes.sum_(empty if hessian is None else hessian)
+        if not torch.isfinite(hessian).all():
             raise ValueError(
                 f"the inputs of {target.name} are not finite: look for NaN in the weights before it, or a dtype that "
                 "overflows (float16: try bfloat16). Nothing was changed."
             )
-        return found
+        return hessian, self._processes.sum_(drift) if together and drift is not None else None
+
+    def _nothing(self, target: Target) -> Tensor:
+        dtype = torch.promote_types(self._model.dtype, torch.float32)
+        device = execution_device(self._model, target.parameter)
+        return torch.zeros(target.shape[1], target.shape[1], dtype=dtype, device=device)
+
+
+def _add(sums: dict[str, Tensor], name: str, more: Tensor) -> None:
+    sums[name] = sums[name] + more if name in sums else more
 
 
 def _choice(masks: Masks | None, target: Target, config: GradProbeConfig) -> tuple[Choose, int]:

@@ -18,6 +18,7 @@ from typing import Any
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.masks import Masks
+from gradprobe_hf.reconstruction import reconstruction_passes
 from gradprobe_hf.trial import Findings, Setting, Trial
 
 UNBOUNDED: dict[str, Any] = {"min_matrix_sparsity": None, "max_matrix_sparsity": None}
@@ -105,7 +106,7 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]
         forward, backward = forward * levels, backward * levels
     if config.rounds:
         forward, backward = forward * len(config.rounds), backward * len(config.rounds)
-    return forward + 2 * config.reconstructs, backward
+    return forward + (reconstruction_passes(config) if config.reconstructs else 0), backward
 
 
 def _sequential_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:

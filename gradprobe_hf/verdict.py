@@ -14,7 +14,7 @@ from gradprobe_hf.calibration import Batches
 from gradprobe_hf.evaluation import measure
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.probe import serving
-from gradprobe_hf.reconstruction import reconstruct
+from gradprobe_hf.reconstruction import reconstruct, reconstruction_passes
 from gradprobe_hf.schedule import decide_in_rounds, iterate
 from gradprobe_hf.sequential import decide_in_order
 from gradprobe_hf.sharding import is_sharded
@@ -90,7 +90,7 @@ def conclude(setting: Setting, masks: Masks | None, findings: Findings) -> Verdi
             processes=setting.processes,
             progress=setting.progress and setting.processes.is_main,
         )
-    findings.count("forward", 2)  # each block once for its Hessians and once for what it hands on
+    findings.count("forward", reconstruction_passes(setting.config))
     unreached = _unreached(setting, findings) if masks is not None else ()
     return Verdict(found.masks, findings, unreached, found.updates, found.damping)
 

@@ -66,6 +66,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         choices=get_args(Reconstruction),
         help="'obs' changes the kept weights to keep each matrix's outputs (default: none)",
     )
+    how.add_argument(
+        "--dense-target",
+        type=float,
+        metavar="X",
+        help="how far reconstruction goes towards the dense model's outputs, 0 to 1 (default: 0.5; sparsegpt: 0)",
+    )
     how.add_argument("--damping", type=float, metavar="X", help="of reconstruction's Hessians (default: 0.01)")
     how.add_argument("--include", action="append", metavar="PATTERN", help="prune only what matches (repeatable)")
     how.add_argument("--exclude", action="append", metavar="PATTERN", help="leave alone what matches (repeatable)")
