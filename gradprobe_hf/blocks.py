@@ -128,14 +128,9 @@ def blocks_in_order(model: PreTrainedModel, targets: Sequence[Target], batch: Ba
     """The blocks that hold targets, in the order in which a pass runs them.
 
     Raises:
-        ValueError: a target outside of the blocks, or a block that a pass runs never or more than once.
+        ValueError: a block that a pass runs never or more than once.
     """
-    wanted = {target.block: target for target in targets}
-    if "" in wanted:
-        raise ValueError(
-            f"{wanted[''].name} lies outside of the blocks, which are worked on one after the other here: leave it out "
-            "of include, or use order='joint' without reconstruction."
-        )
+    wanted = list(dict.fromkeys(target.block for target in targets))
     ran: list[str] = []
     with ExitStack() as undo:
         for name in wanted:

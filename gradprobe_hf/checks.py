@@ -21,6 +21,8 @@ def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbe
     if config.group is not None:
         check_group(targets, *config.group)
         check_rows(model, targets, f"pattern={config.pattern!r}")
+    if config.reconstructs or config.order == "sequential":
+        _check_in_blocks(targets)
     if config.reconstructs:
         _check_reconstruction(model, targets)
     if config.decision == "threshold":
@@ -66,6 +68,15 @@ def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None
             raise ValueError(
                 f"{option} compares the inputs of a row, and those of {target.name} are on different processes (a "
                 "Conv1D is sharded by inputs). Prune over 'global', 'block' or 'tensor', or on one process."
+            )
+
+
+def _check_in_blocks(targets: Sequence[Target]) -> None:
+    for target in targets:
+        if not target.block:
+            raise ValueError(
+                f"{target.name} lies outside of the blocks, which are worked on one after the other here: leave it out "
+                "of include, or use order='joint' without reconstruction."
             )
 
 

@@ -1,0 +1,180 @@
+"""Rows of a comparison against runs that share nothing, and what a user gets to see of them."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+
+import gradprobe_hf.comparison as comparison
+import gradprobe_hf.trial as trial
+from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.comparison import BASELINES, baselines
+from tests import cases
+
+TEXT = {"num_samples": 6, "sequence_length": 16}
+
+
+def compared(model, config=None, configs=None, **options):
+    text = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9)}
+    return compare_pretrained(model, config, configs, progress=False, **{**text, **options})
+
+
+def alone(config):
+    """The same, by a run of its own on a fresh model."""
+    return prune_pretrained(
+        cases.build("llama"),
+        config,
+        calibration=cases.batches("llama"),
+        evaluation=cases.batches("llama", seed=9),
+        progress=False,
+    ).report
+
+
+CONFIGS = {
+    "random": GradProbeConfig(strategy="random", decision="none"),
+    "wanda": GradProbeConfig(strategy="wanda", decision="none"),
+    "sparsegpt": GradProbeConfig(strategy="sparsegpt"),
+    "one probe": GradProbeConfig(decision="none"),
+    "threshold": GradProbeConfig(decision="threshold", gradient_threshold=0.5),
+    "path": GradProbeConfig(),
+    "path, token": GradProbeConfig(fisher="token"),
+    "path, obs": GradProbeConfig(reconstruction="obs"),
+    "path of wanda": GradProbeConfig(strategy="wanda"),
+    "rounds": GradProbeConfig(rounds=(0.3, 0.5)),
+    "sequential": GradProbeConfig(order="sequential"),
+    "2:4": GradProbeConfig(pattern="2:4"),
+    "bounds": GradProbeConfig(max_matrix_sparsity=0.55),
+    "sparser": GradProbeConfig(sparsity=0.7),
+    "path again": GradProbeConfig(reduction_factor=0.1),
+}
+
+
+def test_every_row_is_what_a_run_of_its_own_gives():
+    model = cases.build("llama")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    found = compared(model, configs=CONFIGS)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert [row.method for row in found.rows] == list(CONFIGS)
+    for row in found.rows:
+        wanted = alone(CONFIGS[row.method])
+        assert row.zeros == wanted.zeros, row.method
+        assert row.loss == pytest.approx(wanted.evaluation["pruned"]["loss"], rel=1e-6), row.method
+        assert row.passes == wanted.passes, row.method
+    assert found.dense.loss == pytest.approx(wanted.evaluation["dense"]["loss"], rel=1e-6)
+
+
+def test_nothing_is_measured_twice(monkeypatch):
+    probes = []
+    for module in (comparison, trial):
+        real = module.run_probe
+
+        def counted(*args, real=real, **kwargs):
+            probes.append(kwargs["label"])
+            return real(*args, **kwargs)
+
+        monkeypatch.setattr(module, "run_probe", counted)
+    names = ("one probe", "path", "path, obs", "sparser", "threshold")
+    compared(cases.build("llama"), configs={name: CONFIGS[name] for name in names})
+    assert probes == ["probe 0 (shared)", *["probe 1 (candidates shrunk)"] * 3]
+
+
+def test_the_baselines_are_at_the_sparsity_and_pattern_of_the_run():
+    config = GradProbeConfig(max_metric_drop="5%", max_matrix_sparsity=0.9, reconstruction="obs", seed=3)
+    for name, found in baselines(config, 0.31).items():
+        assert found.sparsity == 0.31
+        assert found.seed == 3
+        assert found.max_metric_drop is found.bounds is found.scope is None
+        assert found.reconstruction == BASELINES[name].get("reconstruction", "none")
+    assert {found.pattern for found in baselines(GradProbeConfig(pattern="2:4")).values()} == {"2:4"}
+    assert {found.sparsity for found in baselines(GradProbeConfig(rounds=(0.2, 0.4))).values()} == {0.4}
+
+
+@pytest.mark.parametrize("options", [{}, {"decision": "threshold", "gradient_threshold": 0.2}, {"pattern": "2:4"}])
+def test_a_run_with_its_baselines(options, tmp_path):
+    run = {
+        "calibration": cases.batches("llama"),
+        "evaluation": cases.batches("llama", seed=9),
+        "progress": False,
+    }
+    config = GradProbeConfig(**options)
+    single = prune_pretrained(cases.build("llama"), config, **run)
+    result = prune_pretrained(cases.build("llama"), config, **run, compare_baselines=True, output_dir=tmp_path / "out")
+    assert all(torch.equal(mask, result.masks[name]) for name, mask in single.masks.items())
+    rows = {row["method"]: row for row in result.report.comparison}
+    assert list(rows) == [*BASELINES, "this model"]
+    for row in rows.values():  # what is spent in every row (wanda) or matrix is rounded there
+        units = {"wanda": sum(m.shape[0] for m in result.report.matrices), "one probe": 0, "two probes": 0}
+        assert abs(row["zeros"] - result.report.zeros) <= units.get(row["method"], len(result.report.matrices)) / 2
+    assert rows["this model"]["loss"] == result.report.evaluation["pruned"]["loss"]
+    assert rows["this model"]["passes"] == single.report.passes
+    if not options:
+        assert rows["two probes"]["loss"] == pytest.approx(rows["this model"]["loss"], rel=1e-6)
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| sparsegpt | " in card
+    assert (tmp_path / "out" / "assets" / "comparison.png").stat().st_size > 10_000
+
+
+def test_a_baseline_that_cannot_be_is_left_out_and_named(caplog):
+    config = GradProbeConfig(include=["lm_head", "q_proj"])
+    with caplog.at_level(logging.WARNING):
+        found = compared(cases.build("llama"), config)
+    assert [row.method for row in found.rows] == ["magnitude", "wanda", "one probe", "two probes"]
+    assert "sparsegpt is left out of the comparison: lm_head.weight" in caplog.text
+
+
+def test_a_run_that_resumes_keeps_its_own_probes(tmp_path):
+    options = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9), "progress": False}
+    single = prune_pretrained(cases.build("llama"), **options)
+    found = prune_pretrained(
+        cases.build("llama"), **options, compare_baselines=True, resume_dir=tmp_path / "state", save_every=1
+    )
+    assert all(torch.equal(mask, found.masks[name]) for name, mask in single.masks.items())
+    assert len(found.report.comparison) == len(BASELINES) + 1
+    assert not (tmp_path / "state").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"configs": {"other": GradProbeConfig(seed=1)}}, "'other' has seed=1 and the others 0"),
+        ({"configs": {}}, "configs is empty"),
+        ({"evaluation": False}, "needs an evaluation"),
+        ({"configs": {"8": GradProbeConfig(pattern="3:16")}}, "not divisible by 16"),
+    ],
+)
+def test_wrong_input_is_refused_before_any_pass(options, message, monkeypatch):
+    monkeypatch.setattr(comparison, "run_probe", lambda *_, **__: pytest.fail("work began"))
+    with pytest.raises(ValueError, match=message):
+        compared(cases.build("llama"), **options)
+
+
+def test_baselines_need_something_to_measure():
+    with pytest.raises(ValueError, match="compare_baselines needs something to measure"):
+        prune_pretrained(cases.build("llama"), calibration=cases.batches("llama"), compare_baselines=True)
+
+
+SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "2", "--quiet"]
+
+
+def test_the_command(checkpoint, tmp_path, capsys):
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("rounds: [0.3, 0.6]\n")
+    command = ["compare", str(checkpoint), "--output", str(tmp_path / "out"), "--methods", "wanda,two probes", *SMALL]
+    assert main([*command, "--sparsity", "0.6"]) == 0
+    said = capsys.readouterr().out
+    assert "two probes" in said
+    assert "1.000" in said
+    assert main([*command, "--json"]) == 1
+    assert "--overwrite replaces it" in capsys.readouterr().err
+    assert main([*command, "--overwrite", "--also", str(recipe), "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in printed["rows"]] == ["wanda", "two probes", "mine"]
+    assert printed["configs"]["mine"]["rounds"] == [0.3, 0.6]
+    assert json.loads((tmp_path / "out" / "comparison.json").read_text()) == printed
+    assert (tmp_path / "out" / "comparison.png").stat().st_size > 10_000
+    assert main(["compare", str(checkpoint), "--methods", "nothing", *SMALL]) == 1
+    assert "no method is called 'nothing'" in capsys.readouterr().err
