@@ -19,31 +19,46 @@ from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+QUALITY_COLUMNS = ("0.5", "0.6", "0.7", "2:4", "4:8")
 
 
 def quality_table(results: dict[str, Any]) -> str:
-    rows = results["rows"]
-    sparsities = sorted({row["sparsity"] for row in rows})
-    cell = {(row["method"], row["sparsity"]): row for row in rows}
-    wanda = {sparsity: cell["wanda", sparsity]["perplexity"] for sparsity in sparsities}
-    lines = [
-        "| perplexity (ratio to Wanda) | " + " | ".join(f"{sparsity:.0%}" for sparsity in sparsities) + " |",
-        "|---|" + "---:|" * len(sparsities),
-        f"| dense | {' | '.join([format(results['dense'], '.2f')] * len(sparsities))} |",
-    ]
-    for method in dict.fromkeys(row["method"] for row in rows):
-        cells = []
-        for sparsity in sparsities:
-            value = cell[method, sparsity]["perplexity"]
-            cells.append(f"{value:,.2f} ({value / wanda[sparsity]:.2f})")
-        name = f"**{method}**" if "path" in method else method
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+    """Perplexities on the first text, and their ratios to SparseGPT's; the second text in the same way below."""
+    cells = {(row["method"], row["column"]): row["perplexity"] for row in results["rows"] if row["seed"] == 0}
+    columns = [column for column in QUALITY_COLUMNS if ("sparsegpt", column) in cells]
+    texts = list(results["dense"])
+    titles = [f"{float(column):.0%}" if ":" not in column else column for column in columns]
+    lines = []
+    for text in texts:
+        lines += [
+            f"| {text}: perplexity (ratio to SparseGPT) | {' | '.join(titles)} |",
+            "|---|" + "---:|" * len(columns),
+        ]
+        lines.append(f"| dense | {' | '.join([format(results['dense'][text], '.2f')] * len(columns))} |")
+        best = {column: min(v[text] for (_, c), v in cells.items() if c == column) for column in columns}
+        for method in dict.fromkeys(method for method, _ in cells if "as sparse" not in method):
+            if method == "threshold rule":
+                continue  # its sparsity is another
+            shown = [_quality_cell(cells, method, column, text, best[column]) for column in columns]
+            lines.append(f"| {method} | {' | '.join(shown)} |")
+        lines.append("")
     settings = results["settings"]
+    measured = next(iter(settings["evaluation"].values()))["text"]
     note = (
         f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}; evaluation "
-        f"{settings['evaluation']}; every column has one number of zeros, to the element. Made by `make bench-quality`."
+        f"{measured} tokens of each text; every column has one number of zeros. Made by `make bench-quality`."
     )
-    return "\n".join([*lines, "", note])
+    return "\n".join([*lines, note])
+
+
+def _quality_cell(
+    cells: dict[tuple[str, str], dict[str, float]], method: str, column: str, text: str, best: float
+) -> str:
+    if (method, column) not in cells:
+        return ""
+    value, rival = cells[method, column][text], cells["sparsegpt", column][text]
+    shown = f"{value:,.2f} ({value / rival:.2f})"
+    return f"**{shown}**" if value == best else shown
 
 
 def speed_table(results: dict[str, Any]) -> str:
@@ -72,7 +87,7 @@ def accumulators_table(results: dict[str, Any]) -> str:
     """One column for each draw of the calibration windows, and the change of the mean."""
     found: dict[AccumulatorDtype, dict[int, float]] = {}
     for row in results["rows"]:
-        found.setdefault(row["method"].split(", ")[1], {})[row["seed"]] = row["perplexity"]
+        found.setdefault(row["method"].split(", ")[1], {})[row["seed"]] = next(iter(row["perplexity"].values()))
     seeds = sorted(found["float32"])
     lines = [
         f"| accumulators | bytes per weight and term | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |",
@@ -84,9 +99,10 @@ def accumulators_table(results: dict[str, Any]) -> str:
         cells = " | ".join(f"{each[seed]:.2f}" for seed in seeds)
         lines.append(f"| `{kind}` | {BYTES_PER_WEIGHT[kind]:.3g} | {cells} | {means[kind]:.2f}{change} |")
     settings, zeros = results["settings"], results["rows"][0]["zeros"]
+    text, protocol = next((name, found["text"]) for name, found in settings["evaluation"].items())
     note = (
         f"Perplexity of {settings['model']} after two probes, {zeros:,} zeros (60%), for {len(seeds)} draws of the "
-        f"calibration windows, {settings['calibration']}; the mean is geometric; evaluation {settings['evaluation']}. "
+        f"calibration windows, {settings['calibration']}; the mean is geometric; evaluation {protocol} of {text}. "
         "Made by `make bench-accumulators`."
     )
     return "\n".join([*lines, "", note])

@@ -12,5 +12,14 @@ from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.pruning import prune_pretrained
 from gradprobe_hf.report import Report
 from gradprobe_hf.result import PruneResult
+from gradprobe_hf.tuning import sweep_gradient_thresholds
 
-__all__ = ["GradProbeConfig", "PruneResult", "Report", "compare_pretrained", "metrics", "prune_pretrained"]
+__all__ = [
+    "GradProbeConfig",
+    "PruneResult",
+    "Report",
+    "compare_pretrained",
+    "metrics",
+    "prune_pretrained",
+    "sweep_gradient_thresholds",
+]

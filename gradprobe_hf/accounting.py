@@ -67,6 +67,11 @@ def build_report(
     )
 
 
+def published_name(model: PreTrainedModel) -> str:
+    """The model's name; of a local folder its own alone: reports are published, and paths tell about the machine."""
+    return Path(model.name_or_path).name if Path(model.name_or_path).is_dir() else model.name_or_path
+
+
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -98,8 +103,7 @@ def _peak_resident() -> int:
 
 def _describe(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, Any]:
     return {
-        # of a local folder its name alone: a report is published, and paths tell about the machine
-        "name": Path(model.name_or_path).name if Path(model.name_or_path).is_dir() else model.name_or_path,
+        "name": published_name(model),
         "class": type(model).__name__.removeprefix("FSDP"),  # FSDP2 renames the class of what it shards
         "objective": objective(model),
         "parameters": model.num_parameters(),

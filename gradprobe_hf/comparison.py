@@ -17,21 +17,20 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.accounting import matrix_rows, versions
+from gradprobe_hf.accounting import matrix_rows, published_name, versions
 from gradprobe_hf.calibration import Batches
 from gradprobe_hf.checks import check_targets
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.evaluation import Measurement, measure
-from gradprobe_hf.execution import accumulator_files, memory_errors, plan_execution
 from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.plots import save_comparison
-from gradprobe_hf.preparation import Loading, prepare
+from gradprobe_hf.preparation import Loading
 from gradprobe_hf.probe import Statistics, Term, run_probe, serving
-from gradprobe_hf.processes import join_processes
 from gradprobe_hf.report import ComparedRow, finite
 from gradprobe_hf.stopwatch import Stopwatch
+from gradprobe_hf.study import study
 from gradprobe_hf.trial import Findings, FirstProbe, Setting
 from gradprobe_hf.verdict import Verdict, conclude, decide
 
@@ -264,68 +263,39 @@ def compare_pretrained(
         raise ValueError("configs is empty: there is nothing to compare.")
     for name, other in chosen.items():
         _check_common(name, other, config)
-    processes, stopwatch = join_processes(), Stopwatch()
     widest = next((one for one in chosen.values() if evidence_needed(one).passes == "probe"), config)
-    loading = loading or Loading()
-    material = prepare(
+    with study(
         model_or_id,
         widest,
         calibration=calibration,
         processing_class=processing_class,
         evaluation=evaluation,
-        loading=loading,
-        stopwatch=stopwatch,
-        progress=progress and processes.is_main,
-    )
-    if material.held_out is None or material.batches is None:
-        raise ValueError("a comparison needs an evaluation: give a text to measure on (--evaluation).")
-    plan = plan_execution(
-        material.model,
-        material.targets,
-        widest,
-        material.batches,
         loss_fn=loss_fn,
-        folder=loading.offload_folder,
-        processes=processes,
-        stopwatch=stopwatch,
-    )
-    assert plan.batches is not None, "there is a text"
-    with memory_errors(stopwatch, plan.remedies), accumulator_files(widest, loading.offload_folder) as keeping:
-        setting = Setting(
-            material.model,
-            material.targets,
-            widest,
-            plan.batches,
-            loss_fn=loss_fn,
-            checkpointing=plan.checkpointing,
-            keeping=keeping,
-            processes=processes,
-            folder=loading.offload_folder,
-            stopwatch=stopwatch,
-            progress=progress and processes.is_main,
-        )
+        loading=loading,
+        progress=progress,
+    ) as (setting, held_out):
         if configs is None:
             chosen = feasible(setting, chosen)
         else:
             for other in chosen.values():
-                check_targets(material.model, material.targets, other)
-        comparison = Comparison(setting, material.held_out, terms_of(chosen))
+                check_targets(setting.model, setting.targets, other)
+        comparison = Comparison(setting, held_out, terms_of(chosen))
         dense = comparison.measured(Masks(), {}, "dense")
         rows = []
         for name, other in chosen.items():
-            with stopwatch(name):
+            with setting.stopwatch(name):
                 rows.append(comparison.row(name, other))
             if on_row is not None:
                 on_row(rows[-1])
-    name = material.model.name_or_path
-    return Compared(
-        Path(name).name if Path(name).is_dir() else name,
-        dense,
-        rows,
-        {name: other.to_dict() for name, other in chosen.items()},
-        plan.batches.describe(),
-        material.held_out.describe(),
-    )
+        assert setting.batches is not None, "what is studied is calibrated"
+        return Compared(
+            published_name(setting.model),
+            dense,
+            rows,
+            {name: other.to_dict() for name, other in chosen.items()},
+            setting.batches.describe(),
+            held_out.describe(),
+        )
 
 
 def _check_common(name: str, config: GradProbeConfig, common: GradProbeConfig) -> None:

@@ -54,7 +54,9 @@ ORDER = [
     "result",
     "preparation",
     "execution",
+    "study",
     "comparison",
+    "tuning",
     "pruning",
     "cli",
 ]
