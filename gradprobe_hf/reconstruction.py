@@ -183,7 +183,10 @@ class _Collected:
 
 
 def _add(sums: dict[str, Tensor], name: str, more: Tensor) -> None:
-    sums[name] = sums[name] + more if name in sums else more
+    if name in sums:
+        sums[name] += more
+    else:
+        sums[name] = more.clone()  # `more` is that of several matrices, and the processes sum in place
 
 
 def _choice(masks: Masks | None, target: Target, config: GradProbeConfig) -> tuple[Choose, int]:
