@@ -43,8 +43,10 @@ OBS = {"reconstruction": "obs"}
 METHODS: dict[str, dict[str, Any]] = {
     "wanda": {"strategy": "wanda", "decision": "none"},
     "sparsegpt": {"strategy": "sparsegpt"},
+    "sparsegpt, dense_target=0.5": {"strategy": "sparsegpt", "dense_target": 0.5},
     "two probes": {},
     "two probes + obs": OBS,
+    "two probes + obs, dense_target=0": {"dense_target": 0.0, **OBS},
     "wanda + obs": {"strategy": "wanda", "decision": "none", **OBS},
     "one probe": {"decision": "none"},
     "one probe + obs": {"decision": "none", **OBS},
@@ -57,7 +59,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "sequential": {"order": "sequential"},
     "sequential + obs": {"order": "sequential", **OBS},
 }
-IMPORTANT = ("wanda", "sparsegpt", "two probes", "two probes + obs", "one probe")
+IMPORTANT = ("wanda", "sparsegpt", "sparsegpt, dense_target=0.5", "two probes", "two probes + obs", "one probe")
 AS_SPARSE = ", as sparse as the threshold rule"  # at the sparsity that the rule came to
 ACCUMULATORS: dict[str, dict[str, Any]] = {
     "path, float32": {},

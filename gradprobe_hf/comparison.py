@@ -54,6 +54,8 @@ _PLAIN: dict[str, Any] = {
     "rounds": (),
     "max_metric_drop": None,
     "reconstruction": "none",
+    "dense_target": None,
+    "preset": None,
 }
 # What all configurations of a comparison have in common.
 _SHARED = ("num_samples", "sequence_length", "seed", "include", "exclude")

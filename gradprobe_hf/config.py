@@ -24,6 +24,7 @@ Scope = Literal["global", "block", "tensor", "row"]
 Order = Literal["joint", "sequential"]
 BlockOrder = Literal["forward", "reverse", "size"]
 Reconstruction = Literal["none", "obs"]
+Preset = Literal["fast", "balanced", "best"]
 GradientThreshold = float | Mapping[str, float] | Literal["adaptive"]
 Fisher = Literal["blend", "sequence", "token", "factored"]
 AccumulatorDtype = Literal["float32", "bfloat16", "int8"]
@@ -40,6 +41,14 @@ STRATEGY_SCOPE: dict[Strategy, Scope] = {
     "random": "tensor",
     "sparsegpt": "tensor",
 }
+# Three points on the frontier of time and quality, as benchmarks/quality.py found it; see docs/method.md.
+PRESETS: dict[Preset, dict[str, Any]] = {
+    "fast": {"decision": "none"},
+    "balanced": {"decision": "path"},
+    "best": {"reconstruction": "obs"},
+}
+# Inside small groups a mask that is fixed before the sweep loses to one that is chosen in it.
+BEST_IN_GROUPS: dict[str, Any] = {"strategy": "sparsegpt", "dense_target": 0.5}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +59,9 @@ class GradProbeConfig:
         sparsity: fraction of the target weights to remove, in [0, 1). Default 0.5, or what `pattern` implies.
         pattern: `"unstructured"`, or `"n:m"`: of every m consecutive inputs of a row keep at most n
             (`"2:4"` keeps 2 of 4, as NVIDIA counts).
-        strategy: which score proposes the candidates: `"fisher"`, `"wanda"`, `"magnitude"` or `"random"`. Or
+        preset: `"fast"` (one probe decides), `"balanced"` (two, the default) or `"best"` (two, and the kept weights
+            reconstructed; of an n:m pattern a sweep that chooses and reconstructs). Options that are given win over it.
+        strategy: which score proposes the candidates: `"fisher"` (default), `"wanda"`, `"magnitude"` or `"random"`. Or
             `"sparsegpt"`, which proposes none: it chooses while it reconstructs.
         decision: `"path"` scores every weight by both probes and meets the budget exactly; `"threshold"` is the
             published GradProbe rule on the candidates, whose sparsity is what comes out, at most the budget;
@@ -102,7 +113,8 @@ class GradProbeConfig:
 
     sparsity: float | None = None
     pattern: str = "unstructured"
-    strategy: Strategy = "fisher"
+    preset: Preset | None = None
+    strategy: Strategy | None = None
     decision: Decision | None = None
     scope: Scope | None = None
     fisher: Fisher = "blend"
@@ -117,7 +129,7 @@ class GradProbeConfig:
     max_metric_drop: float | str | None = None
     initial_sparsity: float | None = None
     sparsity_step: float = 0.1
-    reconstruction: Reconstruction = "none"
+    reconstruction: Reconstruction | None = None
     dense_target: float | None = None
     damping: float = 0.01
     num_samples: int = 128
@@ -132,6 +144,12 @@ class GradProbeConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        if self.preset is not None:
+            _one_of("preset", self.preset, get_args(Preset))
+            self._take(PRESETS[self.preset])
+            if self.preset == "best" and self.group is not None and self.strategy is self.decision is None:
+                self._take(BEST_IN_GROUPS)
+        self._take({"strategy": "fisher", "reconstruction": "none"})
         _one_of("strategy", self.strategy, get_args(Strategy))
         if self.decision is None:
             object.__setattr__(self, "decision", "none" if self.strategy == "sparsegpt" else "path")
@@ -175,6 +193,12 @@ class GradProbeConfig:
             raise ValueError(
                 f"decision='threshold' gives candidates back: pattern={self.pattern!r} would not hold; use 'path'."
             )
+
+    def _take(self, values: Mapping[str, Any]) -> None:
+        """What is not given, from here."""
+        for name, value in values.items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
 
     @property
     def reconstructs(self) -> bool:
@@ -276,6 +300,7 @@ class GradProbeConfig:
     @property
     def candidate_scope(self) -> Scope:
         """The scope in which candidates are chosen."""
+        assert self.strategy is not None, "resolved when the configuration was made"
         return self.scope or STRATEGY_SCOPE[self.strategy]
 
     @property

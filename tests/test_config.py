@@ -86,3 +86,23 @@ def test_an_unknown_option_names_its_neighbour(tmp_path):
     (tmp_path / "broken.yaml").write_text("a: [")
     with pytest.raises(ValueError, match="not valid YAML"):
         GradProbeConfig.from_yaml(tmp_path / "broken.yaml")
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"preset": "fast"}, {"strategy": "fisher", "decision": "none", "reconstruction": "none"}),
+        ({"preset": "balanced"}, {"strategy": "fisher", "decision": "path", "reconstruction": "none"}),
+        ({"preset": "best"}, {"strategy": "fisher", "decision": "path", "reconstruction": "obs"}),
+        ({"preset": "best", "pattern": "2:4"}, {"strategy": "sparsegpt", "decision": "none", "dense_target": 0.5}),
+        ({"preset": "best", "reconstruction": "none"}, {"decision": "path", "reconstruction": "none"}),
+        ({"preset": "fast", "decision": "path"}, {"decision": "path"}),
+        ({"preset": "best", "pattern": "2:4", "strategy": "wanda"}, {"decision": "path", "reconstruction": "obs"}),
+        ({}, {"strategy": "fisher", "decision": "path", "reconstruction": "none", "dense_target": 0.5}),
+        ({"strategy": "sparsegpt"}, {"decision": "none", "dense_target": 0.0}),
+    ],
+)
+def test_a_preset_is_what_is_not_given(given, wanted):
+    config = GradProbeConfig(**given)
+    assert {name: getattr(config, name) for name in wanted} == wanted
+    assert GradProbeConfig.from_dict(config.to_dict()) == config

@@ -16,6 +16,7 @@ from gradprobe_hf.config import (
     Fisher,
     GradProbeConfig,
     Order,
+    Preset,
     Reconstruction,
     Scope,
     Strategy,
@@ -29,6 +30,9 @@ CONFIG_FIELDS = tuple(field.name for field in fields(GradProbeConfig))
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how to prune")
     how.add_argument("--sparsity", type=float, help="fraction of the weights to remove, in [0, 1) (default: 0.5)")
+    how.add_argument(
+        "--preset", choices=get_args(Preset), help="one probe, two, or the best that is known (default: balanced)"
+    )
     how.add_argument("--pattern", help="'unstructured' (default) or n:m; 2:4 keeps 2 of every 4 inputs")
     how.add_argument(
         "--strategy",
