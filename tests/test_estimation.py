@@ -149,6 +149,25 @@ def test_accumulators_on_disk_leave_memory():
     assert found.batches == found.work["resident"].flops == 0
 
 
+@pytest.mark.parametrize(("options", "sets"), [({}, 2), ({"dense_target": 0.0}, 1)])
+def test_a_reconstruction_by_hand(options, sets):
+    """Hessians of q, k, v, o, gate and up `[4096, 4096]`, and of down `[14336, 14336]`."""
+    model = skeleton(load_config(str(CONFIGS / "mistral-7b.json")), dtype="bfloat16")
+    config = GradProbeConfig(reconstruction="obs", num_samples=16, **options)
+    targets = find_targets(model)
+    resident, _, offloaded = estimate(model, targets, config, device=CPU, timing=False).placements
+    stage = next(stage for stage in resident.stages if stage.name == "reconstruct")
+    items = {item.label: item.bytes for item in stage.items}
+    assert items["Hessians of a block"] == sets * 4 * (6 * 4096**2 + 14336**2)
+    assert items["hidden states between two blocks"] == 2 * sets * 16 * 512 * 4096 * 2
+    weights = sum(target.numel for target in targets)
+    assert items["new weights"] == 2 * weights
+    away = next(stage for stage in offloaded.stages if stage.name == "reconstruct")
+    assert {item.label: item.device for item in away.items}["new weights"] == "disk"
+    plain = estimate(model, targets, GradProbeConfig(num_samples=16), device=CPU, timing=False)
+    assert "reconstruct" not in [stage.name for stage in plain.placements[0].stages]
+
+
 def sizes_with(**changed):
     plain = {"base": 0, "vocabulary": 0, "weights": 10**8, "stored": 0, "block": 10**6, "ends": 10**6}
     elements = {"largest_target": 10**4, "targets": 10**7, "itemsize": 2, "sparsity": 0.5}

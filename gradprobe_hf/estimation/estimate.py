@@ -28,6 +28,7 @@ from gradprobe_hf.schedule import expected_passes
 from gradprobe_hf.targets import Target, block_of, is_routed
 
 MATRIX_TERMS = frozenset({"sequence", "token", "peak"})
+HESSIAN_BYTES = 4  # an element, in float32
 # A pass is slower than its products alone: norms, activation functions and the loss move memory and compute little.
 EFFICIENCY = (0.3, 0.9)
 # Bytes per second of weights that are read again in every pass: from a slow disk, or from the system's cache.
@@ -162,6 +163,13 @@ def sizes_of(
     stored = getattr(model.config, "dtype", None) or torch.float32
     ends = [one.weight.numel() for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one]
     blocks = bytes_by_block(model)
+    squares = [HESSIAN_BYTES * target.shape[1] ** 2 for target in targets] if config.reconstructs else [0]
+    by_block: dict[str, int] = {}
+    for target, square in zip(targets, squares, strict=False):
+        by_block[target.block] = by_block.get(target.block, 0) + square
+    sets = 2 if config.dense_target else 1  # of a block's inputs: as pruned so far, and as they were
+    tokens = config.num_samples * config.sequence_length
+    width = getattr(model.config.get_text_config(), "hidden_size", 0) or 0
     return Sizes(
         base=base,
         vocabulary=getattr(model.config.get_text_config(), "vocab_size", 0) or 0,
@@ -177,6 +185,9 @@ def sizes_of(
         accumulator_device=config.accumulator_device,
         loss=loss,
         snapshots=snapshots,
+        hessians=sets * max(by_block.values(), default=0),
+        largest_hessian=max(squares),
+        hidden=sets * tokens * width * itemsize if config.reconstructs else 0,
     )
 
 
@@ -219,7 +230,17 @@ def work_of(
     products = bool(needed.terms & {"sequence", "peak"}) + ("token" in needed.terms)
     # A pass forward is one of its three products: outputs, gradients of the inputs, gradients of the weights.
     probes = backwards * (cost.flops + (products - 1) * gradients) + max(0.0, forwards - backwards) * cost.flops / 3
-    return Work(forwards + checkpoint * backwards, backwards, round(probes * batches))
+    operations = probes * batches + reconstruction_operations(config, targets)
+    return Work(forwards + checkpoint * backwards, backwards, round(operations))
+
+
+def reconstruction_operations(config: GradProbeConfig, targets: Sequence[Target]) -> int:
+    """Hessians of all tokens, their factors, and the sweeps."""
+    if not config.reconstructs:
+        return 0
+    tokens, sets = config.num_samples * config.sequence_length, 2 if config.dense_target else 1
+    shapes = [target.shape for target in targets]
+    return sum(2 * sets * tokens * inner**2 + 2 * inner**3 + (2 * sets) * out * inner**2 for out, inner in shapes)
 
 
 def measured_rate(targets: Sequence[Target], tokens: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -1,7 +1,8 @@
 """Footprint: what lies in memory and on disk at each stage of a run, item by item. Arithmetic, in bytes.
 
 A run's highest point is that of its highest stage: in `probe` a batch's activations stand beside the statistics, in
-`decide` two sets of masks, in `save` the originals of what was pruned, and in `load` the file that is read.
+`decide` two sets of masks, in `reconstruct` the new weights and a block's Hessians, in `save` the originals of what was
+pruned, and in `load` the file that is read.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ BYTES_PER_TOKEN_OF_VOCABULARY = 1000
 # Pages of the libraries that a run touches first, and the calibration text with its tokens: of a run on "pydoc".
 FIRST_USE = 50 * 10**6
 MASK_BITS = 8
+HESSIAN_TENSORS = 4  # damped, its Cholesky factor, the inverse, and the factor of that
 # The holes that a CPU's heap keeps between the blocks that are alive, as a share of those: freed temporaries lie
 # between kept activations. Measured with glibc on SmolLM2; there are none with MALLOC_MMAP_THRESHOLD_=65536.
 HEAP_HOLES = 0.4
@@ -50,6 +52,9 @@ class Sizes:
         accumulator_device: where they are kept.
         loss: the part of `activations` that is the logits and their loss.
         snapshots: whether a run that can be resumed writes its state.
+        hessians: what a reconstruction collects of one block; 0 without one.
+        largest_hessian: of one matrix.
+        hidden: what a reconstruction keeps of the calibration text between two blocks.
     """
 
     base: int
@@ -66,6 +71,9 @@ class Sizes:
     accumulator_device: AccumulatorDevice
     loss: int
     snapshots: bool = False
+    hessians: int = 0
+    largest_hessian: int = 0
+    hidden: int = 0
 
 
 @dataclass(frozen=True)
@@ -146,6 +154,15 @@ def place(name: PlacementName, sizes: Sizes, activations: int, room: dict[Device
         Item("masks of the candidates", where, masks.bytes),
         Item("scores of a matrix", where, pieces),
     )
+    # Of a model in memory they wait there; of one that is offloaded, in files.
+    updates = Item("new weights", "disk" if name == "offloaded" else where, sizes.targets * sizes.itemsize)
+    new = (updates,) if sizes.hessians else ()
+    reconstruct = (
+        Item("Hessians of a block", where, sizes.hessians),
+        Item("a Hessian being factored, a matrix being swept", where, HESSIAN_TENSORS * sizes.largest_hessian + pieces),
+        Item("hidden states between two blocks", where, 2 * sizes.hidden),  # of both, while a block is finished
+        Item("activations of a forward pass", where, activations - min(sizes.loss, activations)),
+    )
     originals = Item("originals of what is pruned", where, round(sizes.sparsity * sizes.targets) * sizes.itemsize)
     shard = min(LARGEST_SHARD, max(SMALLEST_SHARD, sizes.weights // SHARDS)) + sizes.block
     save = (Item("a shard being written", "host", shard) if name == "offloaded" else originals,)
@@ -157,7 +174,8 @@ def place(name: PlacementName, sizes: Sizes, activations: int, room: dict[Device
             Stage("load", (base, weights, mapped)),
             Stage("probe", (base, weights, statistics, masks, *probe)),
             Stage("decide", (base, weights, statistics, masks, *decide)),
-            Stage("save", (base, weights, masks, *save, *written, *_if_on_disk(statistics))),
+            *([Stage("reconstruct", (base, weights, masks, *new, *reconstruct))] if new else []),
+            Stage("save", (base, weights, masks, *new, *save, *written, *_if_on_disk(statistics))),
         ),
         room,
     )
