@@ -29,7 +29,7 @@ WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
 TEXTS := $(if $(WIKITEXT),--calibration $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
 
 bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; resumes where it stopped
-	$(BIN)/python benchmarks/quality.py --model $(MODEL) $(TEXTS)
+	$(BIN)/python benchmarks/quality.py --model $(MODEL) --blocks-per-step 6 $(TEXTS) $(if $(TEXTS),pydoc=26)
 
 bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
 	$(BIN)/python benchmarks/quality.py --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS)

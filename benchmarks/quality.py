@@ -135,7 +135,11 @@ class Bench:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(ask.model, dtype=ask.dtype).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(ask.model)
         self.targets = find_targets(self.model)
-        self.texts = {Path(spec).stem: self._batches(spec, "evaluation", 0) for spec in ask.evaluation}
+        self.texts = {}
+        for spec in ask.evaluation:
+            source, _, windows = spec.partition("=")
+            count = int(windows or ask.evaluation_samples)
+            self.texts[text_name(source)] = self._batches(source, "evaluation", count, seed=0)
         settings = {
             "model": Path(ask.model).name,
             "dtype": ask.dtype,
@@ -166,7 +170,7 @@ class Bench:
 
     def _make(self, seed: int, todo: list[tuple[str, str]]) -> None:
         common = GradProbeConfig(num_samples=self.ask.num_samples, sequence_length=self.ask.sequence_length, seed=seed)
-        batches = self._batches(self.ask.calibration, "calibration", seed)
+        batches = self._batches(self.ask.calibration, "calibration", self.ask.num_samples, seed)
         planned = {f"{method} {column}": self._config(method, column, seed) for method, column in todo}
         terms = terms_of({name: config for name, config in planned.items() if config})
         comparison = Comparison(
@@ -218,14 +222,14 @@ class Bench:
             name: comparison.measured(masks, updates, f"{label}: {name}", text) for name, text in self.texts.items()
         }
 
-    def _batches(self, spec: str, part: Any, seed: int) -> Batches:
+    def _batches(self, spec: str, part: Any, samples: int, seed: int) -> Batches:
         ask = self.ask
         return load_batches(
             spec,
             part=part,
             model=self.model,
             processing_class=self.tokenizer,
-            samples=ask.num_samples if part == "calibration" else ask.evaluation_samples,
+            samples=samples,
             sequence_length=ask.sequence_length,
             batch_size=ask.batch_size,
             seed=seed,
@@ -254,6 +258,10 @@ def show(settings: dict[str, Any], dense: dict[str, float], cells: list[Cell]) -
     out.print(json.dumps(settings))
 
 
+def text_name(source: str) -> str:
+    return "WikiText-2" if "wikitext" in source else Path(source).stem
+
+
 def geometric_mean(values: list[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
@@ -277,7 +285,10 @@ def main() -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--calibration", default="Salesforce/wikitext:wikitext-2-raw-v1:validation")
     parser.add_argument(
-        "--evaluation", nargs="+", default=["Salesforce/wikitext:wikitext-2-raw-v1:test", "pydoc"], metavar="SPEC"
+        "--evaluation",
+        nargs="+",
+        default=["Salesforce/wikitext:wikitext-2-raw-v1:test", "pydoc=26"],
+        metavar="SPEC[=WINDOWS]",
     )
     parser.add_argument("--columns", nargs="+", metavar="C", help=f"default: {' '.join(COLUMNS)} (accumulators: 0.6)")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all")
