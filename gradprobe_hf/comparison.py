@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,11 @@ def baselines(config: GradProbeConfig, sparsity: float | None = None) -> dict[st
     return {name: replace(config, **{**common, **options}) for name, options in BASELINES.items()}
 
 
+def most_demanding(configs: Sequence[GradProbeConfig]) -> GradProbeConfig:
+    """The first that probes, if any does: what memory has to be planned for."""
+    return next((config for config in configs if evidence_needed(config).passes == "probe"), configs[0])
+
+
 def feasible(setting: Setting, configs: Mapping[str, GradProbeConfig]) -> dict[str, GradProbeConfig]:
     """Those that these matrices can be pruned with; of the others the log says why not."""
     found = {}
@@ -96,12 +101,13 @@ class Comparison:
 
     def setting(self, config: GradProbeConfig, stopwatch: Stopwatch | None = None) -> Setting:
         """For a run with this configuration; it has the first probe, if it begins with that."""
-        needed = evidence_needed(config)
+        needed, stopwatch = evidence_needed(config), stopwatch or Stopwatch()
         shares = needed.passes == "probe" and bool(self._terms) and needed.terms <= self._terms
         if shares and self._setting.first is None:
-            self._setting = replace(self._setting, first=self._probe())
+            with stopwatch("probe 0"):
+                self._setting = replace(self._setting, first=self._probe())
         first = self._setting.first if shares else None
-        return replace(self._setting, config=config, first=first, journal=None, stopwatch=stopwatch or Stopwatch())
+        return replace(self._setting, config=config, first=first, journal=None, stopwatch=stopwatch)
 
     def row(self, method: str, config: GradProbeConfig) -> ComparedRow:
         """Prune with `config`, measure, and let go of what was pruned.
@@ -265,10 +271,9 @@ def compare_pretrained(
         raise ValueError("configs is empty: there is nothing to compare.")
     for name, other in chosen.items():
         _check_common(name, other, config)
-    widest = next((one for one in chosen.values() if evidence_needed(one).passes == "probe"), config)
     with study(
         model_or_id,
-        widest,
+        most_demanding([config, *chosen.values()]),
         calibration=calibration,
         processing_class=processing_class,
         evaluation=evaluation,

@@ -51,10 +51,14 @@ def prepare(
     processing_class: Any = None,
     evaluation: Any = None,
     loading: Loading | None = None,
+    always_calibrate: bool = False,
     stopwatch: Stopwatch | None = None,
     progress: bool = True,
 ) -> Material:
     """Load, find and read; the arguments are those of `prune_pretrained`.
+
+    Args:
+        always_calibrate: read the calibration text even if `config` has no use for it.
 
     Raises:
         ValueError: matrices that cannot be pruned as configured, or data of which nothing can be made.
@@ -79,7 +83,7 @@ def prepare(
         calibration = BUILT_IN if calibration is None else calibration
         evaluation = _default_evaluation(evaluation, calibration, model)
         batches = held_out = None
-        if evidence_needed(config).passes != "none":
+        if always_calibrate or evidence_needed(config).passes != "none":
             batches = data(calibration, part="calibration", samples=config.num_samples)
         if evaluation is not None:
             held_out = data(evaluation, part="evaluation", samples=config.evaluation_samples)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.accounting import build_report
 from gradprobe_hf.application import applied
 from gradprobe_hf.calibration import Batches
-from gradprobe_hf.comparison import Comparison, baselines, feasible, terms_of
+from gradprobe_hf.comparison import Comparison, baselines, feasible, most_demanding, terms_of
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.evaluation import Measurement, measure
@@ -123,6 +123,7 @@ def prune_pretrained(
         processing_class=processing_class,
         evaluation=evaluation,
         loading=Loading(device_map, max_memory, offload_folder, from_pretrained_kwargs),
+        always_calibrate=compare_baselines,
         stopwatch=stopwatch,
         progress=progress,
     )
@@ -143,7 +144,7 @@ def prune_pretrained(
     plan = plan_execution(
         model,
         targets,
-        config,
+        most_demanding([config, *(baselines(config).values() if compare_baselines else ())]),
         material.batches,
         loss_fn=loss_fn,
         folder=offload_folder,
@@ -231,8 +232,7 @@ class _Rivals:
         """Of the run itself."""
         if self._own.journal is not None:
             return self._own
-        with self._own.stopwatch("probe 0"):
-            return self._comparison.setting(self._own.config, self._own.stopwatch)
+        return self._comparison.setting(self._own.config, self._own.stopwatch)
 
     def rows(self, verdict: Verdict, found: Measurement) -> list[ComparedRow]:
         """The run's own row is the last."""

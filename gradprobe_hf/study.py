@@ -45,6 +45,7 @@ def study(
         processing_class=processing_class,
         evaluation=evaluation,
         loading=loading,
+        always_calibrate=True,
         stopwatch=stopwatch,
         progress=progress and processes.is_main,
     )

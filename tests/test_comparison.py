@@ -67,6 +67,11 @@ def test_every_row_is_what_a_run_of_its_own_gives():
     assert found.dense.loss == pytest.approx(wanted.evaluation["dense"]["loss"], rel=1e-6)
 
 
+def test_what_reads_no_text_can_be_compared():
+    configs = {name: GradProbeConfig(strategy=name, decision="none") for name in ("magnitude", "random")}
+    assert [row.passes["forward"] for row in compared(cases.build("llama"), configs=configs).rows] == [0, 0]
+
+
 def test_nothing_is_measured_twice(monkeypatch):
     probes = []
     for module in (comparison, trial):
@@ -93,7 +98,15 @@ def test_the_baselines_are_at_the_sparsity_and_pattern_of_the_run():
     assert {found.sparsity for found in baselines(GradProbeConfig(rounds=(0.2, 0.4))).values()} == {0.4}
 
 
-@pytest.mark.parametrize("options", [{}, {"decision": "threshold", "gradient_threshold": 0.2}, {"pattern": "2:4"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"decision": "threshold", "gradient_threshold": 0.2},
+        {"pattern": "2:4"},
+        {"strategy": "magnitude", "decision": "none"},
+    ],
+)
 def test_a_run_with_its_baselines(options, tmp_path):
     run = {
         "calibration": cases.batches("llama"),
