@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench bench-quality bench-accumulators bench-speed bench-memory table clean
+.PHONY: demo test test-all check bench bench-quality bench-stories bench-accumulators bench-speed bench-memory table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -30,6 +30,13 @@ TEXTS := $(if $(WIKITEXT),--calibration $(WIKITEXT)/calibration.txt --evaluation
 
 bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; resumes where it stopped
 	$(BIN)/python benchmarks/quality.py --model $(MODEL) --blocks-per-step 6 $(TEXTS) $(if $(TEXTS),pydoc=26)
+
+STORIES ?= $(wildcard ../shared/models/stories15M)
+STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
+
+bench-stories: $(READY)  ## the whole grid, three draws of the calibration windows, on a model of 15M (STORIES, STORIES_TEXT)
+	$(BIN)/python benchmarks/quality.py --full --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \
+		--num-samples 64 --sequence-length 256 --evaluation-samples 48 --output benchmarks/results/stories.json
 
 bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
 	$(BIN)/python benchmarks/quality.py --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS)

@@ -36,6 +36,7 @@ from gradprobe_hf.trial import Setting
 
 RESULTS = Path(__file__).parent / "results"
 CLEAR_REFS = Path("/proc/self/clear_refs")
+CALIBRATION_SHARE = 0.7  # of a text that is split
 OBS = {"reconstruction": "obs"}
 
 # Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
@@ -135,15 +136,21 @@ class Bench:
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(ask.model, dtype=ask.dtype).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(ask.model)
         self.targets = find_targets(self.model)
+        self.source: Any = ask.calibration
         self.texts = {}
-        for spec in ask.evaluation:
+        if ask.split:
+            text = ask.split.read_text(encoding="utf-8")
+            cut = int(len(text) * CALIBRATION_SHARE)
+            self.source, rest = [text[:cut]], [text[cut:]]
+            self.texts[ask.split.stem] = self._batches(rest, "evaluation", ask.evaluation_samples, seed=0)
+        for spec in ask.evaluation if not ask.split else ():
             source, _, windows = spec.partition("=")
             count = int(windows or ask.evaluation_samples)
             self.texts[text_name(source)] = self._batches(source, "evaluation", count, seed=0)
         settings = {
             "model": Path(ask.model).name,
             "dtype": ask.dtype,
-            "calibration": f"{ask.num_samples} x {ask.sequence_length} of {Path(ask.calibration).name}",
+            "calibration": f"{ask.num_samples} x {ask.sequence_length} of {Path(ask.split or ask.calibration).name}",
             "evaluation": {
                 name: {"text": f"{text.samples} x {ask.sequence_length}", "fingerprint": text.fingerprint}
                 for name, text in self.texts.items()
@@ -170,7 +177,7 @@ class Bench:
 
     def _make(self, seed: int, todo: list[tuple[str, str]]) -> None:
         common = GradProbeConfig(num_samples=self.ask.num_samples, sequence_length=self.ask.sequence_length, seed=seed)
-        batches = self._batches(self.ask.calibration, "calibration", self.ask.num_samples, seed)
+        batches = self._batches(self.source, "calibration", self.ask.num_samples, seed)
         planned = {f"{method} {column}": self._config(method, column, seed) for method, column in todo}
         terms = terms_of({name: config for name, config in planned.items() if config})
         comparison = Comparison(
@@ -222,10 +229,10 @@ class Bench:
             name: comparison.measured(masks, updates, f"{label}: {name}", text) for name, text in self.texts.items()
         }
 
-    def _batches(self, spec: str, part: Any, samples: int, seed: int) -> Batches:
+    def _batches(self, source: Any, part: Any, samples: int, seed: int) -> Batches:
         ask = self.ask
         return load_batches(
-            spec,
+            source,
             part=part,
             model=self.model,
             processing_class=self.tokenizer,
@@ -289,6 +296,9 @@ def main() -> None:
         nargs="+",
         default=["Salesforce/wikitext:wikitext-2-raw-v1:test", "pydoc=26"],
         metavar="SPEC[=WINDOWS]",
+    )
+    parser.add_argument(
+        "--split", type=Path, metavar="FILE", help="calibrate on the first 70%% of a text, evaluate on the rest"
     )
     parser.add_argument("--columns", nargs="+", metavar="C", help=f"default: {' '.join(COLUMNS)} (accumulators: 0.6)")
     parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all")
