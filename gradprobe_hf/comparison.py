@@ -160,7 +160,7 @@ class Comparison:
 
     def _masks(self, setting: Setting) -> tuple[Masks | None, Findings, float]:
         """Those of an earlier row that differs in reconstruction alone, or new ones; and the seconds they took."""
-        alone = replace(setting.config, reconstruction="none", damping=GradProbeConfig.damping)
+        alone = replace(setting.config, reconstruction="none", dense_target=None, damping=GradProbeConfig.damping)
         key = json.dumps(alone.to_dict(), sort_keys=True)
         if key not in self._decided:
             findings, begun = Findings(), time.perf_counter()

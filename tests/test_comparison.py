@@ -83,7 +83,8 @@ def test_nothing_is_measured_twice(monkeypatch):
 
         monkeypatch.setattr(module, "run_probe", counted)
     names = ("one probe", "path", "path, obs", "sparser", "threshold")
-    compared(cases.build("llama"), configs={name: CONFIGS[name] for name in names})
+    others = {"other obs": GradProbeConfig(reconstruction="obs", dense_target=0.0, damping=0.1)}
+    compared(cases.build("llama"), configs={name: CONFIGS[name] for name in names} | others)
     assert probes == ["probe 0 (shared)", *["probe 1 (candidates shrunk)"] * 3]
 
 
