@@ -43,10 +43,10 @@ def quality_table(results: dict[str, Any]) -> str:
             lines.append(f"| {method} | {' | '.join(shown)} |")
         lines.append("")
     settings = results["settings"]
-    measured = next(iter(settings["evaluation"].values()))["text"]
+    measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
     note = (
-        f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}; evaluation "
-        f"{measured} tokens of each text; every column has one number of zeros. Made by `make bench-quality`."
+        f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}; evaluation {measured}; "
+        "every column has one number of zeros. Made by `make bench-quality`."
     )
     return "\n".join([*lines, note])
 
