@@ -168,7 +168,7 @@ def prune_pretrained(
             progress=progress,
         )
         rivals = _Rivals(setting, held_out) if compare_baselines and held_out else None
-        verdict = reach_verdict(rivals.setting if rivals else setting, held_out, metric_fn)
+        verdict = reach_verdict(rivals.begin() if rivals else setting, held_out, metric_fn)
         measured = run.evaluate(verdict, held_out) if held_out else {}
         rows = rivals.rows(verdict, measured["pruned"]) if rivals else []
         del setting, rivals
@@ -227,9 +227,8 @@ class _Rivals:
         terms = terms_of(all_of_them) if setting.journal is None else frozenset()
         self._comparison = Comparison(setting, held_out, terms)
 
-    @property
-    def setting(self) -> Setting:
-        """Of the run itself."""
+    def begin(self) -> Setting:
+        """The setting of the run itself, with the first probe that all of them begin with: it is made here."""
         if self._own.journal is not None:
             return self._own
         return self._comparison.setting(self._own.config, self._own.stopwatch)

@@ -132,6 +132,7 @@ class _Collected:
         self._apart: set[str] = set()  # matrices whose tokens are not those of the dense model: routed experts
         self._dense: dict[str, list[Tensor]] = {}  # of one batch, in the order in which they are used
         self._is_dense = False
+        self._before: tuple[Tensor, Tensor] | None = None
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     @contextmanager
@@ -142,11 +143,13 @@ class _Collected:
         try:
             yield
         finally:
-            self._is_dense, self._last = False, None
+            self._is_dense, self._before, self._last = False, None, None
 
     def add(self, target: Target, site: Site, inputs: Tensor) -> None:
         if self._is_dense:
-            self._dense.setdefault(target.name, []).append(self.probe.tokens(target, site, inputs))
+            if self._before is None or self._before[0] is not inputs:
+                self._before = inputs, self.probe.tokens(target, site, inputs)
+            self._dense.setdefault(target.name, []).append(self._before[1])
             return
         others = self._dense.get(target.name)
         other = others.pop(0) if others else None

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from gradprobe_hf.cli.options import (
+    add_data_arguments,
     add_memory_arguments,
     add_method_arguments,
-    add_window_arguments,
     configuration,
     option_values,
 )
@@ -16,6 +16,7 @@ from gradprobe_hf.cli.output import add_model_arguments, console, given, print_c
 from gradprobe_hf.comparison import RESULT_NAME, baselines, compare_pretrained
 from gradprobe_hf.config import GradProbeConfig, read_yaml
 from gradprobe_hf.preparation import Loading
+from gradprobe_hf.processes import join_processes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,11 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a configuration of your own, over the options given here; named after its file (repeatable)",
     )
     add_method_arguments(parser)
-    data = parser.add_argument_group("data: 'pydoc', 'self', a file or folder, or a Hub dataset id[:config[:split]]")
-    data.add_argument("--calibration", default="pydoc", metavar="SPEC", help="text for the probes (default: pydoc)")
-    add_window_arguments(data)
-    data.add_argument("--evaluation", metavar="SPEC", help="text to measure on (default: pydoc with pydoc)")
-    data.add_argument("--evaluation-samples", type=int, metavar="N", help="evaluation windows (default: 20)")
+    add_data_arguments(parser)
     add_memory_arguments(parser.add_argument_group("memory"))
     parser.add_argument("--quiet", action="store_true", help="no progress bars, errors only")
 
@@ -59,6 +56,8 @@ def run(options: argparse.Namespace) -> None:
         ),
         progress=not options.quiet,
     )
+    if not join_processes().is_main:
+        return
     if options.output:
         found.save(options.output)
     if options.json:

@@ -83,6 +83,18 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--config", metavar="FILE.yaml", help="options from a file; those given here win over it")
 
 
+def add_data_arguments(parser: argparse.ArgumentParser, no_evaluation: str = "") -> argparse._ActionsContainer:
+    """The texts, and how much of them. Args: no_evaluation: how a verb that can do without says so."""
+    data = parser.add_argument_group("data: 'pydoc', 'self', a file or folder, or a Hub dataset id[:config[:split]]")
+    data.add_argument("--calibration", default="pydoc", metavar="SPEC", help="text for the probes (default: pydoc)")
+    add_window_arguments(data)
+    data.add_argument(
+        "--evaluation", metavar="SPEC", help=f"text to measure on{no_evaluation} (default: pydoc with pydoc)"
+    )
+    data.add_argument("--evaluation-samples", type=int, metavar="N", help="evaluation windows (default: 20)")
+    return data
+
+
 def add_window_arguments(group: argparse._ActionsContainer) -> None:
     """The calibration windows: how many, how long, how many at a time."""
     group.add_argument("--num-samples", type=int, metavar="N", help="calibration windows (default: 128)")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 
 from gradprobe_hf.cli.options import (
+    add_data_arguments,
     add_memory_arguments,
     add_method_arguments,
     add_resume_arguments,
-    add_window_arguments,
     configuration,
 )
 from gradprobe_hf.cli.output import add_model_arguments, given, print_json, print_pruning
@@ -20,11 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the pruned checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint in --output")
     add_method_arguments(parser)
-    data = parser.add_argument_group("data: 'pydoc', 'self', a file or folder, or a Hub dataset id[:config[:split]]")
-    data.add_argument("--calibration", default="pydoc", metavar="SPEC", help="text for the probes (default: pydoc)")
-    add_window_arguments(data)
-    data.add_argument("--evaluation", metavar="SPEC", help="text to measure on, or 'none' (default: pydoc with pydoc)")
-    data.add_argument("--evaluation-samples", type=int, metavar="N", help="evaluation windows (default: 20)")
+    data = add_data_arguments(parser, no_evaluation=", or 'none'")
     data.add_argument(
         "--compare-baselines", action="store_true", help="prune with the published methods too, and measure them"
     )
