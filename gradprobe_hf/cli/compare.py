@@ -14,9 +14,10 @@ from gradprobe_hf.cli.options import (
 )
 from gradprobe_hf.cli.output import add_model_arguments, console, given, print_comparison, print_json
 from gradprobe_hf.comparison import RESULT_NAME, baselines, compare_pretrained
-from gradprobe_hf.config import GradProbeConfig, read_yaml
+from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.preparation import Loading
 from gradprobe_hf.processes import join_processes
+from gradprobe_hf.recipes import read_yaml
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,8 +20,8 @@ from gradprobe_hf.config import (
     Reconstruction,
     Scope,
     Strategy,
-    read_yaml,
 )
+from gradprobe_hf.recipes import read_yaml
 
 # Options of the command that are fields of the configuration; a default of None means: what the configuration says.
 CONFIG_FIELDS = tuple(field.name for field in fields(GradProbeConfig))
