@@ -59,6 +59,7 @@ ORDER = [
     "comparison",
     "tuning",
     "pruning",
+    "training",
     "cli",
 ]
 

@@ -1,0 +1,151 @@
+"""Train only what matters: at each step only the groups of parameters with the largest gradient train.
+
+The others have no gradient at all (None), so that the optimizer passes them by: under AdamW a gradient of zeros would
+still move them, by momentum and by weight decay.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from gradprobe_hf.sharding import is_sharded, local
+from gradprobe_hf.targets import block_of, matches
+from gradprobe_hf.training.callback import StepCallback, logger
+
+Grouping = Literal["block", "matrix"] | Sequence[str]
+
+OUTSIDE = "outside of the blocks"
+REST = "the rest"
+FILE = "gradprobe_selective_updates.json"
+
+
+class SelectiveUpdateCallback(StepCallback):
+    """Updates the parameter groups whose gradient is largest; all others stay bit-identical at that step.
+
+    Args:
+        top_k: how many groups train.
+        fraction: or what part of them, in (0, 1]; at least one.
+        every: steps for which a choice stands.
+        groups: `"block"`, a group for every block of the model, and one for what lies outside; `"matrix"`, one for
+            every parameter; or patterns of parameter names, one for each, and one for the rest.
+
+    Attributes:
+        chosen: the groups that train now.
+        counts: in how many steps each group trained.
+
+    Raises:
+        ValueError: neither or both of top_k and fraction, a value out of range, or a pattern that matches nothing.
+    """
+
+    def __init__(
+        self,
+        top_k: int | None = None,
+        fraction: float | None = None,
+        every: int = 1,
+        groups: Grouping = "block",
+    ) -> None:
+        super().__init__()
+        if (top_k is None) == (fraction is None):
+            raise ValueError(f"top_k={top_k} and fraction={fraction}: pass one of the two.")
+        if top_k is not None and top_k < 1:
+            raise ValueError(f"top_k={top_k}: at least one group has to train.")
+        if fraction is not None and not 0 < fraction <= 1:
+            raise ValueError(f"fraction={fraction} is not in (0, 1].")
+        if every < 1:
+            raise ValueError(f"every={every} is not a number of steps; choose 1 or more.")
+        if isinstance(groups, str) and groups not in ("block", "matrix"):
+            raise ValueError(f"groups={groups!r}: choose 'block', 'matrix', or pass a list of patterns.")
+        self.top_k, self.fraction, self.every, self.groups = top_k, fraction, every, groups
+        self.members: dict[str, list[nn.Parameter]] = {}
+        self.chosen: list[str] = []
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def how_many(self) -> int:
+        """Groups that train at a step."""
+        if self.top_k is not None:
+            return min(self.top_k, len(self.members))
+        return max(1, round((self.fraction or 0.0) * len(self.members)))
+
+    def begin(self) -> None:
+        self.members = {}
+        for label, parameter in _grouped(self.model, self.groups):
+            self.members.setdefault(label, []).append(parameter)
+        if self.top_k is not None and self.top_k > len(self.members):
+            raise ValueError(
+                f"top_k={self.top_k} of {len(self.members)} groups ({', '.join(self.members)}): choose less."
+            )
+        self.chosen, self.counts = [], Counter()
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        if not self.chosen or (self.step - 1) % self.every == 0:
+            self.chosen = self._largest()
+        for label, parameters in self.members.items():
+            if label not in self.chosen:
+                for parameter in parameters:
+                    parameter.grad = None
+        self.counts.update(self.chosen)
+
+    def end(self) -> None:
+        logger.info("%s", self.summary())
+
+    def summary(self) -> str:
+        """Which groups trained how often."""
+        lines = [f"{count:8d}  {label}" for label, count in self.counts.most_common()]
+        never = len(self.members) - len(self.counts)
+        return "\n".join([f"groups updated in {self.step} steps:", *lines, f"{never} groups were never updated"])
+
+    def save(self, folder: Path) -> None:
+        (folder / FILE).write_text(json.dumps({"chosen": self.chosen, "counts": self.counts}, indent=2) + "\n")
+
+    def restore(self, folder: Path) -> None:
+        if (folder / FILE).exists():
+            kept = json.loads((folder / FILE).read_text())
+            self.chosen = [label for label in kept["chosen"] if label in self.members]
+            self.counts = Counter(kept["counts"])
+
+    def _largest(self) -> list[str]:
+        """The groups with the largest gradient norm: one foreach call, and one synchronisation."""
+        labels, gradients, owners = list(self.members), [], []
+        for index, parameters in enumerate(self.members.values()):
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    gradients.append(local(parameter.grad))
+                    owners.append(index)
+        if not gradients:
+            raise ValueError("no parameter has a gradient: call backward before the optimizer's step.")
+        squares = _squared_norms(gradients)
+        totals = squares.new_zeros(len(labels)).index_add_(0, torch.tensor(owners).to(squares.device), squares)
+        if is_sharded(self.model):
+            dist.all_reduce(totals)
+        return [labels[index] for index in totals.topk(self.how_many).indices.tolist()]
+
+
+def _squared_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """`[len(gradients)]`, float32."""
+    norms = torch._foreach_norm(list(gradients), 2, torch.float32)
+    return torch.stack([norm.to(norms[0].device) for norm in norms]).square()
+
+
+def _grouped(model: nn.Module, groups: Grouping) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter that trains, with the label of its group."""
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if groups == "matrix":
+        return named
+    if groups == "block":
+        return [(block_of(model, name.rpartition(".")[0]) or OUTSIDE, parameter) for name, parameter in named]
+    for pattern in groups:
+        if not any(matches(pattern, name) for name, _ in named):
+            raise ValueError(f"pattern {pattern!r} of groups matches no parameter; they are like {named[0][0]!r}.")
+    return [
+        (next((pattern for pattern in groups if matches(pattern, name)), REST), parameter) for name, parameter in named
+    ]

@@ -1,0 +1,77 @@
+"""Spike-aware clipping: a gradient that is far outside of what its own weight has seen is cut to the edge of that.
+
+Source: Huang et al. 2025, SPAM (arXiv:2501.06842), sections 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.sharding import local
+from gradprobe_hf.training.callback import StepCallback
+
+
+class SpikeAwareClip(StepCallback):
+    """Clips every element of a gradient at `sqrt(threshold * v)`, and begins AdamW's moments anew now and then.
+
+    `v` is AdamW's second moment as it was before the step. An element that has seen no gradient (v = 0) is not clipped:
+    it could never begin to train.
+
+    Args:
+        threshold: how often a squared gradient may exceed its running mean; the paper has 5000.
+        warmup: steps after the beginning, and after each reset, without clipping: v is not known yet.
+        reset_every: steps between two resets of m, v and the step count of the bias correction; None: no resets.
+    """
+
+    def __init__(self, threshold: float = 5000.0, warmup: int = 150, reset_every: int | None = 500) -> None:
+        super().__init__()
+        if not threshold > 0:
+            raise ValueError(f"threshold={threshold} is not positive; the paper uses 5000.")
+        if warmup < 1:
+            raise ValueError(f"warmup={warmup}: v is empty before the first step; choose 1 step or more.")
+        if reset_every is not None and reset_every <= warmup:
+            raise ValueError(f"reset_every={reset_every} is within warmup={warmup}: nothing would ever be clipped.")
+        self.threshold, self.warmup, self.reset_every = threshold, warmup, reset_every
+
+    def begin(self) -> None:
+        if "betas" not in self.optimizer.defaults:
+            raise ValueError(
+                f"SpikeAwareClip reads the second moment of AdamW, and {type(self.optimizer).__name__} keeps none."
+            )
+
+    @torch.no_grad()
+    def before_step(self) -> None:
+        since = self.step - 1 if self.reset_every is None else (self.step - 1) % self.reset_every
+        if since == 0 and self.step > 1:
+            self._reset()
+        if since >= self.warmup:
+            self._clip()
+
+    def _clip(self) -> None:
+        for parameter in self._parameters():
+            v = self.optimizer.state[parameter].get("exp_avg_sq")
+            if parameter.grad is not None and v is not None:
+                clip_spikes(local(parameter.grad), local(v), self.threshold)
+
+    def _reset(self) -> None:
+        for parameter in self._parameters():
+            state = self.optimizer.state[parameter]
+            for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
+                if isinstance(state.get(name), Tensor):
+                    state[name].zero_()
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"] if p in self.optimizer.state]
+
+
+def clip_spikes(gradient: Tensor, v: Tensor, threshold: float) -> None:
+    """Cut a gradient to `sign(g) sqrt(threshold * v)` where `g^2 > threshold * v > 0`, in place.
+
+    >>> gradient = torch.tensor([3.0, -3.0, 3.0])
+    >>> clip_spikes(gradient, torch.tensor([1.0, 1.0, 0.0]), threshold=4.0)
+    >>> gradient
+    tensor([ 2., -2.,  3.])
+    """
+    limit = (v.float() * threshold).sqrt_().masked_fill_(v == 0, torch.inf).to(gradient.dtype)
+    torch.clamp(gradient, -limit, limit, out=gradient)

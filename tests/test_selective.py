@@ -1,0 +1,169 @@
+"""Selective updates and spike-aware clipping: who trains, and by how much at most."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+
+from gradprobe_hf.training import SelectiveUpdateCallback, SpikeAwareClip, attached
+from gradprobe_hf.training.selective import OUTSIDE, REST
+from gradprobe_hf.training.spikes import clip_spikes
+from tests import cases
+from tests.trainers import Rows, trained, weights
+
+
+def batch(row=0):
+    return {key: value[None] for key, value in Rows()[row].items()}
+
+
+def groups_that_moved(callback, before, model):
+    now = weights(model)
+    moved = {name for name in now if not torch.equal(before[name], now[name])}
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {
+        label
+        for label, parameters in callback.members.items()
+        if any(names[id(parameter)] in moved for parameter in parameters)
+    }
+
+
+@pytest.mark.parametrize("groups", ["block", "matrix", ["q_proj.weight", "*.mlp.*"]], ids=str)
+@pytest.mark.parametrize("name", ["llama", "tied"])
+def test_only_the_groups_with_the_largest_gradients_move(name, groups):
+    model = cases.build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    with attached(SelectiveUpdateCallback(top_k=1, groups=groups), model, optimizer) as callback:
+        for step in range(4):
+            model(**batch(step)).loss.backward()
+            norms = {
+                label: sum(float(p.grad.double().square().sum()) for p in parameters)
+                for label, parameters in callback.members.items()
+            }
+            before = weights(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            assert groups_that_moved(callback, before, model) == {max(norms, key=norms.get)}
+    assert sum(callback.counts.values()) == 4
+
+
+def test_zeroed_gradients_would_have_moved_them():
+    """Why the gradient is None: with zeros AdamW goes on by momentum and weight decay."""
+    model = cases.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    model(**batch()).loss.backward()
+    optimizer.step()
+    before = weights(model)
+    for parameter in model.parameters():
+        parameter.grad.zero_()
+    optimizer.step()
+    assert all(not torch.equal(before[name], value) for name, value in weights(model).items() if value.ndim == 2)
+
+
+def test_a_choice_stands_for_as_many_steps_as_asked():
+    model = cases.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    chosen = []
+    with attached(SelectiveUpdateCallback(fraction=0.2, every=3, groups="matrix"), model, optimizer) as callback:
+        for step in range(7):
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            chosen.append(tuple(callback.chosen))
+    assert chosen[0] == chosen[1] == chosen[2]
+    assert chosen[3] == chosen[4] == chosen[5]
+    assert len(chosen[0]) == round(0.2 * len(callback.members))
+
+
+def test_the_report_says_who_trained_how_often(tmp_path, caplog):
+    callback = SelectiveUpdateCallback(top_k=1)
+    with caplog.at_level(logging.INFO, logger="gradprobe_hf"):
+        trained(cases.build("llama"), tmp_path, [callback])
+    assert set(callback.members) == {"model.layers.0", "model.layers.1", "model.layers.2", OUTSIDE}
+    assert sum(callback.counts.values()) == 6
+    label, count = callback.counts.most_common(1)[0]
+    assert f"{count:8d}  {label}" in callback.summary()
+    assert "groups updated in 6 steps" in caplog.text
+    patterns = SelectiveUpdateCallback(top_k=1, groups=["q_proj.weight"])
+    trained(cases.build("llama"), tmp_path, [patterns])
+    assert set(patterns.members) == {"q_proj.weight", REST}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "pass one of the two"),
+        ({"top_k": 1, "fraction": 0.5}, "pass one of the two"),
+        ({"top_k": 0}, "top_k=0"),
+        ({"fraction": 0.0}, "fraction=0.0"),
+        ({"top_k": 1, "every": 0}, "every=0"),
+        ({"top_k": 1, "groups": "layer"}, "groups='layer'"),
+        ({"top_k": 1, "groups": ["nowhere"]}, "'nowhere' of groups matches no parameter"),
+        ({"top_k": 9}, "top_k=9 of 4 groups"),
+    ],
+)
+def test_selective_arguments_out_of_range_are_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        trained(cases.build("llama"), tmp_path, [SelectiveUpdateCallback(**options)])
+
+
+def test_one_synchronisation_a_choice():
+    model = cases.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with attached(SelectiveUpdateCallback(top_k=1, every=2), model, optimizer) as callback:
+        model(**batch()).loss.backward()
+        for number, expected in ((1, 1), (2, 0), (3, 1)):
+            callback.step = number
+            model(**batch()).loss.backward()
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                callback.before_step()
+            events = [event.name for event in profile.events()]
+            assert events.count("aten::topk") == expected
+            assert events.count("aten::_foreach_norm") == expected
+            assert not {"aten::_local_scalar_dense", "aten::item", "aten::nonzero"} & set(events)
+
+
+def test_spikes_are_cut_to_the_edge_and_the_rest_is_left():
+    generator = torch.Generator().manual_seed(0)
+    gradient, v = torch.randn(50, 4, generator=generator), torch.rand(50, 4, generator=generator)
+    v[3, 1] = 0
+    expected = gradient.double().clone()
+    edge = (2.0 * v.double()).sqrt()
+    outside = (expected**2 > 2.0 * v.double()) & (v > 0)
+    expected[outside] = (edge * expected.sign())[outside]
+    clip_spikes(gradient, v, threshold=2.0)
+    torch.testing.assert_close(gradient.double(), expected, rtol=1e-6, atol=0)
+    assert outside.any()
+
+
+def test_clipping_waits_for_v_and_resets_begin_anew():
+    layer = torch.nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, betas=(0.9, 0.999))
+    seen, counts = [], []
+    with attached(SpikeAwareClip(threshold=1.0, warmup=3, reset_every=6), layer, optimizer):
+        for _ in range(14):
+            layer.weight.grad = torch.ones_like(layer.weight)  # v stays far below 1: a spike at every step
+            optimizer.step()
+            seen.append(float(layer.weight.grad) < 1)
+            counts.append(int(optimizer.state[layer.weight]["step"]))
+    assert seen == [False, False, False, True, True, True] * 2 + [False, False]
+    assert counts == [1, 2, 3, 4, 5, 6] * 2 + [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threshold": 0.0}, "threshold=0.0"),
+        ({"warmup": 0}, "warmup=0"),
+        ({"warmup": 10, "reset_every": 10}, "reset_every=10 is within warmup=10"),
+    ],
+)
+def test_spike_arguments_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        SpikeAwareClip(**options)
+
+
+def test_spikes_need_a_second_moment(tmp_path):
+    with pytest.raises(ValueError, match="SGD keeps none"):
+        trained(cases.build("llama"), tmp_path, [SpikeAwareClip()], optim="sgd")

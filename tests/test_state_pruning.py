@@ -1,0 +1,291 @@
+"""Pruning from the optimizer's state: the schedule, the saliencies against their formulas, and exact budgets."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gradprobe_hf.targets import find_targets
+from gradprobe_hf.training import StatePruningCallback, attached
+from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, ordered
+from gradprobe_hf.training.state_pruning import EPSILON, SCHEDULES, mean_root
+from tests import cases
+from tests.trainers import Rows, trained, weights
+
+FORMULAS = {
+    "magnitude": lambda w, m, v, e: np.abs(w),
+    "fourth-root": lambda w, m, v, e: np.abs(w) * v**0.25,
+    "momentum": lambda w, m, v, e: np.abs(w) * np.sqrt(np.abs(m)),
+    "gradient-product": lambda w, m, v, e: np.abs(w * m) * np.abs(w) / (np.sqrt(v) + e),
+    "signal-to-noise": lambda w, m, v, e: np.abs(w) * np.sqrt(np.abs(m)) * np.abs(m) / (np.sqrt(v) + e),
+    "movement": lambda w, m, v, e: -w * m / (np.sqrt(v) + e),
+    "state-fisher": lambda w, m, v, e: w**2 * v,
+}
+
+
+def test_every_saliency_orders_weights_as_its_formula_in_float64():
+    assert set(FORMULAS) == set(SALIENCIES)
+    generator = torch.Generator().manual_seed(0)
+    w, m = (torch.randn(4000, generator=generator) * scale for scale in (2e-2, 1e-5))
+    v = torch.rand(4000, generator=generator).square() * 5e-10  # the scale that fine-tuning has
+    epsilon = EPSILON * mean_root(v[None])
+    for name, (saliency, arguments) in SALIENCIES.items():
+        given_values = {"m": m, "v": v, "epsilon": epsilon}
+        found = saliency(w, **{key: given_values[key] for key in arguments})
+        assert found.ge(0).all(), name
+        exact = FORMULAS[name](*(part.double().numpy() for part in (w, m, v, epsilon)))
+        ranks = np.argsort(np.argsort(exact)) - np.argsort(np.argsort(found.numpy()))
+        assert np.abs(ranks).max() <= 2, name  # float32 may swap neighbours that differ in the last bit
+
+
+def test_an_absolute_epsilon_would_turn_a_saliency_into_another():
+    """What the module's docstring warns of: where v is small, 1e-8 takes its place."""
+    generator = torch.Generator().manual_seed(0)
+    w, m = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator) * 1e-9
+    v = torch.rand(1000, generator=generator) * 1e-18
+    rule = SALIENCIES["gradient-product"][0]
+    relative = rule(w, m, v, EPSILON * mean_root(v[None])).argsort().argsort()
+    exact = rule(w.double(), m.double(), v.double(), torch.tensor(0.0)).argsort().argsort()
+    swamped = rule(w, m, v, torch.tensor(1e-8)).argsort().argsort()
+    assert (relative - exact).abs().max() <= 2
+    assert (swamped - exact).abs().float().mean() > 20
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=2, max_size=30))
+def test_ordered_keeps_the_order(values):
+    signed = torch.tensor(values, dtype=torch.float32).sort().values
+    found = ordered(signed)
+    assert found.ge(0).all()
+    assert found.isfinite().all()
+    assert found.diff().ge(0).all()
+
+
+def test_ordered_keeps_nan():
+    assert ordered(torch.tensor([1.0, torch.nan])).isnan().tolist() == [False, True]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules_begin_and_end_where_they_say(schedule):
+    callback = StatePruningCallback(0.9, begin_step=10, end_step=50, schedule=schedule, initial_sparsity=0.3)
+    values = [callback.sparsity_at(step) for step in range(10, 51)]
+    assert values[0] == 0.3
+    assert values[-1] == 0.9
+    assert values == sorted(values)
+
+
+def test_the_two_directions_of_the_cubic():
+    early = StatePruningCallback(0.8, begin_step=1, end_step=101, schedule="cubic")
+    late = StatePruningCallback(0.8, begin_step=1, end_step=101, schedule="late-cubic")
+    assert early.sparsity_at(51) == pytest.approx(0.8 * (1 - 0.5**3))  # Zhu & Gupta, eq. 1
+    assert late.sparsity_at(51) == pytest.approx(0.8 * 0.5**3)
+
+
+def pruned_by_hand(model, optimizer, saliency, sparsity):
+    """All scores in one list, float64, sorted."""
+    scores, total = [], 0
+    for target in find_targets(model):
+        w = target.matrix(model).double().numpy()
+        state = optimizer.state[model.get_parameter(target.parameter)]
+        m, v = (target.view(state[name]).double().numpy() for name in MOMENTS.values())
+        score = FORMULAS[saliency](w, m, v, EPSILON * np.sqrt(v).mean())
+        score[w == 0] = -np.inf
+        scores.append(score.ravel())
+        total += w.size
+    order = np.argsort(np.concatenate(scores), kind="stable")
+    mask = np.zeros(total, dtype=bool)
+    mask[order[: round(sparsity * total)]] = True
+    return mask
+
+
+@pytest.mark.parametrize("saliency", SALIENCIES)
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_an_update_prunes_what_sorting_all_scores_would(name, saliency):
+    model = cases.build(name)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    callback = StatePruningCallback(0.6, saliency=saliency, begin_step=3, end_step=3)
+
+    class Looking(StatePruningCallback):
+        def update(self):
+            self.expected = pruned_by_hand(model, optimizer, saliency, 0.6)
+            super().update()
+
+    callback = Looking(0.6, saliency=saliency, begin_step=3, end_step=3)
+    with attached(callback, model, optimizer):
+        for _ in range(3):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    mask = np.concatenate([callback.keeper.masks[t.name].numpy().ravel() for t in find_targets(model)])
+    assert mask.sum() == callback.expected.sum()
+    assert (mask == callback.expected).mean() > 0.999  # float32 against float64 at the cut
+    assert all(not t.matrix(model)[callback.keeper.masks[t.name]].any() for t in find_targets(model))
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_a_fixed_target_is_met_to_the_element_a_hundred_times(scope):
+    """No ratchet: weights that were pruned are in the running again, and the count stays."""
+    model = cases.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    callback = StatePruningCallback(0.5, begin_step=1, end_step=101, every=1, initial_sparsity=0.5, scope=scope)
+    masks = []
+
+    class Keeping(StatePruningCallback):
+        def update(self):
+            super().update()
+            masks.append(torch.cat([(t.matrix(model) == 0).flatten() for t in find_targets(model)]))
+
+    callback = Keeping(0.5, begin_step=1, end_step=101, every=1, initial_sparsity=0.5, scope=scope)
+    with attached(callback, model, optimizer):
+        for _ in range(103):
+            model(**batch).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    targets = find_targets(model)
+    exact = round(0.5 * sum(t.numel for t in targets))
+    if scope == "tensor":
+        exact = sum(round(0.5 * t.numel) for t in targets)
+    assert [update.zeros for update in callback.history] == [exact] * 101
+    assert {int(mask.sum()) for mask in masks} == {exact}
+    assert (masks[0] & ~masks[-1]).any(), "some weights have come back"
+    assert torch.equal(masks[-1], torch.cat([(t.matrix(model) == 0).flatten() for t in targets])), "and then none"
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, fused=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, foreach=False, amsgrad=True),
+        lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        lambda parameters: torch.optim.NAdam(parameters, lr=1e-3),
+        lambda parameters: torch.optim.RAdam(parameters, lr=1e-3),
+    ],
+    ids=["fused", "foreach", "amsgrad", "Adam", "NAdam", "RAdam"],
+)
+def test_the_adam_family_is_read(build):
+    model = cases.build("llama")
+    optimizer = build(model.parameters())
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    with attached(StatePruningCallback(0.5, begin_step=2, end_step=2), model, optimizer) as callback:
+        for _ in range(3):
+            model(**batch).loss.backward()
+            optimizer.step()
+    assert callback.history[0].zeros == round(0.5 * callback.history[0].weights)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch"])
+def test_what_a_trainer_builds_is_read(optim, tmp_path):
+    model = cases.build("llama")
+    callback = StatePruningCallback(0.5, begin_step=1, end_step=5, every=2)
+    trained(model, tmp_path, [callback], optim=optim)
+    assert [update.step for update in callback.history] == [1, 3, 5]
+    assert sum(int((t.matrix(model) == 0).sum()) for t in find_targets(model)) == callback.keeper.zeros
+
+
+def test_state_that_is_not_there_is_named(tmp_path):
+    model = cases.build("llama")
+    with pytest.raises(ValueError, match=r"'exp_avg_sq'.*SGD does not keep"):
+        trained(model, tmp_path, [StatePruningCallback(0.5)], optim="sgd")
+    with pytest.raises(ValueError, match=r"'exp_avg_sq'.*Adafactor"):
+        trained(model, tmp_path, [StatePruningCallback(0.5, begin_step=1)], optim="adafactor")
+    trained(model, tmp_path, [StatePruningCallback(0.5, "magnitude", end_step=3)], optim="sgd")
+    optimizer = torch.optim.AdamW(model.parameters())
+    callback = StatePruningCallback(0.5)
+    with attached(callback, model, optimizer):
+        callback.step = 1
+        before = weights(model)
+        with pytest.raises(ValueError, match=r"AdamW has no state for model.layers.0\S+ yet: its state is empty"):
+            callback.update()
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"target_sparsity": 1.0}, "target_sparsity=1.0"),
+        ({"target_sparsity": 0.5, "saliency": "fisher"}, "saliency='fisher' is not known"),
+        ({"target_sparsity": 0.5, "schedule": "cosine"}, "schedule='cosine'"),
+        ({"target_sparsity": 0.5, "scope": "row"}, "scope='row'"),
+        ({"target_sparsity": 0.5, "begin_step": 9, "end_step": 3}, "begin_step=9 and end_step=3"),
+        ({"target_sparsity": 0.5, "every": 0}, "every=0"),
+        ({"target_sparsity": 0.5, "initial_sparsity": 0.6}, "initial_sparsity=0.6"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        StatePruningCallback(**options)
+
+
+def test_a_saliency_that_is_magnitude_in_disguise_is_reported(caplog):
+    model = cases.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0)
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    callback = StatePruningCallback(0.5, begin_step=1, end_step=1)
+    with caplog.at_level(logging.WARNING), attached(callback, model, optimizer):
+        model(**batch).loss.backward()
+        optimizer.step()
+    assert 0 < callback.history[-1].magnitude_overlap < 0.97
+    assert "magnitude" not in caplog.text
+    again = StatePruningCallback(0.5, begin_step=1, end_step=1)
+    for state in optimizer.state.values():
+        state["exp_avg_sq"].fill_(1.0)
+    with caplog.at_level(logging.WARNING), attached(again, model, optimizer):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)  # so that v is flat after the step, too
+        optimizer.step()
+    assert again.history[-1].magnitude_overlap > 0.97
+    assert "prunes" in caplog.text
+
+
+def test_an_end_before_the_schedule_is_reported(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        trained(cases.build("llama"), tmp_path, [StatePruningCallback(0.5, end_step=100)])
+    assert "before end_step=100" in caplog.text
+
+
+class Counting(TorchDispatchMode):
+    """Counts what makes the host wait for a device."""
+
+    def __init__(self):
+        super().__init__()
+        self.waits = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
+        self.waits += function.overloadpacket in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.masked_select,
+        )
+        return function(*arguments, **(keywords or {}))
+
+
+def test_between_updates_the_host_waits_for_nothing():
+    model = cases.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    callback = StatePruningCallback(0.5, begin_step=2, end_step=6, every=4)
+    waits = {}
+    with attached(callback, model, optimizer):
+        for step in range(1, 9):
+            model(**batch).loss.backward()
+            with Counting() as counting:
+                callback.step += 1
+                callback.before_step()
+                for parameter in model.parameters():
+                    optimizer.state[parameter] = optimizer.state[parameter] or {
+                        "exp_avg": parameter.grad.clone(),
+                        "exp_avg_sq": parameter.grad.square(),
+                    }
+                callback.after_step()
+            waits[step] = counting.waits
+    assert waits[2] > 0
+    assert waits[6] > 0
+    assert all(waits[step] == 0 for step in (1, 3, 4, 5, 7, 8))

@@ -1,0 +1,391 @@
+"""Callbacks: zeros stay zeros through whatever a Trainer does, and nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from accelerate import Accelerator
+from transformers import Trainer, TrainerCallback
+from transformers.pytorch_utils import Conv1D
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.targets import find_targets
+from gradprobe_hf.training import (
+    SelectiveUpdateCallback,
+    SparsityCallback,
+    SpikeAwareClip,
+    StatePruningCallback,
+    attached,
+    keep_sparsity,
+)
+from gradprobe_hf.training.callback import StepCallback
+from tests import cases
+from tests.trainers import Rows, arguments, half_pruned, hooks_of, trained, weights, zeros
+
+
+class Watching(TrainerCallback):
+    """Whether the zeros hold after every single step, and what the gradients under them are."""
+
+    def __init__(self, masks):
+        self.masks, self.seen = masks, []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.seen.append(zeros(model, self.masks)[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        ({}, torch.float32),
+        ({"gradient_accumulation_steps": 3}, torch.float32),
+        ({"max_grad_norm": 0.01}, torch.float32),
+        ({"bf16": True}, torch.float32),
+        ({}, torch.bfloat16),
+        ({"optim": "sgd", "optim_args": "momentum=0.9"}, torch.float32),
+        ({"optim": "adafactor"}, torch.float32),
+        ({"activation_checkpointing": True}, torch.float32),
+    ],
+    ids=lambda value: str(value),
+)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_zeros_hold_after_every_step(name, options, dtype, tmp_path):
+    model, masks = half_pruned(name, dtype)
+    before = weights(model)
+    watching = Watching(masks)
+    trained(model, tmp_path, [SparsityCallback(masks), watching], **options)
+    assert watching.seen == [0] * 6
+    assert all(not torch.equal(before[key.split("[")[0]], weights(model)[key.split("[")[0]]) for key in masks)
+    assert not hooks_of(model)
+
+
+def test_without_the_callback_they_are_lost(tmp_path):
+    model, masks = half_pruned()
+    trained(model, tmp_path, [])
+    assert zeros(model, masks)[0] > 0.9 * sum(int(mask.sum()) for mask in masks.values())
+
+
+def test_pruned_gradients_do_not_count_in_the_norm(tmp_path):
+    """The logged norm, and what clipping leaves of the others, are those of a naive loop that masks after backward."""
+    model, masks = half_pruned()
+    twin, _ = half_pruned()
+    trainer = trained(
+        model, tmp_path, [SparsityCallback(masks)], max_steps=1, max_grad_norm=0.05, optim="sgd", weight_decay=0.0
+    )
+    rows = Trainer(twin, arguments(tmp_path), train_dataset=Rows()).get_train_dataloader()
+    twin.train()
+    twin(**next(iter(rows))).loss.backward()
+    for target in find_targets(twin):
+        target.view(twin.get_parameter(target.parameter).grad)[masks[target.name]] = 0
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.05)
+    torch.optim.SGD(twin.parameters(), lr=1e-2).step()
+    assert trainer.state.log_history[0]["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    for (name, one), two in zip(model.named_parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(one, two, msg=name)
+
+
+@pytest.mark.parametrize("source", ["result", "from-zeros", "masks"])
+def test_masks_come_from_anywhere(source, tmp_path):
+    model = cases.build("llama")
+    config = GradProbeConfig(sparsity=0.4, strategy="magnitude", decision="none")
+    result = prune_pretrained(model, config, evaluation=False, progress=False, apply=source == "from-zeros")
+    given = {"result": result, "from-zeros": "from-zeros", "masks": dict(result.masks)}[source]
+    callback = SparsityCallback(given)
+    trained(model, tmp_path, [callback])
+    assert zeros(model, result.masks)[0] == 0
+    assert callback.keeper.zeros == result.report.zeros
+    weights_of = sum(mask.numel() for mask in result.masks.values())
+    assert callback.keeper.nbytes == pytest.approx(weights_of / 8, rel=0.02)
+
+
+def test_tied_weights_stay_pruned(tmp_path):
+    model = cases.build("tied")
+    config = GradProbeConfig(
+        sparsity=0.5, strategy="magnitude", decision="none", include=["embed_tokens", "*_proj"], scope="tensor"
+    )
+    result = prune_pretrained(model, config, evaluation=False, progress=False)
+    trained(model, tmp_path, [SparsityCallback(result)])
+    assert zeros(model, result.masks)[0] == 0
+    assert any("embed_tokens" in name for name in result.masks)
+
+
+def resumed(make, folder, **more):
+    """The weights of a run of six steps, and of one that stopped after three and went on."""
+    kept = {"save_strategy": "steps", "save_steps": 3, **more}
+    model = make()
+    trained(model, folder / "whole", [*callbacks_of(model)], **kept)
+    first = make()
+    trained(first, folder / "parts", [*callbacks_of(first)], **{**kept, "max_steps": 3})
+    second = make()
+    trained(second, folder / "parts", [*callbacks_of(second)], resume=str(folder / "parts" / "checkpoint-3"), **kept)
+    return weights(model), weights(second)
+
+
+def callbacks_of(model):
+    return model.callbacks()
+
+
+@pytest.mark.parametrize(
+    "callbacks",
+    [
+        lambda: [SparsityCallback("from-zeros")],
+        lambda: [StatePruningCallback(0.5, begin_step=1, end_step=2, every=1)],
+        lambda: [StatePruningCallback(0.5, begin_step=1, end_step=5, every=2)],
+        lambda: [SelectiveUpdateCallback(top_k=1, every=4)],
+        lambda: [SpikeAwareClip(threshold=1.5, warmup=1, reset_every=4)],
+        lambda: [SparsityCallback("from-zeros"), SelectiveUpdateCallback(fraction=0.5), SpikeAwareClip(2.0, 1, None)],
+    ],
+    ids=["sparsity", "frozen", "pruning", "selective", "spikes", "together"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_ends_bit_for_bit_as_one_that_was_not_stopped(callbacks, dtype, tmp_path):
+    def make():
+        model, _ = half_pruned(dtype=dtype)
+        model.callbacks = callbacks
+        return model
+
+    whole, parts = resumed(make, tmp_path)
+    for name, value in whole.items():
+        assert torch.equal(value, parts[name]), name
+
+
+def test_from_zeros_resumes_with_the_masks_that_were_saved(tmp_path, caplog):
+    """A kept weight that became zero on the way is no part of the mask."""
+    model, masks = half_pruned()
+    trained(model, tmp_path, [SparsityCallback("from-zeros")], max_steps=3, save_strategy="steps", save_steps=3)
+    saved = tmp_path / "checkpoint-3"
+    again = type(model).from_pretrained(saved)
+    with torch.no_grad():
+        name, mask = next(iter(masks.items()))
+        again.get_parameter(name)[~mask] = 0
+    again.save_pretrained(saved)
+    callback = SparsityCallback("from-zeros")
+    trained(again, tmp_path, [callback], resume=str(saved))
+    assert callback.keeper.zeros == sum(int(mask.sum()) for mask in masks.values())
+    (saved / "gradprobe_masks.safetensors").unlink()
+    with caplog.at_level(logging.WARNING):
+        trained(again, tmp_path, [SparsityCallback("from-zeros")], resume=str(saved))
+    assert "has no masks of this callback" in caplog.text
+
+
+def test_the_best_model_is_sparse_too(tmp_path):
+    model, masks = half_pruned()
+    trainer = Trainer(
+        model,
+        arguments(
+            tmp_path,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+            learning_rate=0.5,
+        ),
+        train_dataset=Rows(),
+        eval_dataset=Rows(4),
+        callbacks=[SparsityCallback(masks)],
+    )
+    trainer.train()
+    assert trainer.state.best_global_step is not None
+    assert zeros(model, masks)[0] == 0
+
+
+def test_a_plain_loop_keeps_them_too():
+    model, masks = half_pruned()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    with keep_sparsity(model, optimizer, masks) as keeper:
+        for _ in range(3):
+            model(**batch).loss.backward()
+            for target in keeper.targets.values():
+                gradient = target.view(model.get_parameter(target.parameter).grad)
+                assert not gradient[masks[target.name]].any()
+                assert gradient.any()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert zeros(model, masks)[0] == 0
+    assert not hooks_of(model)
+    assert not optimizer._optimizer_step_post_hooks
+    assert not optimizer._optimizer_step_pre_hooks
+
+
+def test_accelerates_loop_keeps_them_too():
+    model, masks = half_pruned()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    with keep_sparsity(model, optimizer, masks):
+        for _ in range(4):
+            with accelerator.accumulate(model):
+                accelerator.backward(model(**batch).loss)
+                optimizer.step()
+                optimizer.zero_grad()
+    assert zeros(model, masks)[0] == 0
+
+
+class Failing(TrainerCallback):
+    def __init__(self, event):
+        setattr(self, event, self.fail)
+
+    def fail(self, *args, **kwargs):
+        raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize(
+    "event", ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log"]
+)
+def test_no_hook_is_left_when_training_fails(event, tmp_path):
+    model, masks = half_pruned()
+    callbacks = [SparsityCallback(masks), SelectiveUpdateCallback(top_k=1), SpikeAwareClip()]
+    failing = Failing(event)
+    first = event == "on_step_begin"  # ours would have put up its hooks, and no later event would take them away
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trained(model, tmp_path, [failing, *callbacks] if first else [*callbacks, failing])
+    assert not hooks_of(model)
+
+
+def test_no_hook_is_left_when_a_pass_fails(tmp_path):
+    model, masks = half_pruned()
+    inner = model.model.layers[1].mlp
+    calls = []
+
+    def fail(*_):
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("on purpose")
+
+    handle = inner.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        trained(model, tmp_path, [SparsityCallback(masks)])
+    handle.remove()
+    assert not hooks_of(model)
+    with pytest.raises(RuntimeError, match="a broken row"):
+        Trainer(
+            model, arguments(tmp_path), train_dataset=Rows(8, fails_at=5), callbacks=[SparsityCallback(masks)]
+        ).train()
+    assert not hooks_of(model)
+
+
+def test_the_with_leaves_nothing_after_a_failed_backward(tmp_path):
+    model, masks = half_pruned()
+
+    class Breaking(Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            loss.register_hook(lambda gradient: (_ for _ in ()).throw(MemoryError("in backward")))
+            return loss
+
+    with pytest.raises(MemoryError), SparsityCallback(masks) as callback:
+        Breaking(model, arguments(tmp_path), train_dataset=Rows(), callbacks=[callback]).train()
+    assert not hooks_of(model)
+
+
+def test_a_failed_run_does_not_stand_in_the_way_of_the_next(tmp_path):
+    model, masks = half_pruned()
+    with pytest.raises(RuntimeError):
+        trained(model, tmp_path, [SparsityCallback(masks), Failing("on_step_end")])
+    trained(model, tmp_path, [StatePruningCallback(0.6, begin_step=1, end_step=3, every=1)])
+    total = sum(target.numel for target in find_targets(model))
+    assert sum(int((t.matrix(model) == 0).sum()) for t in find_targets(model)) == round(0.6 * total)
+
+
+def test_two_that_decide_zeros_are_refused(tmp_path):
+    model, masks = half_pruned()
+    with pytest.raises(ValueError, match="both say which weights are zero"):
+        trained(model, tmp_path, [SparsityCallback(masks), StatePruningCallback(0.6)])
+    optimizer = torch.optim.AdamW(model.parameters())
+    with (
+        pytest.raises(ValueError, match="Use one at a time"),
+        attached(StatePruningCallback(0.6), model, optimizer),
+        attached(SparsityCallback(masks), model, optimizer),
+    ):
+        pass
+    assert not hooks_of(model)
+    assert not optimizer._optimizer_step_post_hooks
+
+
+@pytest.mark.parametrize(
+    ("masks", "message"),
+    [
+        ("from-ones", "masks='from-ones'"),
+        ({}, "masks for nothing"),
+        ({"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}, "layers.9"),
+        ({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, r"is \(2, 2\), and the matrix"),
+        ("from-zeros", "no weight of the model is zero"),
+    ],
+)
+def test_bad_masks_are_refused_before_training(masks, message, tmp_path):
+    model = cases.build("llama")
+    before = weights(model)
+    with pytest.raises(ValueError, match=message):
+        trained(model, tmp_path, [SparsityCallback(masks)])
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+def test_a_wrapper_of_deepspeed_is_refused():
+    class DeepSpeedOptimizerWrapper(torch.optim.SGD):
+        pass
+
+    model, masks = half_pruned()
+    with (
+        pytest.raises(ValueError, match="cannot work under DeepSpeed"),
+        keep_sparsity(model, DeepSpeedOptimizerWrapper(model.parameters(), lr=0.1), masks),
+    ):
+        pass
+    with pytest.raises(TypeError, match=r"needs a torch\.optim\.Optimizer"), keep_sparsity(model, object(), masks):
+        pass
+
+
+def test_steps_are_counted_from_where_a_run_went_on():
+    class Counting(StepCallback):
+        def begin(self):
+            self.steps = []
+
+        def after_step(self):
+            self.steps.append(self.step)
+
+    layer = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with attached(Counting(), layer, optimizer, step=5) as counting:
+        for _ in range(3):
+            layer(torch.ones(2)).sum().backward()
+            optimizer.step()
+    assert counting.steps == [6, 7, 8]
+
+
+def test_conv1d_is_masked_the_right_way_round(tmp_path):
+    model, masks = half_pruned("gpt2")
+    name = next(name for name in masks if "c_attn" in name)
+    assert isinstance(model.get_submodule(name.removesuffix(".weight")), Conv1D)
+    assert masks[name].shape == model.get_parameter(name).t().shape
+    trained(model, tmp_path, [SparsityCallback(masks)])
+    assert zeros(model, masks) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda masks: SparsityCallback(masks),
+        lambda masks: StatePruningCallback(0.5, begin_step=1, end_step=100, every=1),
+    ],
+    ids=["sparsity", "state"],
+)
+def test_masks_that_change_compile_nothing_again(make):
+    """Weights are edited in place, and gradients where they arrive: the compiled graph sees neither."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, masks = half_pruned()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    compiled = torch.compile(model, backend="aot_eager")
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    counts = []
+    with attached(make(masks), compiled, optimizer) as callback:
+        for _ in range(25):
+            compiled(**batch, use_cache=False).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            counts.append(dict(torch._dynamo.utils.counters["stats"]))
+    assert counts[0]["unique_graphs"] == counts[-1]["unique_graphs"] == 1
+    assert zeros(model, callback.keeper.masks if callback.keeper else {})[0] == 0
+    torch._dynamo.reset()
