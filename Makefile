@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench bench-quality bench-stories bench-accumulators bench-speed bench-memory table clean
+.PHONY: demo test test-all check bench bench-quality bench-stories bench-accumulators bench-speed bench-memory \
+	bench-training bench-recovery table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -20,9 +21,9 @@ check: $(READY)  ## lint, format and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python benchmarks/readme_table.py --check
+	$(BIN)/python -m benchmarks.readme_table --check
 
-bench: bench-quality bench-accumulators bench-speed bench-memory table
+bench: bench-quality bench-accumulators bench-speed bench-memory bench-training bench-recovery table
 
 # WikiText-2 from the Hub, or from a folder with calibration.txt (its validation split) and evaluation.txt (test).
 WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
@@ -38,6 +39,8 @@ bench-stories: $(READY)  ## the whole grid, three draws of the calibration windo
 	$(BIN)/python benchmarks/quality.py --full --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \
 		--num-samples 64 --sequence-length 256 --evaluation-samples 48 --output benchmarks/results/stories.json
 
+TRAIN_TEXT ?= $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,README.md)
+
 bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
 	$(BIN)/python benchmarks/quality.py --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS)
 
@@ -47,8 +50,17 @@ bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from
 bench-speed: $(READY) $(MODEL)  ## time of the probes against bare passes
 	$(BIN)/python benchmarks/speed.py --model $(MODEL)
 
+bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, and what callbacks cost (TRAIN_TEXT)
+	$(BIN)/python benchmarks/training.py compare --text $(TRAIN_TEXT)
+	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 4 --window 256
+	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 4 --window 256 --compile
+
+bench-recovery: $(READY) $(MODEL)  ## fine-tuning after pruning, zeros kept
+	$(BIN)/python examples/recover.py --model $(MODEL) --json benchmarks/results/recovery.json \
+		$(if $(WIKITEXT),--text $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
+
 table: $(READY)  ## write the README's tables from benchmarks/results
-	$(BIN)/python benchmarks/readme_table.py
+	$(BIN)/python -m benchmarks.readme_table
 
 $(MODEL): | $(READY)
 	$(BIN)/python examples/get_smollm2.py $@

@@ -1,6 +1,6 @@
-"""Write the README's measured tables from `benchmarks/results/*.json`, between its markers.
+"""Write the measured tables of the README and of docs/ from `benchmarks/results/*.json`, between their markers.
 
-usage: python benchmarks/readme_table.py [--check]     (--check: fail if the README is not what the results say)
+usage: python -m benchmarks.readme_table [--check]     (--check: fail if a page is not what the results say)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.training import check_alike
 from gradprobe_hf.config import AccumulatorDtype
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 
@@ -149,34 +150,106 @@ def _against_bare(results: dict[str, Any]) -> str:
     return f" A probe of the large model takes, in bare forward and backward passes from disk ({bare:.0f} s): {ratios}."
 
 
-TABLES = {
-    "quality": quality_table,
-    "speed": speed_table,
-    "accumulators": accumulators_table,
-    "memory": memory_table,
+def training_table(results: dict[str, Any]) -> str:
+    """The mean over the seeds of each saliency at each sparsity, and how far the seeds lie apart."""
+    runs = results["runs"]
+    check_alike(runs)
+    columns = sorted({run["sparsity"] for run in runs} - {0.0})
+    dense = [run["bits_per_byte"] for run in runs if run["method"] == "dense"]
+    lines = [
+        f"| bits per byte (largest - smallest seed) | {' | '.join(f'{column:.0%}' for column in columns)} |",
+        "|---|" + "---:|" * len(columns),
+        f"| dense | {' | '.join([_spread(dense)] * len(columns))} |",
+    ]
+    for method in dict.fromkeys(run["method"] for run in runs if run["method"] != "dense"):
+        cells = [
+            _spread([r["bits_per_byte"] for r in runs if (r["method"], r["sparsity"]) == (method, column)])
+            for column in columns
+        ]
+        lines.append(f"| `{method}` | {' | '.join(cells)} |")
+    same = runs[0]["conditions"]
+    note = (
+        f"A Llama of {same['parameters']:,} parameters on {same['tokens']:,} bytes of text, {len(dense)} seeds; pruned "
+        f"from step {same['pruning']['begin_step']} to {same['pruning']['end_step']} of {same['steps']}, every "
+        f"{same['pruning']['every']}. Runs of one seed differ in nothing but the method. Made by `make bench-training`."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _spread(values: list[float]) -> str:
+    return f"{statistics.fmean(values):.4f} ({max(values) - min(values):.4f})"
+
+
+def cost_table(results: dict[str, Any]) -> str:
+    rows = results["cost"]
+    lines = ["| callback | eager | compiled |", "|---|---:|---:|"]
+    for name in dict.fromkeys(row["callback"] for row in rows):
+        shares = {row["compiled"]: row["share"] for row in rows if row["callback"] == name}
+        cells = [f"{shares[mode]:.1%}" if mode in shares else "" for mode in (False, True)]
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    by_mode = {row["compiled"]: row for row in rows}
+    speeds = "; ".join(
+        f"{'compiled' if mode else 'eager'}: {row['tokens_per_second']:.0f} tokens per second, "
+        f"{row['peak_bytes'] / 1e9:.1f} GB" + (f", {row['graphs']} graph" if row["graphs"] else "")
+        for mode, row in sorted(by_mode.items())
+    )
+    first = rows[0]
+    masks = next(row["bytes_per_weight"] for row in rows if "bytes_per_weight" in row)
+    note = (
+        f"What a callback adds to a step of AdamW, {first['model']} in float32, {first['batch']} tokens, "
+        f"{first['threads']} CPU threads ({speeds}). Masks take {masks:.3f} bytes per weight. Made by "
+        "`make bench-training`."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def recovery_table(results: dict[str, Any]) -> str:
+    found = results["perplexity"]
+    return "\n".join(
+        [
+            "| | dense | pruned | fine-tuned |",
+            "|---|---:|---:|---:|",
+            f"| perplexity | {found['dense']:.2f} | {found['pruned']:.2f} | {found['recovered']:.2f} |",
+            "",
+            f"{results['model']}, {results['sparsity']:.4%} of the weights zero after {results['steps']} steps "
+            f"({results['tokens']:,} tokens of WikiText-2). Made by `make bench-recovery`.",
+        ]
+    )
+
+
+PAGES = ("README.md", "docs/training.md")
+TABLES = {  # marker -> result file, what makes the table
+    "quality": ("quality", quality_table),
+    "speed": ("speed", speed_table),
+    "accumulators": ("accumulators", accumulators_table),
+    "memory": ("memory", memory_table),
+    "recovery": ("recovery", recovery_table),
+    "training": ("training", training_table),
+    "training cost": ("training", cost_table),
 }
 
 
-def rendered(readme: str) -> str:
-    for name, table in TABLES.items():
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
+def rendered(page: str) -> str:
+    for name, (file, table) in TABLES.items():
+        path = RESULTS / f"{file}.json"
+        if f"<!-- {name} -->" not in page or not path.exists():
             continue
         text = table(json.loads(path.read_text()))
         pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        readme = re.sub(pattern, lambda found: f"{found[1]}{text}\n{found[2]}", readme, flags=re.S)  # noqa: B023
-    return readme
+        page = re.sub(pattern, lambda found: f"{found[1]}{text}\n{found[2]}", page, flags=re.S)  # noqa: B023
+    return page
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    path = ROOT / "README.md"
-    before = path.read_text(encoding="utf-8")
-    after = rendered(before)
-    if parser.parse_args().check:
-        sys.exit(0 if after == before else "README.md is not what benchmarks/results say; run `make table`")
-    path.write_text(after, encoding="utf-8")
+    check = parser.parse_args().check
+    for page in PAGES:
+        before = (ROOT / page).read_text(encoding="utf-8")
+        after = rendered(before)
+        if check and after != before:
+            sys.exit(f"{page} is not what benchmarks/results say; run `make table`")
+        (ROOT / page).write_text(after, encoding="utf-8")
 
 
 if __name__ == "__main__":

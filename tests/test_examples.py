@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -80,3 +81,16 @@ def test_each_says_how_it_is_used():
         ran = run(script.name, check=False)
         assert ran.returncode != 0
         assert "usage" in ran.stderr
+
+
+def test_recover(checkpoint, text_file, other_text_file, tmp_path):
+    ran = run(
+        "recover.py",
+        *("--model", checkpoint, "--text", text_file, "--evaluation", other_text_file, "--sparsity", 0.5),
+        *("--steps", 20, "--sequence-length", 32, "--num-samples", 8, "--evaluation-samples", 8),
+        *("--learning-rate", 1e-2, "--json", tmp_path / "figures.json", "--output", tmp_path / "out"),
+    )
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["perplexity"]["recovered"] < figures["perplexity"]["pruned"]
+    assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-3) == figures["sparsity"]
+    assert "50.0000%" in ran.stdout

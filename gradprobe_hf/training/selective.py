@@ -131,8 +131,9 @@ class SelectiveUpdateCallback(StepCallback):
 
 
 def _squared_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """`[len(gradients)]`, float32."""
-    norms = torch._foreach_norm(list(gradients), 2, torch.float32)
+    """`[len(gradients)]`, in float32 at least: a half-precision sum of squares overflows."""
+    widest = torch.float64 if any(one.dtype == torch.float64 for one in gradients) else torch.float32
+    norms = torch._foreach_norm(list(gradients), 2, widest)
     return torch.stack([norm.to(norms[0].device) for norm in norms]).square()
 
 
