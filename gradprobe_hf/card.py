@@ -151,7 +151,7 @@ def _decision(config: GradProbeConfig) -> str:
             "The loss gradient was measured twice over the calibration data: at the original weights, and with the "
             f"candidates tentatively multiplied by {config.reduction_factor:g}. Each weight was scored by its square "
             f"times {ESTIMATES[config.fisher]}, added over both probes: an estimate of the loss that removing it adds. "
-            f"The lowest scores were set to zero, with one exact budget over {unit}. {kept}"
+            f"{_limit(config)}The lowest scores were set to zero, with one exact budget over {unit}. {kept}"
         )
     if config.decision == "threshold":
         return (
@@ -163,6 +163,15 @@ def _decision(config: GradProbeConfig) -> str:
     return (
         f"Weights were scored by `{config.strategy}` and the lowest set to zero, with one exact budget over {unit}. "
         f"{kept}"
+    )
+
+
+def _limit(config: GradProbeConfig) -> str:
+    if not config.spike_limit:
+        return ""
+    return (
+        f"A sequence whose gradient had more than {config.spike_limit:g} times its energy of the first probe in the "
+        "second was scaled down to that. "
     )
 
 

@@ -179,6 +179,7 @@ class Comparison:
             setting.targets,
             setting.batches,
             statistics,
+            spike_limit=1.0,  # so that energies are remembered, for whichever configuration limits its second probe
             loss_fn=setting.loss_fn,
             checkpointing=setting.checkpointing,
             processes=setting.processes,

@@ -90,6 +90,8 @@ class GradProbeConfig:
         initial_sparsity: of the first trial on that way; default: `sparsity_step`.
         sparsity_step: between two trials on that way, before bisection.
         reduction_factor: what the second probe multiplies candidates by, in [0, 1).
+        spike_limit: how many times its energy of the first probe the gradient of one sequence may have at one matrix in
+            the second, >= 0, before it is scaled down to that (path decision); 0: no limit.
         reconstruction: `"obs"` changes the kept weights, block by block, so that each matrix's outputs on the
             calibration inputs stay what they were (SparseGPT's sweep under the mask that was decided); `"none"`.
         dense_target: where the sweep of a reconstruction starts, from 0, the outputs of the matrix as they are on the
@@ -124,6 +126,7 @@ class GradProbeConfig:
     max_matrix_sparsity: float | None = None
     gradient_threshold: GradientThreshold = 0.0
     reduction_factor: float = 0.1
+    spike_limit: float = 2.0
     order: Order = "joint"
     block_order: BlockOrder = "forward"
     blocks_per_step: int = 1
@@ -176,6 +179,7 @@ class GradProbeConfig:
         object.__setattr__(self, "gradient_threshold", _threshold(self.gradient_threshold))
         object.__setattr__(self, "rounds", _rounds(self.rounds))
         _number("reduction_factor", self.reduction_factor, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
+        _number("spike_limit", self.spike_limit, "a factor >= 0 (0: no limit)", lambda x: x >= 0)
         if self.dense_target is None:
             object.__setattr__(self, "dense_target", 0.0 if self.strategy == "sparsegpt" else 0.5)
         _number("dense_target", self.dense_target, "a fraction in [0, 1]", lambda x: 0 <= x <= 1)

@@ -296,6 +296,7 @@ class Trial:
                 factor=0.0 if progress.number % 2 == 0 else setting.config.reduction_factor,
                 pruned=(others, self.served),
                 prefix=self.prefix,
+                spike_limit=setting.config.spike_limit if setting.config.decision == "path" else 0.0,
                 loss_fn=setting.loss_fn,
                 checkpointing=setting.checkpointing,
                 processes=setting.processes,

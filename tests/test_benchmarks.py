@@ -34,7 +34,7 @@ def test_runs_of_one_seed_differ_in_the_method_alone(runs):
 def test_a_run_that_missed_its_sparsity_is_refused(runs):
     again = copy.deepcopy(runs)
     again[1]["zeros"] -= 1
-    with pytest.raises(ValueError, match="zeros, not 50%"):
+    with pytest.raises(ValueError, match="zeros are not 50%"):
         check_alike(again)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.decision import fisher_of
 from gradprobe_hf.loss import summed_loss
 from gradprobe_hf.probe import Statistics, observe_inputs, run_probe, serving
@@ -97,6 +98,41 @@ def test_two_probes_add_up():
             torch.testing.assert_close(fisher_of(statistics[name], kind), wanted, rtol=1e-7, atol=1e-18)
         # Wanda looks at the inputs of the original model only
         torch.testing.assert_close(statistics[name].input_sq()[0], first[name]["x_sq"], rtol=1e-9, atol=1e-18)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4])
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert"])
+def test_a_gradient_that_explodes_is_limited(name, batch_size):
+    """Its energy at a matrix, in what it had there in the first probe; whatever the batches."""
+    model = cases.build(name, torch.float64)
+    targets, rows = find_targets(model), cases.batches(name, batch_size=batch_size)
+    masks, names = candidates(targets), [target.name for target in targets]
+    first, _ = naive.statistics(model, cases.batches(name, batch_size=1), names)
+    free, _ = naive.statistics(model, cases.batches(name, batch_size=1), names, masks, 0.1)
+    growth = torch.tensor([free[n]["energies"] for n in names]) / torch.tensor([first[n]["energies"] for n in names])
+    limit = float(growth.median())  # so that half of them are limited
+    second, _ = naive.statistics(model, cases.batches(name, batch_size=1), names, masks, 0.1, first, limit)
+    statistics = Statistics(targets, TERMS, model)
+    run_probe(model, targets, as_double(rows), statistics, progress=False, spike_limit=limit)
+    statistics.probe = 1
+    run_probe(model, targets, as_double(rows), statistics, shrunk=masks, factor=0.1, progress=False, spike_limit=limit)
+    for target in targets:
+        for kind in ("sequence", "token", "factored"):
+            wanted = first[target.name][kind] + second[target.name][kind]
+            torch.testing.assert_close(fisher_of(statistics[target.name], kind), wanted, rtol=1e-7, atol=1e-18)
+    differs = [not torch.equal(free[n]["token"], second[n]["token"]) for n in names]
+    assert any(differs), "some were limited"
+
+
+def test_a_limit_of_zero_is_none():
+    model = cases.build("llama", torch.float64)
+    options = {"calibration": cases.batches("llama"), "evaluation": False, "apply": False, "progress": False}
+    unlimited, huge = (
+        prune_pretrained(model, GradProbeConfig(sparsity=0.7, spike_limit=limit), **options) for limit in (0.0, 1e9)
+    )
+    limited = prune_pretrained(model, GradProbeConfig(sparsity=0.7, spike_limit=0.1), **options)
+    assert all(torch.equal(mask, huge.masks[name]) for name, mask in unlimited.masks.items())
+    assert any(not torch.equal(mask, limited.masks[name]) for name, mask in unlimited.masks.items())
 
 
 @pytest.mark.parametrize("side", ["right", "left"])

@@ -34,7 +34,7 @@ def path_masks(model, original, rows, names, candidates, sparsity, served=None):
     """Two probes of `names` on a model that is pruned in part, one with the candidates at a tenth."""
     before, _ = naive.statistics(model, rows, names, served, 0.0)
     shrinking = {name: candidates[name] for name in names}
-    after, _ = naive.statistics(model, rows, names, shrinking, 0.1)
+    after, _ = naive.statistics(model, rows, names, shrinking, 0.1, before)
     scores = {
         name: weight_of(original, name).square()
         * (

@@ -65,6 +65,7 @@ def run_probe(
     factor: float = 1.0,
     pruned: tuple[Sequence[Target], Masks] = ((), {}),
     prefix: Prefix | None = None,
+    spike_limit: float = 0.0,
     loss_fn: LossFunction | None = None,
     checkpointing: bool = False,
     processes: Processes | None = None,
@@ -82,6 +83,8 @@ def run_probe(
         shrunk: masks `[out, in]` of the candidates to multiply by `factor` in what is served.
         pruned: further targets, which are served with the weights under these masks at zero, and not measured.
         prefix: finished blocks that are not computed again; its batches are this process's share of these.
+        spike_limit: how many times its energy in probe 0 a sequence's gradient may have at a matrix in probe 1, before
+            it is scaled down to that; 0: no limit, and energies are not remembered.
         loss_fn: `loss_fn(model, batch)` returns the *summed* loss in place of the model's own.
         checkpointing: recompute each block in backward instead of keeping its activations.
         processes: who shares the batches; the loss that is returned is that of all of them.
@@ -99,7 +102,14 @@ def run_probe(
     with ExitStack() as stack:
         stack.enter_context(resharded(model))
         served = stack.enter_context(shrinking(model, targets, shrunk, factor))
-        probe = Probe(statistics, served, factor, model.config.is_encoder_decoder)
+        probe = Probe(
+            statistics,
+            served,
+            factor,
+            model.config.is_encoder_decoder,
+            spike_limit=spike_limit,
+            begun=sum(row_count(batch) for batch, _ in steps[: len(tally)]),
+        )
         stack.enter_context(frozen(model))
         stack.enter_context(eval_mode(model))
         stack.enter_context(attached(model, targets, probe, recomputed=layers))

@@ -34,9 +34,17 @@ class Probe:
         factor: float = 1.0,
         has_encoder: bool = False,
         replaced: Mapping[str, Tensor] | None = None,
+        spike_limit: float = 0.0,
+        begun: int = 0,
     ) -> None:
-        """Args: replaced: values `[out, in]` that are served in place of a matrix's own."""
+        """
+        Args:
+            replaced: values `[out, in]` that are served in place of a matrix's own.
+            spike_limit: of the energy of a sequence's gradient, in its energy in probe 0; 0: none.
+            begun: sequences of this pass that were folded in an earlier run.
+        """
         self.statistics, self.shrunk, self.factor, self.replaced = statistics, shrunk, factor, replaced or {}
+        self._spike_limit, self._first, self._sequences = spike_limit, begun, 0
         self._has_encoder = has_encoder  # decoder-only OPT calls its blocks `decoder` too
         self._recomputing = False
         self._uses: Counter[str] = Counter()
@@ -45,6 +53,7 @@ class Probe:
     def start_batch(self, batch: Batch, counted: bool = True) -> None:
         """Args: counted: False for a batch that only keeps the collectives of a sharded model in step."""
         self._counted = counted
+        self._first += self._sequences  # the number of the batch's first sequence
         self._sequences = row_count(batch)
         ids = batch.get("input_ids")
         self._tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1
@@ -97,10 +106,27 @@ class Probe:
         output_grad = output_grad if self._counted else torch.zeros_like(output_grad)
         d = self._by_sequence(output_grad, output_grad.ndim - 1, target)
         x = self._by_sequence(inputs, inputs.ndim - (site.kind != "embedding"), target)
+        d = self._limited(target, site, statistics, d)
         if statistics.terms & {"sequence", "peak"}:
             self._fold_gradients(target, site, statistics, x, d)
         if statistics.terms & {"token", "marginals"}:
             self._fold_squares(target, site, statistics, x, d.to(statistics.dtype).square())
+
+    def _limited(self, target: Target, site: Site, statistics: MatrixStatistics, d: Tensor) -> Tensor:
+        """The output gradients `[sequences, tokens, out]`, those of a sequence that has exploded scaled down.
+
+        In a model that is shrunk half to death one sequence in many has a gradient that grows from block to block, up
+        to a hundred thousand times the others: sums of squares would then be about this sequence alone.
+        """
+        if not (self._spike_limit and self._counted and self.statistics):
+            return d
+        energies = torch.linalg.vector_norm(d, dim=(1, 2), dtype=statistics.dtype).square()
+        index = target.sites.index(site)
+        if self.statistics.probe == 0:
+            statistics.keep_energies(index, self._first, energies)
+            return d
+        factor = statistics.limiting(index, self._first, energies, self._spike_limit)
+        return d * factor[:, None, None].to(d.dtype)
 
     def fold_inputs(self, target: Target, site: Site, inputs: Tensor) -> None:
         """The inputs' marginal alone, from a forward pass."""

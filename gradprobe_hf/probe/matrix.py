@@ -89,6 +89,7 @@ class MatrixStatistics:
             if term in terms
         }
         self.marginals: dict[tuple[int, int], Marginals] = {}
+        self.energies: dict[int, Tensor] = {}  # site -> squared norm of d of each of this process's sequences, probe 0
 
     def read(self, term: Term, rows: slice = ALL) -> Tensor:
         """Rows of a matrix term, on the device of the weight."""
@@ -176,6 +177,24 @@ class MatrixStatistics:
         with self.accumulators["token"].updating(ALL, self.device) as values:
             values.index_add_(0, ids, squares)
 
+    def keep_energies(self, site: int, first: int, energies: Tensor) -> None:
+        """Remember `energies [sequences]` of the sequences from number `first` on; added where a site is used again."""
+        kept = self.energies.get(site, energies[:0])
+        missing = first + len(energies) - len(kept)
+        if missing > 0:
+            kept = torch.cat([kept, kept.new_zeros(missing)])
+        kept[first : first + len(energies)] += energies
+        self.energies[site] = kept
+
+    def limiting(self, site: int, first: int, energies: Tensor, limit: float) -> Tensor:
+        """What to multiply d by, `[sequences]`, so that its energy is at most `limit` times what was remembered.
+
+        Where nothing was, a sequence that a router sent elsewhere, there is nothing to compare with: 1.
+        """
+        before = self.energies.get(site, energies[:0])[first : first + len(energies)]
+        before = torch.nn.functional.pad(before, (0, len(energies) - len(before)))
+        return (limit * before / energies).sqrt().clamp(max=1).where((before > 0) & (energies > 0), 1.0)
+
     def add_marginals(self, probe: int, site: int, kind: Kind, rows: Tensor | float, columns: Tensor | float) -> None:
         kept = self.marginals.setdefault((probe, site), Marginals(0.0, 0.0, kind))
         kept.rows = kept.rows + rows
@@ -210,14 +229,17 @@ class MatrixStatistics:
         for (probe, site), kept in self.marginals.items():
             for side, value in (("rows", kept.rows), ("columns", kept.columns)):
                 found[f"marginals.{probe}.{site}.{side}"] = torch.as_tensor(value, dtype=self.dtype)
-        return found
+        return found | {f"energies.{site}": energies for site, energies in self.energies.items()}
 
     def load_state(self, tensors: Mapping[str, Tensor], updates: Mapping[str, int]) -> None:
         for term, accumulator in self.accumulators.items():
             accumulator.restore({name: tensors[f"{term}.{name}"] for name in accumulator.parts()})
             accumulator.updates = updates[term]
         self.marginals.clear()
+        self.energies.clear()
         for name, value in tensors.items():
+            if name.startswith("energies."):
+                self.energies[int(name.split(".")[1])] = value.to(self.device, copy=True)
             if name.startswith("marginals."):
                 _, probe, site, side = name.split(".")
                 kind = self.target.sites[int(site)].kind

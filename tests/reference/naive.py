@@ -35,14 +35,18 @@ def sequence_loss(model, row):
     return F.cross_entropy(output.logits[0, :-1], row["input_ids"][0, 1:], reduction="sum")
 
 
-def statistics(model, rows, names, masks=None, factor=1.0):
-    """S, T, K, peak and the inputs' energy of every named matrix, `[out, in]`, in float64, and the total loss."""
+def statistics(model, rows, names, masks=None, factor=1.0, before=None, limit=2.0):
+    """S, T, K, peak and the inputs' energy of every named matrix, `[out, in]`, in float64, and the total loss.
+
+    With the statistics of another model as `before`, a row's gradient that has more than `limit` times the energy it
+    had there is scaled down to that.
+    """
     from transformers.pytorch_utils import Conv1D
 
     model = shrunk_copy(model, masks, factor)
-    found = {name: {"sequence": 0, "token": 0, "peak": 0, "d_sq": 0, "x_sq": 0} for name in names}
+    found = {name: {"sequence": 0, "token": 0, "peak": 0, "d_sq": 0, "x_sq": 0, "energies": []} for name in names}
     total = 0.0
-    for row in rows:
+    for index, row in enumerate(rows):
         row = {key: value.double() if value.is_floating_point() else value for key, value in row.items()}
         caught = {}
         handles = []
@@ -65,10 +69,15 @@ def statistics(model, rows, names, masks=None, factor=1.0):
             conv1d = isinstance(model.get_submodule(name.rsplit(".", 1)[0]), Conv1D)
             gradient = gradient.t() if conv1d else gradient
             kept = found[name]
+            energy = sum(float((output.grad**2).sum()) for _, output in caught[name])
+            kept["energies"].append(energy)
+            allowed = energy if before is None else limit * before[name]["energies"][index]
+            scale = min(1.0, (allowed / energy) ** 0.5) if energy else 1.0
+            gradient = gradient * scale
             kept["sequence"] = kept["sequence"] + gradient**2
             kept["peak"] = torch.maximum(torch.as_tensor(kept["peak"], dtype=torch.float64), gradient.abs())
             for x, output in caught[name]:
-                x, d = x.reshape(-1, x.shape[-1]), output.grad.reshape(-1, output.shape[-1])
+                x, d = x.reshape(-1, x.shape[-1]), scale * output.grad.reshape(-1, output.shape[-1])
                 for x_t, d_t in zip(x, d, strict=True):
                     kept["token"] = kept["token"] + torch.outer(d_t**2, x_t**2)
                     kept["d_sq"] = kept["d_sq"] + d_t**2
