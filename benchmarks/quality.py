@@ -31,8 +31,8 @@ from gradprobe_hf.calibration import Batches, load_batches
 from gradprobe_hf.comparison import Comparison, terms_of
 from gradprobe_hf.evaluation import Measurement
 from gradprobe_hf.masks import Masks
+from gradprobe_hf.setting import Setting
 from gradprobe_hf.targets import find_targets
-from gradprobe_hf.trial import Setting
 
 RESULTS = Path(__file__).parent / "results"
 CLEAR_REFS = Path("/proc/self/clear_refs")

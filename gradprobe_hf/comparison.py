@@ -29,9 +29,9 @@ from gradprobe_hf.plots import save_comparison
 from gradprobe_hf.preparation import Loading
 from gradprobe_hf.probe import Statistics, Term, run_probe, serving
 from gradprobe_hf.report import ComparedRow, finite
+from gradprobe_hf.setting import Findings, FirstProbe, Setting
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.study import study
-from gradprobe_hf.trial import Findings, FirstProbe, Setting
 from gradprobe_hf.verdict import Verdict, conclude, decide
 
 logger = logging.getLogger(__name__)

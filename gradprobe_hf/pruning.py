@@ -28,11 +28,11 @@ from gradprobe_hf.processes import Processes, join_processes
 from gradprobe_hf.report import ComparedRow
 from gradprobe_hf.result import PruneResult
 from gradprobe_hf.resume import Journal, check_save_every, run_identity
+from gradprobe_hf.setting import Setting
 from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.store import check_store_room
 from gradprobe_hf.targets import Target
-from gradprobe_hf.trial import Setting
 from gradprobe_hf.verdict import Metric, Verdict, reach_verdict
 
 logger = logging.getLogger(__name__)

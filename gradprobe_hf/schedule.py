@@ -19,7 +19,8 @@ from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.reconstruction import reconstruction_passes
-from gradprobe_hf.trial import Findings, Setting, Trial
+from gradprobe_hf.setting import Findings, Setting
+from gradprobe_hf.trial import Trial
 
 UNBOUNDED: dict[str, Any] = {"min_matrix_sparsity": None, "max_matrix_sparsity": None}
 FINEST = 0.005  # of the weights: bisection stops here

@@ -15,8 +15,9 @@ from gradprobe_hf.config import BlockOrder
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.probe import Probe, attached, own_steps
 from gradprobe_hf.schedule import UNBOUNDED, begun_in
+from gradprobe_hf.setting import Findings, Setting
 from gradprobe_hf.targets import Target
-from gradprobe_hf.trial import Findings, Setting, Trial, merged
+from gradprobe_hf.trial import Trial, merged
 
 
 def decide_in_order(setting: Setting, findings: Findings) -> Masks:

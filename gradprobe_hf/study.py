@@ -15,8 +15,8 @@ from gradprobe_hf.execution import accumulator_files, memory_errors, plan_execut
 from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.preparation import Loading, prepare
 from gradprobe_hf.processes import join_processes
+from gradprobe_hf.setting import Setting
 from gradprobe_hf.stopwatch import Stopwatch
-from gradprobe_hf.trial import Setting
 
 
 @contextmanager

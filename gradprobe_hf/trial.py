@@ -6,22 +6,18 @@ statistics stay: `masks_at` any budget, or `masks_within` any threshold, are the
 
 from __future__ import annotations
 
-import copy
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from gradprobe_hf.blocks import Prefix
-from gradprobe_hf.calibration import Batches
-from gradprobe_hf.config import GradientThreshold, GradProbeConfig, Scope
+from gradprobe_hf.config import GradientThreshold, Scope
 from gradprobe_hf.decision import (
     candidate_score,
     evidence_needed,
@@ -30,96 +26,15 @@ from gradprobe_hf.decision import (
     path_score,
     threshold_mask,
 )
-from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.masks import Masks
-from gradprobe_hf.probe import Keeping, Statistics, Tally, observe_inputs, run_probe
-from gradprobe_hf.processes import Processes
+from gradprobe_hf.probe import Statistics, Tally, observe_inputs, run_probe
 from gradprobe_hf.resume import Journal, Progress
 from gradprobe_hf.selection import Bounds, Keys, key_range, select_masks
+from gradprobe_hf.setting import Findings, Setting
 from gradprobe_hf.sharding import is_sharded
-from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.targets import Target
 from gradprobe_hf.thresholds import thresholds
 from gradprobe_hf.weights import row_chunks
-
-
-@dataclass(frozen=True)
-class FirstProbe:
-    """Probe 0 of the model as it is: what every joint configuration of one comparison begins with.
-
-    Attributes:
-        loss: mean calibration loss, in nats.
-        seconds: that it took.
-    """
-
-    statistics: Statistics
-    loss: float
-    seconds: float
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the trials of one run share: what `reach_verdict` is given.
-
-    Attributes:
-        first: made before, with at least the terms that `config` needs; trials read it, and add to a copy.
-    """
-
-    model: PreTrainedModel
-    targets: tuple[Target, ...]
-    config: GradProbeConfig
-    batches: Batches | None
-    loss_fn: LossFunction | None = None
-    checkpointing: bool = False
-    keeping: Keeping = field(default_factory=Keeping)
-    processes: Processes = field(default_factory=Processes)
-    journal: Journal | None = None
-    folder: str | Path | None = None
-    stopwatch: Stopwatch = field(default_factory=Stopwatch)
-    progress: bool = True
-    first: FirstProbe | None = None
-
-
-@dataclass
-class Findings:
-    """What is known besides the masks; every trial of a run adds to it.
-
-    Attributes:
-        score_ranges: lowest and highest score of each matrix, of the scores that ordered it last.
-        without_evidence: candidates of each matrix given back because no probe saw a gradient (threshold decision).
-        probe_losses: mean calibration loss of each probe, in nats.
-        curve: sparsity and metric of each trial of an iterated schedule.
-        passes: forward and backward passes over the calibration data, in whole ones; what checkpointing computes again
-            does not count.
-        reached: matrices that a probe has seen a gradient of (or an input).
-        accumulator_bytes: size of the statistics `[out, in]` of the trial that had the most.
-    """
-
-    score_ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
-    without_evidence: dict[str, int] = field(default_factory=dict)
-    probe_losses: dict[str, float] = field(default_factory=dict)
-    curve: list[dict[str, Any]] = field(default_factory=list)
-    passes: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
-    reached: set[str] = field(default_factory=set)
-    accumulator_bytes: int = 0
-
-    def copy(self) -> Findings:
-        found = Findings()
-        found.take(copy.deepcopy(self.to_notes()))
-        return found
-
-    def count(self, kind: str, passes: float) -> None:
-        self.passes[kind] += passes
-
-    def to_notes(self) -> dict[str, Any]:
-        """JSON values from which `take` makes the same again."""
-        return {**asdict(self), "reached": sorted(self.reached)}
-
-    def take(self, notes: Mapping[str, Any]) -> None:
-        for name, value in notes.items():
-            setattr(self, name, value)
-        self.reached = set(self.reached)
-        self.score_ranges = {name: (low, high) for name, (low, high) in self.score_ranges.items()}
 
 
 class Trial:

@@ -16,8 +16,9 @@ from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.preparation import Loading
 from gradprobe_hf.schedule import allowed
+from gradprobe_hf.setting import Findings
 from gradprobe_hf.study import study
-from gradprobe_hf.trial import Findings, Trial
+from gradprobe_hf.trial import Trial
 from gradprobe_hf.verdict import Verdict
 
 THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)

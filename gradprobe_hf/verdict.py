@@ -17,8 +17,8 @@ from gradprobe_hf.probe import serving
 from gradprobe_hf.reconstruction import reconstruct, reconstruction_passes
 from gradprobe_hf.schedule import decide_in_rounds, iterate
 from gradprobe_hf.sequential import decide_in_order
+from gradprobe_hf.setting import Findings, Setting
 from gradprobe_hf.sharding import is_sharded
-from gradprobe_hf.trial import Findings, Setting
 from gradprobe_hf.updates import Updates
 
 Metric = Callable[[Any], float]

@@ -36,6 +36,7 @@ ORDER = [
     "reconstruction",
     "resume",
     "decision",
+    "setting",
     "trial",
     "schedule",
     "sequential",

@@ -363,6 +363,47 @@ def test_conv1d_is_masked_the_right_way_round(tmp_path):
     assert zeros(model, masks) == (0, 0)
 
 
+WAITING = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::masked_select", "aten::is_nonzero"}
+
+
+def waits(callback, model):
+    """What makes the host wait for a device in one step of a callback: its hooks, and what it does before and after."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        for parameter in model.parameters():
+            for hook in (parameter._post_accumulate_grad_hooks or {}).values():
+                hook(parameter)
+        callback.before_step()
+        callback.after_step()
+    return [event.name for event in profile.events() if event.name in WAITING]
+
+
+@pytest.mark.parametrize(
+    ("make", "waits_at"),
+    [
+        (lambda masks: SparsityCallback(masks), ()),
+        (lambda masks: StatePruningCallback(0.6, begin_step=3, end_step=7, every=4), (3, 7)),
+        (lambda masks: SelectiveUpdateCallback(top_k=1, every=4), ()),  # on the CPU `tolist` needs no copy
+        (lambda masks: SpikeAwareClip(threshold=1.0, warmup=1, reset_every=4), ()),
+    ],
+    ids=["sparsity", "state", "selective", "spikes"],
+)
+def test_between_updates_the_host_waits_for_nothing(make, waits_at):
+    model, masks = half_pruned()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    found = {}
+    model(**batch).loss.backward()
+    optimizer.step()
+    with attached(make(masks), model, optimizer, step=1) as callback:
+        for step in range(2, 10):
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            callback.step = step
+            found[step] = waits(callback, model)
+            callback.open()
+    assert {step for step, events in found.items() if events} == set(waits_at)
+
+
 @pytest.mark.parametrize(
     "make",
     [

@@ -92,6 +92,25 @@ def test_two_processes_end_as_one(case, kind):
     assert zeros == [(1 if kind == "fsdp" else 2) * count for _, count in expected["history"]]
 
 
+def in_uneven_shards():
+    model, masks, rows = setting("fsdp")
+    return run(model, model, rows, "state", masks)
+
+
+def test_uneven_shards_choose_what_one_process_does():
+    """Sixteen rows over three processes: six, six and four. All see the same batch, so that its mean is the same."""
+    model, masks, rows = setting("one")
+    expected = run(model, model, rows, "state", masks)
+    found = together(in_uneven_shards, processes=3)
+    assert len({one["history"][-1][1] for one in found}) > 1, "the shards differ"
+    assert [sum(counts) for counts in zip(*([z for _, z in one["history"]] for one in found), strict=True)] == [
+        count for _, count in expected["history"]
+    ]
+    for key, value in expected["state"].items():
+        torch.testing.assert_close(found[0]["state"][key], value, rtol=1e-6, atol=1e-9, msg=key)
+        assert torch.equal(found[0]["state"][key] == 0, value == 0), key
+
+
 def trains_in_ddp(folder):
     model, masks = half_pruned("llama")
     callback = SparsityCallback(masks)
