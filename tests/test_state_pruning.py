@@ -9,13 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Trainer
 
 from gradprobe_hf.targets import find_targets
 from gradprobe_hf.training import StatePruningCallback, attached
 from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, ordered
 from gradprobe_hf.training.state_pruning import EPSILON, SCHEDULES, mean_root
 from tests import cases
-from tests.trainers import Rows, trained, weights
+from tests.trainers import Rows, arguments, trained, weights
 
 FORMULAS = {
     "magnitude": lambda w, m, v, e: np.abs(w),
@@ -34,9 +35,9 @@ def test_every_saliency_orders_weights_as_its_formula_in_float64():
     w, m = (torch.randn(4000, generator=generator) * scale for scale in (2e-2, 1e-5))
     v = torch.rand(4000, generator=generator).square() * 5e-10  # the scale that fine-tuning has
     epsilon = EPSILON * mean_root(v[None])
-    for name, (saliency, arguments) in SALIENCIES.items():
+    for name, (saliency, taken) in SALIENCIES.items():
         given_values = {"m": m, "v": v, "epsilon": epsilon}
-        found = saliency(w, **{key: given_values[key] for key in arguments})
+        found = saliency(w, **{key: given_values[key] for key in taken})
         assert found.ge(0).all(), name
         exact = FORMULAS[name](*(part.double().numpy() for part in (w, m, v, epsilon)))
         ranks = np.argsort(np.argsort(exact)) - np.argsort(np.argsort(found.numpy()))
@@ -246,3 +247,24 @@ def test_an_end_before_the_schedule_is_reported(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         trained(cases.build("llama"), tmp_path, [StatePruningCallback(0.5, end_step=100)])
     assert "before end_step=100" in caplog.text
+
+
+def test_a_best_model_from_before_the_mask_is_reported(tmp_path, caplog):
+    trainer = Trainer(
+        cases.build("llama"),
+        arguments(
+            tmp_path,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+        ),
+        train_dataset=Rows(),
+        eval_dataset=Rows(4),
+        callbacks=[StatePruningCallback(0.95, begin_step=6, end_step=6)],
+    )
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert trainer.state.best_global_step < 6
+    assert "put back a checkpoint from before end_step=6" in caplog.text

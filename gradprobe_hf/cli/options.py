@@ -66,6 +66,12 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--sparsity-step", type=float, metavar="X", help="between its trials (default: 0.1)")
     how.add_argument("--reduction-factor", type=float, metavar="X", help="what shrinks the candidates (default: 0.1)")
     how.add_argument(
+        "--spike-limit",
+        type=float,
+        metavar="X",
+        help="how much a sequence's gradient energy may grow between the probes (default: 2; 0: as it will)",
+    )
+    how.add_argument(
         "--reconstruction",
         choices=get_args(Reconstruction),
         help="'obs' changes the kept weights to keep each matrix's outputs (default: none)",

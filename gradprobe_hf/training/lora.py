@@ -52,7 +52,8 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
     Args:
         model: a `PeftModel` with LoRA adapters. It is used up, as by `merge_and_unload`.
         masks: matrix name (in the model without adapters) -> bool `[out, in]`, True = pruned; a `PruneResult`; or
-            `"from-zeros"`, the zeros that the weights under the adapters have.
+            `"from-zeros"`, the zeros that the weights under the adapters have. Those of matrices without a mask are
+            kept too.
 
     Returns:
         The model without adapters, and what the merge cost.
@@ -63,15 +64,14 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
     layers = _layers(model)
     masks = _masks(layers, masks)
     squares = {
-        name: _squares(_update(layer), None if _is_masked(layer) else masks.get(name)) for name, layer in layers.items()
+        name: _squares(_update(layer), None if _is_masked(layer) else masks[name]) for name, layer in layers.items()
     }
     merged = model.merge_and_unload()
     sparsity = {}
     for name, layer in layers.items():
         weight = merged.get_parameter(name)
-        if name in masks:
-            matrix = weight.t() if layer.fan_in_fan_out else weight
-            matrix.masked_fill_(masks[name].to(weight.device), 0)
+        matrix = weight.t() if layer.fan_in_fan_out else weight
+        matrix.masked_fill_(masks[name].to(weight.device), 0)
         sparsity[name] = float((weight == 0).sum()) / weight.numel()
     under, whole = (sum(column) for column in zip(*squares.values(), strict=True))
     return merged, MergeReport(sparsity, {name: _share(*both) for name, both in squares.items()}, _share(under, whole))
@@ -94,7 +94,7 @@ def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[
                 f"the adapter of {name} has dropout between its input and A, so that B A is not what it adds. Make it "
                 "with LoraConfig(lora_dropout=0.0)."
             )
-    handles = [layer.register_forward_hook(_Taking(masks[name])) for name, layer in layers.items() if name in masks]
+    handles = [layer.register_forward_hook(_Taking(masks[name])) for name, layer in layers.items()]
     try:
         yield
     finally:
@@ -160,17 +160,19 @@ def _update(layer: Any) -> Tensor:
 
 
 def _masks(layers: Mapping[str, Any], source: AdapterMasks) -> dict[str, Tensor]:
+    """A mask for every matrix with an adapter: the one that is given, or else its zeros."""
+    weights = {name: layer.get_base_layer().weight for name, layer in layers.items()}
+    masks = {name: (w.t() if layers[name].fan_in_fan_out else w) == 0 for name, w in weights.items()}
     if isinstance(source, PruneResult):
         source = source.masks
     if isinstance(source, str):
         if source != "from-zeros":
             raise ValueError(f"masks={source!r}: pass masks, a PruneResult, or 'from-zeros'.")
-        weights = {name: layer.get_base_layer().weight for name, layer in layers.items()}
-        return {name: (w.t() if layers[name].fan_in_fan_out else w) == 0 for name, w in weights.items()}
-    found = {name: source[name] for name in layers if name in source}
-    if not found:
+        return masks
+    given = {name: source[name] for name in layers if name in source}
+    if not given:
         raise ValueError(
             f"none of the masks ({', '.join(list(source)[:3])}) is of a matrix with an adapter "
             f"({', '.join(list(layers)[:3])})."
         )
-    return found
+    return masks | given
