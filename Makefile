@@ -52,11 +52,11 @@ bench-speed: $(READY) $(MODEL)  ## time of the probes against bare passes
 
 bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, and what callbacks cost (TRAIN_TEXT)
 	$(BIN)/python benchmarks/training.py compare --text $(TRAIN_TEXT)
-	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 4 --window 256
-	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 4 --window 256 --compile
+	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 2 --window 256
+	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 2 --window 256 --compile
 
 bench-recovery: $(READY) $(MODEL)  ## fine-tuning after pruning, zeros kept
-	$(BIN)/python examples/recover.py --model $(MODEL) --json benchmarks/results/recovery.json \
+	$(BIN)/python examples/recover.py --model $(MODEL) --steps 200 --json benchmarks/results/recovery.json \
 		$(if $(WIKITEXT),--text $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
 
 table: $(READY)  ## write the README's tables from benchmarks/results

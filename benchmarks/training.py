@@ -48,9 +48,9 @@ from gradprobe_hf.training.saliency import SALIENCIES, Saliency
 RESULTS = Path(__file__).parent / "results"
 MODEL = {
     "vocab_size": 256,
-    "hidden_size": 128,
-    "intermediate_size": 352,
-    "num_hidden_layers": 4,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
@@ -279,10 +279,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "training.json")
     parser.add_argument("--fresh", action="store_true", help="forget what the result file has")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--window", type=int, default=128, help="tokens of a row")
+    parser.add_argument("--window", type=int, default=64, help="tokens of a row")
     comparing = parser.add_argument_group("compare")
     comparing.add_argument("--text", type=Path, help="a file whose bytes are learned")
-    comparing.add_argument("--steps", type=int, default=600)
+    comparing.add_argument("--steps", type=int, default=400)
     comparing.add_argument("--learning-rate", type=float, default=3e-3)
     comparing.add_argument("--every", type=int, default=20, help="steps between two updates of the mask")
     comparing.add_argument("--sparsity", type=float, nargs="+", default=[0.5, 0.9])
