@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -231,11 +232,15 @@ class Compared:
         )
 
     def save(self, directory: str | Path) -> None:
-        """Write `comparison.json` and `comparison.png` into `directory`."""
+        """Write `comparison.json` and `comparison.png` into `directory`; whole, or not at all."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / RESULT_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-        save_comparison([row.to_dict() for row in self.rows], self.dense.to_dict(), self.evaluation["source"], folder)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".comparison-") as beside:
+            scratch, rows = Path(beside), [row.to_dict() for row in self.rows]
+            (scratch / RESULT_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+            save_comparison(rows, self.dense.to_dict(), self.evaluation["source"], scratch)
+            for made in scratch.iterdir():
+                made.replace(folder / made.name)
 
 
 def compare_pretrained(
