@@ -112,7 +112,6 @@ def train(ask: argparse.Namespace, text: Text, seed: int, saliency: Saliency | N
         "bits_per_byte": statistics.fmean(losses) / math.log(2),
         "zeros": sum(int((target.matrix(model) == 0).sum()) for target in targets),
         "weights": sum(target.numel for target in targets),
-        "magnitude_overlap": callback.history[-1].magnitude_overlap if callback else None,
         "seconds": round(time.perf_counter() - start, 1),
         "conditions": {
             "model": MODEL,
@@ -169,17 +168,15 @@ def _methods(runs: list[dict[str, Any]]) -> list[tuple[str, float]]:
 
 def show_comparison(runs: list[dict[str, Any]]) -> None:
     check_alike(runs)
-    table = Table("method", "sparsity", "bits per byte", "spread over seeds", "overlap with magnitude")
+    table = Table("method", "sparsity", "bits per byte", "spread over seeds")
     for method, sparsity in _methods(runs):
         found = [run for run in runs if (run["method"], run["sparsity"]) == (method, sparsity)]
         bits = [run["bits_per_byte"] for run in found]
-        overlaps = [run["magnitude_overlap"] for run in found if run["magnitude_overlap"] is not None]
         table.add_row(
             method,
             f"{sparsity:.0%}",
             f"{statistics.fmean(bits):.4f}",
             f"{max(bits) - min(bits):.4f}",
-            f"{statistics.fmean(overlaps):.3f}" if overlaps else "",
         )
     Console(soft_wrap=True).print(table)
 

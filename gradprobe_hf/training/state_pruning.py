@@ -50,7 +50,8 @@ class MaskUpdate:
     Attributes:
         step: the optimizer step after which it was made.
         sparsity: asked for; `zeros` of `weights` are what it came to, in this process.
-        magnitude_overlap: the part of the pruned weights that magnitude would have pruned too; None if not looked at.
+        magnitude_overlap: the part of the pruned weights that magnitude would have pruned too. It is looked at in the
+            first update that prunes anything, else None: what was pruned before is small by any measure.
         seconds: that it took.
     """
 
@@ -67,7 +68,7 @@ class StatePruningCallback(StepCallback):
 
     Args:
         target_sparsity: fraction in (0, 1) of the matrices' weights that are zero from `end_step` on.
-        saliency: one of `SALIENCIES`: `"state-fisher"` is `w^2 v`.
+        saliency: one of `SALIENCIES`; the default is `|w| sqrt(|m|)`, for what docs/training.md measured.
         begin_step, end_step: optimizer steps of the first and of the last update; the mask is kept after that.
         every: steps from one update to the next.
         schedule: `"cubic"` prunes most at first, `"late-cubic"` most at last.
@@ -89,7 +90,7 @@ class StatePruningCallback(StepCallback):
     def __init__(
         self,
         target_sparsity: float,
-        saliency: Saliency = "state-fisher",
+        saliency: Saliency = "momentum",
         begin_step: int = 1,
         end_step: int = 1000,
         every: int = 50,
@@ -198,7 +199,9 @@ class StatePruningCallback(StepCallback):
             return select_masks(self.targets, keys, sparsity, self.scope, processes=processes, sharded=sharded)
 
         masks = chosen(self.saliency)
-        overlap = _overlap(masks, chosen("magnitude"), processes) if last and self.saliency != "magnitude" else None
+        first = sparsity > 0 and all(update.sparsity == 0 for update in self.history)
+        compared = first and self.saliency != "magnitude"
+        overlap = _overlap(masks, chosen("magnitude"), processes) if compared else None
         keeper = MaskKeeper(self.model, self.targets, masks)
         keeper.mask_weights()
         if last:
