@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from gradprobe_hf.masks import zero_masked_
 from gradprobe_hf.selection import find_cut, group_mask, key_range, row_mask, score_keys, select_masks
 from gradprobe_hf.targets import Site, Target
 
@@ -172,3 +173,18 @@ def test_a_key_remembers_its_score():
     keys = score_keys(torch.tensor([[0.5, 2.0, 7.0]]), torch.tensor([[1.0, 1.0, 1.0]]), "w")
     assert key_range(keys) == (0.5, 7.0)
     assert key_range(score_keys(torch.tensor([[3.0, 2.0]]), torch.tensor([[0.0, 1.0]]), "w")) == (0.0, 2.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_zeroing_is_exact_whatever_is_there(dtype, transposed):
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(7, 13, generator=generator).to(dtype)
+    matrix[0, 0], matrix[1, 1], matrix[2, 2], matrix[3, 3] = torch.nan, torch.inf, -torch.inf, -0.0
+    mask = torch.rand(7, 13, generator=generator) < 0.5
+    mask[[0, 1, 2], [0, 1, 2]] = True
+    wanted = matrix.clone().masked_fill_(mask, 0)
+    view, masked = (matrix.t(), mask.t()) if transposed else (matrix, mask)
+    zero_masked_(view, masked)
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[matrix.element_size()]
+    assert torch.equal(matrix.view(integers), wanted.view(integers))

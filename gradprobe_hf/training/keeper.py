@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradprobe_hf.masks import Masks
+from gradprobe_hf.masks import Masks, zero_masked_
 from gradprobe_hf.processes import Processes, join_processes
 from gradprobe_hf.result import PruneResult
 from gradprobe_hf.sharding import is_sharded, local, reshard
@@ -55,7 +55,7 @@ class MaskKeeper:
         """Set the weights to zero, in place; copies nothing to the host."""
         reshard(self.model)  # a whole weight that FSDP still holds would hide what its shard is given
         for name, target in self.targets.items():
-            target.matrix(self.model).masked_fill_(self.masks[name], 0)
+            zero_masked_(target.matrix(self.model), self.masks[name])
 
     def watch_gradients(self) -> list[RemovableHandle]:
         """Mask gradients as they are made: in the backward pass, before anything measures or reduces them.
@@ -129,7 +129,7 @@ class _Masking:
         if parameter.grad is not None:
             gradient = local(parameter.grad)
             for target in self.targets:
-                target.view(gradient).masked_fill_(self.masks[target.name], 0)
+                zero_masked_(target.view(gradient), self.masks[target.name])
 
 
 def _zeros_of(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Target, ...], Masks]:

@@ -73,5 +73,7 @@ def clip_spikes(gradient: Tensor, v: Tensor, threshold: float) -> None:
     >>> gradient
     tensor([ 2., -2.,  3.])
     """
-    limit = (v.float() * threshold).sqrt_().masked_fill_(v == 0, torch.inf).to(gradient.dtype)
+    limit = (v.float() * threshold).sqrt_()
+    limit.add_((v == 0).view(torch.uint8).float(), alpha=torch.finfo(torch.float32).max)  # far from any gradient
+    limit = limit.to(gradient.dtype)
     torch.clamp(gradient, -limit, limit, out=gradient)
