@@ -103,12 +103,14 @@ class Comparison:
     def setting(self, config: GradProbeConfig, stopwatch: Stopwatch | None = None) -> Setting:
         """For a run with this configuration; it has the first probe, if it begins with that."""
         needed, stopwatch = evidence_needed(config), stopwatch or Stopwatch()
-        shares = needed.passes == "probe" and bool(self._terms) and needed.terms <= self._terms
+        keeping = replace(self._setting.keeping, dtype=config.accumulator_dtype)
+        alike = keeping == self._setting.keeping and needed.terms <= self._terms
+        shares = needed.passes == "probe" and bool(self._terms) and alike
         if shares and self._setting.first is None:
             with stopwatch("probe 0"):
                 self._setting = replace(self._setting, first=self._probe())
         first = self._setting.first if shares else None
-        return replace(self._setting, config=config, first=first, journal=None, stopwatch=stopwatch)
+        return replace(self._setting, config=config, keeping=keeping, first=first, journal=None, stopwatch=stopwatch)
 
     def row(self, method: str, config: GradProbeConfig) -> ComparedRow:
         """Prune with `config`, measure, and let go of what was pruned.

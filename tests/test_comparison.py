@@ -50,6 +50,8 @@ CONFIGS = {
     "bounds": GradProbeConfig(max_matrix_sparsity=0.55),
     "sparser": GradProbeConfig(sparsity=0.7),
     "path again": GradProbeConfig(reduction_factor=0.1),
+    "path, int8": GradProbeConfig(accumulator_dtype="int8"),
+    "path, tight limit": GradProbeConfig(spike_limit=0.3),
 }
 
 
@@ -64,6 +66,8 @@ def test_every_row_is_what_a_run_of_its_own_gives():
         assert row.zeros == wanted.zeros, row.method
         assert row.loss == pytest.approx(wanted.evaluation["pruned"]["loss"], rel=1e-6), row.method
         assert row.passes == wanted.passes, row.method
+    losses = {row.method: row.loss for row in found.rows}
+    assert len({losses["path"], losses["path, int8"], losses["path, tight limit"]}) == 3
     assert found.dense.loss == pytest.approx(wanted.evaluation["dense"]["loss"], rel=1e-6)
 
 
