@@ -102,8 +102,8 @@ def accumulators_table(results: dict[str, Any]) -> str:
     settings, zeros = results["settings"], results["rows"][0]["zeros"]
     text, protocol = next((name, found["text"]) for name, found in settings["evaluation"].items())
     note = (
-        f"Perplexity of {settings['model']} after two probes, {zeros:,} zeros (60%), for {len(seeds)} draws of the "
-        f"calibration windows, {settings['calibration']}; the mean is geometric; evaluation {protocol} of {text}. "
+        f"Perplexity of {settings['model']} after two probes, {zeros:,} zeros (60%), for "
+        f"{len(seeds)} draw{'s' * (len(seeds) > 1)} of the calibration windows, {settings['calibration']}; the mean is geometric; evaluation {protocol} of {text}. "
         "Made by `make bench-accumulators`."
     )
     return "\n".join([*lines, "", note])
