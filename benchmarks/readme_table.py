@@ -103,8 +103,8 @@ def accumulators_table(results: dict[str, Any]) -> str:
     text, protocol = next((name, found["text"]) for name, found in settings["evaluation"].items())
     note = (
         f"Perplexity of {settings['model']} after two probes, {zeros:,} zeros (60%), for "
-        f"{len(seeds)} draw{'s' * (len(seeds) > 1)} of the calibration windows, {settings['calibration']}; the mean is geometric; evaluation {protocol} of {text}. "
-        "Made by `make bench-accumulators`."
+        f"{len(seeds)} draw{'s' * (len(seeds) > 1)} of the calibration windows, {settings['calibration']}; the mean is "
+        f"geometric; evaluation {protocol} of {text}. Made by `make bench-accumulators`."
     )
     return "\n".join([*lines, "", note])
 
