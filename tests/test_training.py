@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 
 import pytest
@@ -278,6 +279,17 @@ def test_the_with_leaves_nothing_after_a_failed_backward(tmp_path):
 
     with pytest.raises(MemoryError), SparsityCallback(masks) as callback:
         Breaking(model, arguments(tmp_path), train_dataset=Rows(), callbacks=[callback]).train()
+    assert not hooks_of(model)
+
+
+def test_a_callback_that_is_gone_takes_its_hooks_along(tmp_path):
+    model, masks = half_pruned()
+    callback = SparsityCallback(masks)
+    callback.start(model, torch.optim.AdamW(model.parameters()))
+    callback.open()
+    assert hooks_of(model)
+    del callback
+    gc.collect()
     assert not hooks_of(model)
 
 

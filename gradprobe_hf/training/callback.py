@@ -4,8 +4,9 @@ One class for both worlds. A `Trainer` calls it through its events; any other lo
 Steps are optimizer steps, counted from 1; a resumed run goes on counting.
 
 A Trainer that fails tells its callbacks nothing. So hooks on a model are there only from the beginning of a step until
-its gradients are complete, and a forward pass that raises takes them away. For what fails in between, such as a
-backward pass out of memory, use the callback as a context manager around `trainer.train()`.
+its gradients are complete, and a forward pass that raises takes them away. What fails in between, such as a backward
+pass out of memory, leaves them until the callback is gone, or trains again; as a context manager around
+`trainer.train()` the callback takes them away at once.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class StepCallback(TrainerCallback):
     def __init__(self) -> None:
         self.step = 0
         self._handles: list[RemovableHandle] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
 
     def begin(self) -> None:
         """Training begins; `model`, `optimizer` and `step` are set. Raises what makes it impossible."""
@@ -93,13 +95,11 @@ class StepCallback(TrainerCallback):
     def open(self) -> None:
         """Watch gradients until `close`."""
         if not self._handles:
-            self._handles = self.watch()
+            self._handles += self.watch()
 
     def close(self) -> None:
         """Leave no hook behind. Called at the right times; harmless at any other."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _remove(self._handles)
 
     def _close_on_error(self, *_: Any) -> None:
         """A forward hook that torch calls even for a pass that raised, from where it caught the exception."""
@@ -197,6 +197,11 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         for hook in hooks:
             hook.remove()
         callback.finish()
+
+
+def _remove(handles: list[RemovableHandle]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
