@@ -30,7 +30,15 @@ class Watching(TrainerCallback):
     """Whether the zeros hold after every single step, and what the gradients under them are."""
 
     def __init__(self, masks):
-        self.masks, self.seen = masks, []
+        self.masks, self.seen, self.gradients = masks, [], []
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        targets = {t.name: t for t in find_targets(model, include=["*"])}
+        counts = [
+            int((targets[name].view(model.get_parameter(targets[name].parameter).grad)[mask] != 0).sum())
+            for name, mask in self.masks.items()
+        ]
+        self.gradients.append(sum(counts))
 
     def on_step_end(self, args, state, control, model=None, **kwargs):
         self.seen.append(zeros(model, self.masks)[0])
@@ -57,6 +65,7 @@ def test_zeros_hold_after_every_step(name, options, dtype, tmp_path):
     watching = Watching(masks)
     trained(model, tmp_path, [SparsityCallback(masks), watching], **options)
     assert watching.seen == [0] * 6
+    assert watching.gradients == [0] * 6
     assert all(not torch.equal(before[key.split("[")[0]], weights(model)[key.split("[")[0]]) for key in masks)
     assert not hooks_of(model)
 
@@ -268,17 +277,38 @@ def test_no_hook_is_left_when_a_pass_fails(tmp_path):
     assert not hooks_of(model)
 
 
-def test_the_with_leaves_nothing_after_a_failed_backward(tmp_path):
+class Breaking(Trainer):
+    """Fails in the loss, or in the backward pass."""
+
+    def __init__(self, *arguments, where, **options):
+        super().__init__(*arguments, **options)
+        self.where = where
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.where == "loss":
+            raise MemoryError("in the loss")
+        loss.register_hook(lambda gradient: (_ for _ in ()).throw(MemoryError("in backward")))
+        return loss
+
+
+@pytest.mark.parametrize("where", ["loss", "backward"])
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_what_fails_behind_the_forward_pass_takes_the_hooks_along(where, accumulation, tmp_path):
     model, masks = half_pruned()
+    options = arguments(tmp_path, gradient_accumulation_steps=accumulation)
+    trainer = Breaking(model, options, train_dataset=Rows(), callbacks=[SparsityCallback(masks)], where=where)
+    with pytest.raises(MemoryError):
+        trainer.train()
+    gc.collect()
+    assert not hooks_of(model)
 
-    class Breaking(Trainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-            loss.register_hook(lambda gradient: (_ for _ in ()).throw(MemoryError("in backward")))
-            return loss
 
-    with pytest.raises(MemoryError), SparsityCallback(masks) as callback:
-        Breaking(model, arguments(tmp_path), train_dataset=Rows(), callbacks=[callback]).train()
+def test_the_with_leaves_nothing_although_the_error_is_held(tmp_path):
+    model, masks = half_pruned()
+    with pytest.raises(MemoryError) as held, SparsityCallback(masks) as callback:
+        Breaking(model, arguments(tmp_path), train_dataset=Rows(), callbacks=[callback], where="backward").train()
+    assert held.value is not None
     assert not hooks_of(model)
 
 

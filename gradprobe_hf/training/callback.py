@@ -3,10 +3,10 @@
 One class for both worlds. A `Trainer` calls it through its events; any other loop has it `attached` to its optimizer.
 Steps are optimizer steps, counted from 1; a resumed run goes on counting.
 
-A Trainer that fails tells its callbacks nothing. So hooks on a model are there only from the beginning of a step until
-its gradients are complete, and a forward pass that raises takes them away. What fails in between, such as a backward
-pass out of memory, leaves them until the callback is gone, or trains again; as a context manager around
-`trainer.train()` the callback takes them away at once.
+A Trainer that fails tells its callbacks nothing. So hooks on a model are there only from the beginning of a pass until
+its graph is gone: a forward pass that raises takes them away, and whatever raises after it takes the graph along, and
+the graph the hooks. As a context manager around `trainer.train()` the callback takes them away even where somebody
+holds on to the error.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from accelerate.utils import extract_model_from_parallel
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -52,6 +52,7 @@ class StepCallback(TrainerCallback):
         self.step = 0
         self._handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
+        self._graphs: list[None] = []  # one entry for each graph of a forward pass that is alive
 
     def begin(self) -> None:
         """Training begins; `model`, `optimizer` and `step` are set. Raises what makes it impossible."""
@@ -101,10 +102,26 @@ class StepCallback(TrainerCallback):
         """Leave no hook behind. Called at the right times; harmless at any other."""
         _remove(self._handles)
 
-    def _close_on_error(self, *_: Any) -> None:
-        """A forward hook that torch calls even for a pass that raised, from where it caught the exception."""
+    def _open_for_a_pass(self, args: TrainingArguments) -> None:
+        self.open()
+        if self._handles and not args.torch_compile:  # which would compile this hook too, at every step
+            self._handles.append(self.model.register_forward_hook(self._bind_to_graph, always_call=True))
+
+    def _bind_to_graph(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
+        """A forward hook: the hooks are gone when the last graph of this step is.
+
+        Torch calls it even for a pass that raised, from where it caught the exception.
+        """
         if sys.exc_info()[0] is not None:
             self.close()
+            return
+        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
+        nodes = [value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
+        if nodes:
+            life, metadata = _Life(), cast(dict[str, Any], nodes[0].metadata)  # torch's stubs take it for a method
+            metadata["gradprobe_hf"] = life
+            self._graphs.append(None)
+            weakref.finalize(life, _graph_gone, self._graphs, self._handles).atexit = False
 
     def __enter__(self) -> Self:
         return self
@@ -130,9 +147,12 @@ class StepCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.open()
-        if self._handles and not args.torch_compile:  # which would compile this hook too, at every step
-            self._handles.append(self.model.register_forward_hook(self._close_on_error, always_call=True))
+        self._open_for_a_pass(args)
+
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._open_for_a_pass(args)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -197,6 +217,16 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         for hook in hooks:
             hook.remove()
         callback.finish()
+
+
+class _Life:
+    """Something that lives as long as what holds it."""
+
+
+def _graph_gone(graphs: list[None], handles: list[RemovableHandle]) -> None:
+    graphs.pop()
+    if not graphs:
+        _remove(handles)
 
 
 def _remove(handles: list[RemovableHandle]) -> None:
