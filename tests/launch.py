@@ -32,6 +32,7 @@ def together(function: Callable[..., Any], *arguments: Any, processes: int = 2) 
 
 def _keeping(folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # left to itself, Accelerate takes more: a fork has none of its parent's
     PartialState(timeout=PATIENCE)
     found = function(*arguments)
     torch.save(found, f"{folder}/{torch.distributed.get_rank()}.pt")
