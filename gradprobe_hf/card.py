@@ -170,8 +170,8 @@ def _limit(config: GradProbeConfig) -> str:
     if not config.spike_limit:
         return ""
     return (
-        f"A sequence whose gradient had more than {config.spike_limit:g} times its energy of the first probe in the "
-        "second was scaled down to that. "
+        f"Where the gradient of a sequence had more than {config.spike_limit:g} times the energy in the second probe "
+        "that it had in the first, it was scaled down to that. "
     )
 
 

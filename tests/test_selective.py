@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 
-from gradprobe_hf.training import SelectiveUpdateCallback, SpikeAwareClip, attached
+from gradprobe_hf.training import SelectiveUpdateCallback, SpikeAwareClip, StatePruningCallback, attached
 from gradprobe_hf.training.selective import OUTSIDE, REST
 from gradprobe_hf.training.spikes import clip_spikes
 from tests import cases
@@ -167,3 +167,9 @@ def test_spike_arguments_out_of_range_are_refused(options, message):
 def test_spikes_need_a_second_moment(tmp_path):
     with pytest.raises(ValueError, match="SGD keeps none"):
         trained(cases.build("llama"), tmp_path, [SpikeAwareClip()], optim="sgd")
+
+
+def test_what_never_trained_has_no_state_to_prune_by(tmp_path):
+    callbacks = [SelectiveUpdateCallback(top_k=1, every=9), StatePruningCallback(0.5, begin_step=2, end_step=2)]
+    with pytest.raises(ValueError, match="has no state for"):
+        trained(cases.build("llama"), tmp_path, callbacks)

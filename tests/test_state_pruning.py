@@ -9,14 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import Trainer
 
 from gradprobe_hf.targets import find_targets
 from gradprobe_hf.training import StatePruningCallback, attached
 from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, ordered
 from gradprobe_hf.training.state_pruning import EPSILON, SCHEDULES, mean_root
 from tests import cases
-from tests.trainers import Rows, arguments, trained, weights
+from tests.trainers import Rows, trained, trained_to_its_best, weights
 
 FORMULAS = {
     "magnitude": lambda w, m, v, e: np.abs(w),
@@ -250,21 +249,8 @@ def test_an_end_before_the_schedule_is_reported(tmp_path, caplog):
 
 
 def test_a_best_model_from_before_the_mask_is_reported(tmp_path, caplog):
-    trainer = Trainer(
-        cases.build("llama"),
-        arguments(
-            tmp_path,
-            eval_strategy="steps",
-            eval_steps=2,
-            save_strategy="steps",
-            save_steps=2,
-            load_best_model_at_end=True,
-        ),
-        train_dataset=Rows(),
-        eval_dataset=Rows(4),
-        callbacks=[StatePruningCallback(0.95, begin_step=6, end_step=6)],
-    )
+    callback = StatePruningCallback(0.95, begin_step=6, end_step=6)
     with caplog.at_level(logging.WARNING):
-        trainer.train()
+        trainer = trained_to_its_best(cases.build("llama"), tmp_path, [callback])
     assert trainer.state.best_global_step < 6
     assert "put back a checkpoint from before end_step=6" in caplog.text

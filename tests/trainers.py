@@ -85,3 +85,24 @@ def zeros(model, masks):
     under = sum(int((targets[name].matrix(model)[mask] != 0).sum()) for name, mask in masks.items())
     beside = sum(int((targets[name].matrix(model)[~mask] == 0).sum()) for name, mask in masks.items())
     return under, beside
+
+
+def trained_to_its_best(model, folder, callbacks, **more):
+    """A Trainer that evaluates every second step, and loads the best of its checkpoints at the end."""
+    trainer = Trainer(
+        model,
+        arguments(
+            folder,
+            eval_strategy="steps",
+            eval_steps=2,
+            save_strategy="steps",
+            save_steps=2,
+            load_best_model_at_end=True,
+            **more,
+        ),
+        train_dataset=Rows(),
+        eval_dataset=Rows(4),
+        callbacks=callbacks,
+    )
+    trainer.train()
+    return trainer

@@ -35,7 +35,7 @@ _running: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[StepCallback]] = 
 
 
 class StepCallback(TrainerCallback):
-    """The base of the package's callbacks; a subclass overrides what it needs of the six methods below.
+    """The base of the package's callbacks; a subclass overrides what it needs of `begin` to `restore`.
 
     Attributes:
         model: the model that trains, out of any wrapper.

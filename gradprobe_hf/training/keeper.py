@@ -39,7 +39,10 @@ class MaskKeeper:
         self.masks = Masks()
         for name, target in self.targets.items():
             device = local(model.get_parameter(target.parameter)).device
-            self.masks.add(name, [_own_part(model, target, masks[name]).to(device)])
+            if isinstance(masks, Masks) and _is_own_part(model, target, masks):
+                self.masks.add_packed(name, masks.packed(name).to(device), masks.columns(name))
+            else:
+                self.masks.add(name, [_own_part(model, target, masks[name]).to(device)])
 
     @property
     def nbytes(self) -> int:
@@ -151,6 +154,10 @@ def _zeros_of(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Targ
     for target in found:
         masks.add(target.name, [target.matrix(model) == 0])
     return found, masks
+
+
+def _is_own_part(model: nn.Module, target: Target, masks: Masks) -> bool:
+    return (len(masks.packed(target.name)), masks.columns(target.name)) == target.region(model).shape
 
 
 def _own_part(model: nn.Module, target: Target, mask: Tensor) -> Tensor:

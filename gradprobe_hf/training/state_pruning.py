@@ -205,7 +205,7 @@ class StatePruningCallback(StepCallback):
         keeper = MaskKeeper(self.model, self.targets, masks)
         keeper.mask_weights()
         if last:
-            self._freeze(masks)
+            self.keeper = keeper
         self.history.append(
             MaskUpdate(
                 self.step,
