@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench bench-quality bench-stories bench-accumulators bench-speed bench-memory \
-	bench-training bench-recovery table clean
+.PHONY: demo test test-all check bench bench-quality bench-variants bench-stories bench-accumulators bench-speed \
+	bench-memory bench-training bench-recovery table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -22,8 +22,9 @@ check: $(READY)  ## lint, format and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m benchmarks.readme_table --check
+	$(BIN)/python -m benchmarks.picture --check
 
-bench: bench-quality bench-accumulators bench-speed bench-memory bench-training bench-recovery table
+bench: bench-quality bench-variants bench-accumulators bench-speed bench-memory bench-training bench-recovery table
 
 # WikiText-2 from the Hub, or from a folder with calibration.txt (its validation split) and evaluation.txt (test).
 WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
@@ -31,6 +32,9 @@ TEXTS := $(if $(WIKITEXT),--calibration $(WIKITEXT)/calibration.txt --evaluation
 
 bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; resumes where it stopped
 	$(BIN)/python benchmarks/quality.py --model $(MODEL) --blocks-per-step 6 $(TEXTS) $(if $(TEXTS),pydoc=26)
+
+bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
+	$(BIN)/python benchmarks/quality.py --variants --model $(MODEL) $(TEXTS) $(if $(TEXTS),pydoc=26)
 
 STORIES ?= $(wildcard ../shared/models/stories15M)
 STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
@@ -59,8 +63,9 @@ bench-recovery: $(READY) $(MODEL)  ## fine-tuning after pruning, zeros kept
 	$(BIN)/python examples/recover.py --model $(MODEL) --steps 200 --json benchmarks/results/recovery.json \
 		$(if $(WIKITEXT),--text $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
 
-table: $(READY)  ## write the README's tables from benchmarks/results
+table: $(READY)  ## write the tables and the picture from benchmarks/results
 	$(BIN)/python -m benchmarks.readme_table
+	$(BIN)/python -m benchmarks.picture
 
 $(MODEL): | $(READY)
 	$(BIN)/python examples/get_smollm2.py $@

@@ -5,7 +5,9 @@ are: a cell is measured through what the model is served. The first probe is the
 once a run and its seconds count in every row that begins with it. Cells already in the result file are not made again;
 pass --fresh when the method has changed.
 
-`--accumulators` is a table of its own: what keeping the statistics in fewer bytes does to the result.
+`--accumulators` and `--variants` are tables of their own: what keeping the statistics in fewer bytes does to the
+result, and ways to decide that were tried. `--peers PYTHON` adds what llm-compressor makes of the same model and
+windows, in the environment of that Python (see `peer.py`); it is measured like every other row.
 
 usage: python benchmarks/quality.py --model DIR [--calibration SPEC] [--evaluation SPEC ...] [--columns 0.5 2:4]
 """
@@ -16,13 +18,20 @@ import argparse
 import json
 import math
 import statistics
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig
@@ -35,9 +44,11 @@ from gradprobe_hf.setting import Setting
 from gradprobe_hf.targets import find_targets
 
 RESULTS = Path(__file__).parent / "results"
+PEER = Path(__file__).parent / "peer.py"
 CLEAR_REFS = Path("/proc/self/clear_refs")
 CALIBRATION_SHARE = 0.7  # of a text that is split
 OBS = {"reconstruction": "obs"}
+RULE, AS_SPARSE = "threshold rule", ", as sparse as the threshold rule"  # both at what the rule came to
 
 # Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
 # Magnitude is compared within rows too, where it does better than over a matrix or the whole model.
@@ -54,18 +65,30 @@ METHODS: dict[str, dict[str, Any]] = {
     "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "row"},
     "magnitude + obs": {"strategy": "magnitude", "decision": "none", "scope": "row", **OBS},
     "random": {"strategy": "random", "decision": "none"},
-    "threshold rule": {"strategy": "wanda", "decision": "threshold", "gradient_threshold": 1.0},
+    RULE: {"strategy": "wanda", "decision": "threshold", "gradient_threshold": 1.0},
     "rounds": {"rounds": (0.4, 0.7, 1.0)},
     "rounds + obs": {"rounds": (0.4, 0.7, 1.0), **OBS},
     "sequential": {"order": "sequential"},
     "sequential + obs": {"order": "sequential", **OBS},
 }
 IMPORTANT = ("wanda", "sparsegpt", "sparsegpt, dense_target=0.5", "two probes", "two probes + obs", "one probe")
-AS_SPARSE = ", as sparse as the threshold rule"  # at the sparsity that the rule came to
 ACCUMULATORS: dict[str, dict[str, Any]] = {
     "path, float32": {},
     "path, int8": {"accumulator_dtype": "int8"},
 }
+VARIANTS: dict[str, dict[str, Any]] = {
+    "two probes": {},
+    "sequence": {"fisher": "sequence"},
+    "token": {"fisher": "token"},
+    "factored": {"fisher": "factored"},
+    "reduction_factor=0": {"reduction_factor": 0.0},
+    "reduction_factor=0.5": {"reduction_factor": 0.5},
+    "max_matrix_sparsity=0.9": {"max_matrix_sparsity": 0.9},
+    "max_matrix_sparsity=0.8": {"max_matrix_sparsity": 0.8},
+    "scope=block": {"scope": "block"},
+    "scope=tensor": {"scope": "tensor"},
+}
+PEERS = {"llm-compressor, sparsegpt": "sparsegpt", "llm-compressor, wanda": "wanda"}
 COLUMNS = ("0.5", "0.6", "2:4", "0.7", "4:8")
 ALL_METHODS = ("0.5", "0.6", "2:4")  # the columns that have them
 
@@ -132,7 +155,8 @@ class Bench:
 
     def __init__(self, ask: argparse.Namespace) -> None:
         self.ask = ask
-        self.methods = ACCUMULATORS if ask.accumulators else METHODS
+        self.methods = ACCUMULATORS if ask.accumulators else VARIANTS if ask.variants else METHODS
+        self.everywhere = ask.full or ask.accumulators or ask.variants
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(ask.model, dtype=ask.dtype).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(ask.model)
         self.targets = find_targets(self.model)
@@ -160,6 +184,7 @@ class Bench:
         if saved.get("settings") != settings:
             saved = {"settings": settings, "dense": {}, "rows": []}
         self.settings, self.dense = settings, saved["dense"]
+        self.versions = saved.get("versions", {}) | versions()
         self.cells = {cell.key: cell for cell in (Cell(**row) for row in saved["rows"])}
 
     def run(self) -> None:
@@ -170,15 +195,16 @@ class Bench:
 
     def _todo(self, seed: int) -> Iterator[tuple[str, str]]:
         for column in self.ask.columns:
-            for method in self.ask.methods or self.methods:
-                wanted = self.ask.full or self.ask.accumulators or column in ALL_METHODS or method in IMPORTANT
+            for method in self.ask.methods or (*self.methods, *(PEERS if self.ask.peers else ())):
+                wanted = self.everywhere or column in ALL_METHODS or method in IMPORTANT
                 if wanted and (method, seed, column) not in self.cells:
                     yield method, column
 
     def _make(self, seed: int, todo: list[tuple[str, str]]) -> None:
         common = GradProbeConfig(num_samples=self.ask.num_samples, sequence_length=self.ask.sequence_length, seed=seed)
         batches = self._batches(self.source, "calibration", self.ask.num_samples, seed)
-        planned = {f"{method} {column}": self._config(method, column, seed) for method, column in todo}
+        own = [(method, column) for method, column in todo if method not in PEERS]
+        planned = {f"{method} {column}": self._config(method, column, seed) for method, column in own}
         terms = terms_of({name: config for name, config in planned.items() if config})
         comparison = Comparison(
             Setting(self.model, self.targets, common, batches),
@@ -189,19 +215,26 @@ class Bench:
             found = self._measured(comparison, Masks(), {}, "dense")
             self.dense = {name: one.perplexity for name, one in found.items()}
         for method, column in todo:
-            if config := self._config(method, column, seed):
+            if method in PEERS:
+                self._peer_cell(comparison, batches, method, column, seed)
+            elif config := self._config(method, column, seed):
                 cell = self._cell(comparison, method, column, config)
-                for rival in ("wanda", "sparsegpt", "two probes") if method == "threshold rule" else ():
+                for rival in ("wanda", "sparsegpt", "two probes") if method == RULE else ():
                     same = self._config(rival, column, seed, cell.zeros / cell.weights)
                     assert same is not None, "an unstructured column"
                     self._cell(comparison, rival + AS_SPARSE, column, same)
 
     def _config(self, method: str, column: str, seed: int, zeros: float | None = None) -> GradProbeConfig | None:
         """At the sparsity that Wanda's rounding of every row made of the column, if that is known already."""
-        if zeros is None and ":" not in column:
-            wanda = self.cells.get(("wanda", seed, column))
-            zeros = wanda.zeros / wanda.weights if wanda else float(column)
-        return configuration(self.methods[method], column, self.ask, seed, zeros or 0.0)
+        zeros = self._budget(column, seed) if zeros is None else zeros
+        return configuration(self.methods[method], column, self.ask, seed, zeros)
+
+    def _budget(self, column: str, seed: int) -> float:
+        if ":" in column:
+            kept, of = map(int, column.split(":"))
+            return 1 - kept / of
+        wanda = self.cells.get(("wanda", seed, column))
+        return wanda.zeros / wanda.weights if wanda else float(column)
 
     def _cell(self, comparison: Comparison, method: str, column: str, config: GradProbeConfig) -> Cell:
         reset_peak()
@@ -220,6 +253,29 @@ class Bench:
             peak_bytes=peak,
             passes=row.passes,
         )
+        return self._kept(cell)
+
+    def _peer_cell(self, comparison: Comparison, batches: Batches, method: str, column: str, seed: int) -> None:
+        """What llm-compressor makes of the same windows, measured like the rest; its zeros are as it made them."""
+        made, told = prune_with_peer(self.ask, batches, PEERS[method], column, self._budget(column, seed))
+        updates = {target.name: made[target.parameter] for target in self.targets}
+        found = self._measured(comparison, Masks(), updates, f"{method}, {column}, seed {seed}")
+        self.versions |= {f"llm-compressor: {name}": value for name, value in told["versions"].items()}
+        self._kept(
+            Cell(
+                method=method,
+                seed=seed,
+                column=column,
+                zeros=sum(int((matrix == 0).sum()) for matrix in updates.values()),
+                weights=sum(matrix.numel() for matrix in updates.values()),
+                perplexity={name: one.perplexity or math.nan for name, one in found.items()},
+                seconds=told["seconds"],
+                peak_bytes=told["peak_bytes"],
+                passes={},
+            )
+        )
+
+    def _kept(self, cell: Cell) -> Cell:
         self.cells[cell.key] = cell
         self._save()
         return cell
@@ -245,7 +301,7 @@ class Bench:
     def _save(self) -> None:
         self.ask.output.parent.mkdir(parents=True, exist_ok=True)
         rows = [asdict(cell) for cell in self.cells.values()]
-        values = {"settings": self.settings, "dense": self.dense, "rows": rows, "versions": versions()}
+        values = {"settings": self.settings, "dense": self.dense, "rows": rows, "versions": self.versions}
         self.ask.output.write_text(json.dumps(values, indent=2) + "\n")
 
 
@@ -263,6 +319,21 @@ def show(settings: dict[str, Any], dense: dict[str, float], cells: list[Cell]) -
             table.add_row(method, *row)
         out.print(table)
     out.print(json.dumps(settings))
+
+
+def prune_with_peer(
+    ask: argparse.Namespace, batches: Batches, method: str, column: str, sparsity: float
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The matrices `[out, in]` that llm-compressor comes to, by parameter; its seconds, peak_bytes and versions."""
+    with tempfile.TemporaryDirectory() as scratch:
+        windows, changed = Path(scratch, "windows.safetensors"), Path(scratch, "changed.safetensors")
+        save_file({"input_ids": torch.cat([batch["input_ids"] for batch in batches])}, windows)
+        command = [ask.peers, PEER, ask.model, windows, changed, "--method", method, "--dtype", ask.dtype]
+        command += ["--sparsity", str(sparsity), *(["--pattern", column] if ":" in column else [])]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        with safe_open(changed, "pt") as file:
+            told = json.loads(file.metadata()["told"])
+        return load_file(changed), told
 
 
 def text_name(source: str) -> str:
@@ -309,12 +380,16 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--evaluation-samples", type=int, default=60)
     parser.add_argument("--blocks-per-step", type=int, default=1, help="of the sequential order")
-    parser.add_argument("--accumulators", action="store_true", help="float32 and int8 statistics")
-    parser.add_argument("--output", type=Path, help="default: quality.json (or accumulators.json) in results")
+    tables = parser.add_mutually_exclusive_group()
+    tables.add_argument("--accumulators", action="store_true", help="float32 and int8 statistics")
+    tables.add_argument("--variants", action="store_true", help="other estimates, factors, bounds and scopes")
+    parser.add_argument("--peers", metavar="PYTHON", help="of an environment that has llm-compressor")
+    parser.add_argument("--output", type=Path, help="default: quality.json (or accumulators, variants) in results")
     parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
     ask = parser.parse_args()
-    ask.output = ask.output or RESULTS / ("accumulators.json" if ask.accumulators else "quality.json")
-    ask.columns = ask.columns or (["0.6"] if ask.accumulators else list(COLUMNS))
+    name = "accumulators" if ask.accumulators else "variants" if ask.variants else "quality"
+    ask.output = ask.output or RESULTS / f"{name}.json"
+    ask.columns = ask.columns or {"accumulators": ["0.6"], "variants": ["0.5", "0.6", "0.7"]}.get(name, list(COLUMNS))
     bench = Bench(ask)
     bench.run()
     show(bench.settings, bench.dense, list(bench.cells.values()))

@@ -7,59 +7,27 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import re
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality import geometric_mean
+from benchmarks.quality_tables import (
+    headline_table,
+    price_table,
+    quality_table,
+    rule_table,
+    stories_table,
+    variants_table,
+)
 from benchmarks.training import check_alike
 from gradprobe_hf.config import AccumulatorDtype
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-QUALITY_COLUMNS = ("0.5", "0.6", "0.7", "2:4", "4:8")
-
-
-def quality_table(results: dict[str, Any]) -> str:
-    """Perplexities on the first text, and their ratios to SparseGPT's; the second text in the same way below."""
-    cells = {(row["method"], row["column"]): row["perplexity"] for row in results["rows"] if row["seed"] == 0}
-    columns = [column for column in QUALITY_COLUMNS if ("sparsegpt", column) in cells]
-    texts = list(results["dense"])
-    titles = [f"{float(column):.0%}" if ":" not in column else column for column in columns]
-    lines = []
-    for text in texts:
-        lines += [
-            f"| {text}: perplexity (ratio to SparseGPT) | {' | '.join(titles)} |",
-            "|---|" + "---:|" * len(columns),
-        ]
-        lines.append(f"| dense | {' | '.join([format(results['dense'][text], '.2f')] * len(columns))} |")
-        best = {column: min(v[text] for (_, c), v in cells.items() if c == column) for column in columns}
-        for method in dict.fromkeys(method for method, _ in cells if "as sparse" not in method):
-            if method == "threshold rule":
-                continue  # its sparsity is another
-            shown = [_quality_cell(cells, method, column, text, best[column]) for column in columns]
-            lines.append(f"| {method} | {' | '.join(shown)} |")
-        lines.append("")
-    settings = results["settings"]
-    measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
-    note = (
-        f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}; evaluation {measured}; "
-        "every column has one number of zeros. Made by `make bench-quality`."
-    )
-    return "\n".join([*lines, note])
-
-
-def _quality_cell(
-    cells: dict[tuple[str, str], dict[str, float]], method: str, column: str, text: str, best: float
-) -> str:
-    if (method, column) not in cells:
-        return ""
-    value, rival = cells[method, column][text], cells["sparsegpt", column][text]
-    shown = f"{value:,.2f} ({value / rival:.2f})"
-    return f"**{shown}**" if value == best else shown
 
 
 def speed_table(results: dict[str, Any]) -> str:
@@ -94,7 +62,7 @@ def accumulators_table(results: dict[str, Any]) -> str:
         f"| accumulators | bytes per weight and term | {' | '.join(f'seed {seed}' for seed in seeds)} | mean |",
         "|---|---:|" + "---:|" * (len(seeds) + 1),
     ]
-    means = {kind: math.exp(statistics.fmean(map(math.log, each.values()))) for kind, each in found.items()}
+    means = {kind: geometric_mean(list(each.values())) for kind, each in found.items()}
     for kind, each in found.items():
         change = f" ({means[kind] / means['float32'] - 1:+.2%})" if kind != "float32" else ""
         cells = " | ".join(f"{each[seed]:.2f}" for seed in seeds)
@@ -219,9 +187,14 @@ def recovery_table(results: dict[str, Any]) -> str:
     )
 
 
-PAGES = ("README.md", "docs/training.md")
+PAGES = ("README.md", "docs/method.md", "docs/training.md")
 TABLES = {  # marker -> result file, what makes the table
-    "quality": ("quality", quality_table),
+    "quality": ("quality", headline_table),
+    "grid": ("quality", quality_table),
+    "rule": ("quality", rule_table),
+    "price": ("quality", price_table),
+    "stories": ("stories", stories_table),
+    "variants": ("variants", variants_table),
     "speed": ("speed", speed_table),
     "accumulators": ("accumulators", accumulators_table),
     "memory": ("memory", memory_table),

@@ -70,6 +70,7 @@ class Accumulator:
         self._files = files
         self._layout = _layout(shape, kind, dtype)
         self._parts: dict[str, Tensor] | None = None
+        self._begun = 0  # rows from here on are zero still, and need not be read
         self.updates = 0
         if files is None:
             self._parts = {
@@ -95,6 +96,7 @@ class Accumulator:
         }
 
     def restore(self, parts: Mapping[str, Tensor]) -> None:
+        self._begun = self.shape[0]
         for name, own in self.parts().items():
             own.copy_(parts[name])
 
@@ -113,13 +115,17 @@ class Accumulator:
         if self.kind == "float32" and parts["values"].device == device:
             yield parts["values"]
             return
-        values = torch.empty(parts[next(iter(parts))].shape[0], self.shape[1], dtype=self.dtype, device=device)
+        first, last, _ = rows.indices(self.shape[0])
+        values = torch.empty(last - first, self.shape[1], dtype=self.dtype, device=device)
         portions = list(row_chunks(values.shape))  # of few rows: the temporaries of rounding then stay in the cache
-        for some in portions:
+        if first >= self._begun:
+            values.zero_()
+        for some in portions if first < self._begun else ():
             self._decode({n: _rows_of(n, part, some).to(device) for n, part in parts.items()}, out=values[some])
         yield values
         self.updates += 1
-        place = rows.indices(self.shape[0])[0] * self.shape[1]
+        self._begun = max(self._begun, last) if first <= self._begun else self.shape[0]
+        place = first * self.shape[1]
         for some in portions:
             salt = self.updates * 7919 + place + some.start * self.shape[1]
             for name, part in self._encode(values[some], salt).items():

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import IGNORED, Batch
+from gradprobe_hf.masks import rows_of
 from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.stopwatch import return_free_memory
 from gradprobe_hf.targets import Site, Target
-from gradprobe_hf.weights import FOLDED_ELEMENTS, row_chunks
+from gradprobe_hf.weights import FOLDED_ELEMENTS, SERVED_ELEMENTS, row_chunks
 
 Masks = Mapping[str, Tensor]
 
@@ -89,14 +90,18 @@ class Probe:
         """The weight, with the candidates multiplied by the factor: `W + (factor - 1) * mask * W`.
 
         One fused operation where `torch.where` takes two; bool tensors cast slowly on a CPU, their byte view does not.
+        There some rows are worked on at a time, so that what is between the bits and the result stays in the cache.
         """
         if target.name in self.replaced:
             weight = self.replaced[target.name].to(weight.device, weight.dtype)
-        mask = None if self.shrunk is None else self.shrunk.get(target.name)
-        if mask is None:
+        if self.shrunk is None or target.name not in self.shrunk:
             return weight
-        chosen = mask.to(weight.device).view(torch.uint8).to(weight.dtype)
-        return torch.addcmul(weight, weight, chosen, value=self.factor - 1)
+        served = torch.empty_like(weight)
+        at_once = SERVED_ELEMENTS if weight.device.type == "cpu" else weight.numel()
+        for rows in row_chunks(weight.shape, at_once):
+            chosen = rows_of(self.shrunk, target.name, rows).to(weight.device).view(torch.uint8).to(weight.dtype)
+            torch.addcmul(weight[rows], weight[rows], chosen, value=self.factor - 1, out=served[rows])
+        return served
 
     def fold(self, target: Target, site: Site, inputs: Tensor, output_grad: Tensor) -> None:
         if self.statistics is None:  # it only serves

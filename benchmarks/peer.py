@@ -1,0 +1,71 @@
+"""llm-compressor prunes a model, in an environment of its own: what `quality.py --peers PYTHON` runs with that Python.
+
+    python3 -m venv peers && peers/bin/pip install llmcompressor torch==2.13.0
+
+It is given the very windows that the other rows are calibrated on, and writes the matrices that it changed beside what
+it took; nothing of this project is imported.
+
+usage: python benchmarks/peer.py MODEL WINDOWS OUTPUT --method sparsegpt|wanda --sparsity F [--pattern N:M] [--dtype D]
+    WINDOWS  a safetensors file with input_ids [windows, tokens]
+    OUTPUT   a safetensors file: name -> weight [out, in] of every linear map but the head; its metadata has seconds,
+             peak_bytes (of the whole process) and versions
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import time
+from importlib.metadata import version
+
+import torch
+from datasets import Dataset
+from llmcompressor import oneshot
+from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+MODIFIERS = {"sparsegpt": SparseGPTModifier, "wanda": WandaPruningModifier}
+UNSTRUCTURED = "0:0"
+PACKAGES = ("llmcompressor", "transformers", "torch")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("windows")
+    parser.add_argument("output")
+    parser.add_argument("--method", required=True, choices=sorted(MODIFIERS))
+    parser.add_argument("--sparsity", required=True, type=float)
+    parser.add_argument("--pattern", default=UNSTRUCTURED)
+    parser.add_argument("--dtype", default="bfloat16")
+    ask = parser.parse_args()
+    windows = load_file(ask.windows)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(ask.model, dtype=ask.dtype)
+    rows = {"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()}
+    recipe = MODIFIERS[ask.method](sparsity=ask.sparsity, mask_structure=ask.pattern, ignore=["re:.*lm_head.*"])
+    begun = time.perf_counter()
+    oneshot(
+        model=model,
+        dataset=Dataset.from_dict(rows),
+        recipe=recipe,
+        max_seq_length=windows.shape[1],
+        num_calibration_samples=len(windows),
+    )
+    seconds = time.perf_counter() - begun
+    changed = {
+        f"{name}.weight": module.weight.detach().contiguous()
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and name != "lm_head"
+    }
+    told = {
+        "seconds": round(seconds, 1),
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "versions": {package: version(package) for package in PACKAGES},
+    }
+    save_file(changed, ask.output, metadata={"told": json.dumps(told)})
+
+
+if __name__ == "__main__":
+    main()

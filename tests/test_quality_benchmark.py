@@ -1,0 +1,112 @@
+"""The benchmark of the README's table: what it keeps, what it makes again, and what it asks of others."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from benchmarks import picture, quality, quality_tables
+
+METHODS = ("wanda", "sparsegpt", "two probes", "two probes + obs", "threshold rule")
+
+# Stands in for llm-compressor: prunes by magnitude, and notes the windows that it was given.
+PEER = """
+import json, sys, torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+model, windows, output = sys.argv[1:4]
+options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
+changed = {}
+for name, module in AutoModelForCausalLM.from_pretrained(model, dtype=options["--dtype"]).named_modules():
+    if isinstance(module, torch.nn.Linear) and name != "lm_head":
+        weight = module.weight.detach()
+        lowest = weight.abs().flatten().argsort()[: round(float(options["--sparsity"]) * weight.numel())]
+        changed[name + ".weight"] = weight.flatten().index_fill(0, lowest, 0).view_as(weight)
+given = f"{options['--method']}, {list(load_file(windows)['input_ids'].shape)}"
+save_file(changed, output, {"told": json.dumps({"seconds": 1.5, "peak_bytes": 10, "versions": {"given": given}})})
+"""
+
+
+@pytest.fixture
+def bench(checkpoint, text_file, other_text_file, tmp_path, monkeypatch):
+    """Runs the benchmark's command line; returns what is in its file."""
+    output = tmp_path / "quality.json"
+
+    def run(*more: str, seeds=("0",)):
+        words = ["--model", checkpoint, "--calibration", text_file, "--evaluation", other_text_file, "--output", output]
+        words += ["--num-samples", 4, "--sequence-length", 16, "--evaluation-samples", 4, "--batch-size", 2]
+        words += ["--dtype", "float32", "--seed", *seeds, *more]
+        monkeypatch.setattr(sys, "argv", ["quality.py", *map(str, words)])
+        quality.main()
+        return json.loads(output.read_text())
+
+    return run
+
+
+def test_it_resumes_and_every_column_has_one_number_of_zeros(bench, monkeypatch):
+    first = bench("--methods", *METHODS[:2], "--columns", "0.5")
+    made = []
+    plain = quality.Bench._cell
+    monkeypatch.setattr(quality.Bench, "_cell", lambda self, *a: made.append(a[1:3]) or plain(self, *a))
+    found = bench("--methods", *METHODS, "--columns", "0.5", "2:4")
+    assert ("wanda", "0.5") not in made
+    assert ("wanda", "2:4") in made
+    assert found["rows"][: len(first["rows"])] == first["rows"]
+    same = {row["zeros"] for row in found["rows"] if row["column"] == "0.5" and "threshold rule" not in row["method"]}
+    assert len(same) == 1
+    rule = [row["zeros"] for row in found["rows"] if "threshold rule" in row["method"]]
+    assert len(rule) == 4, "the rule, and three others as sparse as it"
+    assert rule[0] == rule[3], "Wanda rounds in every row and SparseGPT in every matrix, the probes nowhere"
+    assert max(rule) - min(rule) < 0.05 * rule[0]
+
+
+def test_another_text_is_another_benchmark(bench, text_file):
+    bench("--methods", "wanda", "--columns", "0.5")
+    found = bench("--methods", "sparsegpt", "--columns", "0.5", "--num-samples", "3")
+    assert [row["method"] for row in found["rows"]] == ["sparsegpt"]
+
+
+def test_a_peer_is_given_the_same_windows_and_measured_like_the_rest(bench, tmp_path, monkeypatch):
+    script = tmp_path / "peer.py"
+    script.write_text(PEER, encoding="utf-8")
+    monkeypatch.setattr(quality, "PEER", script)
+    monkeypatch.setitem(quality.METHODS, "magnitude", {"strategy": "magnitude", "decision": "none", "scope": "tensor"})
+    found = bench("--methods", "magnitude", *quality.PEERS, "--columns", "0.5", "--peers", sys.executable)
+    own, sparsegpt, wanda = found["rows"]
+    assert sparsegpt["perplexity"] == wanda["perplexity"] == pytest.approx(own["perplexity"], rel=1e-6)
+    assert sparsegpt["zeros"] == own["zeros"]
+    assert (wanda["seconds"], wanda["peak_bytes"], wanda["passes"]) == (1.5, 10, {})
+    assert found["versions"]["llm-compressor: given"] == "wanda, [4, 16]"
+
+
+def test_the_tables_say_what_the_results_say(bench):
+    results = bench("--methods", *METHODS, "--columns", "0.5", "2:4", seeds=("0", "1"))
+    cells = {(row["method"], row["column"], row["seed"]): row for row in results["rows"]}
+    text = next(iter(results["dense"]))
+    values = [cells["two probes", "0.5", seed]["perplexity"][text] for seed in (0, 1)]
+    mean = (values[0] * values[1]) ** 0.5
+    stories = quality_tables.stories_table(results)
+    assert f"| two probes | {mean:,.2f} ({max(values) / min(values):.3f})" in stories.replace("**", "")
+    grid = quality_tables.quality_table(results)
+    assert f"{mean:,.2f} (" in grid
+    assert "threshold rule" not in grid, "its sparsity is another"
+    assert grid.count("**") == 2 * 2, "the best of each column"
+    rule = cells["threshold rule", "0.5", 0]
+    assert f"| {rule['zeros'] / rule['weights']:.2%} | threshold rule |" in quality_tables.rule_table(results)
+    assert "| two probes + obs | 5, 2 |" in quality_tables.price_table({**results, "rows": _at_60(results["rows"])})
+
+
+def test_the_picture_knows_what_it_shows(bench):
+    values = picture.shown(bench("--methods", "wanda", "sparsegpt", "--columns", "0.5"))
+    (panel,) = picture.figure(values).axes
+    drawn = {line.get_label(): line.get_ydata()[0] for line in panel.lines if len(line.get_ydata())}
+    (found,) = values.values()
+    assert drawn["sparsegpt"] == found["methods"]["sparsegpt"]["0.5"]
+    again = json.loads(json.dumps(values).replace("sparsegpt", "sparse"))
+    assert picture.digest(values) != picture.digest(again)
+
+
+def _at_60(rows):
+    return [{**row, "column": "0.6"} for row in rows if row["column"] == "0.5"]
