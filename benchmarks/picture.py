@@ -44,7 +44,7 @@ def shown(results: dict[str, Any]) -> dict[str, Any]:
             "methods": {
                 method: {c: cells[method, c][text] for c in QUALITY_COLUMNS if (method, c) in cells}
                 for method in HEADLINE
-                if method in STYLES
+                if method in STYLES and any((method, column) in cells for column in QUALITY_COLUMNS)
             },
         }
         for text, dense in results["dense"].items()

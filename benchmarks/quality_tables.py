@@ -71,7 +71,7 @@ def stories_table(results: dict[str, Any]) -> str:
             cell = f"{means[method, column]:,.2f} ({max(values) / min(values):.3f})" if values else ""
             shown.append(f"**{cell}**" if values and means[method, column] == best[column] else cell)
         lines.append(f"| {method} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", _protocol(results).replace("bench-quality", "bench-stories")])
+    return "\n".join([*lines, "", _protocol(results, "bench-stories")])
 
 
 def rule_table(results: dict[str, Any]) -> str:
@@ -86,7 +86,7 @@ def rule_table(results: dict[str, Any]) -> str:
                 values = " | ".join(f"{row['perplexity'][text]:,.2f}" for text in texts)
                 reached = f"{came:.2%}" if came is not None else ""
                 lines.append(f"| {asked} | {reached} | {method.removesuffix(AS_SPARSE)} | {values} |")
-    return "\n".join([*lines, "", _protocol(results).replace("every column has one number of zeros. ", "")])
+    return "\n".join([*lines, "", _protocol(results, alike=False)])
 
 
 def price_table(results: dict[str, Any]) -> str:
@@ -124,7 +124,7 @@ def variants_table(results: dict[str, Any]) -> str:
             found = cells.get((method, column), [])
             shown.append(" / ".join(f"{_geometric_mean(found, text):,.2f}" for text in texts) if found else "")
         lines.append(f"| {method} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", _protocol(results).replace("bench-quality", "bench-variants")])
+    return "\n".join([*lines, "", _protocol(results, "bench-variants")])
 
 
 def column_title(column: str) -> str:
@@ -150,14 +150,15 @@ def _geometric_mean(rows: list[dict[str, Any]], text: str) -> float:
     return geometric_mean([row["perplexity"][text] for row in rows])
 
 
-def _protocol(results: dict[str, Any]) -> str:
+def _protocol(results: dict[str, Any], made_by: str = "bench-quality", *, alike: bool = True) -> str:
+    """Args: alike: whether the columns have one number of zeros each."""
     settings = results["settings"]
     measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
     seeds = len({row["seed"] for row in results["rows"]})
     draws = f", {seeds} draws" if seeds > 1 else ""
     return (
         f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}{draws}; evaluation "
-        f"{measured}; every column has one number of zeros. Made by `make bench-quality`."
+        f"{measured}{'; every column has one number of zeros' if alike else ''}. Made by `make {made_by}`."
     )
 
 

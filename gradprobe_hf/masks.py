@@ -50,7 +50,9 @@ class Masks(Mapping[str, Tensor]):
 
 
 # The eight bytes of every packed byte as one number: looking up is five times as fast as `np.unpackbits`.
-_EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.uint64).ravel()
+_EIGHT_BITS = torch.from_numpy(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64).ravel()
+)
 
 
 class SetAside:
@@ -128,8 +130,8 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
     tensor([[ True, False,  True]])
     """
     if packed.device.type == "cpu":
-        looked_up = np.take(_EIGHT_BITS, packed.numpy()).view(np.uint8)
-        return torch.from_numpy(looked_up)[:, :columns].view(torch.bool)
+        looked_up = _EIGHT_BITS.index_select(0, packed.flatten().int()).view(torch.bool)
+        return looked_up.view(len(packed), -1)[:, :columns]
     bits = (packed[..., None] >> _shifts(packed.device)) & 1
     return bits.flatten(1)[:, :columns].bool()
 

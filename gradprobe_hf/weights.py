@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from gradprobe_hf.sharding import local
 
-# Elements of a matrix that are worked on at once: of scores few, which stay in the cache; of gradients more, because a
-# product of few rows reads its other side again and again.
+# Elements of a matrix that are worked on at once: few, which stay in the cache, of scores and of what is added up or
+# served; of gradients more, because a product of few rows reads its other side again and again.
 CHUNK_ELEMENTS = 2**18
-SERVED_ELEMENTS = 2**19
+CACHED_ELEMENTS = 2**19
 FOLDED_ELEMENTS = 2**21
 ROWS_IN_A_BLOCK = 64  # that int8 accumulators scale together
 

@@ -20,7 +20,7 @@ from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.stopwatch import return_free_memory
 from gradprobe_hf.targets import Site, Target
-from gradprobe_hf.weights import FOLDED_ELEMENTS, SERVED_ELEMENTS, row_chunks
+from gradprobe_hf.weights import CACHED_ELEMENTS, FOLDED_ELEMENTS, row_chunks
 
 Masks = Mapping[str, Tensor]
 
@@ -50,6 +50,7 @@ class Probe:
         self._recomputing = False
         self._uses: Counter[str] = Counter()
         self._unfinished: dict[str, list[Tensor]] = {}
+        self._room: dict[torch.dtype, Tensor] = {}  # for what is served, as large as the largest matrix so far
 
     def start_batch(self, batch: Batch, counted: bool = True) -> None:
         """Args: counted: False for a batch that only keeps the collectives of a sharded model in step."""
@@ -90,18 +91,29 @@ class Probe:
         """The weight, with the candidates multiplied by the factor: `W + (factor - 1) * mask * W`.
 
         One fused operation where `torch.where` takes two; bool tensors cast slowly on a CPU, their byte view does not.
-        There some rows are worked on at a time, so that what is between the bits and the result stays in the cache.
+        There some rows are worked on at a time, so that what is between the bits and the result stays in the cache, and
+        the result is written where the last one was: it is for one product, and must not be kept.
         """
         if target.name in self.replaced:
             weight = self.replaced[target.name].to(weight.device, weight.dtype)
         if self.shrunk is None or target.name not in self.shrunk:
             return weight
-        served = torch.empty_like(weight)
-        at_once = SERVED_ELEMENTS if weight.device.type == "cpu" else weight.numel()
+        served = self._room_for(weight)
+        at_once = CACHED_ELEMENTS if weight.device.type == "cpu" else weight.numel()
         for rows in row_chunks(weight.shape, at_once):
             chosen = rows_of(self.shrunk, target.name, rows).to(weight.device).view(torch.uint8).to(weight.dtype)
             torch.addcmul(weight[rows], weight[rows], chosen, value=self.factor - 1, out=served[rows])
         return served
+
+    def _room_for(self, weight: Tensor) -> Tensor:
+        """Uninitialised, of the shape and layout of a weight. Fresh pages of a CPU cost more than what is written."""
+        if weight.device.type != "cpu":
+            return torch.empty_like(weight)
+        room = self._room.get(weight.dtype)
+        if room is None or room.numel() < weight.numel():
+            self._room[weight.dtype] = room = torch.empty(weight.numel(), dtype=weight.dtype)
+        strides = torch.empty_like(weight, device="meta").stride()
+        return room.as_strided(weight.shape, strides)
 
     def fold(self, target: Target, site: Site, inputs: Tensor, output_grad: Tensor) -> None:
         if self.statistics is None:  # it only serves

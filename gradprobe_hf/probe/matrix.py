@@ -28,7 +28,7 @@ from gradprobe_hf.probe.accumulators import Accumulator
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.sharding import layout_of
 from gradprobe_hf.targets import Kind, Target
-from gradprobe_hf.weights import FOLDED_ELEMENTS, execution_device, row_chunks
+from gradprobe_hf.weights import CACHED_ELEMENTS, FOLDED_ELEMENTS, execution_device, row_chunks
 
 Term = Literal["sequence", "token", "peak", "marginals"]
 MATRIX_TERMS: tuple[Term, ...] = ("sequence", "token", "peak")
@@ -115,7 +115,20 @@ class MatrixStatistics:
         return self.read("peak")
 
     def add_gradients(self, rows: slice, gradients: Iterable[Tensor]) -> None:
-        """Fold the gradients of whole sequences, of these rows only: each `[rows, in]`."""
+        """Fold the gradients of whole sequences, of these rows only: each `[rows, in]`.
+
+        Sums that are kept in fewer bytes are taken out, added to and put back few rows at a time, which stay in the
+        cache from one end to the other: for that the gradients of all sequences are there together.
+        """
+        if all(accumulator.kind == "float32" for accumulator in self.accumulators.values()):
+            self._add(rows, gradients)
+            return
+        each = list(gradients)
+        first, last, _ = rows.indices(self.region.shape[0])
+        for part in row_chunks((last - first, self.region.shape[1]), CACHED_ELEMENTS):
+            self._add(slice(first + part.start, first + part.stop), (gradient[part] for gradient in each))
+
+    def _add(self, rows: slice, gradients: Iterable[Tensor]) -> None:
         with ExitStack() as stack:
             sums = stack.enter_context(self._updating("sequence", rows))
             peaks = stack.enter_context(self._updating("peak", rows))
