@@ -26,12 +26,15 @@ check: $(READY)  ## lint, format and types
 
 bench: bench-quality bench-variants bench-accumulators bench-speed bench-memory bench-training bench-recovery table
 
+# PEERS: the Python of an environment that has llm-compressor; see benchmarks/peer.py.
+PEERS ?=
 # WikiText-2 from the Hub, or from a folder with calibration.txt (its validation split) and evaluation.txt (test).
 WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
 TEXTS := $(if $(WIKITEXT),--calibration $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
 
 bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; resumes where it stopped
-	$(BIN)/python benchmarks/quality.py --model $(MODEL) --blocks-per-step 6 $(TEXTS) $(if $(TEXTS),pydoc=26)
+	$(BIN)/python benchmarks/quality.py --model $(MODEL) --blocks-per-step 6 $(TEXTS) $(if $(TEXTS),pydoc=26) \
+		$(if $(PEERS),--peers $(PEERS))
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
 	$(BIN)/python benchmarks/quality.py --variants --model $(MODEL) $(TEXTS) $(if $(TEXTS),pydoc=26)
