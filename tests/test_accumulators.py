@@ -130,6 +130,25 @@ def test_files_hold_the_same_and_nothing_stays_mapped(kind, tmp_path):
     assert str(tmp_path) not in mapped
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (1, 0, 2)])
+@pytest.mark.parametrize(("kind", "spread"), [("bfloat16", 0.01), ("int8", 0.07)])
+def test_rows_may_be_added_to_in_any_order(kind, spread, order):
+    """What nothing was added to is known to be zero and is not read: neither less nor more of it may be."""
+    kept, shape = made(kind, shape=(150, 40)), (150, 40)
+    first, second = (value + 1e-3 for value in squares(2, shape))
+    for value in (first, second):
+        for part in order:
+            rows = slice(64 * part, min(64 * (part + 1), 150))
+            with kept.updating(rows, CPU) as values:
+                values += value[rows]
+    largest = (first + second).amax(0)  # int8 keeps 16 octaves below it
+    ratio = (kept.read() / (first + second))[(first + second) > largest / 2**12]
+    assert float((ratio - 1).abs().max()) < 2.5 * spread
+    with kept.updating(slice(None), CPU) as values:
+        values += first
+    assert float((kept.read() / (2 * first + second)).median()) == pytest.approx(1, abs=0.02)
+
+
 def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")

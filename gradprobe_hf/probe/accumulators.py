@@ -124,7 +124,7 @@ class Accumulator:
             self._decode({n: _rows_of(n, part, some).to(device) for n, part in parts.items()}, out=values[some])
         yield values
         self.updates += 1
-        self._begun = max(self._begun, last) if first <= self._begun else self.shape[0]
+        self._begun = max(self._begun, last)
         place = first * self.shape[1]
         for some in portions:
             salt = self.updates * 7919 + place + some.start * self.shape[1]
