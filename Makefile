@@ -33,23 +33,23 @@ WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
 TEXTS := $(if $(WIKITEXT),--calibration $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
 
 bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; resumes where it stopped
-	$(BIN)/python benchmarks/quality.py --model $(MODEL) --blocks-per-step 6 $(TEXTS) $(if $(TEXTS),pydoc=26) \
+	$(BIN)/python -m benchmarks.quality --model $(MODEL) --blocks-per-step 6 $(TEXTS) $(if $(TEXTS),pydoc=26) \
 		$(if $(PEERS),--peers $(PEERS))
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
-	$(BIN)/python benchmarks/quality.py --variants --model $(MODEL) $(TEXTS) $(if $(TEXTS),pydoc=26)
+	$(BIN)/python -m benchmarks.quality --variants --model $(MODEL) $(TEXTS) $(if $(TEXTS),pydoc=26)
 
 STORIES ?= $(wildcard ../shared/models/stories15M)
 STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
 
 bench-stories: $(READY)  ## the whole grid, three draws of the calibration windows, on a model of 15M (STORIES, STORIES_TEXT)
-	$(BIN)/python benchmarks/quality.py --full --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \
+	$(BIN)/python -m benchmarks.quality --full --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \
 		--num-samples 64 --sequence-length 256 --evaluation-samples 48 --output benchmarks/results/stories.json
 
 TRAIN_TEXT ?= $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,README.md)
 
 bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
-	$(BIN)/python benchmarks/quality.py --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS)
+	$(BIN)/python -m benchmarks.quality --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS)
 
 bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from disk among them (needs 50 GB of disk)
 	$(BIN)/python benchmarks/memory.py --model $(MODEL) --large runs/mistral-shaped

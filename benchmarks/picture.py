@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from PIL import Image
 
-from benchmarks.quality import RESULTS
-from benchmarks.quality_tables import HEADLINE, QUALITY_COLUMNS, column_title
+from benchmarks.quality_tables import HEADLINE, SHOWN_COLUMNS, cells_of, column_title, mean_of
+from benchmarks.readme_table import RESULTS
 from gradprobe_hf.plots import INK, MUTED
 
 PICTURE = Path(__file__).parent.parent / "docs" / "quality.png"
@@ -36,15 +36,15 @@ TICKS = (15, 20, 30, 40, 60, 80, 120, 160, 240, 320, 480, 640)
 
 
 def shown(results: dict[str, Any]) -> dict[str, Any]:
-    """The values in the picture: text -> method -> column -> perplexity; and the dense model's."""
-    cells = {(row["method"], row["column"]): row["perplexity"] for row in results["rows"] if row["seed"] == 0}
+    """The values in the picture, those of the table: text -> method -> column -> perplexity; and the dense model's."""
+    cells = cells_of(results)
     return {
         text: {
             "dense": dense,
             "methods": {
-                method: {c: cells[method, c][text] for c in QUALITY_COLUMNS if (method, c) in cells}
+                method: {c: mean_of(cells[method, c], text) for c in SHOWN_COLUMNS if (method, c) in cells}
                 for method in HEADLINE
-                if method in STYLES and any((method, column) in cells for column in QUALITY_COLUMNS)
+                if method in STYLES and any((method, column) in cells for column in SHOWN_COLUMNS)
             },
         }
         for text, dense in results["dense"].items()
@@ -59,7 +59,7 @@ def figure(values: dict[str, Any]) -> Figure:
     """A panel for each text: columns from left to right, perplexity on a logarithmic axis."""
     made = Figure(figsize=(9.0, 3.9), layout="constrained")
     panels = made.subplots(1, len(values), squeeze=False)[0]
-    columns = [c for c in QUALITY_COLUMNS if any(c in m for v in values.values() for m in v["methods"].values())]
+    columns = [c for c in SHOWN_COLUMNS if any(c in m for v in values.values() for m in v["methods"].values())]
     for axes, (text, found) in zip(panels, values.items(), strict=True):
         for method, perplexities in found["methods"].items():
             color, marker = STYLES[method]

@@ -9,7 +9,7 @@ pass --fresh when the method has changed.
 result, and ways to decide that were tried. `--peers PYTHON` adds what llm-compressor makes of the same model and
 windows, in the environment of that Python (see `peer.py`); it is measured like every other row.
 
-usage: python benchmarks/quality.py --model DIR [--calibration SPEC] [--evaluation SPEC ...] [--columns 0.5 2:4]
+usage: python -m benchmarks.quality --model DIR [--calibration SPEC] [--evaluation SPEC ...] [--columns 0.5 2:4]
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,13 +26,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from benchmarks.quality_rows import (
+    ACCUMULATORS,
+    ALL_METHODS,
+    AND_OBS,
+    AS_SPARSE,
+    COLUMNS,
+    IMPORTANT,
+    METHODS,
+    PEERS,
+    RULE,
+    VARIANTS,
+    configuration,
+)
+from benchmarks.quality_tables import quality_table, spread_table, variants_table
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.accounting import versions
 from gradprobe_hf.calibration import Batches, load_batches
@@ -47,50 +58,6 @@ RESULTS = Path(__file__).parent / "results"
 PEER = Path(__file__).parent / "peer.py"
 CLEAR_REFS = Path("/proc/self/clear_refs")
 CALIBRATION_SHARE = 0.7  # of a text that is split
-OBS, AND_OBS = {"reconstruction": "obs"}, " + obs"
-RULE, AS_SPARSE = "threshold rule", ", as sparse as the threshold rule"  # both at what the rule came to
-
-# Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
-# Magnitude is compared within rows too, where it does better than over a matrix or the whole model.
-METHODS: dict[str, dict[str, Any]] = {
-    "wanda": {"strategy": "wanda", "decision": "none"},
-    "sparsegpt": {"strategy": "sparsegpt"},
-    "sparsegpt, dense_target=0.5": {"strategy": "sparsegpt", "dense_target": 0.5},
-    "two probes": {},
-    "two probes + obs": OBS,
-    "two probes + obs, dense_target=0": {"dense_target": 0.0, **OBS},
-    "wanda + obs": {"strategy": "wanda", "decision": "none", **OBS},
-    "one probe": {"decision": "none"},
-    "one probe + obs": {"decision": "none", **OBS},
-    "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "row"},
-    "magnitude + obs": {"strategy": "magnitude", "decision": "none", "scope": "row", **OBS},
-    "random": {"strategy": "random", "decision": "none"},
-    RULE: {"strategy": "wanda", "decision": "threshold", "gradient_threshold": 1.0},
-    "rounds": {"rounds": (0.4, 0.7, 1.0)},
-    "rounds + obs": {"rounds": (0.4, 0.7, 1.0), **OBS},
-    "sequential": {"order": "sequential"},
-    "sequential + obs": {"order": "sequential", **OBS},
-}
-IMPORTANT = ("wanda", "sparsegpt", "sparsegpt, dense_target=0.5", "two probes", "two probes + obs", "one probe")
-ACCUMULATORS: dict[str, dict[str, Any]] = {
-    "path, float32": {},
-    "path, int8": {"accumulator_dtype": "int8"},
-}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "two probes": {},
-    "sequence": {"fisher": "sequence"},
-    "token": {"fisher": "token"},
-    "factored": {"fisher": "factored"},
-    "reduction_factor=0": {"reduction_factor": 0.0},
-    "reduction_factor=0.5": {"reduction_factor": 0.5},
-    "max_matrix_sparsity=0.9": {"max_matrix_sparsity": 0.9},
-    "max_matrix_sparsity=0.8": {"max_matrix_sparsity": 0.8},
-    "scope=block": {"scope": "block"},
-    "scope=tensor": {"scope": "tensor"},
-}
-PEERS = {"llm-compressor, sparsegpt": "sparsegpt", "llm-compressor, wanda": "wanda"}
-COLUMNS = ("0.5", "0.6", "2:4", "0.7", "4:8")
-ALL_METHODS = ("0.5", "0.6", "2:4")  # the columns that have them
 
 
 @dataclass(frozen=True)
@@ -118,36 +85,6 @@ class Cell:
     @property
     def key(self) -> tuple[str, int, str]:
         return self.method, self.seed, self.column
-
-
-def configuration(
-    options: dict[str, Any], column: str, ask: argparse.Namespace, seed: int, zeros: float
-) -> GradProbeConfig | None:
-    """The configuration of a cell; None where there is no such thing.
-
-    Args:
-        options: of the method.
-        zeros: the share of zeros that the other cells of an unstructured column have.
-    """
-    options = dict(options)
-    if ":" in column:
-        options.pop("scope", None)
-        if "rounds" in options or options.get("decision") == "threshold":
-            return None  # a pattern has one sparsity only
-        options["pattern"] = column
-    elif "rounds" in options:
-        options["rounds"] = tuple(part * zeros for part in options["rounds"])
-    else:
-        options["sparsity"] = zeros
-    if options.get("order") == "sequential":
-        options["blocks_per_step"] = ask.blocks_per_step
-    return GradProbeConfig(
-        **options,
-        num_samples=ask.num_samples,
-        sequence_length=ask.sequence_length,
-        batch_size=ask.batch_size,
-        seed=seed,
-    )
 
 
 class Bench:
@@ -300,27 +237,14 @@ class Bench:
             seed=seed,
         )
 
+    @property
+    def results(self) -> dict[str, Any]:
+        rows = [asdict(cell) for cell in self.cells.values()]
+        return {"settings": self.settings, "dense": self.dense, "rows": rows, "versions": self.versions}
+
     def _save(self) -> None:
         self.ask.output.parent.mkdir(parents=True, exist_ok=True)
-        rows = [asdict(cell) for cell in self.cells.values()]
-        values = {"settings": self.settings, "dense": self.dense, "rows": rows, "versions": self.versions}
-        self.ask.output.write_text(json.dumps(values, indent=2) + "\n")
-
-
-def show(settings: dict[str, Any], dense: dict[str, float], cells: list[Cell]) -> None:
-    """A table for each text: the geometric mean over the seeds, and the largest over the smallest."""
-    columns = list(dict.fromkeys(cell.column for cell in cells))
-    out = Console(soft_wrap=True)
-    for text, value in dense.items():
-        table = Table("method", *columns, title=f"{text}: dense {value:.4f}")
-        for method in dict.fromkeys(cell.method for cell in cells):
-            row = []
-            for column in columns:
-                found = [c.perplexity[text] for c in cells if (c.method, c.column) == (method, column)]
-                row.append(f"{geometric_mean(found):,.2f} ({max(found) / min(found):.3f})" if found else "")
-            table.add_row(method, *row)
-        out.print(table)
-    out.print(json.dumps(settings))
+        self.ask.output.write_text(json.dumps(self.results, indent=2) + "\n")
 
 
 def prune_with_peer(
@@ -340,10 +264,6 @@ def prune_with_peer(
 
 def text_name(source: str) -> str:
     return "WikiText-2" if "wikitext" in source else Path(source).stem
-
-
-def geometric_mean(values: list[float]) -> float:
-    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def reset_peak() -> None:
@@ -389,12 +309,19 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="default: quality.json (or accumulators, variants) in results")
     parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
     ask = parser.parse_args()
+    known = {**(ACCUMULATORS if ask.accumulators else VARIANTS if ask.variants else METHODS), **PEERS}
+    for method in ask.methods or ():
+        if method not in known:
+            parser.error(f"--methods {method!r} is none of: {'; '.join(known)}")
+        if method in PEERS and not ask.peers:
+            parser.error(f"{method!r} needs --peers PYTHON, of an environment that has llm-compressor")
     name = "accumulators" if ask.accumulators else "variants" if ask.variants else "quality"
     ask.output = ask.output or RESULTS / f"{name}.json"
     ask.columns = ask.columns or {"accumulators": ["0.6"], "variants": ["0.5", "0.6", "0.7"]}.get(name, list(COLUMNS))
     bench = Bench(ask)
     bench.run()
-    show(bench.settings, bench.dense, list(bench.cells.values()))
+    table = {"accumulators": spread_table, "variants": variants_table}.get(name, quality_table)
+    print(table(bench.results))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import statistics
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.quality import AS_SPARSE, METHODS, PEERS, RULE, VARIANTS, geometric_mean
+from benchmarks.quality_rows import ACCUMULATORS, AS_SPARSE, COLUMNS, METHODS, PEERS, RULE, VARIANTS
 
-QUALITY_COLUMNS = ("0.5", "0.6", "0.7", "2:4", "4:8")
+Cells = dict[tuple[str, str], list[dict[str, Any]]]
+SHOWN_COLUMNS = sorted(COLUMNS, key=lambda column: (":" in column, column))
 HEADLINE = (  # the rows of the README
     "wanda",
     "llm-compressor, wanda",
@@ -30,8 +33,8 @@ def quality_table(results: dict[str, Any], methods: Iterable[str] = ()) -> str:
     Args:
         methods: the rows; default: all that have the sparsity of their column.
     """
-    cells = _cells(results)
-    columns = [column for column in QUALITY_COLUMNS if ("sparsegpt", column) in cells]
+    cells = cells_of(results)
+    columns = [column for column in SHOWN_COLUMNS if ("sparsegpt", column) in cells]
     titles = " | ".join(column_title(column) for column in columns)
     lines = []
     for text, dense in results["dense"].items():
@@ -39,7 +42,7 @@ def quality_table(results: dict[str, Any], methods: Iterable[str] = ()) -> str:
         lines.append(f"| dense | {' | '.join([format(dense, '.2f')] * len(columns))} |")
         rows = [method for method in methods or _methods(cells) if any((method, column) in cells for column in columns)]
         found = {
-            (method, column): _geometric_mean(cells[method, column], text)
+            (method, column): mean_of(cells[method, column], text)
             for method in rows
             for column in columns
             if (method, column) in cells
@@ -49,20 +52,24 @@ def quality_table(results: dict[str, Any], methods: Iterable[str] = ()) -> str:
             shown = [_quality_cell(found, method, column, best[column]) for column in columns]
             lines.append(f"| {method} | {' | '.join(shown)} |")
         lines.append("")
-    return "\n".join([*lines, _protocol(results)])
+    return "\n".join([*lines, _protocol(results, cells, methods or _methods(cells))])
 
 
 def stories_table(results: dict[str, Any]) -> str:
+    return spread_table(results, "bench-stories")
+
+
+def spread_table(results: dict[str, Any], made_by: str = "bench-accumulators") -> str:
     """Means of several draws, and how far these lie apart: the largest over the smallest."""
-    cells = _cells(results)
-    columns = [column for column in QUALITY_COLUMNS if ("sparsegpt", column) in cells]
+    cells = cells_of(results)
+    columns = columns_of(cells)
     (text, dense), *_ = results["dense"].items()
     lines = [
         f"| {text}: perplexity (largest / smallest draw) | {' | '.join(map(column_title, columns))} |",
         "|---|" + "---:|" * len(columns),
         f"| dense | {' | '.join([format(dense, '.2f')] * len(columns))} |",
     ]
-    means = {key: _geometric_mean(found, text) for key, found in cells.items()}
+    means = {key: mean_of(found, text) for key, found in cells.items()}
     best = {c: min(means[method, c] for method in _methods(cells) if (method, c) in means) for c in columns}
     for method in _methods(cells):
         shown = []
@@ -71,27 +78,28 @@ def stories_table(results: dict[str, Any]) -> str:
             cell = f"{means[method, column]:,.2f} ({max(values) / min(values):.3f})" if values else ""
             shown.append(f"**{cell}**" if values and means[method, column] == best[column] else cell)
         lines.append(f"| {method} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", _protocol(results, "bench-stories")])
+    return "\n".join([*lines, "", _protocol(results, cells, _methods(cells), made_by)])
 
 
 def rule_table(results: dict[str, Any]) -> str:
     """The published rule at the sparsity that it comes to, and the others at that sparsity."""
-    cells = _cells(results)
+    cells = cells_of(results)
     texts = list(results["dense"])
+    concerned = {method for method, _ in cells if method == RULE or method.endswith(AS_SPARSE)}
     lines = [f"| candidates | it prunes | | {' | '.join(texts)} |", "|---:|---:|---|" + "---:|" * len(texts)]
-    for column in QUALITY_COLUMNS:
+    for column in SHOWN_COLUMNS:
         for method in (RULE, *(method for method, c in cells if method.endswith(AS_SPARSE) and c == column)):
             for row in cells.get((method, column), []):
                 asked, came = (column_title(column), row["zeros"] / row["weights"]) if method == RULE else ("", None)
                 values = " | ".join(f"{row['perplexity'][text]:,.2f}" for text in texts)
                 reached = f"{came:.2%}" if came is not None else ""
                 lines.append(f"| {asked} | {reached} | {method.removesuffix(AS_SPARSE)} | {values} |")
-    return "\n".join([*lines, "", _protocol(results, alike=False)])
+    return "\n".join([*lines, "", _protocol(results, cells, concerned)])
 
 
 def price_table(results: dict[str, Any]) -> str:
     """What the methods take: at 60%, and in groups where they are for groups."""
-    cells = _cells(results)
+    cells = cells_of(results)
     lines = [
         "| method | passes forward, backward | seconds at 60% | seconds at 2:4 | peak memory |",
         "|---|---|---:|---:|---:|",
@@ -114,44 +122,58 @@ def price_table(results: dict[str, Any]) -> str:
 
 def variants_table(results: dict[str, Any]) -> str:
     """Ways to decide that differ from the default in one option, on every text."""
-    cells = _cells(results)
-    columns = [column for column in QUALITY_COLUMNS if any(c == column for _, c in cells)]
+    cells = cells_of(results)
+    columns = columns_of(cells)
     texts = list(results["dense"])
     lines = [f"| {' / '.join(texts)} | {' | '.join(map(column_title, columns))} |", "|---|" + "---:|" * len(columns)]
     for method in _methods(cells):
         shown = []
         for column in columns:
             found = cells.get((method, column), [])
-            shown.append(" / ".join(f"{_geometric_mean(found, text):,.2f}" for text in texts) if found else "")
+            shown.append(" / ".join(f"{mean_of(found, text):,.2f}" for text in texts) if found else "")
         lines.append(f"| {method} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", _protocol(results, "bench-variants")])
+    return "\n".join([*lines, "", _protocol(results, cells, _methods(cells), "bench-variants")])
 
 
 def column_title(column: str) -> str:
     return column if ":" in column else f"{float(column):.0%}"
 
 
-def _cells(results: dict[str, Any]) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def columns_of(cells: Cells) -> list[str]:
+    return [column for column in SHOWN_COLUMNS if any(c == column for _, c in cells)]
+
+
+def cells_of(results: dict[str, Any]) -> Cells:
     """The rows by method and column, one for each seed."""
-    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    cells: Cells = {}
     for row in results["rows"]:
         cells.setdefault((row["method"], row["column"]), []).append(row)
     return cells
 
 
-def _methods(cells: Iterable[tuple[str, str]]) -> list[str]:
+def _methods(cells: Cells) -> list[str]:
     """Those that have the sparsity of their column, in the benchmark's order."""
     found = {method for method, _ in cells if method != RULE and not method.endswith(AS_SPARSE)}
-    known = [*METHODS, *PEERS, *VARIANTS]
+    known = [*METHODS, *PEERS, *VARIANTS, *ACCUMULATORS]
     return sorted(found, key=known.index)
 
 
-def _geometric_mean(rows: list[dict[str, Any]], text: str) -> float:
+def mean_of(rows: list[dict[str, Any]], text: str) -> float:
+    """The geometric mean over the seeds."""
     return geometric_mean([row["perplexity"][text] for row in rows])
 
 
-def _protocol(results: dict[str, Any], made_by: str = "bench-quality", *, alike: bool = True) -> str:
-    """Args: alike: whether the columns have one number of zeros each."""
+def geometric_mean(values: Sequence[float]) -> float:
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str], made_by: str = "bench-quality") -> str:
+    """How it was measured, and whether all of these methods made one number of zeros of each column."""
+    zeros: dict[tuple[str, int], set[int]] = {}
+    for method, column in cells:
+        for row in cells[method, column] if method in methods else ():
+            zeros.setdefault((column, row["seed"]), set()).add(row["zeros"])
+    alike = all(len(found) == 1 for found in zeros.values())
     settings = results["settings"]
     measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
     seeds = len({row["seed"] for row in results["rows"]})

@@ -13,8 +13,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality import geometric_mean
 from benchmarks.quality_tables import (
+    geometric_mean,
     headline_table,
     price_table,
     quality_table,

@@ -81,6 +81,15 @@ def test_a_peer_is_given_the_same_windows_and_measured_like_the_rest(bench, tmp_
     assert found["versions"]["llm-compressor: given"] == "wanda, [4, 16]"
 
 
+@pytest.mark.parametrize(
+    ("method", "message"), [("wandb", "'wandb' is none of: wanda"), ("llm-compressor, wanda", "needs --peers")]
+)
+def test_a_method_that_cannot_be_made_is_refused_before_anything_is_read(bench, method, message, capsys):
+    with pytest.raises(SystemExit):
+        bench("--model", "nowhere", "--methods", method)
+    assert message in capsys.readouterr().err
+
+
 def test_the_tables_say_what_the_results_say(bench):
     results = bench("--methods", *METHODS, "--columns", "0.5", "2:4", seeds=("0", "1"))
     cells = {(row["method"], row["column"], row["seed"]): row for row in results["rows"]}

@@ -111,20 +111,21 @@ class Accumulator:
     @contextmanager
     def updating(self, rows: slice, device: torch.device) -> Iterator[Tensor]:
         """Rows of the sum on `device`, to be changed in place by the body; rounded and kept after it."""
+        first, last, _ = rows.indices(self.shape[0])
+        untouched, self._begun = first >= self._begun, max(self._begun, last)
         parts = {name: _rows_of(name, part, rows) for name, part in self.parts().items()}
         if self.kind == "float32" and parts["values"].device == device:
             yield parts["values"]
             return
-        first, last, _ = rows.indices(self.shape[0])
         values = torch.empty(last - first, self.shape[1], dtype=self.dtype, device=device)
         portions = list(row_chunks(values.shape))  # of few rows: the temporaries of rounding then stay in the cache
-        if first >= self._begun:
-            values.zero_()
-        for some in portions if first < self._begun else ():
-            self._decode({n: _rows_of(n, part, some).to(device) for n, part in parts.items()}, out=values[some])
+        for some in portions:
+            if untouched:
+                values[some].zero_()
+            else:
+                self._decode({n: _rows_of(n, part, some).to(device) for n, part in parts.items()}, out=values[some])
         yield values
         self.updates += 1
-        self._begun = max(self._begun, last)
         place = first * self.shape[1]
         for some in portions:
             salt = self.updates * 7919 + place + some.start * self.shape[1]

@@ -1,0 +1,83 @@
+"""The rows and columns of `quality.py`: what each method is as a configuration."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from gradprobe_hf import GradProbeConfig
+
+OBS, AND_OBS = {"reconstruction": "obs"}, " + obs"
+RULE, AS_SPARSE = "threshold rule", ", as sparse as the threshold rule"  # both at what the rule came to
+
+# Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
+# Magnitude is compared within rows too, where it does better than over a matrix or the whole model.
+METHODS: dict[str, dict[str, Any]] = {
+    "wanda": {"strategy": "wanda", "decision": "none"},
+    "sparsegpt": {"strategy": "sparsegpt"},
+    "sparsegpt, dense_target=0.5": {"strategy": "sparsegpt", "dense_target": 0.5},
+    "two probes": {},
+    "two probes + obs": OBS,
+    "two probes + obs, dense_target=0": {"dense_target": 0.0, **OBS},
+    "wanda + obs": {"strategy": "wanda", "decision": "none", **OBS},
+    "one probe": {"decision": "none"},
+    "one probe + obs": {"decision": "none", **OBS},
+    "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "row"},
+    "magnitude + obs": {"strategy": "magnitude", "decision": "none", "scope": "row", **OBS},
+    "random": {"strategy": "random", "decision": "none"},
+    RULE: {"strategy": "wanda", "decision": "threshold", "gradient_threshold": 1.0},
+    "rounds": {"rounds": (0.4, 0.7, 1.0)},
+    "rounds + obs": {"rounds": (0.4, 0.7, 1.0), **OBS},
+    "sequential": {"order": "sequential"},
+    "sequential + obs": {"order": "sequential", **OBS},
+}
+IMPORTANT = ("wanda", "sparsegpt", "sparsegpt, dense_target=0.5", "two probes", "two probes + obs", "one probe")
+ACCUMULATORS: dict[str, dict[str, Any]] = {
+    "path, float32": {},
+    "path, int8": {"accumulator_dtype": "int8"},
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "two probes": {},
+    "sequence": {"fisher": "sequence"},
+    "token": {"fisher": "token"},
+    "factored": {"fisher": "factored"},
+    "reduction_factor=0": {"reduction_factor": 0.0},
+    "reduction_factor=0.5": {"reduction_factor": 0.5},
+    "max_matrix_sparsity=0.9": {"max_matrix_sparsity": 0.9},
+    "max_matrix_sparsity=0.8": {"max_matrix_sparsity": 0.8},
+    "scope=block": {"scope": "block"},
+    "scope=tensor": {"scope": "tensor"},
+}
+PEERS = {"llm-compressor, sparsegpt": "sparsegpt", "llm-compressor, wanda": "wanda"}
+COLUMNS = ("0.5", "0.6", "2:4", "0.7", "4:8")
+ALL_METHODS = ("0.5", "0.6", "2:4")  # the columns that have them
+
+
+def configuration(
+    options: dict[str, Any], column: str, ask: argparse.Namespace, seed: int, zeros: float
+) -> GradProbeConfig | None:
+    """The configuration of a cell; None where there is no such thing.
+
+    Args:
+        options: of the method.
+        zeros: the share of zeros that the other cells of an unstructured column have.
+    """
+    options = dict(options)
+    if ":" in column:
+        options.pop("scope", None)
+        if "rounds" in options or options.get("decision") == "threshold":
+            return None  # a pattern has one sparsity only
+        options["pattern"] = column
+    elif "rounds" in options:
+        options["rounds"] = tuple(part * zeros for part in options["rounds"])
+    else:
+        options["sparsity"] = zeros
+    if options.get("order") == "sequential":
+        options["blocks_per_step"] = ask.blocks_per_step
+    return GradProbeConfig(
+        **options,
+        num_samples=ask.num_samples,
+        sequence_length=ask.sequence_length,
+        batch_size=ask.batch_size,
+        seed=seed,
+    )
