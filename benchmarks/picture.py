@@ -25,12 +25,14 @@ from gradprobe_hf.plots import INK, MUTED
 
 PICTURE = Path(__file__).parent.parent / "docs" / "quality.png"
 DIGEST = "Source"  # a keyword that PNG's specification defines
-STYLES = {  # method -> colour, marker: what is published in grey, what this package decides in blue, with obs in orange
+# method -> colour, marker: what is published in grey, what this package decides in blue, with new weights in orange
+STYLES = {
     "wanda": ("#b8c0c8", "v"),
     "sparsegpt": ("#616e7c", "s"),
-    "sparsegpt, dense_target=0.5": ("#7a5195", "D"),
+    "sparsegpt + admm": ("#7a5195", "D"),
     "two probes": ("#2f6f9f", "o"),
-    "two probes + obs": ("#dd6b20", "o"),
+    "two probes + obs": ("#f0b27a", "o"),
+    "two probes + admm": ("#dd6b20", "o"),
 }
 TICKS = (15, 20, 30, 40, 60, 80, 120, 160, 240, 320, 480, 640)
 

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from benchmarks.quality_rows import (
     ACCUMULATORS,
     ALL_METHODS,
-    AND_OBS,
+    AND,
     AS_SPARSE,
     COLUMNS,
     IMPORTANT,
@@ -177,7 +177,7 @@ class Bench:
         reset_peak()
         verdict, seconds = comparison.verdict(config)
         peak = peak_since_reset()
-        if masks_from := self.cells.get((method.removesuffix(AND_OBS), config.seed, column)):
+        if masks_from := self.cells.get((method.split(AND)[0], config.seed, column)):
             peak = max(peak, masks_from.peak_bytes) if peak and masks_from.peak_bytes else None
         found = self._measured(comparison, verdict.masks, verdict.updates, f"{method}, {column}, seed {config.seed}")
         row = comparison.describe(method, config, verdict, seconds, next(iter(found.values())))

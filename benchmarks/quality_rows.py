@@ -7,7 +7,8 @@ from typing import Any
 
 from gradprobe_hf import GradProbeConfig
 
-OBS, AND_OBS = {"reconstruction": "obs"}, " + obs"
+OBS, ADMM = {"reconstruction": "obs"}, {"reconstruction": "admm"}
+AND = " + "  # a decision and a reconstruction: those with one decision share its masks
 RULE, AS_SPARSE = "threshold rule", ", as sparse as the threshold rule"  # both at what the rule came to
 
 # Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
@@ -15,23 +16,36 @@ RULE, AS_SPARSE = "threshold rule", ", as sparse as the threshold rule"  # both 
 METHODS: dict[str, dict[str, Any]] = {
     "wanda": {"strategy": "wanda", "decision": "none"},
     "sparsegpt": {"strategy": "sparsegpt"},
-    "sparsegpt, dense_target=0.5": {"strategy": "sparsegpt", "dense_target": 0.5},
+    "sparsegpt + admm": {"strategy": "sparsegpt", **ADMM},
     "two probes": {},
     "two probes + obs": OBS,
-    "two probes + obs, dense_target=0": {"dense_target": 0.0, **OBS},
+    "two probes + least squares": {"reconstruction": "least_squares"},
+    "two probes + admm": ADMM,
     "wanda + obs": {"strategy": "wanda", "decision": "none", **OBS},
+    "wanda + admm": {"strategy": "wanda", "decision": "none", **ADMM},
     "one probe": {"decision": "none"},
     "one probe + obs": {"decision": "none", **OBS},
+    "one probe + admm": {"decision": "none", **ADMM},
     "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "row"},
     "magnitude + obs": {"strategy": "magnitude", "decision": "none", "scope": "row", **OBS},
     "random": {"strategy": "random", "decision": "none"},
     RULE: {"strategy": "wanda", "decision": "threshold", "gradient_threshold": 1.0},
     "rounds": {"rounds": (0.4, 0.7, 1.0)},
     "rounds + obs": {"rounds": (0.4, 0.7, 1.0), **OBS},
+    "rounds + admm": {"rounds": (0.4, 0.7, 1.0), **ADMM},
     "sequential": {"order": "sequential"},
     "sequential + obs": {"order": "sequential", **OBS},
+    "sequential + admm": {"order": "sequential", **ADMM},
 }
-IMPORTANT = ("wanda", "sparsegpt", "sparsegpt, dense_target=0.5", "two probes", "two probes + obs", "one probe")
+IMPORTANT = (
+    "wanda",
+    "sparsegpt",
+    "sparsegpt + admm",
+    "one probe",
+    "two probes",
+    "two probes + obs",
+    "two probes + admm",
+)
 ACCUMULATORS: dict[str, dict[str, Any]] = {
     "path, float32": {},
     "path, int8": {"accumulator_dtype": "int8"},

@@ -16,9 +16,10 @@ HEADLINE = (  # the rows of the README
     "llm-compressor, wanda",
     "sparsegpt",
     "llm-compressor, sparsegpt",
-    "sparsegpt, dense_target=0.5",
+    "sparsegpt + admm",
     "two probes",
     "two probes + obs",
+    "two probes + admm",
 )
 
 

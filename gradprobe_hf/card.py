@@ -33,6 +33,17 @@ ESTIMATES = {
     "token": "its squared gradient, summed over tokens",
     "factored": "the product of its input's and its output gradient's energy",
 }
+# What became of the kept weights.
+KEPT = {
+    "none": "No other weight was changed.",
+    "obs": "Then the kept weights were changed, block by block, to keep each matrix's outputs on the calibration "
+    "inputs (SparseGPT's sweep under this mask).",
+    "least_squares": "Then the kept weights were changed, block by block, to those that keep each matrix's outputs on "
+    "the calibration inputs best (conjugate gradients on this mask).",
+    "admm": "Then, block by block, it was chosen again which weights of each matrix go, as many as before, so that the "
+    "others can keep its outputs on the calibration inputs best (ADMM), and these were changed to do so (conjugate "
+    "gradients).",
+}
 UNITS = {"global": "the whole model", "block": "each block", "tensor": "each matrix", "row": "each row"}
 
 
@@ -134,17 +145,12 @@ def _decision(config: GradProbeConfig) -> str:
         if config.group
         else UNITS[config.decision_scope]
     )
-    kept = (
-        "Then the kept weights were changed, block by block, to keep each matrix's outputs on the calibration inputs "
-        "(SparseGPT's sweep under this mask)."
-        if config.reconstructs
-        else "No other weight was changed."
-    )
+    kept = KEPT[config.reconstruction or "none"]
     if config.strategy == "sparsegpt":
         return (
             "SparseGPT: block by block on the activations of the model as pruned so far, the weights whose removal "
             "costs least were set to zero, and the kept weights behind them changed to keep each matrix's outputs on "
-            f"the calibration inputs, with one exact budget over {unit}."
+            f"the calibration inputs, with one exact budget over {unit}.{f' {kept}' * config.solves_least_squares}"
         )
     if config.decision == "path":
         return (

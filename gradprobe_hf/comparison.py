@@ -44,7 +44,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "sparsegpt": {"strategy": "sparsegpt", "decision": "none"},
     "one probe": {"strategy": "fisher", "decision": "none"},
     "two probes": {"strategy": "fisher", "decision": "path"},
-    "two probes + obs": {"strategy": "fisher", "decision": "path", "reconstruction": "obs"},
+    "two probes + admm": {"strategy": "fisher", "decision": "path", "reconstruction": "admm"},
 }
 # A baseline is made as it was published: what else the configuration does is not done to it.
 _PLAIN: dict[str, Any] = {
@@ -97,7 +97,7 @@ class Comparison:
     """
 
     def __init__(self, setting: Setting, held_out: Batches, terms: frozenset[Term] = frozenset()) -> None:
-        self._setting, self._held_out, self._terms = setting, held_out, terms
+        self._setting, self._held_out, self._terms = replace(setting, is_shared=True), held_out, terms
         self._decided: dict[str, tuple[Masks | None, Findings, float]] = {}
 
     def setting(self, config: GradProbeConfig, stopwatch: Stopwatch | None = None) -> Setting:

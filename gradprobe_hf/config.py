@@ -25,7 +25,7 @@ Decision = Literal["path", "threshold", "none"]
 Scope = Literal["global", "block", "tensor", "row"]
 Order = Literal["joint", "sequential"]
 BlockOrder = Literal["forward", "reverse", "size"]
-Reconstruction = Literal["none", "obs"]
+Reconstruction = Literal["none", "obs", "least_squares", "admm"]
 Preset = Literal["fast", "balanced", "best"]
 GradientThreshold = float | Mapping[str, float] | Literal["adaptive"]
 Fisher = Literal["blend", "sequence", "token", "factored"]
@@ -47,10 +47,10 @@ STRATEGY_SCOPE: dict[Strategy, Scope] = {
 PRESETS: dict[Preset, dict[str, Any]] = {
     "fast": {"decision": "none"},
     "balanced": {"decision": "path"},
-    "best": {"reconstruction": "obs"},
+    "best": {"reconstruction": "admm"},
 }
 # Inside small groups a mask that is fixed before the sweep loses to one that is chosen in it.
-BEST_IN_GROUPS: dict[str, Any] = {"strategy": "sparsegpt", "dense_target": 0.5}
+BEST_IN_GROUPS: dict[str, Any] = {"strategy": "sparsegpt"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,11 +92,13 @@ class GradProbeConfig:
         reduction_factor: what the second probe multiplies candidates by, in [0, 1).
         spike_limit: how many times its energy of the first probe the gradient of one sequence may have at one matrix in
             the second, >= 0, before it is scaled down to that (path decision); 0: no limit.
-        reconstruction: `"obs"` changes the kept weights, block by block, so that each matrix's outputs on the
-            calibration inputs stay what they were (SparseGPT's sweep under the mask that was decided); `"none"`.
-        dense_target: where the sweep of a reconstruction starts, from 0, the outputs of the matrix as they are on the
-            inputs of the model as pruned so far, to 1, those of the dense model. Default 0.5; with
-            `strategy="sparsegpt"` 0, as published.
+        reconstruction: how kept weights are changed, block by block, so that each matrix's outputs on the calibration
+            inputs stay what they were. `"obs"`: SparseGPT's sweep under the mask that was decided. `"least_squares"`:
+            the best there are under it. `"admm"`: these, after choosing again which weights go, as many of each matrix
+            (row, group) as were decided. `"none"`: not at all.
+        dense_target: which outputs those are, from 0, of the matrix as it is on the inputs of the model as pruned so
+            far, to 1, of the dense model. Default 0.25; with `"obs"` 0.5; of `strategy="sparsegpt"` alone 0, as
+            published.
         damping: added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
         num_samples: calibration windows, or rows of an already tokenised dataset.
         sequence_length: tokens in a window.
@@ -181,7 +183,7 @@ class GradProbeConfig:
         _number("reduction_factor", self.reduction_factor, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
         _number("spike_limit", self.spike_limit, "a factor >= 0 (0: no limit)", lambda x: x >= 0)
         if self.dense_target is None:
-            object.__setattr__(self, "dense_target", 0.0 if self.strategy == "sparsegpt" else 0.5)
+            object.__setattr__(self, "dense_target", self._best_dense_target())
         _number("dense_target", self.dense_target, "a fraction in [0, 1]", lambda x: 0 <= x <= 1)
         _number("damping", self.damping, "a number > 0", lambda x: x > 0)
         for name in ("include", "exclude"):
@@ -210,6 +212,16 @@ class GradProbeConfig:
     def reconstructs(self) -> bool:
         """Whether kept weights change."""
         return self.strategy == "sparsegpt" or self.reconstruction != "none"
+
+    @property
+    def solves_least_squares(self) -> bool:
+        """Whether they are the best that there are under the mask."""
+        return self.reconstruction in ("least_squares", "admm")
+
+    def _best_dense_target(self) -> float:
+        if self.solves_least_squares:
+            return 0.25
+        return 0.0 if self.strategy == "sparsegpt" else 0.5
 
     def _check_sparsegpt(self) -> None:
         if self.strategy != "sparsegpt":

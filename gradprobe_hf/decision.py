@@ -63,6 +63,11 @@ def fisher_of(statistics: MatrixStatistics, kind: Fisher, rows: slice = ALL) -> 
     return choices[kind]()
 
 
+def row_fisher(target: Target, statistics: MatrixStatistics, kind: Fisher) -> Tensor:
+    """The mean Fisher information of the weights of each row, `[out]`."""
+    return torch.cat([fisher_of(statistics, kind, rows).mean(1) for rows in row_chunks(target.shape)])
+
+
 def candidate_score(
     target: Target, weight: Tensor, part: Region, statistics: Statistics | None, config: GradProbeConfig
 ) -> Tensor:

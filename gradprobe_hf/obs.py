@@ -62,17 +62,20 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, f
         hessian: finite.
         damping: fraction of the mean of its diagonal.
     """
-    diagonal = hessian.diagonal()
-    unit = torch.where(diagonal > 0, diagonal.mean().clamp_min(torch.finfo(hessian.dtype).tiny), 1)
-    dead = (diagonal == 0).to(hessian.dtype)
     while True:
-        damped = hessian + torch.diag(damping * unit + dead)
-        lower, failed = torch.linalg.cholesky_ex(damped)
+        lower, failed = torch.linalg.cholesky_ex(damped(hessian, damping))
         if not failed:
             upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
             if not failed and torch.isfinite(upper).all():
                 return upper, damping
         damping *= 10
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """H with a fraction of the mean of its diagonal added to that, and one for an input that is always zero."""
+    diagonal = hessian.diagonal()
+    unit = torch.where(diagonal > 0, diagonal.mean().clamp_min(torch.finfo(hessian.dtype).tiny), 1)
+    return hessian + torch.diag(damping * unit + (diagonal == 0))
 
 
 def fixed(mask: Tensor) -> Choose:
@@ -86,7 +89,7 @@ def by_saliency(sparsity: float) -> Choose:
     def choose(values: Tensor, diagonal: Tensor, start: int) -> Tensor:
         before = round(sparsity * start * values.shape[1])
         budget = round(sparsity * (start + len(values)) * values.shape[1]) - before
-        return _lowest(saliency(values, diagonal).flatten(), budget).view(values.shape)
+        return lowest(saliency(values, diagonal), budget)
 
     return choose
 
@@ -106,6 +109,13 @@ def saliency(values: Tensor, diagonal: Tensor) -> Tensor:
     return (values / diagonal[:, None]).square()
 
 
-def _lowest(scores: Tensor, budget: int) -> Tensor:
-    mask = torch.zeros_like(scores, dtype=torch.bool)
-    return mask.index_fill_(0, scores.argsort(stable=True)[:budget], True)
+def lowest(scores: Tensor, budget: int) -> Tensor:
+    """True for so many of the lowest, of equal ones for the first; of the shape of `scores`."""
+    if budget == 0:
+        return torch.zeros_like(scores, dtype=torch.bool)
+    flat = scores.flatten()
+    last = flat.kthvalue(budget).values
+    mask = flat < last
+    equal = flat == last
+    mask |= equal & (equal.cumsum(0) <= budget - mask.sum())
+    return mask.view(scores.shape)

@@ -2,17 +2,18 @@
 
 Each block sees the calibration text as the model pruned and reconstructed so far hands it on, `x`, `[tokens, in]`. What
 is collected for a matrix is `H = sum_t x_t x_t^T`, `[in, in]`, over the tokens that are no padding; only one block's
-are there at a time. The sweep of `obs.py` then keeps the outputs `W x`.
+are there at a time. The outputs `W x` are then kept by the sweep of `obs.py`, or by `least_squares.py`, which may also
+choose again which weights go.
 
 The blocks before have not kept theirs exactly, so `W x` is not what the dense model computes, `W x'`. With
-`D = sum_t (x'_t - x_t) x_t^T` the least-squares weights for the dense outputs are `W + W D (H + damping)^-1`; the sweep
-starts a share, `dense_target`, of the way to them. All of the way does worse than none: every matrix of a block then
-makes up for the same error of the residual stream. (GPTAQ, arXiv:2504.02692, calibrates quantisation like this.)
+`D = sum_t (x'_t - x_t) x_t^T` the least-squares weights for the dense outputs are `W + W D (H + damping)^-1`; what is
+kept are outputs a share, `dense_target`, of the way to those. All of the way does worse than none: every matrix of a
+block then makes up for the same error of the residual stream. (GPTAQ, arXiv:2504.02692, calibrates quantisation so.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.blocks import Prefix, blocks_in_order
 from gradprobe_hf.calibration import Batches
 from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.least_squares import Cut, LeastSquares, in_groups, in_matrix, in_rows
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.obs import COLUMNS, Choose, by_group_saliency, by_saliency, fixed, inverse_factor, sweep
 from gradprobe_hf.probe import Probe, attached, own_steps
@@ -53,6 +55,7 @@ def reconstruct(
     masks: Masks | None,
     config: GradProbeConfig,
     *,
+    row_fisher: Mapping[str, Sequence[float]] | None = None,
     folder: str | Path | None = None,
     processes: Processes | None = None,
     progress: bool = True,
@@ -60,7 +63,10 @@ def reconstruct(
     """New weights of every target; the model is left as it was.
 
     Args:
-        masks: which weights go; None: the sweep chooses them, as SparseGPT does.
+        masks: which weights go; None: the sweep chooses them, as SparseGPT does. `reconstruction="admm"` only starts
+            there, and keeps the budgets: of groups, of rows (scope "row"), or else of matrices.
+        row_fisher: of each matrix, the mean Fisher information of the weights of a row, `[out]`: what rows compete
+            with where a budget is a matrix's.
         folder: for the new weights of a model that is offloaded.
         processes: who shares the batches; all get the same weights.
 
@@ -84,7 +90,7 @@ def reconstruct(
                         left.append(dense.run(number, block, collected.probe.start_batch))
                 prefix.run(number, block, collected.probe.start_batch)
         for target in inside:
-            _update(model, target, collected, masks, config, found)
+            _update(model, target, collected, masks, (row_fisher or {}).get(target.name), config, found)
         del collected
         return_free_memory()
         with attached(model, inside, Probe(replaced=found.updates)):
@@ -104,21 +110,29 @@ def _update(
     target: Target,
     collected: _Collected,
     masks: Masks | None,
+    row_fisher: Sequence[float] | None,
     config: GradProbeConfig,
     found: Reconstruction,
 ) -> None:
-    weight = target.matrix(model)
-    choose, at_once = _choice(masks, target, config)
     hessian, drift = collected.of(target)
-    factor, damping = inverse_factor(hessian, config.damping)
-    start = weight.to(factor.device, factor.dtype)
-    if drift is not None:
-        start = start + (config.dense_target or 0.0) * (start @ drift @ factor.t() @ factor)
-    values, mask = sweep(start, factor, choose, at_once)
-    found.updates.add(target.name, values.to(weight.device, weight.dtype))
+    stored = target.matrix(model)
+    weight, share = stored.to(hessian.device, hessian.dtype), config.dense_target or 0.0
+    mask = None if masks is None else masks[target.name].to(weight.device)
+    if mask is None or not config.solves_least_squares:
+        choose, at_once = _choice(mask, config)
+        factor, damping = inverse_factor(hessian, config.damping)
+        start = weight if drift is None else weight + share * (weight @ drift @ factor.t() @ factor)
+        values, mask = sweep(start, factor, choose, at_once)
+        if damping > config.damping:
+            found.damping[target.name] = damping
+    if config.solves_least_squares:
+        problem = LeastSquares(weight, hessian, drift, share, config.damping)
+        if config.reconstruction == "admm":
+            fisher = None if row_fisher is None else torch.tensor(row_fisher, dtype=weight.dtype, device=weight.device)
+            mask = problem.revised(mask, _cut(mask, fisher, config))
+        values = problem.solved(mask)
+    found.updates.add(target.name, values.to(stored.device, stored.dtype))
     found.masks.add(target.name, [mask])
-    if damping > config.damping:
-        found.damping[target.name] = damping
 
 
 class _Collected:
@@ -192,10 +206,16 @@ def _add(sums: dict[str, Tensor], name: str, more: Tensor) -> None:
         sums[name] = more.clone()  # `more` is that of several matrices, and the processes sum in place
 
 
-def _choice(masks: Masks | None, target: Target, config: GradProbeConfig) -> tuple[Choose, int]:
-    if masks is not None:
-        return fixed(masks[target.name]), COLUMNS
+def _choice(mask: Tensor | None, config: GradProbeConfig) -> tuple[Choose, int]:
+    if mask is not None:
+        return fixed(mask), COLUMNS
     if config.group is not None:
         return by_group_saliency(*config.group), config.group[1]
     assert config.sparsity is not None, "resolved by the configuration"
     return by_saliency(config.sparsity), COLUMNS
+
+
+def _cut(mask: Tensor, fisher: Tensor | None, config: GradProbeConfig) -> Cut:
+    if config.group is not None:
+        return in_groups(*config.group)
+    return in_rows(mask) if config.decision_scope == "row" else in_matrix(mask, fisher)

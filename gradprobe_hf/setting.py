@@ -40,6 +40,7 @@ class Setting:
 
     Attributes:
         first: made before, with at least the terms that `config` needs; trials read it, and add to a copy.
+        is_shared: whether what is decided may also serve another configuration, that reconstructs in another way.
     """
 
     model: PreTrainedModel
@@ -55,6 +56,7 @@ class Setting:
     stopwatch: Stopwatch = field(default_factory=Stopwatch)
     progress: bool = True
     first: FirstProbe | None = None
+    is_shared: bool = False
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Findings:
         passes: forward and backward passes over the calibration data, in whole ones; what checkpointing computes again
             does not count.
         reached: matrices that a probe has seen a gradient of (or an input).
+        row_fisher: of each matrix, the mean Fisher information of the weights of a row, where a reconstruction uses it.
         accumulator_bytes: size of the statistics `[out, in]` of the trial that had the most.
     """
 
@@ -78,6 +81,7 @@ class Findings:
     curve: list[dict[str, Any]] = field(default_factory=list)
     passes: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
     reached: set[str] = field(default_factory=set)
+    row_fisher: dict[str, list[float]] = field(default_factory=dict)
     accumulator_bytes: int = 0
 
     def copy(self) -> Findings:

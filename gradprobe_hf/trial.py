@@ -24,6 +24,7 @@ from gradprobe_hf.decision import (
     keys_of,
     no_evidence,
     path_score,
+    row_fisher,
     threshold_mask,
 )
 from gradprobe_hf.masks import Masks
@@ -86,6 +87,7 @@ class Trial:
             self.probe_as_served(resumed=begun == 2 * self.number)
             candidates = self._proposed or self.propose(sparsity)
             if config.decision == "none":
+                self._note_rows()
                 return candidates
             self.candidates = candidates
             del candidates
@@ -93,6 +95,7 @@ class Trial:
         if config.decision == "threshold":
             assert self.candidates is not None, "proposed, or recalled"
             return self.masks_within(config.gradient_threshold)
+        self._note_rows()
         return self.masks_at(sparsity)
 
     def probe_as_served(self, resumed: bool = False) -> None:
@@ -176,6 +179,19 @@ class Trial:
             blind += int((chosen & no_evidence(*peaks) & (weight != 0)).sum())
             yield threshold_mask(chosen, *peaks, threshold, weight)
         self.findings.without_evidence[target.name] = blind
+
+    def _note_rows(self) -> None:
+        """What a reconstruction weighs rows by: these statistics do not live until then."""
+        config = self.setting.config
+        if config.reconstruction != "admm" and not self.setting.is_shared:
+            return
+        if config.strategy != "fisher" and config.decision != "path":
+            return
+        assert self.first is not None, "probes have statistics"
+        for target in self.targets:
+            if self.first[target.name].reached:
+                rows = row_fisher(target, self.first[target.name], config.fisher)
+                self.findings.row_fisher[target.name] = rows.tolist()
 
     def _new_statistics(self, terms: frozenset) -> Statistics:
         keeping = self.setting.keeping

@@ -86,6 +86,7 @@ def conclude(setting: Setting, masks: Masks | None, findings: Findings) -> Verdi
             setting.batches,
             masks,
             setting.config,
+            row_fisher=findings.row_fisher,
             folder=setting.folder,
             processes=setting.processes,
             progress=setting.progress and setting.processes.is_main,

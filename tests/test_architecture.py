@@ -32,6 +32,7 @@ ORDER = [
     "scores",
     "selection",
     "obs",
+    "least_squares",
     "probe",
     "reconstruction",
     "resume",

@@ -93,13 +93,15 @@ def test_an_unknown_option_names_its_neighbour(tmp_path):
     [
         ({"preset": "fast"}, {"strategy": "fisher", "decision": "none", "reconstruction": "none"}),
         ({"preset": "balanced"}, {"strategy": "fisher", "decision": "path", "reconstruction": "none"}),
-        ({"preset": "best"}, {"strategy": "fisher", "decision": "path", "reconstruction": "obs"}),
-        ({"preset": "best", "pattern": "2:4"}, {"strategy": "sparsegpt", "decision": "none", "dense_target": 0.5}),
+        ({"preset": "best"}, {"strategy": "fisher", "decision": "path", "reconstruction": "admm"}),
+        ({"preset": "best", "pattern": "2:4"}, {"strategy": "sparsegpt", "decision": "none", "reconstruction": "admm"}),
         ({"preset": "best", "reconstruction": "none"}, {"decision": "path", "reconstruction": "none"}),
         ({"preset": "fast", "decision": "path"}, {"decision": "path"}),
-        ({"preset": "best", "pattern": "2:4", "strategy": "wanda"}, {"decision": "path", "reconstruction": "obs"}),
+        ({"preset": "best", "pattern": "2:4", "strategy": "wanda"}, {"decision": "path", "reconstruction": "admm"}),
         ({}, {"strategy": "fisher", "decision": "path", "reconstruction": "none", "dense_target": 0.5}),
         ({"strategy": "sparsegpt"}, {"decision": "none", "dense_target": 0.0}),
+        ({"reconstruction": "admm"}, {"decision": "path", "dense_target": 0.25}),
+        ({"strategy": "sparsegpt", "reconstruction": "least_squares"}, {"decision": "none", "dense_target": 0.25}),
     ],
 )
 def test_a_preset_is_what_is_not_given(given, wanted):

@@ -74,13 +74,15 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--reconstruction",
         choices=get_args(Reconstruction),
-        help="'obs' changes the kept weights to keep each matrix's outputs (default: none)",
+        help="change the kept weights to keep each matrix's outputs: by a sweep (obs), as well as can be "
+        "(least_squares), or so and with another choice of what goes (admm); default: none",
     )
     how.add_argument(
         "--dense-target",
         type=float,
         metavar="X",
-        help="how far reconstruction goes towards the dense model's outputs, 0 to 1 (default: 0.5; sparsegpt: 0)",
+        help="how far reconstruction goes towards the dense model's outputs, 0 to 1 (default: 0.25; obs: 0.5; "
+        "sparsegpt alone: 0)",
     )
     how.add_argument("--damping", type=float, metavar="X", help="of reconstruction's Hessians (default: 0.01)")
     how.add_argument("--include", action="append", metavar="PATTERN", help="prune only what matches (repeatable)")

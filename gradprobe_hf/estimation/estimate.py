@@ -23,12 +23,14 @@ from gradprobe_hf.estimation.machine import (
     process_bytes,
 )
 from gradprobe_hf.estimation.passes import PassCost, cost_of_batch
+from gradprobe_hf.least_squares import ROUNDS, STEPS
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 from gradprobe_hf.schedule import expected_passes
 from gradprobe_hf.targets import Target, block_of, is_routed
 
 MATRIX_TERMS = frozenset({"sequence", "token", "peak"})
-HESSIAN_BYTES = 4  # an element, in float32
+FLOAT32_BYTES = 4
+SOLVE_TENSORS = 8  # `[out, in]`: the weights and what they are to do, an iterate, its multipliers, temporaries
 # A pass is slower than its products alone: norms, activation functions and the loss move memory and compute little.
 EFFICIENCY = (0.3, 0.9)
 # Bytes per second of weights that are read again in every pass: from a slow disk, or from the system's cache.
@@ -163,7 +165,7 @@ def sizes_of(
     stored = getattr(model.config, "dtype", None) or torch.float32
     ends = [one.weight.numel() for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one]
     blocks = bytes_by_block(model)
-    squares = [HESSIAN_BYTES * target.shape[1] ** 2 for target in targets] if config.reconstructs else [0]
+    squares = [FLOAT32_BYTES * target.shape[1] ** 2 for target in targets] if config.reconstructs else [0]
     by_block: dict[str, int] = {}
     for target, square in zip(targets, squares, strict=False):
         by_block[target.block] = by_block.get(target.block, 0) + square
@@ -187,6 +189,7 @@ def sizes_of(
         snapshots=snapshots,
         hessians=sets * max(by_block.values(), default=0),
         largest_hessian=max(squares),
+        solved=SOLVE_TENSORS * FLOAT32_BYTES * max(target.numel for target in targets) * config.solves_least_squares,
         hidden=sets * tokens * width * itemsize if config.reconstructs else 0,
     )
 
@@ -235,12 +238,13 @@ def work_of(
 
 
 def reconstruction_operations(config: GradProbeConfig, targets: Sequence[Target]) -> int:
-    """Hessians of all tokens, their factors, and the sweeps."""
+    """Hessians of all tokens, their factors, and the sweeps, or the steps of least squares."""
     if not config.reconstructs:
         return 0
     tokens, sets = config.num_samples * config.sequence_length, 2 if config.dense_target else 1
     shapes = [target.shape for target in targets]
-    return sum(2 * sets * tokens * inner**2 + 2 * inner**3 + (2 * sets) * out * inner**2 for out, inner in shapes)
+    products = sets + STEPS * config.solves_least_squares + ROUNDS * (config.reconstruction == "admm")
+    return sum(2 * sets * tokens * inner**2 + 2 * inner**3 + 2 * products * out * inner**2 for out, inner in shapes)
 
 
 def measured_rate(targets: Sequence[Target], tokens: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -54,6 +54,7 @@ class Sizes:
         snapshots: whether a run that can be resumed writes its state.
         hessians: what a reconstruction collects of one block; 0 without one.
         largest_hessian: of one matrix.
+        solved: what least squares on the largest matrix takes besides.
         hidden: what a reconstruction keeps of the calibration text between two blocks.
     """
 
@@ -73,6 +74,7 @@ class Sizes:
     snapshots: bool = False
     hessians: int = 0
     largest_hessian: int = 0
+    solved: int = 0
     hidden: int = 0
 
 
@@ -160,6 +162,7 @@ def place(name: PlacementName, sizes: Sizes, activations: int, room: dict[Device
     reconstruct = (
         Item("Hessians of a block", where, sizes.hessians),
         Item("a Hessian being factored, a matrix being swept", where, HESSIAN_TENSORS * sizes.largest_hessian + pieces),
+        Item("least squares on a matrix", where, sizes.solved),
         Item("hidden states between two blocks", where, 2 * sizes.hidden),  # of both, while a block is finished
         Item("activations of a forward pass", where, activations - min(sizes.loss, activations)),
     )

@@ -1,0 +1,145 @@
+"""Least squares against solutions row by row, and the revised mask against all masks there are."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import pytest
+import torch
+
+from gradprobe_hf.least_squares import LeastSquares, in_groups, in_matrix, in_rows
+from gradprobe_hf.obs import damped, fixed, inverse_factor, lowest, sweep
+
+DAMPING = 0.01
+
+
+def problem(rows=5, columns=12, seed=0, dtype=torch.float64):
+    """A weight, a Hessian of correlated inputs of unlike size, and a mask of half of the weights."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(4 * columns, columns, generator=generator, dtype=dtype)
+    x = x @ torch.randn(columns, columns, generator=generator, dtype=dtype)
+    weight = torch.randn(rows, columns, generator=generator, dtype=dtype)
+    return weight, x.t() @ x, torch.rand(rows, columns, generator=generator) < 0.5
+
+
+def solution(weight, hessian, mask):
+    """Row by row, the normal equations on the inputs that are kept."""
+    found = torch.zeros_like(weight)
+    for row, goes in enumerate(mask):
+        kept = (~goes).nonzero().flatten()
+        found[row, kept] = torch.linalg.solve(hessian[kept][:, kept], (weight[row] @ hessian)[kept])
+    return found
+
+
+def error(weight, changed, hessian):
+    return ((weight - changed) @ hessian @ (weight - changed).t()).trace().item()
+
+
+def test_the_kept_weights_are_those_of_the_normal_equations():
+    weight, hessian, mask = problem()
+    mask[1], mask[2] = False, True  # nothing goes, all go
+    found = LeastSquares(weight, hessian, damping=DAMPING).solved(mask)
+    wanted = solution(weight, damped(hessian, DAMPING), mask)
+    torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(found[1], weight[1])
+    assert not found[mask].any()
+
+
+def test_towards_the_dense_outputs_they_are_those_of_another_start():
+    weight, hessian, mask = problem()
+    drift = 0.1 * problem(seed=1)[1] @ torch.diag(torch.linspace(-1, 1, len(hessian), dtype=hessian.dtype))
+    whole = damped(hessian, DAMPING)
+    start = weight + 0.3 * torch.linalg.solve(whole, (weight @ drift).t()).t()
+    found = LeastSquares(weight, hessian, drift, 0.3, DAMPING).solved(mask)
+    torch.testing.assert_close(found, solution(start, whole, mask), rtol=1e-8, atol=1e-10)
+
+
+def test_they_leave_a_smaller_error_than_the_sweep():
+    weight, hessian, mask = problem(rows=20, columns=60)
+    swept, _ = sweep(weight, inverse_factor(hessian, DAMPING)[0], fixed(mask))
+    solved = LeastSquares(weight, hessian, damping=DAMPING).solved(mask)
+    whole = damped(hessian, DAMPING)
+    assert error(weight, solved, whole) < 0.9 * error(weight, swept, whole)
+
+
+def test_an_input_that_is_always_zero_is_left_alone():
+    weight, hessian, mask = problem()
+    hessian[3], hessian[:, 3] = 0, 0
+    found = LeastSquares(weight, hessian)
+    torch.testing.assert_close(found.solved(mask)[:, 3], weight[:, 3].masked_fill(mask[:, 3], 0))
+    revised = found.revised(mask, in_matrix(mask))
+    assert torch.isfinite(found.solved(revised)).all()
+
+
+def test_nothing_was_seen_of_a_matrix():
+    weight, hessian, mask = problem()
+    found = LeastSquares(weight, torch.zeros_like(hessian))
+    torch.testing.assert_close(found.solved(mask), weight.masked_fill(mask, 0))
+    assert int(found.revised(mask, in_matrix(mask)).sum()) == int(mask.sum())
+
+
+def best_of_all(weight, hessian, masks):
+    return min(error(weight, solution(weight, hessian, mask), hessian) for mask in masks)
+
+
+def test_a_revised_mask_of_small_rows_is_on_the_way_to_the_best_there_is():
+    begun, found, best = 0.0, 0.0, 0.0
+    masks = [
+        torch.tensor([[j in chosen for j in range(8)]]) for chosen in combinations(range(8), 4)
+    ]  # 70 ways to prune half of a row of 8
+    for seed in range(20):
+        weight, hessian, _ = problem(rows=1, columns=8, seed=seed)
+        whole = damped(hessian, DAMPING)
+        mask = lowest(weight.abs() * whole.diagonal().sqrt(), 4)
+        least = LeastSquares(weight, hessian, damping=DAMPING)
+        revised = least.revised(mask, in_rows(mask))
+        assert int(revised.sum()) == 4
+        begun += error(weight, solution(weight, whole, mask), whole)
+        found += error(weight, solution(weight, whole, revised), whole)
+        best += best_of_all(weight, whole, masks)
+    assert best <= found < begun - 0.25 * (begun - best)
+
+
+def test_groups_are_revised_within_themselves():
+    pairs = list(combinations(range(4), 2))
+    masks = [
+        torch.tensor([[j in first for j in range(4)] + [j in second for j in range(4)]])
+        for first, second in product(pairs, pairs)
+    ]
+    found, begun, best = 0.0, 0.0, 0.0
+    for seed in range(20):
+        weight, hessian, _ = problem(rows=1, columns=8, seed=seed)
+        whole = damped(hessian, DAMPING)
+        cut = in_groups(2, 4)
+        mask = cut(weight * whole.diagonal().sqrt())
+        revised = LeastSquares(weight, hessian, damping=DAMPING).revised(mask, cut)
+        assert revised.view(2, 4).sum(1).tolist() == [2, 2]
+        begun += error(weight, solution(weight, whole, mask), whole)
+        found += error(weight, solution(weight, whole, revised), whole)
+        best += best_of_all(weight, whole, masks)
+    assert best <= found < begun - 0.25 * (begun - best)
+
+
+def test_a_cut_keeps_its_budget_among_equals():
+    mask = problem()[2]
+    level = torch.ones(5, 12, dtype=torch.float64)
+    assert torch.equal(in_rows(mask)(level).sum(1), mask.sum(1))
+    assert int(in_matrix(mask)(level).sum()) == int(mask.sum())
+    assert (in_groups(1, 4)(level).view(5, 3, 4).sum(2) == 3).all()
+    assert not in_matrix(torch.zeros_like(mask))(level).any()
+
+
+def test_rows_compete_by_their_fisher_information():
+    values = torch.tensor([[1.0, 1.1], [1.2, 1.3]])
+    mask = torch.tensor([[True, True], [False, False]])
+    assert in_matrix(mask)(values).tolist() == [[True, True], [False, False]]
+    assert in_matrix(mask, torch.tensor([16.0, 1.0]))(values).tolist() == [[False, False], [True, True]]
+    assert in_matrix(mask, torch.tensor([1.5, 1.0]))(values).tolist() == [[True, False], [True, False]]
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, 30])
+def test_the_lowest_are_those_of_a_stable_sort(budget):
+    scores = torch.randint(0, 4, (5, 6), generator=torch.Generator().manual_seed(0)).float()
+    wanted = torch.zeros(30, dtype=torch.bool)
+    wanted[scores.flatten().argsort(stable=True)[:budget]] = True
+    assert torch.equal(lowest(scores, budget), wanted.view(5, 6))
