@@ -61,8 +61,8 @@ class GradProbeConfig:
         sparsity: fraction of the target weights to remove, in [0, 1). Default 0.5, or what `pattern` implies.
         pattern: `"unstructured"`, or `"n:m"`: of every m consecutive inputs of a row keep at most n
             (`"2:4"` keeps 2 of 4, as NVIDIA counts).
-        preset: `"fast"` (one probe decides), `"balanced"` (two, the default) or `"best"` (two, and the kept weights
-            reconstructed; of an n:m pattern a sweep that chooses and reconstructs). Options that are given win over it.
+        preset: `"fast"` (one probe decides), `"balanced"` (two, the default) or `"best"` (two, and
+            `reconstruction="admm"`; of an n:m pattern that from SparseGPT's mask). Options that are given win over it.
         strategy: which score proposes the candidates: `"fisher"` (default), `"wanda"`, `"magnitude"` or `"random"`. Or
             `"sparsegpt"`, which proposes none: it chooses while it reconstructs.
         decision: `"path"` scores every weight by both probes and meets the budget exactly; `"threshold"` is the

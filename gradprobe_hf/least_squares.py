@@ -79,7 +79,12 @@ class LeastSquares:
         return values.div_(self._unit)
 
     def revised(self, mask: Tensor, cut: Cut) -> Tensor:
-        """A mask `[out, in]` with a smaller error, from the one to begin with."""
+        """A mask `[out, in]` under which, as a rule, less error is left.
+
+        Args:
+            mask: where to begin.
+            cut: what goes, so that the budget is kept.
+        """
         near = self._gram + PENALTY * torch.eye(len(self._gram), dtype=self._gram.dtype, device=self._gram.device)
         inverse = torch.cholesky_inverse(torch.linalg.cholesky(near))
         del near
