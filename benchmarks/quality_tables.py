@@ -11,6 +11,7 @@ from benchmarks.quality_rows import ACCUMULATORS, AS_SPARSE, COLUMNS, METHODS, P
 
 Cells = dict[tuple[str, str], list[dict[str, Any]]]
 SHOWN_COLUMNS = sorted(COLUMNS, key=lambda column: (":" in column, column))
+NEGLIGIBLE = 1e-4  # of the weights: two rows of so nearly the same sparsity are compared
 HEADLINE = (  # the rows of the README
     "wanda",
     "llm-compressor, wanda",
@@ -169,19 +170,22 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 
 def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str], made_by: str = "bench-quality") -> str:
-    """How it was measured, and whether all of these methods made one number of zeros of each column."""
-    zeros: dict[tuple[str, int], set[int]] = {}
+    """How it was measured, and how far apart the zeros are that these methods made of a column."""
+    zeros: dict[tuple[str, int], list[float]] = {}
     for method, column in cells:
         for row in cells[method, column] if method in methods else ():
-            zeros.setdefault((column, row["seed"]), set()).add(row["zeros"])
-    alike = all(len(found) == 1 for found in zeros.values())
+            zeros.setdefault((column, row["seed"]), []).append(row["zeros"] / row["weights"])
+    apart = max((max(found) - min(found) for found in zeros.values()), default=0.0)
+    alike = "; every column has one number of zeros" if apart < NEGLIGIBLE else ""
+    if alike and apart:  # a weight that was zero already is one where it is kept, too
+        alike += f", to {apart:.5%} of the weights"
     settings = results["settings"]
     measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
     seeds = len({row["seed"] for row in results["rows"]})
     draws = f", {seeds} draws" if seeds > 1 else ""
     return (
         f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}{draws}; evaluation "
-        f"{measured}{'; every column has one number of zeros' if alike else ''}. Made by `make {made_by}`."
+        f"{measured}{alike}. Made by `make {made_by}`."
     )
 
 

@@ -49,7 +49,7 @@ PRESETS: dict[Preset, dict[str, Any]] = {
     "balanced": {"decision": "path"},
     "best": {"reconstruction": "admm"},
 }
-# Inside small groups a mask that is fixed before the sweep loses to one that is chosen in it.
+# Inside small groups there is no budget to spend elsewhere: a mask that no gradient chose is as good to revise.
 BEST_IN_GROUPS: dict[str, Any] = {"strategy": "sparsegpt"}
 
 

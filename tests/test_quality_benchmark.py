@@ -107,6 +107,18 @@ def test_the_tables_say_what_the_results_say(bench):
     assert "| two probes + obs | 5, 2 |" in quality_tables.price_table({**results, "rows": _at_60(results["rows"])})
 
 
+@pytest.mark.parametrize(
+    ("more", "said"), [(0, "number of zeros. Made"), (5, "number of zeros, to 0.00050% of the weights."), (500, "")]
+)
+def test_the_protocol_says_how_far_apart_the_zeros_are(bench, more, said):
+    results = bench("--methods", "wanda", "sparsegpt", "--columns", "0.5")
+    for row in results["rows"]:
+        row |= {"weights": 10**6, "zeros": 5 * 10**5 + more * (row["method"] == "wanda")}
+    found = quality_tables.quality_table(results)
+    assert said in found
+    assert bool(said) == ("one number of zeros" in found)
+
+
 def test_the_picture_knows_what_it_shows(bench):
     values = picture.shown(bench("--methods", "wanda", "sparsegpt", "--columns", "0.5"))
     (panel,) = picture.figure(values).axes
