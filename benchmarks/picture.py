@@ -71,8 +71,8 @@ def figure(values: dict[str, Any]) -> Figure:
                 joined = [place for place in places if (":" in columns[place]) == kind]
                 axes.plot(joined, [perplexities[columns[place]] for place in joined], color=color, linewidth=1.2)
         axes.axhline(found["dense"], color=INK, linewidth=1, linestyle=":")
-        axes.annotate(f"dense {found['dense']:.1f}", (0, found["dense"]), xytext=(-8, 4), textcoords="offset points",
-                      color=INK, fontsize=8)  # fmt: skip
+        axes.annotate(f"dense {found['dense']:.1f}", (len(columns) - 1, found["dense"]), xytext=(20, 4),
+                      textcoords="offset points", ha="right", color=INK, fontsize=8)  # fmt: skip
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(FixedLocator(TICKS))
         axes.yaxis.set_minor_locator(NullLocator())

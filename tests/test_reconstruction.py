@@ -264,9 +264,10 @@ def test_every_family_is_reconstructed_and_left_alone(name, kind):
     assert result.report.zeros == sum(int(mask.sum()) for mask in result.masks.values())
 
 
-def test_what_is_evaluated_applied_saved_and_loaded_is_one_model(tmp_path):
+@pytest.mark.parametrize("kind", ["obs", "admm"])
+def test_what_is_evaluated_applied_saved_and_loaded_is_one_model(kind, tmp_path):
     model = cases.build("llama")
-    config = GradProbeConfig(sparsity=0.5, reconstruction="obs")
+    config = GradProbeConfig(sparsity=0.5, reconstruction=kind)
     text = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=3)}
     result = prune_pretrained(model, config, **text, output_dir=tmp_path / "out", progress=False)
     assert len(result.updates) == 0, "the model has them"
