@@ -116,6 +116,5 @@ def lowest(scores: Tensor, budget: int) -> Tensor:
     flat = scores.flatten()
     last = flat.kthvalue(budget).values
     mask = flat < last
-    equal = flat == last
-    mask |= equal & (equal.cumsum(0) <= budget - mask.sum())
+    mask[(flat == last).nonzero().flatten()[: budget - int(mask.sum())]] = True
     return mask.view(scores.shape)
