@@ -147,11 +147,12 @@ def _decision(config: GradProbeConfig) -> str:
     )
     kept = KEPT[config.reconstruction or "none"]
     if config.strategy == "sparsegpt":
-        return (
+        masked = (
             "SparseGPT: block by block on the activations of the model as pruned so far, the weights whose removal "
             "costs least were set to zero, and the kept weights behind them changed to keep each matrix's outputs on "
-            f"the calibration inputs, with one exact budget over {unit}.{f' {kept}' * config.solves_least_squares}"
+            f"the calibration inputs, with one exact budget over {unit}."
         )
+        return f"{masked} {kept}" if config.solves_least_squares else masked
     if config.decision == "path":
         return (
             "The loss gradient was measured twice over the calibration data: at the original weights, and with the "

@@ -43,6 +43,7 @@ CONFIGS = {
     "path": GradProbeConfig(),
     "path, token": GradProbeConfig(fisher="token"),
     "path, obs": GradProbeConfig(reconstruction="obs"),
+    "path, admm": GradProbeConfig(reconstruction="admm"),
     "path of wanda": GradProbeConfig(strategy="wanda"),
     "rounds": GradProbeConfig(rounds=(0.3, 0.5)),
     "sequential": GradProbeConfig(order="sequential"),

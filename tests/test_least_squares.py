@@ -4,42 +4,20 @@ from __future__ import annotations
 
 from itertools import combinations, product
 
-import pytest
 import torch
 
 from gradprobe_hf.least_squares import LeastSquares, in_groups, in_matrix, in_rows
 from gradprobe_hf.obs import damped, fixed, inverse_factor, lowest, sweep
+from tests.reference.least_squares import error, normal_equations, problem
 
 DAMPING = 0.01
-
-
-def problem(rows=5, columns=12, seed=0, dtype=torch.float64):
-    """A weight, a Hessian of correlated inputs of unlike size, and a mask of half of the weights."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(4 * columns, columns, generator=generator, dtype=dtype)
-    x = x @ torch.randn(columns, columns, generator=generator, dtype=dtype)
-    weight = torch.randn(rows, columns, generator=generator, dtype=dtype)
-    return weight, x.t() @ x, torch.rand(rows, columns, generator=generator) < 0.5
-
-
-def solution(weight, hessian, mask):
-    """Row by row, the normal equations on the inputs that are kept."""
-    found = torch.zeros_like(weight)
-    for row, goes in enumerate(mask):
-        kept = (~goes).nonzero().flatten()
-        found[row, kept] = torch.linalg.solve(hessian[kept][:, kept], (weight[row] @ hessian)[kept])
-    return found
-
-
-def error(weight, changed, hessian):
-    return ((weight - changed) @ hessian @ (weight - changed).t()).trace().item()
 
 
 def test_the_kept_weights_are_those_of_the_normal_equations():
     weight, hessian, mask = problem()
     mask[1], mask[2] = False, True  # nothing goes, all go
     found = LeastSquares(weight, hessian, damping=DAMPING).solved(mask)
-    wanted = solution(weight, damped(hessian, DAMPING), mask)
+    wanted = normal_equations(weight, damped(hessian, DAMPING), mask)
     torch.testing.assert_close(found, wanted, rtol=1e-8, atol=1e-10)
     torch.testing.assert_close(found[1], weight[1])
     assert not found[mask].any()
@@ -51,7 +29,7 @@ def test_towards_the_dense_outputs_they_are_those_of_another_start():
     whole = damped(hessian, DAMPING)
     start = weight + 0.3 * torch.linalg.solve(whole, (weight @ drift).t()).t()
     found = LeastSquares(weight, hessian, drift, 0.3, DAMPING).solved(mask)
-    torch.testing.assert_close(found, solution(start, whole, mask), rtol=1e-8, atol=1e-10)
+    torch.testing.assert_close(found, normal_equations(start, whole, mask), rtol=1e-8, atol=1e-10)
 
 
 def test_they_leave_a_smaller_error_than_the_sweep():
@@ -79,7 +57,7 @@ def test_nothing_was_seen_of_a_matrix():
 
 
 def best_of_all(weight, hessian, masks):
-    return min(error(weight, solution(weight, hessian, mask), hessian) for mask in masks)
+    return min(error(weight, normal_equations(weight, hessian, mask), hessian) for mask in masks)
 
 
 def test_a_revised_mask_of_small_rows_is_on_the_way_to_the_best_there_is():
@@ -94,8 +72,8 @@ def test_a_revised_mask_of_small_rows_is_on_the_way_to_the_best_there_is():
         least = LeastSquares(weight, hessian, damping=DAMPING)
         revised = least.revised(mask, in_rows(mask))
         assert int(revised.sum()) == 4
-        begun += error(weight, solution(weight, whole, mask), whole)
-        found += error(weight, solution(weight, whole, revised), whole)
+        begun += error(weight, normal_equations(weight, whole, mask), whole)
+        found += error(weight, normal_equations(weight, whole, revised), whole)
         best += best_of_all(weight, whole, masks)
     assert best <= found < begun - 0.25 * (begun - best)
 
@@ -114,8 +92,8 @@ def test_groups_are_revised_within_themselves():
         mask = cut(weight * whole.diagonal().sqrt())
         revised = LeastSquares(weight, hessian, damping=DAMPING).revised(mask, cut)
         assert revised.view(2, 4).sum(1).tolist() == [2, 2]
-        begun += error(weight, solution(weight, whole, mask), whole)
-        found += error(weight, solution(weight, whole, revised), whole)
+        begun += error(weight, normal_equations(weight, whole, mask), whole)
+        found += error(weight, normal_equations(weight, whole, revised), whole)
         best += best_of_all(weight, whole, masks)
     assert best <= found < begun - 0.25 * (begun - best)
 
@@ -135,11 +113,3 @@ def test_rows_compete_by_their_fisher_information():
     assert in_matrix(mask)(values).tolist() == [[True, True], [False, False]]
     assert in_matrix(mask, torch.tensor([16.0, 1.0]))(values).tolist() == [[False, False], [True, True]]
     assert in_matrix(mask, torch.tensor([1.5, 1.0]))(values).tolist() == [[True, False], [True, False]]
-
-
-@pytest.mark.parametrize("budget", [0, 1, 7, 30])
-def test_the_lowest_are_those_of_a_stable_sort(budget):
-    scores = torch.randint(0, 4, (5, 6), generator=torch.Generator().manual_seed(0)).float()
-    wanted = torch.zeros(30, dtype=torch.bool)
-    wanted[scores.flatten().argsort(stable=True)[:budget]] = True
-    assert torch.equal(lowest(scores, budget), wanted.view(5, 6))

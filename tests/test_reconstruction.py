@@ -1,4 +1,4 @@
-"""Reconstruction against elimination by the book, and whole runs against a model that is really changed."""
+"""Whole runs with reconstruction against a model that is really changed, block by block."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 
 from gradprobe_hf import GradProbeConfig, least_squares, prune_pretrained
 from gradprobe_hf.application import applied
-from gradprobe_hf.blocks import Prefix, blocks_in_order
 from gradprobe_hf.least_squares import LeastSquares, in_matrix
 from gradprobe_hf.masks import Masks
-from gradprobe_hf.obs import COLUMNS, by_group_saliency, by_saliency, fixed, inverse_factor, sweep
+from gradprobe_hf.obs import by_saliency, fixed, inverse_factor, sweep
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.reconstruction import reconstruct
 from gradprobe_hf.setting import Findings, Setting
@@ -23,90 +22,7 @@ from gradprobe_hf.targets import find_targets
 from gradprobe_hf.trial import Trial
 from gradprobe_hf.updates import Updates
 from tests import cases
-
-
-def problem(rows=5, columns=11, seed=0):
-    """A weight, a Hessian, and a mask, in float64."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(4 * columns, columns, generator=generator, dtype=torch.float64)
-    x[:, 1:] += x[:, :-1]  # correlated: there is something to make up for
-    weight = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
-    return weight, x.t() @ x, torch.rand(rows, columns, generator=generator) < 0.5
-
-
-def eliminated(weight, hessian, mask):
-    """One weight after the other by the rule of Optimal Brain Surgeon, with the inverse of what is left of H."""
-    result = weight.clone()
-    for row in range(len(weight)):
-        for column in range(weight.shape[1]):
-            if mask[row, column]:
-                inverse = torch.linalg.inv(hessian[column:, column:])
-                result[row, column:] -= result[row, column] / inverse[0, 0] * inverse[0]
-    return result.masked_fill(mask, 0)
-
-
-def error(weight, changed, hessian):
-    return ((weight - changed) @ hessian @ (weight - changed).t()).trace()
-
-
-@pytest.mark.parametrize("columns", [11, COLUMNS + 7])
-def test_the_sweep_is_elimination_by_the_book(columns):
-    weight, hessian, mask = problem(columns=columns)
-    factor, damping = inverse_factor(hessian, damping=1e-12)
-    assert damping == 1e-12
-    swept, kept_mask = sweep(weight, factor, fixed(mask))
-    assert torch.equal(kept_mask, mask)
-    torch.testing.assert_close(swept, eliminated(weight, hessian, mask), rtol=1e-6, atol=1e-8)
-
-
-def test_the_factor_is_that_of_the_damped_inverse():
-    _, hessian, _ = problem()
-    factor, _ = inverse_factor(hessian, damping=0.01)
-    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(len(hessian))
-    torch.testing.assert_close(factor.t() @ factor, torch.linalg.inv(damped))
-    assert torch.equal(factor, factor.triu())
-
-
-def test_an_input_that_is_always_zero_is_left_alone():
-    weight, hessian, mask = problem()
-    hessian[3], hessian[:, 3] = 0, 0
-    mask[:, 3] = torch.tensor([True, False, True, False, False])
-    swept, _ = sweep(weight, inverse_factor(hessian)[0], fixed(mask))
-    assert torch.isfinite(swept).all()
-    assert torch.equal(swept[:, 3], weight[:, 3].masked_fill(mask[:, 3], 0))
-
-
-def test_damping_is_raised_where_the_hessian_is_singular():
-    x = torch.ones(4, 6)
-    hessian = x.t() @ x * 1e6 - 3 * torch.eye(6) * 1e5  # not even positive
-    factor, damping = inverse_factor(hessian, damping=1e-9)
-    assert damping > 1e-2
-    assert torch.isfinite(factor).all()
-
-
-@pytest.mark.parametrize("sparsity", [0.0, 0.31, 0.5, 0.97])
-def test_sparsegpt_spends_its_budget_to_the_weight(sparsity):
-    weight, hessian, _ = problem(rows=7, columns=2 * COLUMNS + 9)
-    swept, mask = sweep(weight, inverse_factor(hessian)[0], by_saliency(sparsity))
-    assert int(mask.sum()) == round(sparsity * weight.numel())
-    assert bool((swept[mask] == 0).all())
-
-
-def test_sparsegpt_chooses_better_than_magnitude():
-    weight, hessian, _ = problem(rows=20, columns=40)
-    factor, _ = inverse_factor(hessian)
-    cut = weight.abs().flatten().kthvalue(400).values
-    chosen, _ = sweep(weight, factor, by_saliency(0.5))
-    given, _ = sweep(weight, factor, fixed(weight.abs() <= cut))
-    assert error(weight, chosen, hessian) < error(weight, given, hessian)
-
-
-@pytest.mark.parametrize(("n", "m"), [(2, 4), (1, 4), (4, 8), (1, 3)])
-def test_a_pattern_holds_in_every_group(n, m):
-    weight, hessian, _ = problem(rows=6, columns=12 * m * 4)
-    swept, mask = sweep(weight, inverse_factor(hessian)[0], by_group_saliency(n, m), m)
-    assert bool((mask.view(6, -1, m).sum(-1) == m - n).all())
-    assert bool(((swept == 0) == mask).all())
+from tests.reference.least_squares import normal_equations
 
 
 def keep_inputs(kept, module, args):
@@ -158,15 +74,6 @@ def really_changed(dense, batches, masks, config):
             best = normal_equations(start, hessian + ridge * torch.eye(len(hessian)), mask)
             weight.copy_(best if config.solves_least_squares else swept)
     return model
-
-
-def normal_equations(start, hessian, mask):
-    """Row by row, on the inputs that are kept."""
-    found = torch.zeros_like(start)
-    for row, goes in enumerate(mask):
-        kept = (~goes).nonzero().flatten()
-        found[row, kept] = torch.linalg.solve(hessian[kept][:, kept], (start[row] @ hessian)[kept])
-    return found
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_neox", "llama_tied"])
@@ -343,37 +250,6 @@ def test_how_often_a_block_is_computed_and_no_other_with_it(share, passes):
     config = GradProbeConfig(reconstruction="obs", dense_target=share)
     reconstruct(model, targets, batches, masks, config, processes=Processes(), progress=False)
     assert list(ran.values()) == [1 + passes * len(batches)] * model.config.num_hidden_layers
-
-
-def test_a_prefix_starts_where_it_has_come_to():
-    model = cases.build("t5").eval()
-    batches = cases.batches("t5")
-    targets = find_targets(model)
-    order = blocks_in_order(model, targets, batches[0])
-    assert order == [f"{stack}.block.{i}" for stack in ("encoder", "decoder") for i in range(2)]
-    with torch.no_grad():
-        wanted = [model(**batch).logits for batch in batches]
-    for count in range(1, len(order) + 1):
-        prefix = Prefix(model, batches, len(order))
-        prefix.advance(order[:count])
-        assert prefix.share == count / len(order)
-        for number, batch in enumerate(batches):
-            prefix.start_batch(number)
-            with prefix.skipping(), torch.no_grad():
-                assert torch.equal(model(**batch).logits, wanted[number])
-
-
-def test_a_prefix_can_advance_step_by_step():
-    model, batches = cases.build("llama"), cases.batches("llama")
-    order = blocks_in_order(model, find_targets(model), batches[0])
-    prefix = Prefix(model, batches, len(order))
-    for block in order:
-        prefix.advance([block])
-    prefix.start_batch(1)
-    with torch.no_grad():
-        wanted = model(**batches[1]).logits
-        with prefix.skipping(), torch.no_grad():
-            assert torch.equal(model(**batches[1]).logits, wanted)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ def run(folder=None, *, model=None, parts=None, loss_fn=None, **options):
         calibration=parts or cases.batches("llama", rows=12, batch_size=1),
         evaluation=False,
         loss_fn=loss_fn,
+        apply=False,
         resume_dir=folder,
         save_every=2,
         progress=False,
@@ -31,6 +32,7 @@ def run(folder=None, *, model=None, parts=None, loss_fn=None, **options):
     return {
         "masks": {name: mask.clone() for name, mask in result.masks.items()},
         "probes": result.report.probes,
+        "updates": {name: result.updates[name].clone() for name in result.updates},
         "no_evidence": [row.no_evidence for row in result.report.matrices],
         "scores": [(row.score_min, row.score_max) for row in result.report.matrices],
     }
@@ -40,6 +42,9 @@ def assert_same(found, wanted):
     assert found["masks"].keys() == wanted["masks"].keys()
     for name, mask in wanted["masks"].items():
         assert torch.equal(found["masks"][name], mask), name
+    assert found["updates"].keys() == wanted["updates"].keys()
+    for name, values in wanted["updates"].items():
+        assert torch.equal(found["updates"][name], values), name
     for key in ("probes", "no_evidence", "scores"):
         assert found[key] == wanted[key]
 
@@ -68,6 +73,7 @@ OPTIONS = {
     "bfloat16": {"sparsity": 0.5, "fisher": "token", "accumulator_dtype": "bfloat16"},
     "rounds": {"rounds": (0.2, 0.5)},
     "sequential": {"sparsity": 0.5, "order": "sequential"},
+    "sequential, admm": {"sparsity": 0.5, "order": "sequential", "reconstruction": "admm"},
     "threshold": {"sparsity": 0.6, "decision": "threshold", "gradient_threshold": 0.2},
 }
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
-from gradprobe_hf.estimation.footprint import Device, Placement, PlacementName, Sizes, place
+from gradprobe_hf.estimation.footprint import FLOAT32_BYTES, Device, Placement, PlacementName, Sizes, place
 from gradprobe_hf.estimation.formula import active_weights, loss_bytes
 from gradprobe_hf.estimation.machine import (
     available_bytes,
@@ -29,8 +29,9 @@ from gradprobe_hf.schedule import expected_passes
 from gradprobe_hf.targets import Target, block_of, is_routed
 
 MATRIX_TERMS = frozenset({"sequence", "token", "peak"})
-FLOAT32_BYTES = 4
-SOLVE_TENSORS = 8  # `[out, in]`: the weights and what they are to do, an iterate, its multipliers, temporaries
+SOLVE_TENSORS = (
+    10  # `[out, in]`: the weights and what they are to do, an iterate, its multipliers, those of a k-th value
+)
 # A pass is slower than its products alone: norms, activation functions and the loss move memory and compute little.
 EFFICIENCY = (0.3, 0.9)
 # Bytes per second of weights that are read again in every pass: from a slow disk, or from the system's cache.
@@ -161,7 +162,8 @@ def sizes_of(
     model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, *, base: int, loss: int, snapshots: bool
 ) -> Sizes:
     """What decides the footprint of this run, in bytes and elements."""
-    elements, itemsize = sum(target.numel for target in targets), model.dtype.itemsize
+    sizes = [target.numel for target in targets]
+    elements, largest, itemsize = sum(sizes), max(sizes), model.dtype.itemsize
     stored = getattr(model.config, "dtype", None) or torch.float32
     ends = [one.weight.numel() for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one]
     blocks = bytes_by_block(model)
@@ -179,7 +181,7 @@ def sizes_of(
         stored=0 if stored == model.dtype else model.num_parameters() * stored.itemsize,
         block=max((size for name, size in blocks.items() if name), default=0),
         ends=max(ends, default=0) * itemsize,
-        largest_target=max(target.numel for target in targets),
+        largest_target=largest,
         targets=elements,
         itemsize=itemsize,
         sparsity=config.sparsity or 0.0,
@@ -189,7 +191,7 @@ def sizes_of(
         snapshots=snapshots,
         hessians=sets * max(by_block.values(), default=0),
         largest_hessian=max(squares),
-        solved=SOLVE_TENSORS * FLOAT32_BYTES * max(target.numel for target in targets) * config.solves_least_squares,
+        solved=SOLVE_TENSORS * FLOAT32_BYTES * largest if config.solves_least_squares else 0,
         hidden=sets * tokens * width * itemsize if config.reconstructs else 0,
     )
 
