@@ -7,6 +7,7 @@ bytes per weight, where bool takes 1; a 7B model's masks are 0.9 GB instead of 7
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 import numpy as np
 import torch
@@ -49,10 +50,10 @@ class Masks(Mapping[str, Tensor]):
         return len(self._packed)
 
 
-# The eight bytes of every packed byte as one number: looking up is five times as fast as `np.unpackbits`.
-_EIGHT_BITS = torch.from_numpy(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64).ravel()
-)
+# The bits of every byte `[256, 8]`, and each eight bytes as one number: looking these up is five times as fast as
+# `np.unpackbits`.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_EIGHT_BITS = torch.from_numpy(_BITS.view(np.int64).ravel())
 
 
 class SetAside:
@@ -108,6 +109,28 @@ def zero_masked_(matrix: Tensor, mask: Tensor) -> Tensor:
 def rows_of(masks: Mapping[str, Tensor], name: str, rows: slice) -> Tensor:
     """Some rows of a mask, whether it is packed or not."""
     return masks.rows(name, rows) if isinstance(masks, Masks) else masks[name][rows]
+
+
+def multipliers_of(
+    masks: Mapping[str, Tensor], name: str, rows: slice, factor: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What shrinks some rows: `factor` where the mask is, 1 elsewhere, `[rows, in]`.
+
+    Of packed bits on a CPU, eight are looked up at a time: half to a quarter of the time of unpacking and casting them.
+    """
+    if isinstance(masks, Masks) and device.type == masks.packed(name).device.type == "cpu":
+        packed = masks.packed(name)[rows]
+        looked_up = _eight_multipliers(factor, dtype).index_select(0, packed.flatten().int())
+        return looked_up.view(len(packed), -1)[:, : masks.columns(name)]
+    one = torch.ones((), dtype=dtype, device=device)
+    return torch.where(rows_of(masks, name, rows).to(device), factor * one, one)
+
+
+@cache
+def _eight_multipliers(factor: float, dtype: torch.dtype) -> Tensor:
+    """Those of every byte, `[256, 8]`."""
+    bits = torch.from_numpy(_BITS)
+    return torch.where(bits.bool(), factor, torch.ones(256, 8, dtype=torch.float64)).to(dtype)
 
 
 def pack(mask: Tensor) -> Tensor:

@@ -26,15 +26,17 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
 
 from gradprobe_hf.config import AccumulatorDtype
-from gradprobe_hf.weights import ROWS_IN_A_BLOCK, row_chunks
+from gradprobe_hf.weights import CACHED_ELEMENTS, ROWS_IN_A_BLOCK, row_chunks
 
 BLOCK = ROWS_IN_A_BLOCK
 _BFLOAT16_BITS = 16  # of a float32 that bfloat16 does not keep
@@ -44,6 +46,7 @@ _ODD = 2654435769  # 2^32 / golden ratio, as in Knuth's multiplicative hash (TAO
 _OTHER_ODD = 2246822507
 NOISE = 2**18  # values of the table that one place reads
 
+Layout = dict[str, tuple[tuple[int, int], torch.dtype]]  # of each part, its shape and what it is kept in
 BYTES_PER_WEIGHT: dict[AccumulatorDtype, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 2 / BLOCK}
 
 
@@ -55,7 +58,8 @@ class Accumulator:
         kind: the precision it is kept in.
         dtype: what it is read and added to in, float32 or float64.
         device: where it is kept, when not in files.
-        files: a path; the parts of the matrix are kept in files of this name and mapped into memory only while used.
+        files: a path; the parts of the matrix are kept in files of this name, read and written row by row. (Adding to
+            them through a mapping took longer: the first touch of each page is an interruption.)
     """
 
     def __init__(
@@ -106,31 +110,40 @@ class Accumulator:
 
     def read(self, rows: slice = slice(None)) -> Tensor:
         """Rows of the sum, in `dtype`; not to be written to."""
-        return self._decode({name: _rows_of(name, part, rows) for name, part in self.parts().items()})
+        return self._decode({name: part[_own_rows(name, rows)] for name, part in self.parts().items()})
 
     @contextmanager
     def updating(self, rows: slice, device: torch.device) -> Iterator[Tensor]:
         """Rows of the sum on `device`, to be changed in place by the body; rounded and kept after it."""
         first, last, _ = rows.indices(self.shape[0])
         untouched, self._begun = first >= self._begun, max(self._begun, last)
-        parts = {name: _rows_of(name, part, rows) for name, part in self.parts().items()}
-        if self.kind == "float32" and parts["values"].device == device:
-            yield parts["values"]
+        if self.kind == "float32" and self._parts is not None and self.device == device:
+            yield self._parts["values"][rows]
             return
         values = torch.empty(last - first, self.shape[1], dtype=self.dtype, device=device)
-        portions = list(row_chunks(values.shape))  # of few rows: the temporaries of rounding then stay in the cache
-        for some in portions:
-            if untouched:
-                values[some].zero_()
-            else:
-                self._decode({n: _rows_of(n, part, some).to(device) for n, part in parts.items()}, out=values[some])
-        yield values
-        self.updates += 1
-        place = first * self.shape[1]
-        for some in portions:
-            salt = self.updates * 7919 + place + some.start * self.shape[1]
-            for name, part in self._encode(values[some], salt).items():
-                _rows_of(name, parts[name], some).copy_(part)
+        # Of few rows: the temporaries of rounding then stay in the cache.
+        portions = [
+            (some, slice(first + some.start, first + some.stop)) for some in row_chunks(values.shape, CACHED_ELEMENTS)
+        ]
+        with self._opened() as stored:
+            for some, place in portions:
+                if untouched:
+                    values[some].zero_()
+                else:
+                    self._decode({n: part.to(device) for n, part in stored.load(place).items()}, out=values[some])
+            yield values
+            self.updates += 1
+            for some, place in portions:
+                stored.keep(place, self._encode(values[some], self.updates * 7919 + place.start * self.shape[1]))
+
+    @contextmanager
+    def _opened(self) -> Iterator[_InMemory | _InFiles]:
+        if self._parts is not None:
+            yield _InMemory(self._parts)
+            return
+        with ExitStack() as stack:
+            files = {name: stack.enter_context(open(self._file(name), "r+b")) for name in self._layout}
+            yield _InFiles(files, self._layout)
 
     def _decode(self, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         if self.kind != "int8":
@@ -151,6 +164,49 @@ class Accumulator:
     def _file(self, part: str) -> Path:
         assert self._files is not None
         return self._files.with_name(f"{self._files.name}.{part}")
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """The parts of a matrix, by rows."""
+
+    parts: Mapping[str, Tensor]
+
+    def load(self, rows: slice) -> dict[str, Tensor]:
+        return {name: part[_own_rows(name, rows)] for name, part in self.parts.items()}
+
+    def keep(self, rows: slice, parts: Mapping[str, Tensor]) -> None:
+        for name, part in parts.items():
+            self.parts[name][_own_rows(name, rows)].copy_(part)
+
+
+@dataclass(frozen=True)
+class _InFiles:
+    """The parts of a matrix in open files, by rows."""
+
+    files: Mapping[str, BinaryIO]
+    layout: Layout
+
+    def load(self, rows: slice) -> dict[str, Tensor]:
+        found = {}
+        for name, file in self.files.items():
+            (_, width), kept = self.layout[name]
+            own = _own_rows(name, rows)
+            found[name] = torch.empty(own.stop - own.start, width, dtype=kept)
+            file.seek(own.start * width * kept.itemsize)
+            file.readinto(_bytes_of(found[name]))  # type: ignore[attr-defined]  # typeshed's BinaryIO lacks it
+        return found
+
+    def keep(self, rows: slice, parts: Mapping[str, Tensor]) -> None:
+        for name, part in parts.items():
+            (_, width), kept = self.layout[name]
+            self.files[name].seek(_own_rows(name, rows).start * width * kept.itemsize)
+            self.files[name].write(_bytes_of(part.to("cpu", kept)))
+
+
+def _bytes_of(part: Tensor) -> memoryview:
+    """Of a contiguous tensor, without a copy."""
+    return part.view(torch.uint8).numpy().data
 
 
 def round_bfloat16(values: Tensor, salt: int = 0) -> Tensor:
@@ -192,12 +248,12 @@ def _in_blocks(rows: Tensor, bases: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         yield rows[whole * BLOCK :][None], bases[whole:]
 
 
-def _rows_of(name: str, part: Tensor, rows: slice) -> Tensor:
-    """Rows of a matrix in one of its stored parts: bases have one row a block, so that rows begin with a block."""
+def _own_rows(name: str, rows: slice) -> slice:
+    """Rows of a matrix as those of one of its parts: bases have one row a block, so that rows begin with a block."""
     if name != "bases" or rows == slice(None):
-        return part[rows]
+        return rows
     assert rows.start % BLOCK == 0, "rows are worked on in whole blocks"
-    return part[rows.start // BLOCK : -(-rows.stop // BLOCK)]
+    return slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
 
 
 def _add_noise(bits: Tensor, salt: int, width: int) -> Tensor:
@@ -216,9 +272,7 @@ def _table(width: int, device: torch.device) -> Tensor:
     return torch.randint(1 << width, (2 * NOISE,), generator=generator, dtype=torch.int32).to(device)
 
 
-def _layout(
-    shape: tuple[int, int], kind: AccumulatorDtype, dtype: torch.dtype
-) -> dict[str, tuple[tuple[int, int], torch.dtype]]:
+def _layout(shape: tuple[int, int], kind: AccumulatorDtype, dtype: torch.dtype) -> Layout:
     if kind == "int8":
         return {"codes": (shape, torch.uint8), "bases": ((-(-shape[0] // BLOCK), shape[1]), torch.int16)}
     return {"values": (shape, torch.bfloat16 if kind == "bfloat16" else dtype)}

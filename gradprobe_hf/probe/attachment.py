@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.masks import SetAside
+from gradprobe_hf.masks import SetAside, multipliers_of
 from gradprobe_hf.modes import put_back
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
@@ -59,8 +59,8 @@ def shrinking(
     try:
         with torch.no_grad():
             for target in targets:
-                weight, mask = target.matrix(model), masks[target.name]
-                torch.addcmul(weight, weight, mask.to(weight.dtype), value=factor - 1, out=weight)
+                weight = target.matrix(model)
+                weight.mul_(multipliers_of(masks, target.name, slice(None), factor, weight.dtype, weight.device))
         yield None
     finally:
         reshard(model)

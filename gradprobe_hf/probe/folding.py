@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import IGNORED, Batch
-from gradprobe_hf.masks import rows_of
+from gradprobe_hf.masks import multipliers_of
 from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.stopwatch import return_free_memory
@@ -88,11 +88,10 @@ class Probe:
             self._recomputing = False
 
     def served(self, target: Target, weight: Tensor) -> Tensor:
-        """The weight, with the candidates multiplied by the factor: `W + (factor - 1) * mask * W`.
+        """The weight, with the candidates multiplied by the factor.
 
-        One fused operation where `torch.where` takes two; bool tensors cast slowly on a CPU, their byte view does not.
-        There some rows are worked on at a time, so that what is between the bits and the result stays in the cache, and
-        the result is written where the last one was: it is for one product, and must not be kept.
+        On a CPU some rows are worked on at a time, so that what is between the bits and the result stays in the cache,
+        and the result is written where the last one was: it is for one product, and must not be kept.
         """
         if target.name in self.replaced:
             weight = self.replaced[target.name].to(weight.device, weight.dtype)
@@ -101,8 +100,8 @@ class Probe:
         served = self._room_for(weight)
         at_once = CACHED_ELEMENTS if weight.device.type == "cpu" else weight.numel()
         for rows in row_chunks(weight.shape, at_once):
-            chosen = rows_of(self.shrunk, target.name, rows).to(weight.device).view(torch.uint8).to(weight.dtype)
-            torch.addcmul(weight[rows], weight[rows], chosen, value=self.factor - 1, out=served[rows])
+            factors = multipliers_of(self.shrunk, target.name, rows, self.factor, weight.dtype, weight.device)
+            torch.mul(weight[rows], factors, out=served[rows])
         return served
 
     def _room_for(self, weight: Tensor) -> Tensor:
