@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gradprobe_hf.masks import zero_masked_
+from gradprobe_hf.masks import Masks, multipliers_of, zero_masked_
 from gradprobe_hf.selection import find_cut, group_mask, key_range, row_mask, score_keys, select_masks
 from gradprobe_hf.targets import Site, Target
 
@@ -188,3 +188,15 @@ def test_zeroing_is_exact_whatever_is_there(dtype, transposed):
     zero_masked_(view, masked)
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16}[matrix.element_size()]
     assert torch.equal(matrix.view(integers), wanted.view(integers))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("columns", [16, 13, 3])
+@pytest.mark.parametrize("factor", [0.1, 0.0])
+def test_what_shrinks_is_the_factor_under_the_mask(factor, columns, dtype):
+    mask = torch.rand(7, columns, generator=torch.Generator().manual_seed(0)) < 0.5
+    wanted = torch.where(mask[2:5], torch.tensor(factor, dtype=dtype), torch.tensor(1.0, dtype=dtype))
+    for masks in ({"one": mask}, Masks({"one": mask})):
+        found = multipliers_of(masks, "one", slice(2, 5), factor, dtype, torch.device("cpu"))
+        assert found.dtype == dtype
+        assert torch.equal(found, wanted)
