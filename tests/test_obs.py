@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradprobe_hf.obs import COLUMNS, by_group_saliency, by_saliency, fixed, inverse_factor, lowest, sweep
+from gradprobe_hf.obs import (
+    COLUMNS,
+    by_group_saliency,
+    by_saliency,
+    fixed,
+    inverse_factor,
+    kth_smallest,
+    lowest,
+    sweep,
+)
 from tests.reference.least_squares import error, problem
 
 
@@ -86,3 +95,18 @@ def test_the_lowest_are_those_of_a_stable_sort(budget):
     wanted = torch.zeros(30, dtype=torch.bool)
     wanted[scores.flatten().argsort(stable=True)[:budget]] = True
     assert torch.equal(lowest(scores, budget), wanted.view(5, 6))
+
+
+@pytest.mark.parametrize("kind", ["spread", "few values", "sorted", "one column decides"])
+@pytest.mark.parametrize("share", [0.0, 0.03, 0.5, 0.97, 1.0])
+def test_the_kth_smallest_of_many(share, kind):
+    values = torch.randn(300, 610, generator=torch.Generator().manual_seed(0)).square()
+    if kind == "few values":
+        values = values.mul(2).round()
+    if kind == "sorted":
+        values = values.flatten().sort().values
+    if kind == "one column decides":
+        values[:, 0] = values[:, 0] * 1e-6  # the width is a multiple of the sample's step: it has this column or not
+    flat = values.flatten()
+    k = max(1, round(share * len(flat)))
+    assert kth_smallest(flat, k) == flat.sort().values[k - 1]
