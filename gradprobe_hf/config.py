@@ -109,7 +109,7 @@ class GradProbeConfig:
             `"bfloat16"` 2, `"int8"` (block-scaled, logarithmic) 1.03; both of the small ones are rounded
             stochastically.
         accumulator_device: where: on the weight's device (`"same"`), in the memory of the host (`"cpu"`), or in
-            memory-mapped files (`"disk"`).
+            files (`"disk"`).
         include: patterns of modules to prune: an exact name, the end of one (`"q_proj"`), a glob, or `"re:..."`.
             When given, only what they match is pruned, embeddings and output head included if matched.
         exclude: patterns of modules to leave alone.

@@ -279,7 +279,7 @@ def _layout(shape: tuple[int, int], kind: AccumulatorDtype, dtype: torch.dtype) 
 
 
 def _reserve(path: Path, nbytes: int) -> None:
-    """A file of zeros whose blocks are on the disk: a mapped file that outgrew it would end the process by SIGBUS."""
+    """A file of zeros whose blocks are on the disk: what does not fit is said before the first batch."""
     try:
         with open(path, "wb") as file:
             if hasattr(os, "posix_fallocate") and nbytes:
