@@ -116,7 +116,7 @@ def multipliers_of(
 ) -> Tensor:
     """What shrinks some rows: `factor` where the mask is, 1 elsewhere, `[rows, in]`.
 
-    Of packed bits on a CPU, eight are looked up at a time: half to a quarter of the time of unpacking and casting them.
+    Of packed bits on a CPU, eight are looked up at a time, in half the time of unpacking and casting them.
     """
     if isinstance(masks, Masks) and device.type == masks.packed(name).device.type == "cpu":
         packed = masks.packed(name)[rows]

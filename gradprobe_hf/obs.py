@@ -19,7 +19,7 @@ from torch import Tensor
 
 COLUMNS = 128  # swept before the columns behind are updated: one matrix product in place of many outer products
 SAMPLED = 61  # one value of so many; prime, so that the sample has all columns of a matrix
-SMALLEST_SAMPLE = 1000
+SMALLEST_SAMPLE = 1000  # of fewer values, ordering all takes no time
 DAMPING = 0.01  # of the mean of H's diagonal, added to it: SparseGPT's default
 
 # Which weights of the next columns go: called with their values now `[in, out]`, their diagonal of U `[in]`, and the

@@ -131,10 +131,12 @@ def test_files_hold_the_same_and_nothing_stays_mapped(kind, tmp_path):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0), (1, 0, 2)])
-@pytest.mark.parametrize(("kind", "spread"), [("bfloat16", 0.01), ("int8", 0.07)])
-def test_rows_may_be_added_to_in_any_order(kind, spread, order):
+@pytest.mark.parametrize(("kind", "spread"), [("float32", 1e-6), ("bfloat16", 0.01), ("int8", 0.07)])
+@pytest.mark.parametrize("in_files", [False, True])
+def test_rows_may_be_added_to_in_any_order(in_files, kind, spread, order, tmp_path):
     """What nothing was added to is known to be zero and is not read: neither less nor more of it may be."""
-    kept, shape = made(kind, shape=(150, 40)), (150, 40)
+    shape = (150, 40)
+    kept = made(kind, tmp_path if in_files else None, shape=shape)
     first, second = (value + 1e-3 for value in squares(2, shape))
     for value in (first, second):
         for part in order:

@@ -29,9 +29,7 @@ from gradprobe_hf.schedule import expected_passes
 from gradprobe_hf.targets import Target, block_of, is_routed
 
 MATRIX_TERMS = frozenset({"sequence", "token", "peak"})
-SOLVE_TENSORS = (
-    10  # `[out, in]`: the weights and what they are to do, an iterate, its multipliers, those of a k-th value
-)
+SOLVE_TENSORS = 10  # `[out, in]`, of least squares on a matrix and of revising its mask: measured peaks
 # A pass is slower than its products alone: norms, activation functions and the loss move memory and compute little.
 EFFICIENCY = (0.3, 0.9)
 # Bytes per second of weights that are read again in every pass: from a slow disk, or from the system's cache.

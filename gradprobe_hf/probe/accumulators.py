@@ -117,7 +117,7 @@ class Accumulator:
         """Rows of the sum on `device`, to be changed in place by the body; rounded and kept after it."""
         first, last, _ = rows.indices(self.shape[0])
         untouched, self._begun = first >= self._begun, max(self._begun, last)
-        if self.kind == "float32" and self._parts is not None and self.device == device:
+        if self.kind == "float32" and self._parts is not None and self._parts["values"].device == device:
             yield self._parts["values"][rows]
             return
         values = torch.empty(last - first, self.shape[1], dtype=self.dtype, device=device)
