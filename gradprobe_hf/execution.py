@@ -23,19 +23,20 @@ from gradprobe_hf.calibration import Batches
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
-from gradprobe_hf.estimation import activation_bytes, available_bytes
+from gradprobe_hf.estimation import accumulator_bytes, activation_bytes, available_bytes
 from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.modes import checkpointed_layers
-from gradprobe_hf.probe import Keeping, Statistics, run_probe
+from gradprobe_hf.probe import Keeping, Statistics, Trail, run_probe
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.sharding import is_sharded, plain_class
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.targets import Target, is_routed
-from gradprobe_hf.weights import input_device, is_offloaded
+from gradprobe_hf.weights import input_device, is_offloaded, is_on_disk
 
 logger = logging.getLogger(__name__)
 
 LARGEST_BATCH = 64
+CACHE_SHARE = 0.7  # of free memory: a run takes some itself
 ACTIVATIONS_SHARE = 0.6  # of free memory: the rest is for temporaries, and for an estimate that is off
 
 
@@ -158,7 +159,9 @@ def largest_batch(
         tried.append(batch_size)
         first = batches.in_batches_of(batch_size).items[0]
         checkpointing, _ = choose_checkpointing(model, config, row_count(first), batches.longest)
-        with accumulator_files(config, folder) as keeping:  # everything is in memory that the probe will have there
+        with accumulator_files(
+            model, targets, config, folder
+        ) as keeping:  # everything is in memory that the probe will have there
             statistics = Statistics(targets, evidence_needed(config).terms, model, keeping)
             run_probe(model, targets, [first], statistics, loss_fn=loss_fn, checkpointing=checkpointing, progress=False)
         return batch_size
@@ -188,7 +191,9 @@ def first_guess(model: PreTrainedModel, config: GradProbeConfig, samples: int, l
 
 
 @contextmanager
-def accumulator_files(config: GradProbeConfig, folder: str | Path | None) -> Iterator[Keeping]:
+def accumulator_files(
+    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, folder: str | Path | None
+) -> Iterator[Keeping]:
     """How accumulators are kept; their files, if they are on disk, are gone afterwards.
 
     Raises:
@@ -201,9 +206,17 @@ def accumulator_files(config: GradProbeConfig, folder: str | Path | None) -> Ite
         Path(folder).mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix="gradprobe-accumulators-", dir=folder))
     try:
-        yield Keeping(config.accumulator_dtype, "disk", own)
+        trail = Trail() if outgrows_cache(model, targets, config) else None
+        yield Keeping(config.accumulator_dtype, "disk", own, trail)
     finally:
         shutil.rmtree(own, ignore_errors=True)
+
+
+def outgrows_cache(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> bool:
+    """Whether the accumulators and the weights that are read from disk are more than memory has room for."""
+    weights = sum(value.nbytes for name, value in model.named_parameters() if is_on_disk(model, name))
+    files = weights + accumulator_bytes(config, sum(target.numel for target in targets))
+    return files > CACHE_SHARE * available_bytes(torch.device("cpu"))
 
 
 @contextmanager

@@ -152,7 +152,8 @@ def prune_pretrained(
         stopwatch=stopwatch,
     )
     journal = run.journal(resume_dir, save_every, plan.batches)
-    with memory_errors(stopwatch, plan.remedies), accumulator_files(config, offload_folder) as keeping:
+    kept = accumulator_files(model, targets, config, offload_folder)
+    with memory_errors(stopwatch, plan.remedies), kept as keeping:
         setting = Setting(
             model,
             targets,

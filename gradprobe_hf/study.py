@@ -61,7 +61,8 @@ def study(
         processes=processes,
         stopwatch=stopwatch,
     )
-    with memory_errors(stopwatch, plan.remedies), accumulator_files(config, loading.offload_folder) as keeping:
+    kept = accumulator_files(material.model, material.targets, config, loading.offload_folder)
+    with memory_errors(stopwatch, plan.remedies), kept as keeping:
         setting = Setting(
             material.model,
             material.targets,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from gradprobe_hf.probe import Trail, row_stores
 from gradprobe_hf.probe.accumulators import (
     BYTES_PER_WEIGHT,
     Accumulator,
@@ -155,9 +158,57 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gradprobe_hf.probe.accumulators.os.posix_fallocate", full)
+    monkeypatch.setattr("gradprobe_hf.probe.row_stores.os.posix_fallocate", full)
     with pytest.raises(OSError, match="no room for the accumulators; choose another offload_folder"):
         made("int8", tmp_path)
+
+
+@pytest.mark.parametrize("kind", BYTES_PER_WEIGHT)
+def test_a_trail_changes_nothing_but_what_the_page_cache_keeps(kind, tmp_path, monkeypatch):
+    """Six matrices, gone through twice: each file is asked to be forgotten at its end, and once more later."""
+    asked = Counter()
+    monkeypatch.setattr(row_stores, "_forget", lambda paths: asked.update(path.name for path in paths))
+    trail, plain = Trail(), added(made(kind), squares(2))
+    matrices = [Accumulator(SHAPE, kind, torch.float32, CPU, tmp_path / str(n), trail) for n in range(6)]
+    for value in squares(2):
+        for matrix in matrices:
+            before = asked.total()
+            with matrix.updating(slice(0, 64), CPU) as part:
+                part += value[:64]
+            assert asked.total() == before, "its last rows are still to come"
+            with matrix.updating(slice(64, 96), CPU) as part:
+                part += value[64:]
+    assert set(asked) == {path.name for path in tmp_path.iterdir()}
+    assert min(asked.values()) >= 3, "two passes, and a second time at least after the first"
+    for matrix in matrices:
+        assert torch.equal(matrix.read(), plain.read())
+
+
+def test_forgetting_keeps_what_was_written_and_survives_a_deleted_file(tmp_path):
+    trail = Trail()
+    matrices = [
+        Accumulator(SHAPE, "int8", torch.float32, CPU, tmp_path / str(number), trail)
+        for number in range(Trail.LENGTH + 2)
+    ]
+    for matrix in matrices[: Trail.LENGTH]:
+        added(matrix, squares(3))
+    for path in tmp_path.glob("0.*"):
+        path.unlink()
+    for matrix in matrices[Trail.LENGTH :]:
+        added(matrix, squares(3))
+    assert all(torch.equal(matrix.read(), matrices[1].read()) for matrix in matrices[2:])
+    assert torch.equal(matrices[1].read(), added(made("int8"), squares(3)).read())
+
+
+@pytest.mark.parametrize("kind", BYTES_PER_WEIGHT)
+@pytest.mark.parametrize("in_files", [False, True])
+def test_cleared_is_zero_again(kind, in_files, tmp_path):
+    kept = added(made(kind, tmp_path if in_files else None), squares(2))
+    kept.clear()
+    assert not kept.read().any()
+    again, once = added(kept, squares(1, seed=3)).read(), added(made("float32"), squares(1, seed=3)).read()
+    seen = once > once.amax(0) / 2**12
+    assert float((again / once - 1)[seen].abs().max()) < 0.07
 
 
 @pytest.mark.parametrize("kind", BYTES_PER_WEIGHT)

@@ -184,6 +184,39 @@ def test_remedies_are_those_that_are_left():
     assert remedies_for(GradProbeConfig(), 1, True, False)[0].startswith("accumulator_dtype")
 
 
+@pytest.mark.parametrize("from_disk", [False, True])
+def test_the_page_cache_is_left_to_the_model_where_both_do_not_fit(from_disk, tmp_path, monkeypatch):
+    """A byte more than what is free: accumulators of one byte and 1/32 a weight, and weights if they are on disk."""
+    model = cases.build("llama")
+    model.save_pretrained(tmp_path / "model")
+    if from_disk:
+        loaded = type(model).from_pretrained(tmp_path / "model", device_map={"": "disk"}, offload_folder=tmp_path)
+    else:
+        loaded = model
+    targets = find_targets(loaded)
+    config = GradProbeConfig(fisher="sequence", accumulator_dtype="int8", accumulator_device="disk")
+    files = sum(round(target.numel * (1 + 1 / 32)) for target in targets)
+    files += sum(value.nbytes for value in model.parameters()) if from_disk else 0
+    for free, forgets in ((0.5 * files, True), (2 * files, False)):
+        monkeypatch.setattr(execution, "available_bytes", lambda device, free=free: free)
+        with execution.accumulator_files(loaded, targets, config, tmp_path) as keeping:
+            assert (keeping.trail is not None) is forgets
+            assert keeping.folder.is_dir()
+        assert not keeping.folder.exists()
+
+
+def test_what_the_page_cache_forgets_changes_no_mask(monkeypatch):
+    forgotten = []
+    monkeypatch.setattr("gradprobe_hf.probe.row_stores._forget", forgotten.append)
+    monkeypatch.setattr(execution, "CACHE_SHARE", 0.0)
+    on_disk, in_memory = (
+        prune(parts=cases.batches("llama", rows=4), accumulator_dtype="int8", accumulator_device=device).masks
+        for device in ("disk", "same")
+    )
+    assert forgotten
+    assert all(torch.equal(on_disk[name], in_memory[name]) for name in in_memory)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_the_loss_in_portions_is_the_loss(dtype):
     draw = torch.Generator().manual_seed(0)

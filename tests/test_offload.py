@@ -370,7 +370,7 @@ def test_accumulators_without_room_are_refused_and_leave_nothing(saved, tmp_path
         if len(calls) == 5:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gradprobe_hf.probe.accumulators.os.posix_fallocate", full)
+    monkeypatch.setattr("gradprobe_hf.probe.row_stores.os.posix_fallocate", full)
     with pytest.raises(OSError, match="--offload-folder"):
         prune_pretrained(
             load(saved("llama")),

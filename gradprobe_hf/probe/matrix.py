@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from gradprobe_hf.config import AccumulatorDevice, AccumulatorDtype
 from gradprobe_hf.probe.accumulators import Accumulator
+from gradprobe_hf.probe.row_stores import Trail
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.sharding import layout_of
 from gradprobe_hf.targets import Kind, Target
@@ -38,11 +39,16 @@ REDUCED_AT_ONCE = 2**26  # elements of a matrix in one collective: most matrices
 
 @dataclass(frozen=True)
 class Keeping:
-    """How accumulators are kept: in which precision, on which device, and in which folder when that is the disk."""
+    """How accumulators are kept: in which precision, on which device, and when that is the disk, in which folder.
+
+    Attributes:
+        trail: of their files, where these are more than the page cache can keep.
+    """
 
     dtype: AccumulatorDtype = "float32"
     device: AccumulatorDevice = "same"
     folder: Path | None = None
+    trail: Trail | None = None
 
 
 @dataclass
@@ -84,6 +90,7 @@ class MatrixStatistics:
                 self.dtype,
                 kept_on,
                 keeping.folder / f"{index:05d}.{term}" if keeping.folder is not None else None,
+                keeping.trail,
             )
             for term in MATRIX_TERMS
             if term in terms

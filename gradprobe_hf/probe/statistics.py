@@ -67,9 +67,9 @@ class Statistics:
 
     def copy_(self, other: Statistics) -> None:
         """Become what `other` holds of the same matrices, of the terms that are kept here."""
-        described, tensors = other.state()
-        held = list(tensors)
-        self.load_state(described, lambda index: held[index])
+        described, _ = other.state()
+        theirs = list(other._of.values())
+        self.load_state(described, lambda index: theirs[index].state())
 
     @property
     def unreached(self) -> list[str]:
