@@ -175,7 +175,7 @@ def estimated_peak(model: str, config: GradProbeConfig, name: str, base: int) ->
 def bare_pass(model_id: str, batches: list[dict[str, Tensor]]) -> float:
     """Seconds of forward and backward from disk that compute every target's weight gradient and drop it.
 
-    The mean of two passes, as a run has two probes: the first finds less of the files in memory.
+    The mean of two passes, as a run has two probes.
     """
     model = load_model(model_id, device_map="disk", dtype="bfloat16")
     layers = checkpointed_layers(model)
@@ -271,8 +271,17 @@ def _sampled(read: Callable[[], float], into: list[float]) -> Iterator[None]:
         thread.join()
 
 
+def read_through(model: Path) -> None:
+    """Every row begins with the model's files in the page cache: what the row before left there would decide else."""
+    for path in sorted(model.glob("*.safetensors")):
+        with open(path, "rb", buffering=0) as file:
+            while file.read(2**24):
+                pass
+
+
 def measured(name: str, model: Path, large: bool) -> dict[str, Any]:
     """One row, in a process of its own."""
+    read_through(model)
     with tempfile.TemporaryDirectory(dir=RUNS) as scratch:
         command = [sys.executable, __file__, "--model", str(model), "--child", name, "--scratch", scratch]
         start = time.perf_counter()
