@@ -11,6 +11,7 @@ from benchmarks.quality_rows import ACCUMULATORS, AS_SPARSE, COLUMNS, METHODS, P
 
 Cells = dict[tuple[str, str], list[dict[str, Any]]]
 SHOWN_COLUMNS = sorted(COLUMNS, key=lambda column: (":" in column, column))
+BROKEN = 1e5  # a vocabulary is not much larger: a perplexity beyond it is worse than guessing
 NEGLIGIBLE = 1e-4  # of the weights: two rows of so nearly the same sparsity are compared
 HEADLINE = (  # the rows of the README
     "wanda",
@@ -77,7 +78,7 @@ def spread_table(results: dict[str, Any], made_by: str = "bench-accumulators") -
         shown = []
         for column in columns:
             values = [row["perplexity"][text] for row in cells.get((method, column), [])]
-            cell = f"{means[method, column]:,.2f} ({max(values) / min(values):.3f})" if values else ""
+            cell = f"{_shown(means[method, column])} ({max(values) / min(values):.3f})" if values else ""
             shown.append(f"**{cell}**" if values and means[method, column] == best[column] else cell)
         lines.append(f"| {method} | {' | '.join(shown)} |")
     return "\n".join([*lines, "", _protocol(results, cells, _methods(cells), made_by)])
@@ -93,7 +94,7 @@ def rule_table(results: dict[str, Any]) -> str:
         for method in (RULE, *(method for method, c in cells if method.endswith(AS_SPARSE) and c == column)):
             for row in cells.get((method, column), []):
                 asked, came = (column_title(column), row["zeros"] / row["weights"]) if method == RULE else ("", None)
-                values = " | ".join(f"{row['perplexity'][text]:,.2f}" for text in texts)
+                values = " | ".join(_shown(row["perplexity"][text]) for text in texts)
                 reached = f"{came:.2%}" if came is not None else ""
                 lines.append(f"| {asked} | {reached} | {method.removesuffix(AS_SPARSE)} | {values} |")
     return "\n".join([*lines, "", _protocol(results, cells, concerned)])
@@ -132,7 +133,7 @@ def variants_table(results: dict[str, Any]) -> str:
         shown = []
         for column in columns:
             found = cells.get((method, column), [])
-            shown.append(" / ".join(f"{mean_of(found, text):,.2f}" for text in texts) if found else "")
+            shown.append(" / ".join(_shown(mean_of(found, text)) for text in texts) if found else "")
         lines.append(f"| {method} | {' | '.join(shown)} |")
     return "\n".join([*lines, "", _protocol(results, cells, _methods(cells), "bench-variants")])
 
@@ -193,5 +194,14 @@ def _quality_cell(found: dict[tuple[str, str], float], method: str, column: str,
     if (method, column) not in found:
         return ""
     value = found[method, column]
-    shown = f"{value:,.2f} ({value / found['sparsegpt', column]:.2f})"
+    shown = f"{_shown(value)} ({_shown(value / found['sparsegpt', column])})"
     return f"**{shown}**" if value == best else shown
+
+
+def _shown(value: float) -> str:
+    """Two decimals; of a model that is broken beyond them, the order of magnitude.
+
+    >>> [_shown(value) for value in (31.908, 3094.6, 68_994_933.6)]
+    ['31.91', '3,094.60', '6.9e+07']
+    """
+    return f"{value:,.2f}" if value < BROKEN else f"{value:.1e}"
