@@ -21,6 +21,7 @@ from gradprobe_hf.weights import ROWS_IN_A_BLOCK
 BLOCK = ROWS_IN_A_BLOCK
 READ_AHEAD = 2**17  # bytes that every system reads ahead when it is asked to once
 Layout = dict[str, tuple[tuple[int, int], torch.dtype]]  # of each part, its shape and what it is kept in
+Paths = tuple[Path, ...]  # the files of one matrix
 
 
 class RowStore(Protocol):
@@ -97,9 +98,6 @@ class FileStore:
             yield {name: stack.enter_context(open(path, mode)) for name, path in self._paths.items()}  # type: ignore[misc]
         if self._trail is not None and rows.stop == self._height:
             self._trail.leave(tuple(self._paths.values()))
-
-
-Paths = tuple[Path, ...]  # the files of one matrix
 
 
 class Trail:
