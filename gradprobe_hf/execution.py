@@ -159,9 +159,8 @@ def largest_batch(
         tried.append(batch_size)
         first = batches.in_batches_of(batch_size).items[0]
         checkpointing, _ = choose_checkpointing(model, config, row_count(first), batches.longest)
-        with accumulator_files(
-            model, targets, config, folder
-        ) as keeping:  # everything is in memory that the probe will have there
+        # Everything is in memory that the probe will have there.
+        with accumulator_files(model, targets, config, folder) as keeping:
             statistics = Statistics(targets, evidence_needed(config).terms, model, keeping)
             run_probe(model, targets, [first], statistics, loss_fn=loss_fn, checkpointing=checkpointing, progress=False)
         return batch_size

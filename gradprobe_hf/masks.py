@@ -13,8 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradprobe_hf.room import Room
-
 
 class Masks(Mapping[str, Tensor]):
     """Matrix name -> bool `[out, in]`, unpacked when it is asked for."""
@@ -116,26 +114,19 @@ def rows_of(masks: Mapping[str, Tensor], name: str, rows: slice) -> Tensor:
     return masks.rows(name, rows) if isinstance(masks, Masks) else masks[name][rows]
 
 
-class Multipliers:
-    """What shrinks the weights under some masks: `factor` where the mask is, 1 elsewhere."""
+def multipliers_of(
+    masks: Mapping[str, Tensor], name: str, rows: slice, factor: float, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """What shrinks some rows: `factor` where the mask is, 1 elsewhere, `[rows, in]`.
 
-    def __init__(self, masks: Mapping[str, Tensor], factor: float) -> None:
-        self.masks, self.factor = masks, factor
-        self._room = Room()
-
-    def __call__(self, name: str, rows: slice, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Those of some rows of a matrix, `[rows, in]`, until the next call.
-
-        Of packed bits on a CPU, eight are looked up at a time, in half the time of unpacking and casting them.
-        """
-        if isinstance(self.masks, Masks) and device.type == self.masks.packed(name).device.type == "cpu":
-            packed = self.masks.packed(name)[rows]
-            numbers = self._room.take(packed.numel(), torch.int32).copy_(packed.flatten())
-            found = self._room.take(8 * packed.numel(), dtype).view(-1, 8)
-            torch.index_select(_eight_multipliers(self.factor, dtype), 0, numbers, out=found)
-            return found.view(len(packed), -1)[:, : self.masks.columns(name)]
-        one = torch.ones((), dtype=dtype, device=device)
-        return torch.where(rows_of(self.masks, name, rows).to(device), self.factor * one, one)
+    Of packed bits on a CPU, eight are looked up at a time, in half the time of unpacking and casting them.
+    """
+    if isinstance(masks, Masks) and device.type == masks.packed(name).device.type == "cpu":
+        packed = masks.packed(name)[rows]
+        looked_up = _eight_multipliers(factor, dtype).index_select(0, packed.flatten().int())
+        return looked_up.view(len(packed), -1)[:, : masks.columns(name)]
+    one = torch.ones((), dtype=dtype, device=device)
+    return torch.where(rows_of(masks, name, rows).to(device), factor * one, one)
 
 
 @cache

@@ -36,9 +36,6 @@ class WeightsView(Mapping[str, Tensor]):
         value = self.inner[key]
         return self.changes[key](value) if key in self.changes else value
 
-    def __contains__(self, key: object) -> bool:
-        return key in self.inner  # a Mapping's own would read and change the tensor
-
     def __iter__(self) -> Iterator[str]:
         return iter(self.inner)
 

@@ -168,8 +168,6 @@ def test_a_trail_changes_nothing_but_what_the_page_cache_keeps(kind, tmp_path, m
     """Six matrices, gone through twice: each file is asked to be forgotten at its end, and once more later."""
     asked = Counter()
     monkeypatch.setattr(row_stores, "_forget", lambda paths: asked.update(path.name for path in paths))
-    expected = []
-    monkeypatch.setattr(row_stores, "_expect", lambda paths: expected.extend(path.name for path in paths))
     trail, plain = Trail(), added(made(kind), squares(2))
     matrices = [Accumulator(SHAPE, kind, torch.float32, CPU, tmp_path / str(n), trail) for n in range(6)]
     for value in squares(2):
@@ -182,8 +180,6 @@ def test_a_trail_changes_nothing_but_what_the_page_cache_keeps(kind, tmp_path, m
                 part += value[64:]
     assert set(asked) == {path.name for path in tmp_path.iterdir()}
     assert min(asked.values()) >= 3, "two passes, and a second time at least after the first"
-    if kind == "float32":  # one file a matrix; the order is known when it comes again
-        assert expected == [f"{n}.values" for n in (3, 4, 5, 0, 1)]
     for matrix in matrices:
         assert torch.equal(matrix.read(), plain.read())
 
@@ -203,8 +199,7 @@ def test_forgetting_keeps_what_was_written_and_survives_a_deleted_file(system, t
         path.unlink()
     for matrix in matrices[Trail.LENGTH :]:
         added(matrix, squares(3))
-    for _ in range(2):  # the second time in the order of the first, so that they are read ahead
-        assert all(torch.equal(matrix.read(), matrices[1].read()) for matrix in matrices[1:])
+    assert all(torch.equal(matrix.read(), matrices[1].read()) for matrix in matrices[2:])
     assert torch.equal(matrices[1].read(), added(made("int8"), squares(3)).read())
 
 

@@ -14,7 +14,6 @@ PACKAGE = ROOT / "gradprobe_hf"
 # A call is a walk down this list.
 ORDER = [
     "stopwatch",
-    "room",
     "recipes",
     "config",
     "sharding",

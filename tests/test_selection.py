@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gradprobe_hf.masks import Masks, Multipliers, zero_masked_
+from gradprobe_hf.masks import Masks, multipliers_of, zero_masked_
 from gradprobe_hf.selection import find_cut, group_mask, key_range, row_mask, score_keys, select_masks
 from gradprobe_hf.targets import Site, Target
 
@@ -202,10 +202,8 @@ def test_asking_for_a_name_unpacks_no_mask(monkeypatch):
 @pytest.mark.parametrize("factor", [0.1, 0.0])
 def test_what_shrinks_is_the_factor_under_the_mask(factor, columns, dtype):
     mask = torch.rand(7, columns, generator=torch.Generator().manual_seed(0)) < 0.5
-    wanted = torch.where(mask, torch.tensor(factor, dtype=dtype), torch.tensor(1.0, dtype=dtype))
+    wanted = torch.where(mask[2:5], torch.tensor(factor, dtype=dtype), torch.tensor(1.0, dtype=dtype))
     for masks in ({"one": mask}, Masks({"one": mask})):
-        multipliers = Multipliers(masks, factor)
-        for rows in (slice(2, 5), slice(0, 1), slice(None)):  # in the same room
-            found = multipliers("one", rows, dtype, torch.device("cpu"))
-            assert found.dtype == dtype
-            assert torch.equal(found, wanted[rows])
+        found = multipliers_of(masks, "one", slice(2, 5), factor, dtype, torch.device("cpu"))
+        assert found.dtype == dtype
+        assert torch.equal(found, wanted)

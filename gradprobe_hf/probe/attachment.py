@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.masks import Multipliers, SetAside
+from gradprobe_hf.masks import SetAside, multipliers_of
 from gradprobe_hf.modes import put_back
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
@@ -57,11 +57,10 @@ def shrinking(
     reshard(model)
     originals = SetAside({target.name: target.matrix(model) for target in targets}, masks)
     try:
-        multipliers = Multipliers(masks, factor)
         with torch.no_grad():
             for target in targets:
                 weight = target.matrix(model)
-                weight.mul_(multipliers(target.name, slice(None), weight.dtype, weight.device))
+                weight.mul_(multipliers_of(masks, target.name, slice(None), factor, weight.dtype, weight.device))
         yield None
     finally:
         reshard(model)

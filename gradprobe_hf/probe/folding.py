@@ -15,10 +15,9 @@ from torch import Tensor
 
 from gradprobe_hf.calibration.batches import row_count
 from gradprobe_hf.loss import IGNORED, Batch
-from gradprobe_hf.masks import Multipliers
+from gradprobe_hf.masks import multipliers_of
 from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.room import Room
 from gradprobe_hf.stopwatch import return_free_memory
 from gradprobe_hf.targets import Site, Target
 from gradprobe_hf.weights import CACHED_ELEMENTS, FOLDED_ELEMENTS, row_chunks
@@ -45,14 +44,13 @@ class Probe:
             spike_limit: of the energy of a sequence's gradient, in its energy in probe 0; 0: none.
             begun: sequences of this pass that were folded in an earlier run.
         """
-        self.statistics, self.shrunk, self.replaced = statistics, shrunk or {}, replaced or {}
-        self._multipliers = Multipliers(self.shrunk, factor)
+        self.statistics, self.shrunk, self.factor, self.replaced = statistics, shrunk, factor, replaced or {}
         self._spike_limit, self._first, self._sequences = spike_limit, begun, 0
         self._has_encoder = has_encoder  # decoder-only OPT calls its blocks `decoder` too
         self._recomputing = False
         self._uses: Counter[str] = Counter()
         self._unfinished: dict[str, list[Tensor]] = {}
-        self._room = Room()  # for what is served
+        self._room: dict[torch.dtype, Tensor] = {}  # for what is served, as large as the largest matrix so far
 
     def start_batch(self, batch: Batch, counted: bool = True) -> None:
         """Args: counted: False for a batch that only keeps the collectives of a sharded model in step."""
@@ -97,21 +95,24 @@ class Probe:
         """
         if target.name in self.replaced:
             weight = self.replaced[target.name].to(weight.device, weight.dtype)
-        if target.name not in self.shrunk:
+        if self.shrunk is None or target.name not in self.shrunk:
             return weight
         served = self._room_for(weight)
         at_once = CACHED_ELEMENTS if weight.device.type == "cpu" else weight.numel()
         for rows in row_chunks(weight.shape, at_once):
-            multipliers = self._multipliers(target.name, rows, weight.dtype, weight.device)
-            torch.mul(weight[rows], multipliers, out=served[rows])
+            factors = multipliers_of(self.shrunk, target.name, rows, self.factor, weight.dtype, weight.device)
+            torch.mul(weight[rows], factors, out=served[rows])
         return served
 
     def _room_for(self, weight: Tensor) -> Tensor:
-        """Uninitialised, of the shape and layout of a weight."""
+        """Uninitialised, of the shape and layout of a weight. Fresh pages of a CPU cost more than what is written."""
         if weight.device.type != "cpu":
             return torch.empty_like(weight)
+        room = self._room.get(weight.dtype)
+        if room is None or room.numel() < weight.numel():
+            self._room[weight.dtype] = room = torch.empty(weight.numel(), dtype=weight.dtype)
         strides = torch.empty_like(weight, device="meta").stride()
-        return self._room.take(weight.numel(), weight.dtype).as_strided(weight.shape, strides)
+        return room.as_strided(weight.shape, strides)
 
     def fold(self, target: Target, site: Site, inputs: Tensor, output_grad: Tensor) -> None:
         if self.statistics is None:  # it only serves

@@ -19,9 +19,7 @@ from torch import Tensor
 from gradprobe_hf.weights import ROWS_IN_A_BLOCK
 
 BLOCK = ROWS_IN_A_BLOCK
-READ_AHEAD = 2**17  # bytes that every system reads ahead when it is asked to once
 Layout = dict[str, tuple[tuple[int, int], torch.dtype]]  # of each part, its shape and what it is kept in
-Paths = tuple[Path, ...]  # the files of one matrix
 
 
 class RowStore(Protocol):
@@ -101,54 +99,36 @@ class FileStore:
 
 
 class Trail:
-    """Where we are in files that are gone through again and again, and that are more than the page cache can keep.
+    """The last of many files that are gone through again and again, and that are more than the page cache can keep.
 
     Whatever it keeps of them is gone again when it would be of use, and it drops the model's own files for that, which
-    are read as often. So it is told to forget what is behind us, and to read ahead as long as the files come in the
-    order in which they came last time.
+    are read as often. So it is told to forget what is behind us.
     """
 
     LENGTH = 3  # matrices, of which there may be pages in the cache
 
     def __init__(self) -> None:
-        self._behind: deque[Paths] = deque()
-        self._after: dict[Paths, Paths] = {}
+        self._behind: deque[tuple[Path, ...]] = deque()
 
-    def leave(self, paths: Paths) -> None:
+    def leave(self, paths: tuple[Path, ...]) -> None:
         """These files have been read or written to their end.
 
         Pages have to be on the disk before they can be forgotten, and asking for it starts writing them: it is asked
         twice.
         """
         _forget(paths)
-        last = self._behind[-1] if self._behind else None
-        if last == paths:
+        if paths in self._behind:
             return
-        if last is not None:
-            if self._after.get(last) == paths:
-                _expect(self._after.get(self._after.get(paths, ()), ()))  # the one after the next
-            self._after[last] = paths
         self._behind.append(paths)
         if len(self._behind) > self.LENGTH:
             _forget(self._behind.popleft())
 
 
-def _forget(paths: Paths) -> None:
-    for file in _existing(paths):
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _expect(paths: Paths) -> None:
-    for file in _existing(paths):
-        for start in range(0, os.fstat(file).st_size, READ_AHEAD):
-            os.posix_fadvise(file, start, READ_AHEAD, os.POSIX_FADV_WILLNEED)
-
-
-def _existing(paths: Paths) -> Iterator[int]:
-    """Descriptors of the files that a trial, when it was over, has not deleted; none where there is no such advice."""
+def _forget(paths: tuple[Path, ...]) -> None:
+    """See posix_fadvise(2); nothing where there is no such call."""
     for path in paths if hasattr(os, "posix_fadvise") else ():
-        with suppress(FileNotFoundError), open(path, "rb") as file:
-            yield file.fileno()
+        with suppress(FileNotFoundError), open(path, "rb") as file:  # a trial that is over has deleted its own
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _own_rows(name: str, rows: slice) -> slice:
