@@ -35,18 +35,18 @@ from benchmarks.quality_rows import (
     ACCUMULATORS,
     ALL_METHODS,
     AND,
-    AS_SPARSE,
     COLUMNS,
     IMPORTANT,
     METHODS,
     PEERS,
+    RIVALS,
     RULE,
     VARIANTS,
     configuration,
 )
 from benchmarks.quality_tables import quality_table, spread_table, variants_table
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.accounting import versions
+from gradprobe_hf.accounting import peak_memory, versions
 from gradprobe_hf.calibration import Batches, load_batches
 from gradprobe_hf.comparison import Comparison, terms_of
 from gradprobe_hf.evaluation import Measurement
@@ -134,7 +134,8 @@ class Bench:
         for column in self.ask.columns:
             for method in self.ask.methods or (*self.methods, *(PEERS if self.ask.peers else ())):
                 wanted = self.everywhere or column in ALL_METHODS or method in IMPORTANT
-                if wanted and (method, seed, column) not in self.cells:
+                parts = (method, *RIVALS) if method == RULE else (method,)
+                if wanted and any((part, seed, column) not in self.cells for part in parts):
                     yield method, column
 
     def _make(self, seed: int, todo: list[tuple[str, str]]) -> None:
@@ -155,11 +156,12 @@ class Bench:
             if method in PEERS:
                 self._peer_cell(comparison, batches, method, column, seed)
             elif config := self._config(method, column, seed):
-                cell = self._cell(comparison, method, column, config)
-                for rival in ("wanda", "sparsegpt", "two probes") if method == RULE else ():
-                    same = self._config(rival, column, seed, cell.zeros / cell.weights)
+                cell = self.cells.get((method, seed, column)) or self._cell(comparison, method, column, config)
+                for name in RIVALS if method == RULE else ():
+                    same = self._config(RIVALS[name], column, seed, cell.zeros / cell.weights)
                     assert same is not None, "an unstructured column"
-                    self._cell(comparison, rival + AS_SPARSE, column, same)
+                    if (name, seed, column) not in self.cells:
+                        self._cell(comparison, name, column, same)
 
     def _config(self, method: str, column: str, seed: int, zeros: float | None = None) -> GradProbeConfig | None:
         """At the sparsity that Wanda's rounding of every row made of the column, if that is known already."""
@@ -273,10 +275,7 @@ def reset_peak() -> None:
 
 
 def peak_since_reset() -> int | None:
-    if not CLEAR_REFS.exists():
-        return None
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
+    return peak_memory()["peak_resident_bytes"] if CLEAR_REFS.exists() else None
 
 
 def main() -> None:

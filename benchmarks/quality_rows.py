@@ -9,7 +9,11 @@ from gradprobe_hf import GradProbeConfig
 
 OBS, ADMM = {"reconstruction": "obs"}, {"reconstruction": "admm"}
 AND = " + "  # a decision and a reconstruction: those with one decision share its masks
-RULE, AS_SPARSE = "threshold rule", ", as sparse as the threshold rule"  # both at what the rule came to
+RULE = "threshold rule"
+THRESHOLD = {"strategy": "wanda", "decision": "threshold", "gradient_threshold": 1.0}
+AS_SPARSE = ", as sparse as the threshold rule"
+RIVALS = {method + AS_SPARSE: method for method in ("wanda", "sparsegpt", "two probes")}
+RULE_ROWS = (RULE, RULE + " + obs", *RIVALS)  # all at what the rule came to, not at their column's sparsity
 
 # Wanda is first: it rounds its budget in every row, so the others are asked for exactly the zeros that it made.
 # Magnitude is compared within rows too, where it does better than over a matrix or the whole model.
@@ -29,7 +33,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "magnitude": {"strategy": "magnitude", "decision": "none", "scope": "row"},
     "magnitude + obs": {"strategy": "magnitude", "decision": "none", "scope": "row", **OBS},
     "random": {"strategy": "random", "decision": "none"},
-    RULE: {"strategy": "wanda", "decision": "threshold", "gradient_threshold": 1.0},
+    "random + obs": {"strategy": "random", "decision": "none", **OBS},
+    RULE: THRESHOLD,
+    RULE + " + obs": THRESHOLD | OBS,
     "rounds": {"rounds": (0.4, 0.7, 1.0)},
     "rounds + obs": {"rounds": (0.4, 0.7, 1.0), **OBS},
     "rounds + admm": {"rounds": (0.4, 0.7, 1.0), **ADMM},

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.quality_rows import ACCUMULATORS, AS_SPARSE, COLUMNS, METHODS, PEERS, RULE, VARIANTS
+from benchmarks.quality_rows import ACCUMULATORS, AS_SPARSE, COLUMNS, METHODS, PEERS, RULE, RULE_ROWS, VARIANTS
 
 Cells = dict[tuple[str, str], list[dict[str, Any]]]
 SHOWN_COLUMNS = sorted(COLUMNS, key=lambda column: (":" in column, column))
@@ -88,16 +88,15 @@ def rule_table(results: dict[str, Any]) -> str:
     """The published rule at the sparsity that it comes to, and the others at that sparsity."""
     cells = cells_of(results)
     texts = list(results["dense"])
-    concerned = {method for method, _ in cells if method == RULE or method.endswith(AS_SPARSE)}
     lines = [f"| candidates | it prunes | | {' | '.join(texts)} |", "|---:|---:|---|" + "---:|" * len(texts)]
     for column in SHOWN_COLUMNS:
-        for method in (RULE, *(method for method, c in cells if method.endswith(AS_SPARSE) and c == column)):
+        for method in RULE_ROWS:
             for row in cells.get((method, column), []):
                 asked, came = (column_title(column), row["zeros"] / row["weights"]) if method == RULE else ("", None)
                 values = " | ".join(_shown(row["perplexity"][text]) for text in texts)
                 reached = f"{came:.2%}" if came is not None else ""
                 lines.append(f"| {asked} | {reached} | {method.removesuffix(AS_SPARSE)} | {values} |")
-    return "\n".join([*lines, "", _protocol(results, cells, concerned)])
+    return "\n".join([*lines, "", _protocol(results, cells, RULE_ROWS)])
 
 
 def price_table(results: dict[str, Any]) -> str:
@@ -156,7 +155,7 @@ def cells_of(results: dict[str, Any]) -> Cells:
 
 def _methods(cells: Cells) -> list[str]:
     """Those that have the sparsity of their column, in the benchmark's order."""
-    found = {method for method, _ in cells if method != RULE and not method.endswith(AS_SPARSE)}
+    found = {method for method, _ in cells if method not in RULE_ROWS}
     known = [*METHODS, *PEERS, *VARIANTS, *ACCUMULATORS]
     return sorted(found, key=known.index)
 

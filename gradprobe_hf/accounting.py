@@ -25,6 +25,7 @@ from gradprobe_hf.verdict import Verdict
 from gradprobe_hf.weights import row_chunks
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
+STATUS = Path("/proc/self/status")  # proc(5)
 
 
 def build_report(
@@ -91,6 +92,9 @@ def peak_memory() -> dict[str, int]:
 
 
 def _peak_resident() -> int:
+    if STATUS.exists():  # Linux: getrusage would count the process that started this one, if it was the larger
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
     try:
         import resource
     except ImportError:  # Windows keeps the peak elsewhere

@@ -95,6 +95,14 @@ def test_the_report_has_everything(written):
     assert report["probes"]["probe 1"] > 0
 
 
+def test_the_peak_is_of_this_process_alone():
+    """Not of the larger one that started it."""
+    ask = "from gradprobe_hf.accounting import peak_memory; print(peak_memory()['peak_resident_bytes'])"
+    start = f"import subprocess, sys; held = b'.' * 2**30; subprocess.run([sys.executable, '-c', {ask!r}], check=True)"
+    said = subprocess.run([sys.executable, "-c", start], check=True, capture_output=True, text=True).stdout
+    assert 10**7 < int(said) < 2**30
+
+
 def test_the_card(written):
     result, folder = written
     text = (folder / "README.md").read_text()
