@@ -14,12 +14,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gradprobe_hf.interrupts import uninterrupted
 from gradprobe_hf.masks import SetAside, rows_of
 from gradprobe_hf.sharding import reshard
 from gradprobe_hf.store import replace_on_disk
 from gradprobe_hf.targets import Target
 from gradprobe_hf.updates import Updates
-from gradprobe_hf.weights import WeightsView, aliases, is_on_disk, place_of, row_chunks
+from gradprobe_hf.weights import WeightsView, aliases, is_on_disk, place_of, row_chunks, settle
 
 Change = Callable[[Tensor], Tensor]
 
@@ -41,6 +42,7 @@ def applied(
     Raises:
         OSError: the store of offloaded weights cannot be written; every weight has its original bits again.
     """
+    settle(model)
     updates = Updates() if updates is None else updates
     in_memory = [target for target in targets if not is_on_disk(model, target.parameter)]
     changes = _changes([target for target in targets if is_on_disk(model, target.parameter)], masks, updates)
@@ -68,7 +70,7 @@ def _exchanged(model: nn.Module, targets: Sequence[Target], updates: Updates, ke
         keeping = keep
     finally:
         if not keeping:
-            with torch.no_grad():
+            with uninterrupted(), torch.no_grad():
                 for target in targets:
                     updates.withdraw(target.name, target.matrix(model))
 
@@ -87,8 +89,8 @@ def _zeroed(model: nn.Module, targets: Sequence[Target], masks: Mapping[str, Ten
         keeping = keep
     finally:
         if not keeping:
-            reshard(model)
-            with torch.no_grad():
+            with uninterrupted(), torch.no_grad():
+                reshard(model)
                 originals.give_back()
 
 

@@ -18,7 +18,7 @@ from gradprobe_hf.probe import ALL, MatrixStatistics, Statistics, Term
 from gradprobe_hf.scores import blended_fisher, fisher_score, magnitude_score, random_score, wanda_score
 from gradprobe_hf.selection import Keys, score_keys
 from gradprobe_hf.targets import Region, Target
-from gradprobe_hf.weights import row_chunks
+from gradprobe_hf.weights import execution_device, row_chunks
 
 FISHER_TERMS: dict[Fisher, frozenset[Term]] = {
     "blend": frozenset({"sequence", "marginals"}),
@@ -75,7 +75,8 @@ def candidate_score(
     if config.strategy == "magnitude":
         return magnitude_score(weight)
     if config.strategy == "random":
-        return random_score(target.shape, target.name, config.seed)[part.rows, part.columns].to(weight.device)
+        drawn = random_score(part.rows, target.shape[1], target.name, config.seed)
+        return drawn[:, part.columns].to(weight.device)
     assert statistics is not None, f"{config.strategy!r} needs statistics"
     known = statistics[target.name]
     if not known.reached:
@@ -110,8 +111,9 @@ def keys_of(model: nn.Module, score: Callable[[Target, Tensor, Region], Tensor])
         if not matrix.numel():  # a shard may be empty
             yield torch.empty(matrix.shape, dtype=torch.int32, device=matrix.device)
             return
+        device = execution_device(model, target.parameter)  # where its statistics are
         for rows in row_chunks(matrix.shape):
-            weight = matrix[rows].to(torch.promote_types(matrix.dtype, torch.float32))
+            weight = matrix[rows].to(device, torch.promote_types(matrix.dtype, torch.float32))
             part = Region(slice(held.rows.start + rows.start, held.rows.start + rows.stop), held.columns)
             yield score_keys(score(target, weight, part), weight, target.name)
 

@@ -52,15 +52,18 @@ def measure(
         ValueError: no token was predicted, or the loss is NaN. An infinite loss is a result, and is reported.
     """
     together = processes or Processes()
-    totals = torch.zeros(2, dtype=torch.float64, device=(device := input_device(model)))
+    device, losses, counts = input_device(model), [], []
     with resharded(model), eval_mode(model):
         steps = share(list(batches), together, is_sharded(model))
         for batch, counted in tqdm(steps, desc=label, unit="batch", disable=not progress):
             batch = send_to_device(batch, device)
             loss, count = (loss_fn(model, batch), row_count(batch)) if loss_fn else summed_loss(model, batch)
             if counted:
-                totals += torch.stack([loss.double().to(device), torch.as_tensor(count, device=device).double()])
-    total, terms = together.sum_(totals.cpu()).tolist()
+                losses.append(loss)
+                counts.append(count)
+    # In float64 on the host: not every accelerator has it.
+    totals = torch.tensor([sum(map(float, losses)), sum(map(float, counts))], dtype=torch.float64)
+    total, terms = together.sum_(totals).tolist()
     terms = int(terms)
     if not terms or math.isnan(total):
         raise ValueError(f"{label}: the loss over {terms} terms is {total}; nothing can be concluded from it.")

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -56,6 +57,7 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
     if "gguf_file" in from_pretrained_kwargs:
         from_pretrained_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
     source = {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
+    unfinished = ExitStack()  # what goes if the model does not come
     scratch: Path | None = None
     try:
         config = AutoConfig.from_pretrained(model_or_id, **source)
@@ -65,8 +67,10 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
             if from_pretrained_kwargs.get("offload_folder") is None and device_map != {"": "cpu"}:
                 # transformers writes there what it cannot read from the checkpoint as it is: experts it has fused
                 scratch = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))
+                unfinished.callback(shutil.rmtree, scratch, True)
                 from_pretrained_kwargs["offload_folder"] = scratch
         model = cls.from_pretrained(model_or_id, **from_pretrained_kwargs)
+        unfinished.pop_all()
     except SafetensorError as error:
         if "No space" in str(error):
             raise OSError(
@@ -77,6 +81,8 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
         ) from error
     except OSError as error:
         raise _not_found(model_or_id, error) from error
+    finally:
+        unfinished.close()
     if "gguf_file" in from_pretrained_kwargs:
         # Plain weights from here on: the saved checkpoint must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)

@@ -124,7 +124,7 @@ def multipliers_of(
     if isinstance(masks, Masks) and device.type == masks.packed(name).device.type == "cpu":
         packed = masks.packed(name)[rows]
         looked_up = _eight_multipliers(factor, dtype).index_select(0, packed.flatten().int())
-        return looked_up.view(len(packed), -1)[:, : masks.columns(name)]
+        return looked_up.view(len(packed), 8 * packed.shape[1])[:, : masks.columns(name)]
     one = torch.ones((), dtype=dtype, device=device)
     return torch.where(rows_of(masks, name, rows).to(device), factor * one, one)
 
@@ -157,7 +157,7 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
     """
     if packed.device.type == "cpu":
         looked_up = _EIGHT_BITS.index_select(0, packed.flatten().int()).view(torch.bool)
-        return looked_up.view(len(packed), -1)[:, :columns]
+        return looked_up.view(len(packed), 8 * packed.shape[1])[:, :columns]
     bits = (packed[..., None] >> _shifts(packed.device)) & 1
     return bits.flatten(1)[:, :columns].bool()
 

@@ -15,9 +15,11 @@ from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.loading import DeviceMap, load_model, load_processing_class
 from gradprobe_hf.loss import is_causal
+from gradprobe_hf.processes import join_processes
 from gradprobe_hf.sharding import check_sharding
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.targets import Target, find_targets
+from gradprobe_hf.weights import settle
 
 BUILT_IN = "pydoc"
 
@@ -95,11 +97,20 @@ def _loaded(
 ) -> tuple[PreTrainedModel, Any]:
     placement: dict[str, Any] = {"device_map": loading.device_map, "max_memory": loading.max_memory}
     if not isinstance(model_or_id, PreTrainedModel):  # of a loaded model the folder is for accumulators alone
-        placement["offload_folder"] = loading.offload_folder
+        placement["offload_folder"] = _own_folder(loading.offload_folder)
     wanted = {name: value for name, value in placement.items() if value is not None}
     others = loading.others or {}
     model = load_model(model_or_id, **wanted, **others)
+    settle(model)
     return model, processing_class or load_processing_class(model, **others)
+
+
+def _own_folder(folder: str | Path | None) -> Path | None:
+    """Of several processes each has a folder of its own: transformers writes there what it has to convert."""
+    processes = join_processes()
+    if folder is None or processes.count == 1:
+        return None if folder is None else Path(folder)
+    return Path(folder) / f"process-{processes.rank}"
 
 
 def _default_evaluation(evaluation: Any, calibration: Any, model: PreTrainedModel) -> Any:

@@ -55,10 +55,11 @@ class Processes:
         """The same tensor of every process, by rank."""
         if self.count == 1:
             return [tensor]
-        found = [torch.empty_like(tensor) for _ in range(self.count)]
+        sent = _where_they_talk(tensor)
+        found = [torch.empty_like(sent) for _ in range(self.count)]
         with self._talking():
-            dist.all_gather(found, tensor)
-        return found
+            dist.all_gather(found, sent)
+        return [one.to(tensor.device) for one in found]
 
     def scatter_rows(self, matrix: Tensor) -> Tensor:
         """The sum of `matrix [rows, columns]` over all processes, of which each gets its own rows.
@@ -103,8 +104,11 @@ class Processes:
 
     def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.count > 1:
+            sent = _where_they_talk(tensor)
             with self._talking():
-                dist.all_reduce(tensor, operation)
+                dist.all_reduce(sent, operation)
+            if sent is not tensor:
+                tensor.copy_(sent)
         return tensor
 
     @contextmanager
@@ -117,6 +121,14 @@ class Processes:
                 f"process {self.rank} of {self.count} lost the others: {error}. One of them ended or hangs; its own "
                 "message says why. Nothing was written, and the weights of this process are as they were."
             ) from error
+
+
+def _where_they_talk(tensor: Tensor) -> Tensor:
+    """The tensor on a device that the process group has a backend for: nccl alone has none for the CPU."""
+    talking = {pair.split(":")[0] for pair in dist.get_backend_config().split(",")}
+    if tensor.device.type in talking or not torch.accelerator.is_available():
+        return tensor
+    return tensor.to(torch.accelerator.current_accelerator())
 
 
 def join_processes() -> Processes:

@@ -18,7 +18,6 @@ from gradprobe_hf.comparison import Comparison, baselines, feasible, most_demand
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.evaluation import Measurement, measure
-from gradprobe_hf.execution import accumulator_files, memory_errors, plan_execution
 from gradprobe_hf.hub import check_destination, check_push, check_room, push_folder, write_checkpoint
 from gradprobe_hf.loading import DeviceMap
 from gradprobe_hf.loss import LossFunction
@@ -32,6 +31,7 @@ from gradprobe_hf.setting import Setting
 from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.stopwatch import Stopwatch
 from gradprobe_hf.store import check_store_room
+from gradprobe_hf.study import ready
 from gradprobe_hf.targets import Target
 from gradprobe_hf.verdict import Metric, Verdict, reach_verdict
 
@@ -141,33 +141,19 @@ def prune_pretrained(
     if repo_id is not None:  # last of the checks: it creates the repository
         repo_id = processes.agree(check_push(repo_id, hub_private_repo) if processes.is_main else None)
     run = _Run(model, targets, config, loss_fn, processes, stopwatch, progress)
-    plan = plan_execution(
-        model,
-        targets,
-        most_demanding([config, *(baselines(config).values() if compare_baselines else ())]),
-        material.batches,
+    with ready(
+        material,
+        config,
+        plan_for=most_demanding([config, *(baselines(config).values() if compare_baselines else ())]),
         loss_fn=loss_fn,
         folder=offload_folder,
         processes=processes,
         stopwatch=stopwatch,
-    )
-    journal = run.journal(resume_dir, save_every, plan.batches)
-    kept = accumulator_files(model, targets, config, offload_folder)
-    with memory_errors(stopwatch, plan.remedies), kept as keeping:
-        setting = Setting(
-            model,
-            targets,
-            config,
-            plan.batches,
-            loss_fn=loss_fn,
-            checkpointing=plan.checkpointing,
-            keeping=keeping,
-            processes=processes,
-            journal=journal,
-            folder=offload_folder,
-            stopwatch=stopwatch,
-            progress=progress,
-        )
+        progress=progress,
+    ) as (setting, notes):
+        batches = setting.batches
+        journal = run.journal(resume_dir, save_every, batches, held_out)
+        setting = replace(setting, journal=journal)
         rivals = _Rivals(setting, held_out) if compare_baselines and held_out else None
         verdict = reach_verdict(rivals.begin() if rivals else setting, held_out, metric_fn)
         measured = run.evaluate(verdict, held_out) if held_out else {}
@@ -178,12 +164,12 @@ def prune_pretrained(
         targets,
         config,
         verdict,
-        plan.batches,
+        batches,
         held_out,
         measured,
         dict(stopwatch.seconds),
         material.processing_class,
-        plan.notes,
+        notes,
         processes,
         rows,
     )
@@ -256,11 +242,18 @@ class _Run:
     stopwatch: Stopwatch
     progress: bool
 
-    def journal(self, resume_dir: str | Path | None, save_every: int, batches: Batches | None) -> Journal | None:
-        if resume_dir is None or batches is None or evidence_needed(self.config).passes != "probe":
+    def journal(
+        self, resume_dir: str | Path | None, save_every: int, batches: Batches | None, held_out: Batches | None
+    ) -> Journal | None:
+        if resume_dir is None:
+            return None
+        if batches is None or evidence_needed(self.config).passes != "probe":
+            logger.warning("resume_dir is not used: nothing is probed here, and only probes are resumed.")
             return None
         identity = run_identity(self.model, self.targets, self.config.to_dict(), batches, self.processes)
-        journal = Journal(Path(resume_dir), identity, save_every, self.processes)
+        if self.config.max_metric_drop is not None and held_out is not None:
+            identity["evaluation"] = f"{held_out.source} ({held_out.fingerprint})"
+        journal = Journal(Path(resume_dir), identity, save_every, self.processes, in_step=is_sharded(self.model))
         journal.check()
         return journal
 

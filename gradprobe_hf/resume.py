@@ -23,12 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gradprobe_hf.calibration import Batches
 from gradprobe_hf.calibration.batches import row_count
+from gradprobe_hf.interrupts import uninterrupted
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.probe import Statistics, Tally
 from gradprobe_hf.processes import Processes
@@ -70,11 +71,14 @@ class Journal:
         folder: shared by all processes.
         identity: what the run is of, as JSON values: a state of anything else is refused.
         save_every: batches between two states.
+        in_step: whether a batch is a matter of all processes, as of a sharded model: then all go on from one position.
     """
 
-    def __init__(self, folder: Path, identity: Mapping[str, Any], save_every: int, processes: Processes) -> None:
+    def __init__(
+        self, folder: Path, identity: Mapping[str, Any], save_every: int, processes: Processes, in_step: bool = False
+    ) -> None:
         self.folder, self.identity, self.save_every = folder, dict(identity), save_every
-        self.processes = processes
+        self.processes, self.in_step = processes, in_step
         self.own = folder / f"process-{processes.rank}"
 
     def check(self) -> None:
@@ -97,20 +101,28 @@ class Journal:
 
     def masks(self, number: int) -> tuple[Masks, Masks | None]:
         """What was pruned already when a probe began, and the candidates that were known then."""
-        state = max((s for s in self._states() if _number_of(s) == number), key=_position)
+        return self._masks(max((s for s in self._states() if _number_of(s) == number), key=_position))
+
+    def _masks(self, state: Path) -> tuple[Masks, Masks | None]:
         found = [_load_masks(path) if (path := state / f"{name}.safetensors").exists() else None for name in MASKS]
         return found[0] or Masks(), found[1]
 
     def recall(self, progress: Progress) -> None:
         """Fill `progress`, made for its stage by the caller, with the newest state of that stage."""
-        state = max((s for s in self._states() if _stage_of(s) == progress.stage), key=_position)
+        states = {_position(state): state for state in self._states() if _stage_of(state) == progress.stage}
+        position = max(states)
+        if self.in_step:
+            position = int(self.processes.min_(torch.tensor(position)))
+            for later in (state for at, state in states.items() if at > position):
+                _drop(later)  # it will be made again
+        state = states[position]
         kept = json.loads((state / "progress.json").read_text(encoding="utf-8"))
         for loss, terms in zip(kept["losses"], kept["terms"], strict=True):
             progress.tally.add(torch.tensor(float.fromhex(loss), dtype=torch.float64), torch.tensor(terms))
         progress.notes.update(kept["notes"])
         for role, statistics in progress.statistics.items():
             statistics.load_state(kept["statistics"][role], partial(_load_matrix, state, role))
-        progress.served, progress.candidates = self.masks(progress.number)
+        progress.served, progress.candidates = self._masks(state)
 
     def record(self, progress: Progress) -> None:
         """Write a state beside the last one, then drop the last one of the same stage."""
@@ -121,7 +133,25 @@ class Journal:
         for unfinished in self.own.glob("*.partial"):
             shutil.rmtree(unfinished)
         scratch = path.with_name(path.name + ".partial")
-        scratch.mkdir()
+        try:
+            scratch.mkdir()
+            self._write(progress, scratch)
+        except BaseException as error:
+            shutil.rmtree(scratch, ignore_errors=True)
+            if isinstance(error, SafetensorError):  # what a full disk is to safetensors
+                raise OSError(
+                    f"the state of the run cannot be saved in {self.folder}: {error}. Choose another resume_dir "
+                    "(--resume-dir)."
+                ) from error
+            raise
+        older = [state for state in self._states() if _stage_of(state) == progress.stage]
+        scratch.rename(path)
+        if self.in_step:  # nobody lets go of what another may have to go back to
+            self.processes.wait()
+        for state in older:
+            _drop(state)
+
+    def _write(self, progress: Progress, scratch: Path) -> None:
         for name, masks in zip(MASKS, (progress.served, progress.candidates), strict=True):
             if masks:
                 _save_masks(masks, scratch / f"{name}.safetensors")
@@ -140,10 +170,6 @@ class Journal:
         }
         (scratch / "progress.json").write_text(json.dumps(values), encoding="utf-8")
         _flush(scratch)
-        older = [state for state in self._states() if _stage_of(state) == progress.stage]
-        scratch.rename(path)
-        for state in older:
-            _drop(state)
 
     def enter(self, progress: Progress) -> None:
         """Record the beginning of a stage; when every process has, drop the stage before."""
@@ -154,11 +180,10 @@ class Journal:
                 _drop(state)
 
     def finish(self) -> None:
-        """The run is done: its state is of no more use."""
-        self.processes.wait()
-        shutil.rmtree(self.own, ignore_errors=True)
-        with suppress(OSError):  # others are not done with theirs, or have just done this
-            self.folder.rmdir()
+        """The run is done, in all processes: its state is of no more use. Nothing fails any more."""
+        with uninterrupted(), suppress(OSError):
+            shutil.rmtree(self.own, ignore_errors=True)
+            self.folder.rmdir()  # not where others are not done with theirs, or have just done this
 
     def _states(self) -> list[Path]:
         return [path for path in self.own.glob("*-*") if path.suffix != ".partial"] if self.own.is_dir() else []
@@ -218,7 +243,7 @@ def _load_masks(path: Path) -> Masks:
 def _flush(folder: Path) -> None:
     """On the disk before the rename that makes it the state: a power cut must not leave a name without content."""
     for path in folder.iterdir():
-        with open(path, "rb") as file:
+        with open(path, "r+b") as file:  # Windows flushes none that is open for reading
             os.fsync(file.fileno())
 
 

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from gradprobe_hf.interrupts import uninterrupted
 from gradprobe_hf.weights import aliases, is_on_disk, place_of
 
 PREFIX = "gradprobe-"  # of the folders that hold changed weights
@@ -52,14 +53,17 @@ def replace_on_disk(model: nn.Module, changes: Mapping[str, Callable[[Tensor], T
                 else:
                     _redirect(model, store, key, value, folders, undo)
     except BaseException as error:
-        for step in reversed(undo):
-            with suppress(OSError):
-                step()
+        with uninterrupted():
+            for step in reversed(undo):
+                with suppress(OSError):
+                    step()
         if isinstance(error, SafetensorError):
             raise OSError(f"the offload store cannot be written: {error}") from error
         raise
-    for step in done:
-        step()
+    with uninterrupted():  # nothing can take this back any more
+        for step in done:
+            with suppress(OSError):
+                step()
 
 
 def check_store_room(model: nn.Module, parameters: set[str]) -> None:
@@ -95,9 +99,10 @@ def _replace_file(
     accelerate does, would end the process on a full disk, where writing it raises."""
     path = Path(str(store.save_folder)) / f"{key}.dat"
     before = path.with_name(path.name + ".before")
-    path.rename(before)
-    undo.append(lambda: os.replace(before, path))
-    done.append(before.unlink)
+    with uninterrupted():
+        path.rename(before)
+        undo.append(lambda: os.replace(before, path))
+        done.append(before.unlink)
     with open(path, "wb") as file:
         file.write(value.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
 

@@ -13,8 +13,8 @@ from gradprobe_hf.calibration import Batches
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.execution import accumulator_files, memory_errors, plan_execution
 from gradprobe_hf.loss import LossFunction
-from gradprobe_hf.preparation import Loading, prepare
-from gradprobe_hf.processes import join_processes
+from gradprobe_hf.preparation import Loading, Material, prepare
+from gradprobe_hf.processes import Processes, join_processes
 from gradprobe_hf.setting import Setting
 from gradprobe_hf.stopwatch import Stopwatch
 
@@ -51,29 +51,64 @@ def study(
     )
     if material.held_out is None:
         raise ValueError("this needs an evaluation: give a text to measure on (--evaluation).")
-    plan = plan_execution(
-        material.model,
-        material.targets,
+    with ready(
+        material,
         config,
-        material.batches,
         loss_fn=loss_fn,
         folder=loading.offload_folder,
         processes=processes,
         stopwatch=stopwatch,
+        progress=progress and processes.is_main,
+    ) as (setting, _):
+        yield setting, material.held_out
+
+
+@contextmanager
+def ready(
+    material: Material,
+    config: GradProbeConfig,
+    *,
+    plan_for: GradProbeConfig | None = None,
+    loss_fn: LossFunction | None = None,
+    folder: str | Path | None = None,
+    processes: Processes,
+    stopwatch: Stopwatch,
+    progress: bool,
+) -> Iterator[tuple[Setting, dict[str, str]]]:
+    """The setting of what is prepared, in portions that fit into memory; and what was chosen and why, for the report.
+
+    Args:
+        plan_for: what the portions have to fit, where other configurations share the setting; default: `config`.
+        folder: for accumulators on disk, and new weights of a model that is offloaded.
+
+    Raises:
+        ValueError: as `plan_execution`.
+        MemoryError: out of memory, in the body too.
+    """
+    model, targets = material.model, material.targets
+    plan = plan_execution(
+        model,
+        targets,
+        plan_for or config,
+        material.batches,
+        loss_fn=loss_fn,
+        folder=folder,
+        processes=processes,
+        stopwatch=stopwatch,
     )
-    kept = accumulator_files(material.model, material.targets, config, loading.offload_folder)
+    kept = accumulator_files(model, targets, config, folder)
     with memory_errors(stopwatch, plan.remedies), kept as keeping:
         setting = Setting(
-            material.model,
-            material.targets,
+            model,
+            targets,
             config,
             plan.batches,
             loss_fn=loss_fn,
             checkpointing=plan.checkpointing,
             keeping=keeping,
             processes=processes,
-            folder=loading.offload_folder,
+            folder=folder,
             stopwatch=stopwatch,
-            progress=progress and processes.is_main,
+            progress=progress,
         )
-        yield setting, material.held_out
+        yield setting, plan.notes

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gradprobe_hf.interrupts import uninterrupted
+
 
 class Updates(Mapping[str, Tensor]):
     """Matrix name -> its new values `[out, in]`, in memory or in files that are mapped into it.
@@ -46,23 +48,22 @@ class Updates(Mapping[str, Tensor]):
 
     def install(self, name: str, matrix: Tensor) -> None:
         """Write the kept values into `matrix`, and keep what was there in their place."""
-        kept, before = self._kept[name], matrix.clone()
-        try:
-            matrix.copy_(kept)
-            kept.copy_(before)
-            self._installed.add(name)
-        except BaseException:
-            matrix.copy_(before)
-            self._installed.discard(name)
-            raise
+        if name not in self._installed:
+            with uninterrupted():
+                self._exchange(name, matrix)
+                self._installed.add(name)
 
     def withdraw(self, name: str, matrix: Tensor) -> None:
         """Undo `install`, if it was done."""
         if name in self._installed:
-            kept, now = self._kept[name], matrix.clone()
-            matrix.copy_(kept)
-            kept.copy_(now)
-            self._installed.discard(name)
+            with uninterrupted():
+                self._exchange(name, matrix)
+                self._installed.discard(name)
+
+    def _exchange(self, name: str, matrix: Tensor) -> None:
+        kept, now = self._kept[name], matrix.clone()
+        matrix.copy_(kept)
+        kept.copy_(now)
 
     @property
     def pending(self) -> set[str]:
@@ -73,6 +74,8 @@ class Updates(Mapping[str, Tensor]):
         """They are in the model: nothing is left to do."""
         self._kept.clear()
         self._installed.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def __getitem__(self, name: str) -> Tensor:
         return self._kept[name]

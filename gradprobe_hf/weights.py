@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate.hooks import AlignDevicesHook
-from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset
+from accelerate.utils import OffloadedWeightsLoader, PrefixedDataset, set_module_tensor_to_device
 from torch import Tensor, nn
 
 from gradprobe_hf.sharding import local
@@ -108,6 +108,14 @@ def is_on_disk(model: nn.Module, name: str) -> bool:
 def is_offloaded(model: nn.Module) -> bool:
     """Whether any parameter is kept outside of the model between two passes."""
     return any(hook.offload for module in model.modules() for hook in _hooks(module))
+
+
+def settle(model: nn.Module) -> None:
+    """Out of the model with what an interrupted pass has left there: Accelerate puts an offloaded weight out behind a
+    forward that ends, and what is changed in the model meanwhile is lost with the next one."""
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)) if is_offloaded(model) else ():
+        if not parameter.is_meta and place_of(model, name) is not None:
+            set_module_tensor_to_device(model, name, "meta")
 
 
 def execution_device(model: nn.Module, name: str) -> torch.device:

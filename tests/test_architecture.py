@@ -13,6 +13,7 @@ PACKAGE = ROOT / "gradprobe_hf"
 
 # A call is a walk down this list.
 ORDER = [
+    "interrupts",
     "stopwatch",
     "recipes",
     "config",

@@ -9,6 +9,7 @@ import torch
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.decision import evidence_needed, threshold_mask
+from gradprobe_hf.scores import random_score
 from gradprobe_hf.targets import find_targets
 from tests import cases
 from tests.reference import naive
@@ -186,3 +187,13 @@ def test_an_infinite_loss_of_the_pruned_model_is_reported_not_raised():
     from gradprobe_hf.evaluation import _exp
 
     assert _exp(1e6) == math.inf
+
+
+def test_a_random_score_is_the_same_whatever_part_is_drawn():
+    whole = random_score(slice(0, 150), 7, "a", seed=3)
+    assert whole.shape == (150, 7)
+    assert len(whole.unique()) > 1000, "no part repeats another"
+    for rows in (slice(0, 64), slice(63, 65), slice(100, 150), slice(5, 6)):
+        assert torch.equal(random_score(rows, 7, "a", seed=3), whole[rows])
+    assert not torch.equal(random_score(slice(0, 150), 7, "b", seed=3), whole)
+    assert not torch.equal(random_score(slice(0, 150), 7, "a", seed=4), whole)

@@ -329,6 +329,14 @@ def test_the_command_prints_a_table(capsys):
     assert "FLOP/s" not in said
 
 
+def test_a_model_without_an_embedding_of_tokens(tmp_path, capsys):
+    model = cases.build("vit")
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    assert main(["estimate", str(tmp_path), "--no-timing"]) == 0
+    assert "ViTForImageClassification" in capsys.readouterr().out
+
+
 def test_json_is_the_whole_of_standard_output(tmp_path, capsys):
     """A folder with nothing but config.json is enough: no weight is looked for."""
     DEEP.save_pretrained(tmp_path)

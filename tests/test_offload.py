@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import shutil
+import tempfile
 import weakref
 from contextlib import contextmanager
 
@@ -399,3 +400,34 @@ def test_a_meta_model_without_hooks_is_refused():
 
 def test_batches_go_where_the_model_computes(saved, tmp_path):
     assert input_device(PLACEMENTS["device_map disk"](saved("llama"), tmp_path)) == CPU
+
+
+def test_what_an_interrupted_pass_left_in_the_model_is_not_taken_for_the_weights(saved, tmp_path):
+    """Accelerate unloads a module behind its forward, and not when that raises: zeros written there would be lost."""
+    model = PLACEMENTS["disk_offload"](saved("llama"), tmp_path / "off")
+    names = [target.parameter for target in find_targets(model)]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    module = model.model.layers[1].mlp.up_proj
+    module._old_forward, real = interrupted, module._old_forward
+    with pytest.raises(KeyboardInterrupt):
+        model(**cases.batches("llama")[0])
+    module._old_forward = real
+    assert any(not model.get_parameter(name).is_meta for name in names), "it was left there"
+    config = GradProbeConfig(strategy="magnitude", decision="none")
+    result = prune_pretrained(model, config, evaluation=False, progress=False)
+    for target in result.targets:
+        assert int((target.matrix(model) == 0).sum()) == int(result.masks[target.name].sum())
+    assert all(model.get_parameter(name).is_meta for name in names)
+
+
+def test_a_model_that_does_not_load_leaves_nothing_behind(saved, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    weights = saved("llama") / "model.safetensors"
+    broken = shutil.copytree(saved("llama"), tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(OSError, match="damaged"):
+        prune_pretrained(broken, device_map="disk", progress=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]

@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+import gradprobe_hf.processes as processes
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.loss import summed_loss
 from gradprobe_hf.processes import Processes, join_processes
@@ -113,6 +114,26 @@ def test_float32_masks_overlap_and_are_the_same_everywhere(name, rows):
         total += mask.numel()
     assert same / total >= 0.9999
     assert (first["main"], second["main"]) == (True, False)
+
+
+@pytest.mark.parametrize("accumulators", ["int8", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_sums_that_are_rounded_are_the_same_everywhere(name, accumulators):
+    """Though processes have made different numbers of updates: batches do not divide, and experts see what they see."""
+    options = {"sparsity": 0.5, "accumulator_dtype": accumulators}
+    first, second = together(pruned, name, torch.float32, 5, options)
+    assert all(torch.equal(mask, second["masks"][key]) for key, mask in first["masks"].items())
+
+
+def test_what_is_on_the_cpu_goes_where_the_group_can_talk(monkeypatch):
+    """nccl has nothing for the CPU: a tensor that is there is sent from the accelerator, and the sum comes back."""
+    tensor = torch.tensor([1.0])
+    monkeypatch.setattr(processes.dist, "get_backend_config", lambda: "cuda:nccl")
+    monkeypatch.setattr(processes.torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(processes.torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
+    assert processes._where_they_talk(tensor).device.type == "meta"
+    monkeypatch.setattr(processes.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    assert processes._where_they_talk(tensor) is tensor
 
 
 def test_three_processes():

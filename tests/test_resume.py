@@ -9,6 +9,7 @@ import signal
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 import gradprobe_hf.resume as resume
 from gradprobe_hf import GradProbeConfig, prune_pretrained
@@ -22,7 +23,7 @@ def run(folder=None, *, model=None, parts=None, loss_fn=None, **options):
         model or cases.build("llama"),
         GradProbeConfig(**options),
         calibration=parts or cases.batches("llama", rows=12, batch_size=1),
-        evaluation=False,
+        evaluation=cases.batches("llama", seed=7) if "max_metric_drop" in options else False,
         loss_fn=loss_fn,
         apply=False,
         resume_dir=folder,
@@ -75,6 +76,7 @@ OPTIONS = {
     "sequential": {"sparsity": 0.5, "order": "sequential"},
     "sequential, admm": {"sparsity": 0.5, "order": "sequential", "reconstruction": "admm"},
     "threshold": {"sparsity": 0.6, "decision": "threshold", "gradient_threshold": 0.2},
+    "search, admm": {"max_metric_drop": "0.2%", "sparsity": 0.9, "sparsity_step": 0.3, "reconstruction": "admm"},
 }
 
 
@@ -185,21 +187,22 @@ def test_a_state_half_deleted_is_not_a_state(tmp_path, monkeypatch):
     assert_same(run(tmp_path / "state", sparsity=0.5), run(sparsity=0.5))
 
 
-def test_a_state_half_written_is_not_a_state(tmp_path, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left")])
+def test_a_state_half_written_is_not_a_state(error, tmp_path, monkeypatch):
     real, calls = resume.save_file, []
 
     def full(*args, **kwargs):
         calls.append(1)
         if len(calls) > 40:
-            raise OSError(28, "No space left on device")
+            raise error
         return real(*args, **kwargs)
 
     monkeypatch.setattr(resume, "save_file", full)
     with pytest.raises(OSError, match="No space"):
         run(tmp_path / "state", sparsity=0.5)
     monkeypatch.undo()
-    complete = [path for path in (tmp_path / "state" / "process-0").iterdir() if path.suffix != ".partial"]
-    assert len(complete) == 1
+    complete = list((tmp_path / "state" / "process-0").iterdir())
+    assert len(complete) == 1, "and nothing of the one that did not fit"
     assert json.loads((complete[0] / "progress.json").read_text())["losses"] is not None
     assert_same(run(tmp_path / "state", sparsity=0.5), run(sparsity=0.5))
 
@@ -231,3 +234,37 @@ def test_two_processes_go_on_together(stop_at, tmp_path):
     assert (tmp_path / "state").exists()
     for found in together(one_of_two, tmp_path / "state", None):
         assert_same(found, wanted)
+
+
+def test_a_search_on_another_text_is_another_run(tmp_path):
+    def search(evaluation, **others):
+        return prune_pretrained(
+            cases.build("llama"),
+            GradProbeConfig(sparsity=0.5, max_metric_drop=1e9, sparsity_step=0.25),
+            calibration=cases.batches("llama", rows=4, batch_size=1),
+            evaluation=evaluation,
+            apply=False,
+            resume_dir=tmp_path / "state",
+            save_every=1,
+            progress=False,
+            **others,
+        )
+
+    calls = []
+
+    def failing(model, batch):
+        calls.append(1)
+        if len(calls) == 9:
+            raise RuntimeError("on purpose")
+        return summed_loss(model, batch)[0]
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        search(cases.batches("llama", seed=3), loss_fn=failing)
+    with pytest.raises(ValueError, match="its evaluation was"):
+        search(cases.batches("llama", seed=4))
+
+
+def test_what_probes_nothing_says_that_it_is_not_resumed(tmp_path, caplog):
+    run(tmp_path / "state", strategy="magnitude", decision="none")
+    assert "resume_dir is not used: nothing is probed" in caplog.text
+    assert not (tmp_path / "state").exists()

@@ -207,3 +207,9 @@ def test_what_shrinks_is_the_factor_under_the_mask(factor, columns, dtype):
         found = multipliers_of(masks, "one", slice(2, 5), factor, dtype, torch.device("cpu"))
         assert found.dtype == dtype
         assert torch.equal(found, wanted)
+
+
+def test_a_shard_without_rows_has_a_mask_without_rows():
+    masks = Masks({"a": torch.zeros(0, 13, dtype=torch.bool)})
+    assert masks["a"].shape == (0, 13)
+    assert multipliers_of(masks, "a", slice(0, 0), 0.1, torch.float32, torch.device("cpu")).shape == (0, 13)

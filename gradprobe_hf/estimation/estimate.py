@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
@@ -156,6 +156,16 @@ def estimate(
     )
 
 
+def _embedding(model: PreTrainedModel, end: str) -> Tensor | None:
+    """The weight of the input or output embedding, of a model that has one."""
+    try:
+        found = getattr(model, f"get_{end}_embeddings")()
+    except NotImplementedError:  # patches are not looked up
+        return None
+    weight = getattr(found, "weight", None)
+    return weight if isinstance(weight, Tensor) else None
+
+
 def sizes_of(
     model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, *, base: int, loss: int, snapshots: bool
 ) -> Sizes:
@@ -163,7 +173,7 @@ def sizes_of(
     sizes = [target.numel for target in targets]
     elements, largest, itemsize = sum(sizes), max(sizes), model.dtype.itemsize
     stored = getattr(model.config, "dtype", None) or torch.float32
-    ends = [one.weight.numel() for one in (model.get_input_embeddings(), model.get_output_embeddings()) if one]
+    ends = [weight.numel() for get in ("input", "output") if (weight := _embedding(model, get)) is not None]
     blocks = bytes_by_block(model)
     squares = [FLOAT32_BYTES * target.shape[1] ** 2 for target in targets] if config.reconstructs else [0]
     by_block: dict[str, int] = {}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gradprobe_hf.interrupts import uninterrupted
 from gradprobe_hf.masks import SetAside, multipliers_of
 from gradprobe_hf.modes import put_back
 from gradprobe_hf.probe.folding import Masks, Probe
@@ -63,8 +64,8 @@ def shrinking(
                 weight.mul_(multipliers_of(masks, target.name, slice(None), factor, weight.dtype, weight.device))
         yield None
     finally:
-        reshard(model)
-        with torch.no_grad():
+        with uninterrupted(), torch.no_grad():
+            reshard(model)
             originals.give_back()
 
 

@@ -39,7 +39,7 @@ class Tally:
         return len(self.losses)
 
     def add(self, loss: Tensor, terms: Tensor | None) -> None:
-        self.losses.append(loss.detach().double())
+        self.losses.append(loss.detach())
         self.terms.append(torch.tensor(0) if terms is None else terms)
 
 
@@ -138,8 +138,8 @@ def run_probe(
             bar.update()
             if after_batch is not None:
                 after_batch()
-    sums = [torch.stack(values).double().sum().cpu() for values in (tally.losses, tally.terms)]
-    total = processes.sum_(torch.stack(sums))
+    sums = [sum(map(float, values)) for values in (tally.losses, tally.terms)]  # what was recalled is on the CPU
+    total = processes.sum_(torch.tensor(sums, dtype=torch.float64))
     _check_finite(total[0], label)
     return ProbeLoss(float(total[0]), None if loss_fn else int(total[1]))
 

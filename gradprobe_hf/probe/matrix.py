@@ -264,7 +264,7 @@ class MatrixStatistics:
                 _, probe, site, side = name.split(".")
                 kind = self.target.sites[int(site)].kind
                 kept = self.marginals.setdefault((int(probe), int(site)), Marginals(0.0, 0.0, kind))
-                setattr(kept, side, value.to(self.device) if value.ndim else float(value))
+                setattr(kept, side, value.to(self.device, copy=True) if value.ndim else float(value))
 
     def factored(self, rows: slice = ALL) -> Tensor:
         """The factored Fisher K, `[out, in]`, summed over probes and sites: one product of thin matrices."""

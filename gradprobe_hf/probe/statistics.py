@@ -37,8 +37,13 @@ class Statistics:
         """
         if processes.count == 1:
             return
-        reached = torch.tensor([float(one.reached) for one in self._of.values()])
-        for one, any_reached in zip(self._of.values(), processes.max_(reached).tolist(), strict=True):
+        kept = [accumulator for one in self._of.values() for accumulator in one.accumulators.values()]
+        # How often a sum was updated decides how it is rounded: the same everywhere, so that all round it alike.
+        own = [one.reached for one in self._of.values()], [accumulator.updates for accumulator in kept]
+        most = processes.max_(torch.tensor([*own[0], *own[1]], dtype=torch.int64)).tolist()
+        for accumulator, updates in zip(kept, most[len(self._of) :], strict=True):
+            accumulator.updates = updates
+        for one, any_reached in zip(self._of.values(), most, strict=False):
             one.reduce(processes, self.probe, bool(any_reached))
 
     def yield_to_main(self, processes: Processes) -> None:

@@ -1,0 +1,93 @@
+"""Ctrl-C, where weights are put back."""
+
+from __future__ import annotations
+
+import signal
+import threading
+
+import pytest
+import torch
+
+from gradprobe_hf.application import applied
+from gradprobe_hf.interrupts import uninterrupted
+from gradprobe_hf.masks import SetAside
+from gradprobe_hf.targets import find_targets
+from gradprobe_hf.updates import Updates
+from tests import cases
+
+
+def ctrl_c():
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_it_waits_and_then_interrupts():
+    done = []
+
+    def body():
+        ctrl_c()
+        ctrl_c()
+        done.append(1)
+
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        body()
+    assert done
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_error_of_the_body_is_not_lost():
+    def body():
+        ctrl_c()
+        raise OSError("full")
+
+    with pytest.raises(KeyboardInterrupt) as caught, uninterrupted():
+        body()
+    assert isinstance(caught.value.__context__, OSError)
+
+
+def test_another_thread_has_nothing_to_hold_back():
+    done = []
+
+    def work():
+        with uninterrupted():
+            done.append(1)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done
+
+
+def test_weights_are_given_back_whole(monkeypatch):
+    """Interrupted in the body, and again, impatiently, while the weights are put back."""
+    model = cases.build("llama")
+    targets = find_targets(model)
+    dense = {name: value.clone() for name, value in model.state_dict().items()}
+    masks = {target.name: torch.rand(target.shape) < 0.5 for target in targets}
+    real = SetAside.give_back
+
+    def impatient(self):
+        ctrl_c()
+        real(self)
+
+    monkeypatch.setattr(SetAside, "give_back", impatient)
+    with pytest.raises(KeyboardInterrupt), applied(model, targets, masks):
+        ctrl_c()
+    assert all(torch.equal(value, dense[name]) for name, value in model.state_dict().items())
+
+
+def test_an_update_changes_places_or_does_not(monkeypatch):
+    updates, matrix = Updates(), torch.zeros(2, 3)
+    updates.add("a", torch.ones(2, 3))
+    real = Updates._exchange
+
+    def impatient(self, name, matrix):
+        ctrl_c()
+        real(self, name, matrix)
+
+    monkeypatch.setattr(Updates, "_exchange", impatient)
+    with pytest.raises(KeyboardInterrupt):
+        updates.install("a", matrix)
+    assert (updates.pending, matrix.sum(), updates["a"].sum()) == (set(), 6, 0)
+    with pytest.raises(KeyboardInterrupt):
+        updates.withdraw("a", matrix)
+    assert (updates.pending, matrix.sum(), updates["a"].sum()) == ({"a"}, 0, 6)
