@@ -24,7 +24,11 @@ check: $(READY)  ## lint, format and types
 	$(BIN)/python -m benchmarks.readme_table --check
 	$(BIN)/python -m benchmarks.picture --check
 
-bench: bench-quality bench-variants bench-accumulators bench-speed bench-memory bench-training bench-recovery table
+STORIES ?= $(wildcard ../shared/models/stories15M)
+STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
+
+bench: bench-quality bench-variants $(if $(STORIES),bench-stories) bench-accumulators bench-speed bench-memory \
+	bench-training bench-recovery table
 
 # PEERS: the Python of an environment that has llm-compressor; see benchmarks/peer.py.
 PEERS ?=
@@ -38,9 +42,6 @@ bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; r
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
 	$(BIN)/python -m benchmarks.quality --variants --model $(MODEL) $(TEXTS) $(if $(TEXTS),pydoc=26)
-
-STORIES ?= $(wildcard ../shared/models/stories15M)
-STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
 
 bench-stories: $(READY)  ## the whole grid, three draws of the calibration windows, on a model of 15M (STORIES, STORIES_TEXT)
 	$(BIN)/python -m benchmarks.quality --full --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \

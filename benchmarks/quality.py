@@ -111,6 +111,7 @@ class Bench:
         settings = {
             "model": Path(ask.model).name,
             "dtype": ask.dtype,
+            "blocks_per_step": ask.blocks_per_step,
             "calibration": f"{ask.num_samples} x {ask.sequence_length} of {Path(ask.split or ask.calibration).name}",
             "evaluation": {
                 name: {"text": f"{text.samples} x {ask.sequence_length}", "fingerprint": text.fingerprint}
@@ -118,8 +119,12 @@ class Bench:
             },
         }
         saved = json.loads(ask.output.read_text()) if ask.output.exists() and not ask.fresh else {}
-        if saved.get("settings") != settings:
-            saved = {"settings": settings, "dense": {}, "rows": []}
+        if saved.get("settings", settings) != settings:
+            raise SystemExit(
+                f"{ask.output} has cells of other settings ({saved['settings']}, not {settings}): --fresh forgets "
+                "them, and another --output keeps them."
+            )
+        saved = saved or {"dense": {}, "rows": []}
         self.settings, self.dense = settings, saved["dense"]
         self.versions = saved.get("versions", {}) | versions()
         self.cells = {cell.key: cell for cell in (Cell(**row) for row in saved["rows"])}

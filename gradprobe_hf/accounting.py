@@ -64,6 +64,7 @@ def build_report(
             *_about_evidence(verdict, len(targets)),
             *_about_damping(verdict, config),
             *_about_budget(rows, config, verdict),
+            *_about_promise(config, verdict),
         ],
     )
 
@@ -200,3 +201,16 @@ def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, verdict: Verdi
             f"{asked:.4%}."
         ]
     return []
+
+
+def _about_promise(config: GradProbeConfig, verdict: Verdict) -> list[str]:
+    """Where the metric did not end the search."""
+    within = [point["within"] for point in verdict.findings.curve]
+    if config.max_metric_drop is None or len(set(within)) != 1:
+        return []
+    if not within[0]:
+        return [f"No sparsity that was tried keeps the metric within {config.max_metric_drop}: nothing was pruned."]
+    return [
+        f"Every sparsity that was tried keeps the metric within {config.max_metric_drop}: "
+        f"sparsity={config.final_sparsity:g}, the most that was allowed, ended the search."
+    ]

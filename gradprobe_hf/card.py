@@ -140,11 +140,11 @@ def _schedule(config: GradProbeConfig) -> list[str]:
 
 
 def _decision(config: GradProbeConfig) -> str:
-    unit = (
-        f"every group of {config.group[1]} inputs, of which {config.group[0]} are kept"
-        if config.group
-        else UNITS[config.decision_scope]
-    )
+    unit = UNITS[config.decision_scope]
+    if config.order == "sequential" and config.decision_scope == "global":
+        unit = "the blocks of each step"
+    if config.group:
+        unit = f"every group of {config.group[1]} inputs, of which {config.group[0]} are kept"
     kept = KEPT[config.reconstruction or "none"]
     if config.strategy == "sparsegpt":
         masked = (

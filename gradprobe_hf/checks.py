@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.sharding import is_sharded
-from gradprobe_hf.targets import Target
+from gradprobe_hf.targets import Target, block_of
 from gradprobe_hf.thresholds import thresholds
 from gradprobe_hf.weights import aliases, is_on_disk, place_of
 
@@ -22,7 +22,7 @@ def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbe
         check_group(targets, *config.group)
         check_rows(model, targets, f"pattern={config.pattern!r}")
     if config.reconstructs or config.order == "sequential":
-        _check_in_blocks(targets)
+        _check_in_blocks(model, targets)
     if config.reconstructs:
         _check_reconstruction(model, targets)
     if config.decision == "threshold":
@@ -71,8 +71,14 @@ def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None
             )
 
 
-def _check_in_blocks(targets: Sequence[Target]) -> None:
+def _check_in_blocks(model: nn.Module, targets: Sequence[Target]) -> None:
     for target in targets:
+        users = sorted({block_of(model, site.module) for site in target.sites})
+        if len(users) > 1:
+            raise ValueError(
+                f"{target.name} is shared by {len(users)} blocks ({', '.join(users)}), which are worked on one after "
+                "the other here: exclude it, or use order='joint' without reconstruction."
+            )
         if not target.block:
             raise ValueError(
                 f"{target.name} lies outside of the blocks, which are worked on one after the other here: leave it out "

@@ -59,7 +59,7 @@ _PLAIN: dict[str, Any] = {
     "preset": None,
 }
 # What all configurations of a comparison have in common.
-_SHARED = ("num_samples", "sequence_length", "seed", "include", "exclude")
+_SHARED = ("num_samples", "sequence_length", "seed", "include", "exclude", "evaluation_samples")
 
 RESULT_NAME = "comparison.json"
 
@@ -163,7 +163,9 @@ class Comparison:
 
     def _masks(self, setting: Setting) -> tuple[Masks | None, Findings, float]:
         """Those of an earlier row that differs in reconstruction alone, or new ones; and the seconds they took."""
-        alone = replace(setting.config, reconstruction="none", dense_target=None, damping=GradProbeConfig.damping)
+        alone = setting.config
+        if alone.max_metric_drop is None:  # else the metric is of what is reconstructed
+            alone = replace(alone, reconstruction="none", dense_target=None, damping=GradProbeConfig.damping)
         key = json.dumps(alone.to_dict(), sort_keys=True)
         if key not in self._decided:
             findings, begun = Findings(), time.perf_counter()
@@ -255,7 +257,7 @@ def compare_pretrained(
     evaluation: Any = None,
     loss_fn: LossFunction | None = None,
     loading: Loading | None = None,
-    on_row: Callable[[ComparedRow], None] | None = None,
+    on_row: Callable[[Compared], None] | None = None,
     progress: bool = True,
 ) -> Compared:
     """One model, text and budget through several configurations. The model is left as it was.
@@ -266,7 +268,7 @@ def compare_pretrained(
         configs: what is compared, by name; default: `baselines(config)`.
         calibration, processing_class, evaluation, loss_fn: as in `prune_pretrained`; an evaluation there must be.
         loading: where the weights go.
-        on_row: called with every row as soon as it is there.
+        on_row: called with what there is whenever a row is made.
         progress: show progress bars.
 
     Raises:
@@ -274,7 +276,8 @@ def compare_pretrained(
             raises.
     """
     config = config or GradProbeConfig()
-    chosen = dict(configs) if configs is not None else baselines(config)
+    known = baselines(config)
+    chosen = dict(known if configs is None else configs)
     if not chosen:
         raise ValueError("configs is empty: there is nothing to compare.")
     for name, other in chosen.items():
@@ -289,28 +292,29 @@ def compare_pretrained(
         loading=loading,
         progress=progress,
     ) as (setting, held_out):
-        if configs is None:
-            chosen = feasible(setting, chosen)
-        else:
-            for other in chosen.values():
-                check_targets(setting.model, setting.targets, other)
-        comparison = Comparison(setting, held_out, terms_of(chosen))
-        dense = comparison.measured(Masks(), {}, "dense")
-        rows = []
         for name, other in chosen.items():
-            with setting.stopwatch(name):
-                rows.append(comparison.row(name, other))
-            if on_row is not None:
-                on_row(rows[-1])
+            if known.get(name) != other:
+                check_targets(setting.model, setting.targets, other)
+        possible = feasible(setting, {name: other for name, other in chosen.items() if known.get(name) == other})
+        chosen = {name: other for name, other in chosen.items() if name in possible or known.get(name) != other}
+        if not chosen:
+            raise ValueError("this model can be pruned in none of these ways; the log says why.")
+        comparison = Comparison(setting, held_out, terms_of(chosen))
         assert setting.batches is not None, "what is studied is calibrated"
-        return Compared(
+        found = Compared(
             published_name(setting.model),
-            dense,
-            rows,
+            comparison.measured(Masks(), {}, "dense"),
+            [],
             {name: other.to_dict() for name, other in chosen.items()},
             setting.batches.describe(),
             held_out.describe(),
         )
+        for name, other in chosen.items():
+            with setting.stopwatch(name):
+                found.rows.append(comparison.row(name, other))
+            if on_row is not None:
+                on_row(found)
+        return found
 
 
 def _check_common(name: str, config: GradProbeConfig, common: GradProbeConfig) -> None:

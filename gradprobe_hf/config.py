@@ -49,8 +49,13 @@ PRESETS: dict[Preset, dict[str, Any]] = {
     "balanced": {"decision": "path"},
     "best": {"reconstruction": "admm"},
 }
-# Inside small groups there is no budget to spend elsewhere: a mask that no gradient chose is as good to revise.
-BEST_IN_GROUPS: dict[str, Any] = {"strategy": "sparsegpt"}
+# Inside small groups there is no budget to spend elsewhere, and what the kept weights can make up for counts for more
+# than which of them go.
+PRESETS_IN_GROUPS: dict[Preset, dict[str, Any]] = {
+    "fast": {"strategy": "sparsegpt"},
+    "balanced": {"strategy": "sparsegpt", "reconstruction": "admm"},
+    "best": {"reconstruction": "admm"},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +67,8 @@ class GradProbeConfig:
         pattern: `"unstructured"`, or `"n:m"`: of every m consecutive inputs of a row keep at most n
             (`"2:4"` keeps 2 of 4, as NVIDIA counts).
         preset: `"fast"` (one probe decides), `"balanced"` (two, the default) or `"best"` (two, and
-            `reconstruction="admm"`; of an n:m pattern that from SparseGPT's mask). Options that are given win over it.
+            `reconstruction="admm"`). Of an n:m pattern: SparseGPT; its mask and `"admm"`; or `"best"`, the same. What a
+            preset comes to is settled when a configuration is made, and options that are given win over it.
         strategy: which score proposes the candidates: `"fisher"` (default), `"wanda"`, `"magnitude"` or `"random"`. Or
             `"sparsegpt"`, which proposes none: it chooses while it reconstructs.
         decision: `"path"` scores every weight by both probes and meets the budget exactly; `"threshold"` is the
@@ -79,7 +85,7 @@ class GradProbeConfig:
             pattern of matrices, `{"*.mlp.*": 0.5, "*": 0.1}`, the first that matches; or `"adaptive"`, by size:
             `sqrt(weights / mean weights of a matrix)`.
         order: `"joint"`: all matrices shrink together, two probes whatever the depth. `"sequential"`: one step of
-            blocks after the other, each probed on the model as pruned so far.
+            blocks after the other, each probed on the model as pruned so far, and with its share of the budget.
         block_order: of a sequential order: `"forward"` from the first block, `"reverse"` from the last, or `"size"`,
             the largest first.
         blocks_per_step: how many blocks a sequential step decides together.
@@ -87,7 +93,7 @@ class GradProbeConfig:
             would prune it, and decides anew about every weight.
         max_metric_drop: prune as far as the metric of the evaluation allows, at most to `sparsity`: perplexity up by
             this much, absolute (`1.5`) or relative (`"5%"`).
-        initial_sparsity: of the first trial on that way; default: `sparsity_step`.
+        initial_sparsity: of the first trial on that way, at most `sparsity`; default: `sparsity_step`.
         sparsity_step: between two trials on that way, before bisection.
         reduction_factor: what the second probe multiplies candidates by, in [0, 1).
         spike_limit: how many times its energy of the first probe the gradient of one sequence may have at one matrix in
@@ -153,9 +159,8 @@ class GradProbeConfig:
     def __post_init__(self) -> None:
         if self.preset is not None:
             _one_of("preset", self.preset, get_args(Preset))
-            self._take(PRESETS[self.preset])
-            if self.preset == "best" and self.group is not None and self.strategy is self.decision is None:
-                self._take(BEST_IN_GROUPS)
+            in_groups = self.group is not None and self.strategy is self.decision is None
+            self._take((PRESETS_IN_GROUPS if in_groups else PRESETS)[self.preset])
         self._take({"strategy": "fisher", "reconstruction": "none"})
         _one_of("strategy", self.strategy, get_args(Strategy))
         if self.decision is None:
@@ -237,6 +242,9 @@ class GradProbeConfig:
     def _check_bounds(self) -> None:
         if self.bounds is None:
             return
+        for name in ("min_matrix_sparsity", "max_matrix_sparsity"):
+            if getattr(self, name) is not None:
+                _number(name, getattr(self, name), "a fraction in [0, 1]", lambda x: 0 <= x <= 1)
         low, high = self.bounds
         wanted = f"0 <= min_matrix_sparsity <= sparsity ({self.final_sparsity:g}) <= max_matrix_sparsity < 1"
         if not 0 <= low <= min(self.rounds or (self.final_sparsity,)) <= self.final_sparsity <= high <= 1:
@@ -248,11 +256,13 @@ class GradProbeConfig:
             raise ValueError("decision='threshold' gives candidates back: bounds on matrices would not hold.")
 
     def _check_schedule(self) -> None:
+        _number("sparsity_step", self.sparsity_step, "a fraction in (0, 1)", lambda x: 0 < x < 1)
+        if self.initial_sparsity is not None:
+            most = 1.0 if self.max_metric_drop is None else self.final_sparsity
+            _number("initial_sparsity", self.initial_sparsity, f"a fraction in [0, {most:g}]", lambda x: 0 <= x <= most)
         several = "rounds" if self.rounds else "max_metric_drop" if self.max_metric_drop is not None else None
         if self.max_metric_drop is not None:
-            _drop(self.max_metric_drop)
-            _number("sparsity_step", self.sparsity_step, "a fraction in (0, 1)", lambda x: 0 < x < 1)
-            _number("initial_sparsity", self.first_level, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
+            check_drop(self.max_metric_drop)
             if self.rounds:
                 raise ValueError("max_metric_drop makes rounds of its own; leave rounds unset.")
         if self.order == "sequential" and self.decision == "none":
@@ -263,9 +273,11 @@ class GradProbeConfig:
             raise ValueError(f"{several} is for order='joint': a sequential order decides about every block once.")
         if self.group is not None:
             raise ValueError(f"pattern={self.pattern!r} has one sparsity only; leave {several} unset.")
-        single = self.decision == "none" and self.strategy == "fisher" and several == "rounds"
-        if self.decision != "path" and not single:
-            raise ValueError(f"{several} probes again at every sparsity, and needs decision='path'.")
+        if self.strategy == "sparsegpt" or self.decision == "threshold":
+            decided = f"strategy={self.strategy!r}" if self.strategy == "sparsegpt" else f"decision={self.decision!r}"
+            raise ValueError(f"{several} decides at several sparsities, which {decided} cannot; leave {several} unset.")
+        if self.rounds and self.decision == "none" and self.strategy != "fisher":
+            raise ValueError(f"rounds probe again at every sparsity, and strategy={self.strategy!r} makes no probe.")
 
     def _resolved_sparsity(self) -> float:
         if self.rounds:
@@ -293,7 +305,7 @@ class GradProbeConfig:
     @property
     def first_level(self) -> float:
         """The sparsity of the first trial of a schedule with `max_metric_drop`."""
-        return min(self.sparsity_step if self.initial_sparsity is None else self.initial_sparsity, self.final_sparsity)
+        return min(self.sparsity_step, self.final_sparsity) if self.initial_sparsity is None else self.initial_sparsity
 
     @property
     def bounds(self) -> tuple[float, float] | None:
@@ -401,8 +413,8 @@ def _rounds(value: Any) -> tuple[float, ...]:
     return tuple(map(float, value))
 
 
-def _drop(value: Any) -> None:
-    """A number, or one with a percent sign."""
+def check_drop(value: Any) -> None:
+    """Raise ValueError unless it is a number, or one with a percent sign."""
     if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value):
         return
     _number("max_metric_drop", value, "a number >= 0, or a share like '5%'", lambda x: x >= 0)

@@ -86,7 +86,7 @@ class ComparedRow:
 class Report:
     """Attributes: `model` (name, class, sizes), `config`, `matrices`, `calibration` and `evaluation` (source, protocol,
     fingerprint; dense and pruned measurements), `probes` (mean calibration loss), `passes` (over the calibration
-    data, in whole ones), `curve` (sparsity and metric of every trial), `comparison` (with the
+    data, in whole ones), `curve` (sparsity, metric and its limit of every trial), `comparison` (with the
     baselines, see `ComparedRow`), `timings` (seconds per stage), `memory` (bytes), `execution` (how it was run, and why
     so: it changes no result), `versions`, `warnings`."""
 

@@ -25,7 +25,7 @@ from gradprobe_hf.trial import Trial
 UNBOUNDED: dict[str, Any] = {"min_matrix_sparsity": None, "max_matrix_sparsity": None}
 FINEST = 0.005  # of the weights: bisection stops here
 
-# What the metric is, given masks: lower is better.
+# What the metric is of the model that masks lead to: lower is better.
 Measured = Callable[[Masks], float]
 
 
@@ -48,26 +48,32 @@ def decide_in_rounds(setting: Setting, findings: Findings) -> Masks:
 
 
 def iterate(setting: Setting, findings: Findings, measured: Measured, dense: float) -> Masks:
-    """The sparsest masks found whose metric is within `max_metric_drop` of the dense model's.
+    """The sparsest masks found whose metric is within `max_metric_drop` of the dense model's; if none is, of nothing.
+
+    Where the strategy makes no probe, its scores of the model as it is serve every budget.
 
     Args:
-        measured: the metric of the model under masks; lower is better.
+        measured: the metric of what becomes of the model under masks; lower is better.
         dense: the metric of the model as it is.
     """
     config = setting.config
     limit = allowed(dense, config.max_metric_drop)
-    begun = begun_in(setting)
-    best, kept = Masks(), 0.0
+    begun, probes = begun_in(setting), evidence_needed(config).passes == "probe"
+    trial, best, kept = None, Masks(), 0.0
     for number, sparsity in enumerate(_levels(config.first_level, config.sparsity_step, config.final_sparsity)):
         if begun is not None and begun // 2 > number:
             kept = sparsity  # its masks are what the state serves
             continue
-        trial = Trial(setting, setting.targets, findings, number, served=best)
-        masks = trial.run(sparsity, begun)
-        best, begun = trial.served, None
+        if trial is None or probes:
+            trial = None  # its statistics go before there are others
+            trial = Trial(setting, setting.targets, findings, number, served=best)
+            masks = trial.run(sparsity, begun)
+            best, begun = trial.served, None
+        else:
+            masks = trial.masks_at(sparsity)
         value = measured(masks)
-        findings.curve.append(_point(sparsity, value, value <= limit, probed=True))
-        if value > limit:
+        findings.curve.append(_point(sparsity, value, limit, probed=probes))
+        if not value <= limit:  # one that is not a number neither
             return _bisected(trial, best, kept, sparsity, limit, measured, findings)
         best, kept = masks, sparsity
     return best
@@ -77,16 +83,20 @@ def _bisected(
     trial: Trial, best: Masks, low: float, high: float, limit: float, measured: Measured, findings: Findings
 ) -> Masks:
     """Between a budget that keeps the promise and one that does not; no probe is made for a trial."""
+    found = None
     while high - low > FINEST:
         middle = (low + high) / 2
         masks = trial.masks_at(middle)
         value = measured(masks)
-        findings.curve.append(_point(middle, value, value <= limit, probed=False))
+        findings.curve.append(_point(middle, value, limit, probed=False))
         if value <= limit:
-            best, low = masks, middle
+            found, low = masks, middle
         else:
             high = middle
-    return best
+    if found is not None:
+        return found
+    findings.row_fisher = trial.rows_before  # what is kept was decided, and measured, with these
+    return best or trial.masks_at(0.0)
 
 
 def expected_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:
@@ -102,21 +112,28 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]
         forward += 1
     if config.order == "sequential":
         forward, backward = _sequential_passes(config, blocks)
+    solved = reconstruction_passes(config) if config.reconstructs else 0
     if config.max_metric_drop is not None:
         levels = len(list(_levels(config.first_level, config.sparsity_step, config.final_sparsity)))
-        forward, backward = forward * levels, backward * levels
+        if needed == "probe":
+            forward, backward = forward * levels, backward * levels
+        bisections = math.ceil(math.log2(max(config.first_level, config.sparsity_step) / FINEST))
+        solved *= levels + max(0, bisections) + 1
     if config.rounds:
         forward, backward = forward * len(config.rounds), backward * len(config.rounds)
-    return forward + (reconstruction_passes(config) if config.reconstructs else 0), backward
+    return forward + solved, backward
 
 
 def _sequential_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:
     """Two probes a step; backward from the last block to the step's first, forward from there where that is known."""
     proposing = evidence_needed(replace(config, order="joint", decision="none", **UNBOUNDED))
-    reach = sum(1 - first / blocks for first in range(0, blocks, config.blocks_per_step))
-    whole = math.ceil(blocks / config.blocks_per_step)
-    forward = 2 * reach + 1 if config.block_order == "forward" else 2.0 * whole
-    return forward + (proposing.passes != "none"), 2 * reach + (proposing.passes == "probe")
+    at_once = config.blocks_per_step
+    firsts = list(range(0, blocks, at_once))  # with "size" as if all were equal
+    if config.block_order == "reverse":
+        firsts = [max(0, end - at_once) for end in range(blocks, 0, -at_once)]
+    reach = sum(1 - first / blocks for first in firsts)
+    forward = 2 * reach + 1 if config.block_order == "forward" else 2.0 * len(firsts)
+    return forward + bool(proposing.terms), 2 * reach + (proposing.passes == "probe")
 
 
 def allowed(dense: float, drop: float | str | None) -> float:
@@ -137,5 +154,5 @@ def _levels(first: float, step: float, last: float) -> Iterator[float]:
     yield last
 
 
-def _point(sparsity: float, value: float, kept: bool, probed: bool) -> dict[str, Any]:
-    return {"sparsity": sparsity, "metric": value, "within": kept, "probed": probed}
+def _point(sparsity: float, value: float, limit: float, probed: bool) -> dict[str, Any]:
+    return {"sparsity": sparsity, "metric": value, "limit": limit, "within": value <= limit, "probed": probed}

@@ -99,21 +99,23 @@ def select_masks(
                 [group_mask(part, *group) if group is not None else row_mask(part, budget) for part in keys(target)],
             )
         return masks
-    if bounds is not None:
-        keys = bounded(keys, bounds)
     for unit in units(targets, scope):
         budget = round(sparsity * sum(target.numel for target in unit))
-        _select_unit(masks, unit, keys, budget, processes or Processes(), sharded)
+        within = keys if bounds is None else bounded(keys, bounds, unit, budget)
+        _select_unit(masks, unit, within, budget, processes or Processes(), sharded)
     return masks
 
 
-def bounded(keys: Keys, bounds: Bounds) -> Keys:
+def bounded(keys: Keys, bounds: Bounds, unit: Sequence[Target], budget: int) -> Keys:
     """Keys of which the lowest of each matrix come first, and the highest last, whatever they are elsewhere."""
     cuts: dict[str, tuple[Cut, Cut]] = {}
+    whole: Callable[[float], int] = math.ceil  # of the least that goes, unless that is more than there is to spend
+    if sum(math.ceil(bounds[0] * target.numel) for target in unit) > budget:
+        whole = math.floor
 
     def changed(target: Target) -> Iterator[Tensor]:
         if target.name not in cuts:
-            low, high = math.ceil(bounds[0] * target.numel), math.floor(bounds[1] * target.numel)
+            low, high = whole(bounds[0] * target.numel), math.floor(bounds[1] * target.numel)
             cuts[target.name] = find_cut(lambda: keys(target), low), find_cut(lambda: keys(target), high)
         certain, possible = (_Below(cut) for cut in cuts[target.name])
         for these in keys(target):

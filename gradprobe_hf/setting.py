@@ -67,7 +67,7 @@ class Findings:
         score_ranges: lowest and highest score of each matrix, of the scores that ordered it last.
         without_evidence: candidates of each matrix given back because no probe saw a gradient (threshold decision).
         probe_losses: mean calibration loss of each probe, in nats.
-        curve: sparsity and metric of each trial of an iterated schedule.
+        curve: sparsity, metric and its limit of each trial of an iterated schedule.
         passes: forward and backward passes over the calibration data, in whole ones; what checkpointing computes again
             does not count.
         reached: matrices that a probe has seen a gradient of (or an input).

@@ -73,6 +73,7 @@ class Trial:
         if needed.terms:
             self.first = self._lent.statistics if self._lent else self._new_statistics(needed.terms)
         self.after: Statistics | None = None
+        self.rows_before: dict[str, list[float]] = {}  # what `findings.row_fisher` was
         self.candidates: Masks | None = None  # only as long as a second probe, or the threshold rule, needs them
 
     def run(self, sparsity: float, begun: int | None = None) -> Masks:
@@ -149,19 +150,24 @@ class Trial:
             self.candidates = progress.candidates
 
     def masks_at(self, sparsity: float) -> Masks:
-        """The path decision at a budget; the same statistics serve any number of budgets."""
-        assert self.first is not None, "probes have statistics"
+        """The decision at a budget; the same statistics serve any number of budgets."""
         config = self.setting.config
+        if config.decision == "none":
+            return self.propose(sparsity)
+        assert self.first is not None, "probes have statistics"
         score = partial(path_score, statistics=self.first, fisher=config.fisher)
         with self.setting.stopwatch("selection"):
             return self._select(keys_of(self.setting.model, score), config.decision_scope, sparsity, config.bounds)
 
     def masks_within(self, gradient_threshold: GradientThreshold) -> Masks:
         """The threshold decision; the same statistics serve any number of thresholds."""
-        masks = Masks()
+        masks, everywhere = Masks(), self.setting.targets  # a step has its share of what all matrices are told
+        limits = dict(
+            zip((target.name for target in everywhere), thresholds(everywhere, gradient_threshold), strict=True)
+        )
         with self.setting.stopwatch("selection"):
-            for target, threshold in zip(self.targets, thresholds(self.targets, gradient_threshold), strict=True):
-                masks.add(target.name, list(self._within(target, threshold)))
+            for target in self.targets:
+                masks.add(target.name, list(self._within(target, limits[target.name])))
         return masks
 
     def _within(self, target: Target, threshold: float) -> Iterator[Tensor]:
@@ -173,9 +179,10 @@ class Trial:
         matrix, first = target.matrix(model), target.region(model).rows.start
         blind = 0
         for rows in row_chunks(matrix.shape) if matrix.numel() else [slice(0, matrix.shape[0])]:
-            chosen, weight = self.candidates.rows(target.name, rows), matrix[rows]
             held = slice(first + rows.start, first + rows.stop)
             peaks = self.first[target.name].read("peak", held), self.after[target.name].read("peak", held)
+            device = peaks[0].device  # where the matrix is computed with; it may be kept elsewhere
+            chosen, weight = self.candidates.rows(target.name, rows).to(device), matrix[rows].to(device)
             blind += int((chosen & no_evidence(*peaks) & (weight != 0)).sum())
             yield threshold_mask(chosen, *peaks, threshold, weight)
         self.findings.without_evidence[target.name] = blind
@@ -183,6 +190,7 @@ class Trial:
     def _note_rows(self) -> None:
         """What a reconstruction weighs rows by: these statistics do not live until then."""
         config = self.setting.config
+        self.rows_before = dict(self.findings.row_fisher)
         if config.reconstruction != "admm" and not self.setting.is_shared:
             return
         if config.strategy != "fisher" and config.decision != "path":
@@ -260,6 +268,8 @@ class Trial:
                 ranges[target.name] = (min(low for low, _ in ends), max(high for _, high in ends))
 
         setting = self.setting
+        if bounds is not None:  # the trials of a schedule begin below the least that goes in the end
+            bounds = min(bounds[0], sparsity), bounds[1]
         masks = select_masks(
             self.targets,
             recorded,

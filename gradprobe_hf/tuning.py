@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from gradprobe_hf.comparison import Comparison
-from gradprobe_hf.config import GradientThreshold, GradProbeConfig
+from gradprobe_hf.config import GradientThreshold, GradProbeConfig, check_drop
 from gradprobe_hf.evaluation import Measurement
 from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.masks import Masks
@@ -78,9 +78,17 @@ def sweep_gradient_thresholds(
         calibration, processing_class, evaluation, loss_fn: as in `prune_pretrained`; an evaluation there must be.
 
     Raises:
-        ValueError: a threshold that is none, or nothing to measure on; and what `prune_pretrained` raises.
+        ValueError: a threshold or a drop that is none, an option without a part in it, nothing to measure on; and what
+            `prune_pretrained` raises.
     """
+    if max_metric_drop is not None:
+        check_drop(max_metric_drop)
     config = replace(config or GradProbeConfig(), decision="threshold")
+    if config.order != "joint" or config.reconstruction != "none":
+        raise ValueError(
+            "thresholds are measured on masks of the whole model: order='sequential' and a reconstruction have no part "
+            "in it; leave them unset."
+        )
     wanted = [replace(config, gradient_threshold=one).gradient_threshold for one in thresholds]
     if not wanted:
         raise ValueError("thresholds is empty: there is nothing to try.")

@@ -66,8 +66,10 @@ def decide(setting: Setting, findings: Findings, held_out: Batches | None, metri
     if config.order == "sequential":
         masks = decide_in_order(setting, findings)
     elif config.max_metric_drop is not None:
-        score = _Measured(setting, held_out, metric)
+        score = _Measured(setting, findings, held_out, metric)
         masks = iterate(setting, findings, score, score(Masks()))
+        for point in findings.curve:
+            point |= {name: score.sign * point[name] for name in ("metric", "limit")}
     else:
         masks = decide_in_rounds(setting, findings)
     _check_agreement(setting, masks)
@@ -105,17 +107,25 @@ def _unreached(setting: Setting, findings: Findings) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Measured:
-    """The metric of the model under masks; lower is better."""
+    """The metric of what masks lead to, kept weights reconstructed if they are to be; lower is better."""
 
     setting: Setting
+    findings: Findings
     held_out: Batches | None
     metric: Metric | None
 
+    @property
+    def sign(self) -> int:
+        """Of a metric of one's own, of which more is better, the negative is measured."""
+        return 1 if self.metric is None else -1
+
     def __call__(self, masks: Masks) -> float:
         setting = self.setting
-        with setting.stopwatch("evaluate trials"), serving(setting.model, setting.targets, masks):
+        verdict = conclude(setting, masks, self.findings) if masks else Verdict(masks)
+        view = serving(setting.model, setting.targets, verdict.masks, replaced=verdict.updates)
+        with setting.stopwatch("evaluate trials"), view:
             if self.metric is not None:
-                return -float(self.metric(setting.model))
+                return self.sign * float(self.metric(setting.model))
             assert self.held_out is not None, "checked before"
             found = measure(
                 setting.model, self.held_out, setting.loss_fn, "evaluation", setting.progress, setting.processes

@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.cli.main import main, parser
+from gradprobe_hf.cli.options import configuration
 
 GRADPROBE = [sys.executable, "-m", "gradprobe_hf"]
 SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "4"]
@@ -160,6 +162,30 @@ def test_wrong_input_is_one_readable_line(arguments, message, checkpoint, tmp_pa
     assert message in said.err
     assert said.out == ""
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--rounds", "0.2;0.5", "'0.2;0.5' is not a list of fractions"),
+        ("--max-metric-drop", "five", "'five' is not a number, or a share like 5%"),
+        ("--gradient-threshold", "much", "'much' is not a number, 'adaptive', or a JSON object"),
+        ("--batch-size", "many", "'many' is not a whole number or 'auto'"),
+    ],
+)
+def test_an_argument_that_cannot_be_read_is_named_with_what_it_should_be(flag, value, said, capsys):
+    with pytest.raises(SystemExit):
+        main(["prune", "model", "--output", "out", flag, value])
+    assert said in capsys.readouterr().err
+
+
+def test_a_preset_wins_over_what_another_came_to_in_a_file(tmp_path):
+    GradProbeConfig(preset="fast", num_samples=7).to_yaml(tmp_path / "fast.yaml")
+    command = ["prune", "model", "--output", "out", "--config", str(tmp_path / "fast.yaml")]
+    found = configuration(parser().parse_args([*command, "--preset", "best", "--dense-target", "0.5"]))
+    assert (found.decision, found.reconstruction, found.dense_target) == ("path", "admm", 0.5)
+    assert found.num_samples == 7
+    assert configuration(parser().parse_args(command)).decision == "none"
 
 
 def test_an_unknown_model_is_one_readable_line(tmp_path):

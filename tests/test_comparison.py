@@ -12,7 +12,7 @@ import gradprobe_hf.comparison as comparison
 import gradprobe_hf.trial as trial
 from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.comparison import BASELINES, baselines
+from gradprobe_hf.comparison import BASELINES, Comparison, baselines
 from tests import cases
 
 TEXT = {"num_samples": 6, "sequence_length": 16}
@@ -195,5 +195,40 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert printed["configs"]["mine"]["rounds"] == [0.3, 0.6]
     assert json.loads((tmp_path / "out" / "comparison.json").read_text()) == printed
     assert (tmp_path / "out" / "comparison.png").stat().st_size > 10_000
+    assert main([*command, "--overwrite", "--also", str(recipe), "--also", str(recipe)]) == 1
+    assert "a row is called 'mine' already" in capsys.readouterr().err
     assert main(["compare", str(checkpoint), "--methods", "nothing", *SMALL]) == 1
     assert "no method is called 'nothing'" in capsys.readouterr().err
+
+
+def test_options_that_no_baseline_has_are_a_row_of_their_own(checkpoint, capsys):
+    assert main(["compare", str(checkpoint), "--order", "sequential", "--json", *SMALL]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert [row["method"] for row in printed["rows"]] == [*BASELINES, "as configured"]
+    assert printed["configs"]["as configured"]["order"] == "sequential"
+    assert main(["compare", str(checkpoint), "--preset", "best", "--json", *SMALL]) == 0
+    assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == [*BASELINES]
+
+
+def test_rows_that_are_made_are_kept_when_a_later_one_fails(checkpoint, tmp_path, monkeypatch, capsys):
+    real = Comparison.row
+
+    def row(self, method, config):
+        if method == "sparsegpt":
+            raise OSError(28, "No space left on device")
+        return real(self, method, config)
+
+    monkeypatch.setattr(Comparison, "row", row)
+    assert main(["compare", str(checkpoint), "--output", str(tmp_path / "out"), *SMALL]) == 1
+    assert "No space left" in capsys.readouterr().err
+    kept = json.loads((tmp_path / "out" / "comparison.json").read_text())
+    assert [one["method"] for one in kept["rows"]] == ["magnitude", "wanda"]
+
+
+def test_a_promise_is_kept_by_each_reconstruction_by_itself():
+    """Configurations that differ in reconstruction share masks, but not where the metric decides about them."""
+    promise = {"max_metric_drop": "1%", "sparsity": 0.9, "sparsity_step": 0.3}
+    configs = {how: GradProbeConfig(reconstruction=how, **promise) for how in ("none", "obs")}
+    found = compared(cases.build("llama"), configs=configs)
+    alone = {how: compared(cases.build("llama"), configs={how: config}).rows[0] for how, config in configs.items()}
+    assert {row.method: row.zeros for row in found.rows} == {how: row.zeros for how, row in alone.items()}

@@ -63,8 +63,12 @@ def test_it_resumes_and_every_column_has_one_number_of_zeros(bench, monkeypatch)
 
 
 def test_another_text_is_another_benchmark(bench, text_file):
-    bench("--methods", "wanda", "--columns", "0.5")
-    found = bench("--methods", "sparsegpt", "--columns", "0.5", "--num-samples", "3")
+    wanda = bench("--methods", "wanda", "--columns", "0.5")
+    others = ("--methods", "sparsegpt", "--columns", "0.5", "--num-samples", "3")
+    with pytest.raises(SystemExit, match="has cells of other settings"):
+        bench(*others)
+    assert bench("--methods", "wanda", "--columns", "0.5") == wanda, "nothing was lost"
+    found = bench(*others, "--fresh")
     assert [row["method"] for row in found["rows"]] == ["sparsegpt"]
 
 

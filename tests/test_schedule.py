@@ -161,6 +161,8 @@ def test_a_sweep_in_forward_order_costs_half_of_whole_passes():
         {"order": "sequential"},
         {"order": "sequential", "blocks_per_step": 2, "reconstruction": "obs"},
         {"order": "sequential", "block_order": "reverse", "strategy": "wanda"},
+        {"order": "sequential", "block_order": "reverse", "blocks_per_step": 2, "strategy": "magnitude"},
+        {"order": "sequential", "strategy": "magnitude", "reconstruction": "obs"},
     ],
     ids=str,
 )
@@ -243,6 +245,10 @@ def test_a_metric_of_ones_own_is_to_stay_high():
 
     result = iterated(model, sparsity=0.8, max_metric_drop=0.4, metric_fn=accuracy)
     assert 0.395 <= result.report.sparsity <= 0.4
+    for point in result.report.curve:  # as it was measured, not as it is searched
+        assert point["metric"] == pytest.approx(1 - point["sparsity"], abs=1e-3)
+        assert point["limit"] == pytest.approx(0.6)
+        assert point["within"] == (point["metric"] >= point["limit"])
 
 
 def target_seen(model, target):
@@ -255,6 +261,87 @@ def test_a_drop_that_allows_everything_ends_at_the_sparsity_asked_for():
     result = iterated(cases.build("llama"), sparsity=0.35, max_metric_drop=1e9)
     assert result.report.sparsity == pytest.approx(0.35, abs=1e-3)
     assert [point["sparsity"] for point in result.report.curve] == [0.1, 0.2, 0.3, 0.35]
+
+
+@pytest.mark.parametrize("reconstruction", ["obs", "admm"])
+def test_the_promise_is_about_the_reconstructed_model(reconstruction):
+    options = {"sparsity": 0.9, "sparsity_step": 0.3, "reconstruction": reconstruction}
+    result = iterated(cases.build("llama"), max_metric_drop="0.2%", **options)
+    found = result.report.evaluation
+    assert found["pruned"]["perplexity"] <= 1.002 * found["dense"]["perplexity"]
+    kept = max((point for point in result.report.curve if point["within"]), key=lambda point: point["sparsity"])
+    assert kept["metric"] == found["pruned"]["perplexity"], "what was measured is what is delivered"
+
+
+def test_what_was_kept_is_delivered_where_bisection_finds_nothing_more(monkeypatch):
+    """A metric that allows the first trial, and nothing behind it."""
+    seen = []
+
+    def metric(model):
+        seen.append([target_seen(model, target).clone() for target in find_targets(model)])
+        return [1.0, 1.0][len(seen) - 1] if len(seen) <= 2 else 0.0
+
+    result = iterated(
+        cases.build("llama"),
+        sparsity=0.9,
+        sparsity_step=0.3,
+        max_metric_drop=0.5,
+        reconstruction="admm",
+        metric_fn=metric,
+    )
+    assert [point["within"] for point in result.report.curve][:2] == [True, False]
+    assert not any(point["within"] for point in result.report.curve[1:])
+    for target, values in zip(result.targets, seen[1], strict=True):
+        torch.testing.assert_close(result.updates[target.name], values, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("worst", [-1.0, float("nan")])
+@pytest.mark.parametrize("options", [{}, {"strategy": "wanda", "decision": "none"}, {"min_matrix_sparsity": 0.2}])
+def test_nothing_goes_where_no_sparsity_keeps_the_promise(options, worst):
+    values = iter([1.0])
+    result = iterated(cases.build("llama"), max_metric_drop=0, metric_fn=lambda model: next(values, worst), **options)
+    assert result.report.zeros == 0
+    assert any("nothing was pruned" in warning for warning in result.report.warnings)
+
+
+def test_scores_that_need_no_probe_are_made_once_for_all_trials():
+    result = iterated(cases.build("llama"), strategy="wanda", decision="none", sparsity=0.4, max_metric_drop=1e9)
+    assert result.report.passes == {"forward": 1.0, "backward": 0.0}
+    once = pruned(cases.build("llama"), "llama", strategy="wanda", decision="none", sparsity=0.4)
+    assert result.report.zeros == once.report.zeros
+    assert any("sparsity=0.4, the most that was allowed" in warning for warning in result.report.warnings)
+
+
+def test_trials_below_the_least_of_a_matrix_take_as_much_of_each():
+    result = iterated(cases.build("llama"), sparsity=0.5, min_matrix_sparsity=0.4, max_metric_drop=1e9)
+    assert [point["sparsity"] for point in result.report.curve] == [0.1, 0.2, 0.3, 0.4, 0.5]
+    assert all(row.pruned >= 0.4 * row.weights for row in result.report.matrices)
+    first = iterated(cases.build("llama"), sparsity=0.1, min_matrix_sparsity=0.1)
+    shares = [row.pruned / row.weights for row in first.report.matrices]
+    assert min(shares) > 0.09, "of whole weights"
+    assert max(shares) < 0.14
+
+
+def test_thresholds_by_pattern_in_a_sequential_order():
+    """A pattern that decides about one step only, and sizes that are those of the whole model."""
+    model, by_name = cases.build("llama"), {"model.layers.0.*": 0.5, "*": 0.1}
+    for gradient_threshold in (by_name, "adaptive"):
+        options = {"decision": "threshold", "order": "sequential", "gradient_threshold": gradient_threshold}
+        result = pruned(model, "llama", **options)
+        limits = dict(
+            zip((t.name for t in result.targets), thresholds(result.targets, gradient_threshold), strict=True)
+        )
+        steps_alone = pruned(model, "llama", **options | {"gradient_threshold": limits})
+        assert all(torch.equal(mask, steps_alone.masks[name]) for name, mask in result.masks.items())
+
+
+def test_a_matrix_of_several_blocks_is_in_no_step():
+    model = cases.build("llama")
+    model.model.layers[2].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+    for options in ({"order": "sequential"}, {"reconstruction": "obs"}):
+        with pytest.raises(ValueError, match=r"shared by 2 blocks \(model.layers.0, model.layers.2\)"):
+            pruned(model, "llama", **options)
+    assert pruned(model, "llama").report.sparsity == pytest.approx(0.5, abs=1e-3)
 
 
 def test_allowed():
@@ -341,7 +428,12 @@ def test_thresholds_that_do_not_fit_the_model_are_refused_before_any_work(value,
         ({"rounds": 0.5}, "must be a list of sparsities"),
         ({"rounds": (0.2, 0.5), "sparsity": 0.6}, r"not the last of rounds"),
         ({"rounds": (0.2, 1.0)}, r"fractions in \(0, 1\), got 1.0"),
-        ({"rounds": (0.2, 0.5), "decision": "threshold"}, "needs decision='path'"),
+        ({"rounds": (0.2, 0.5), "decision": "threshold"}, "which decision='threshold' cannot"),
+        ({"rounds": (0.2, 0.5), "decision": "none", "strategy": "wanda"}, "makes no probe"),
+        ({"max_metric_drop": 1, "strategy": "sparsegpt"}, "which strategy='sparsegpt' cannot"),
+        ({"max_metric_drop": 1, "initial_sparsity": 0.6}, r"initial_sparsity must be .* \[0, 0.5\], got 0.6"),
+        ({"sparsity_step": -3}, "sparsity_step must be"),
+        ({"min_matrix_sparsity": "0.1"}, "min_matrix_sparsity must be"),
         ({"pattern": "2:4", "max_metric_drop": 0.1}, "one sparsity only"),
         ({"max_metric_drop": "five"}, "a share like '5%', got 'five'"),
         ({"max_metric_drop": -1}, "got -1"),

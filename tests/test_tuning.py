@@ -79,3 +79,17 @@ def test_what_is_tuned_is_the_sparsest_that_keeps_the_promise(drop):
 def test_wrong_thresholds_are_refused_before_any_pass(thresholds, message):
     with pytest.raises(ValueError, match=message):
         sweep_gradient_thresholds(3, thresholds)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_metric_drop": "five"}, "max_metric_drop must be"),
+        ({"max_metric_drop": "5"}, "a share like '5%'"),
+        ({"config": GradProbeConfig(order="sequential")}, "order='sequential' and a reconstruction have no part"),
+        ({"config": GradProbeConfig(preset="best")}, "have no part in it"),
+    ],
+)
+def test_options_without_a_part_in_it_are_refused_before_any_pass(options, message):
+    with pytest.raises(ValueError, match=message):
+        sweep_gradient_thresholds(3, THRESHOLDS, **options)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from gradprobe_hf.cli.options import (
@@ -13,11 +16,15 @@ from gradprobe_hf.cli.options import (
     option_values,
 )
 from gradprobe_hf.cli.output import add_model_arguments, console, given, print_comparison, print_json
-from gradprobe_hf.comparison import RESULT_NAME, baselines, compare_pretrained
+from gradprobe_hf.comparison import RESULT_NAME, Compared, baselines, compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.preparation import Loading
 from gradprobe_hf.processes import join_processes
 from gradprobe_hf.recipes import read_yaml
+
+logger = logging.getLogger(__name__)
+
+OWN = "as configured"  # the row of the options that are given, where no baseline has the same
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,12 +62,11 @@ def run(options: argparse.Namespace) -> None:
             **given(options, "device_map", "max_memory", "offload_folder"),
             others=given(options, "dtype", "gguf_file"),
         ),
+        on_row=partial(_note, options) if join_processes().is_main else None,
         progress=not options.quiet,
     )
     if not join_processes().is_main:
         return
-    if options.output:
-        found.save(options.output)
     if options.json:
         print_json(found.to_dict())
     else:
@@ -69,16 +75,28 @@ def run(options: argparse.Namespace) -> None:
             console().print(f"{options.output}/{RESULT_NAME}, picture {options.output}/comparison.png")
 
 
+def _note(options: argparse.Namespace, found: Compared) -> None:
+    """What is there is saved with every row: the next one may take an hour, or fail."""
+    if options.output:
+        found.save(options.output)
+    row = found.rows[-1]
+    shown = f"loss {row.loss:,.4f}" if row.perplexity is None else f"perplexity {row.perplexity:,.4f}"
+    logger.info("%s: %s at %.4f%%, %.0f s", row.method, shown, 100 * row.sparsity, row.seconds)
+
+
 def _chosen(config: GradProbeConfig, options: argparse.Namespace) -> dict[str, GradProbeConfig] | None:
-    """The configurations that were asked for by name and by file; None: every baseline that can be."""
-    if options.methods is None and not options.also:
-        return None
+    """The configurations that were asked for by name, by options and by file; None: every baseline that can be."""
     known = baselines(config)
+    own = {} if replace(config, preset=None) in known.values() else {OWN: config}
+    if options.methods is None and not options.also:
+        return {**known, **own} if own else None
     names = list(known) if options.methods is None else [name.strip() for name in options.methods.split(",")]
     for name in names:
         if name not in known:
             raise ValueError(f"no method is called {name!r}; there are: {', '.join(known)}.")
     found = {name: known[name] for name in names}
     for path in options.also or ():
+        if Path(path).stem in found:
+            raise ValueError(f"--also {path}: a row is called {Path(path).stem!r} already; rename the file.")
         found[Path(path).stem] = GradProbeConfig.from_dict(option_values(options) | read_yaml(path))
     return found

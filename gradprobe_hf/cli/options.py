@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -25,6 +27,7 @@ from gradprobe_hf.recipes import read_yaml
 
 # Options of the command that are fields of the configuration; a default of None means: what the configuration says.
 CONFIG_FIELDS = tuple(field.name for field in fields(GradProbeConfig))
+PRESET_FIELDS = ("preset", "strategy", "decision", "reconstruction", "dense_target")
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
@@ -159,19 +162,32 @@ def add_resume_arguments(parser: argparse._ActionsContainer) -> None:
 def _threshold(text: str) -> Any:
     if text == "adaptive":
         return text
-    return _json_object(text) if text.startswith("{") else float(text)
+    with _expected("a number, 'adaptive', or a JSON object from patterns to numbers", text):
+        return _json_object(text) if text.startswith("{") else float(text)
 
 
 def _fractions(text: str) -> tuple[float, ...]:
-    return tuple(map(float, text.split(",")))
+    with _expected("a list of fractions, like 0.2,0.35,0.5", text):
+        return tuple(map(float, text.split(",")))
 
 
 def _drop(text: str) -> float | str:
-    return text if text.endswith("%") else float(text)
+    with _expected("a number, or a share like 5%", text):
+        return text if text.endswith("%") else float(text)
 
 
 def _whole_or_auto(text: str) -> int | str:
-    return text if text == "auto" else int(text)
+    with _expected("a whole number or 'auto'", text):
+        return text if text == "auto" else int(text)
+
+
+@contextmanager
+def _expected(wanted: str, text: str) -> Iterator[None]:
+    """argparse would name the function that failed."""
+    try:
+        yield
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {wanted}") from error
 
 
 def _on_off_auto(text: str) -> bool | str:
@@ -200,4 +216,6 @@ def configuration(options: argparse.Namespace) -> GradProbeConfig:
 def option_values(options: argparse.Namespace) -> dict[str, Any]:
     """The file's options, with those of the command line over them."""
     values: dict[str, Any] = read_yaml(options.config) if options.config else {}
+    if getattr(options, "preset", None) is not None:  # wins over what an earlier one came to in the file
+        values = {name: value for name, value in values.items() if name not in PRESET_FIELDS}
     return values | given(options, *CONFIG_FIELDS)

@@ -121,8 +121,9 @@ def _sparsities(label: str, rows: Iterable[tuple[str, int, int, float]]) -> Tabl
 
 
 def _cost(report: Report) -> str:
+    passes = f"{report.passes['forward']:.3g} forward and {report.passes['backward']:.3g} backward passes"
     slowest = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items() if seconds >= 1)
-    return f"peak memory {report.memory['peak_resident_bytes'] / 1e9:.2f} GB; {slowest or 'under a second'}"
+    return f"peak memory {report.memory['peak_resident_bytes'] / 1e9:.2f} GB; {passes}; {slowest or 'under a second'}"
 
 
 def console() -> Console:
