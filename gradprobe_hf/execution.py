@@ -65,6 +65,7 @@ def plan_execution(
     *,
     loss_fn: LossFunction | None = None,
     folder: str | Path | None = None,
+    rows: int | None = None,
     processes: Processes,
     stopwatch: Stopwatch,
 ) -> Plan:
@@ -72,6 +73,7 @@ def plan_execution(
 
     Args:
         folder: for accumulators on disk.
+        rows: sequences in a batch where `batch_size="auto"`, of a run that goes on.
 
     Raises:
         ValueError: fewer batches than processes, or checkpointing of a model that has no layers for it.
@@ -82,7 +84,9 @@ def plan_execution(
     if batches is None:
         return Plan(None, False, notes, remedies_for(config, 1, False, offloaded))
     has_backward = evidence_needed(config).passes == "probe"
-    if config.batch_size == "auto" and has_backward:
+    if config.batch_size == "auto" and rows is not None:
+        batches, notes["batch_size"] = batches.in_batches_of(rows), f"{rows} (as before)"
+    elif config.batch_size == "auto" and has_backward:
         remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)
         with memory_errors(stopwatch, remedies), stopwatch("batch size"):
             batches, notes["batch_size"] = largest_batch(
@@ -94,12 +98,12 @@ def plan_execution(
             f"{processes.count} processes and {passes} calibration batches: every process needs one. Set a "
             "smaller batch_size, a larger num_samples, or start fewer processes."
         )
-    rows = max(map(row_count, batches))
+    most = max(map(row_count, batches))
     checkpointing = False
     if has_backward:
-        checkpointing, notes["checkpointing"] = choose_checkpointing(model, config, rows, batches.longest)
+        checkpointing, notes["checkpointing"] = choose_checkpointing(model, config, most, batches.longest)
         logger.info("checkpointing is %s", notes["checkpointing"])
-    return Plan(batches, checkpointing, notes, remedies_for(config, rows, checkpointing, offloaded))
+    return Plan(batches, checkpointing, notes, remedies_for(config, most, checkpointing, offloaded))
 
 
 def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: int, length: int) -> tuple[bool, str]:

@@ -26,7 +26,7 @@ from gradprobe_hf.probe import serving
 from gradprobe_hf.processes import Processes, join_processes
 from gradprobe_hf.report import ComparedRow
 from gradprobe_hf.result import PruneResult
-from gradprobe_hf.resume import Journal, check_save_every, run_identity
+from gradprobe_hf.resume import Journal, check_save_every, kept_rows, run_identity
 from gradprobe_hf.setting import Setting
 from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.stopwatch import Stopwatch
@@ -147,6 +147,7 @@ def prune_pretrained(
         plan_for=most_demanding([config, *(baselines(config).values() if compare_baselines else ())]),
         loss_fn=loss_fn,
         folder=offload_folder,
+        rows=None if resume_dir is None else kept_rows(resume_dir, processes),
         processes=processes,
         stopwatch=stopwatch,
         progress=progress,

@@ -200,11 +200,20 @@ def run_identity(
     return {
         **{f"config.{name}": value for name, value in config.items()},
         "calibration": f"{batches.source} ({batches.fingerprint})",
-        "batches": f"{len(batches)} of up to {max(map(row_count, batches))} rows",
+        "batches": f"{len(batches)} of up to {(rows := max(map(row_count, batches)))} rows",
+        "rows at once": rows,
         "model": type(model).__name__,
         "weights": _weights_fingerprint(model, targets),
         "number of processes": processes.count,
     }
+
+
+def kept_rows(folder: str | Path, processes: Processes) -> int | None:
+    """How many sequences a batch has in the run whose state is in the folder; None where there is none."""
+    own = 0
+    for state in (Path(folder) / f"process-{processes.rank}").glob("*/progress.json"):
+        own = json.loads(state.read_text(encoding="utf-8"))["identity"].get("rows at once", 0)
+    return int(processes.max_(torch.tensor(own))) or None
 
 
 def check_save_every(save_every: int) -> None:

@@ -38,11 +38,13 @@ def decide_in_order(setting: Setting, findings: Findings) -> Masks:
         alone = replace(setting, config=replace(config, decision="none", order="joint", **UNBOUNDED))
         candidates = Trial(alone, setting.targets, findings).run(config.final_sparsity, begun)
     prefix = Prefix(model, own, len(order)) if config.block_order == "forward" else None
-    for number, blocks in enumerate(steps(order, setting.targets, config.block_order, config.blocks_per_step), start=1):
+    portions = steps(order, setting.targets, config.block_order, config.blocks_per_step)
+    for number, blocks in enumerate(portions, start=1):
         inside = [target for target in setting.targets if target.block in blocks]
         if begun is None or begun // 2 <= number:
             depth = 1 - min(order.index(block) for block in blocks) / len(order)
-            trial = Trial(setting, inside, findings, number, decided, candidates, prefix, depth)
+            place = f"step {number} of {len(portions)}, "
+            trial = Trial(setting, inside, findings, number, decided, candidates, prefix, depth, place)
             decided = merged(decided, trial.run(config.final_sparsity, begun))
         if prefix is not None:
             with attached(model, inside, Probe(shrunk=decided, factor=0.0)):

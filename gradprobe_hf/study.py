@@ -71,6 +71,7 @@ def ready(
     plan_for: GradProbeConfig | None = None,
     loss_fn: LossFunction | None = None,
     folder: str | Path | None = None,
+    rows: int | None = None,
     processes: Processes,
     stopwatch: Stopwatch,
     progress: bool,
@@ -80,6 +81,7 @@ def ready(
     Args:
         plan_for: what the portions have to fit, where other configurations share the setting; default: `config`.
         folder: for accumulators on disk, and new weights of a model that is offloaded.
+        rows: as `plan_execution`.
 
     Raises:
         ValueError: as `plan_execution`.
@@ -93,6 +95,7 @@ def ready(
         material.batches,
         loss_fn=loss_fn,
         folder=folder,
+        rows=rows,
         processes=processes,
         stopwatch=stopwatch,
     )

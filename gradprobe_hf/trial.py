@@ -49,6 +49,7 @@ class Trial:
         candidates: proposed before, for these targets or for more; by default this trial proposes them.
         prefix: where a pass starts, if not at the beginning.
         depth: the share of the model that a backward pass goes through.
+        place: what progress bars say of where in its run it is.
     """
 
     def __init__(
@@ -61,9 +62,10 @@ class Trial:
         candidates: Masks | None = None,
         prefix: Prefix | None = None,
         depth: float = 1.0,
+        place: str = "",
     ) -> None:
         self.setting, self.targets, self.findings, self.number = setting, tuple(targets), findings, number
-        self.served, self.prefix, self.depth = served or Masks(), prefix, depth
+        self.served, self.prefix, self.depth, self.place = served or Masks(), prefix, depth, place
         self._proposed = candidates
         self._bytes = 0
         needed = evidence_needed(setting.config)
@@ -241,7 +243,7 @@ class Trial:
                 processes=setting.processes,
                 tally=progress.tally,
                 after_batch=partial(_saved, journal, progress) if journal else None,
-                label=f"{progress.stage} ({state})",
+                label=f"{progress.stage} ({self.place}{state})",
                 progress=setting.progress and setting.processes.is_main,
             )
             if journal:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+import gradprobe_hf.execution as execution
 import gradprobe_hf.resume as resume
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.loss import summed_loss
@@ -234,6 +235,18 @@ def test_two_processes_go_on_together(stop_at, tmp_path):
     assert (tmp_path / "state").exists()
     for found in together(one_of_two, tmp_path / "state", None):
         assert_same(found, wanted)
+
+
+def test_the_largest_batch_is_not_looked_for_again(tmp_path, monkeypatch):
+    """Free memory is another now: the run that goes on has the batches that it began with."""
+    first = execution.first_guess
+    monkeypatch.setattr(execution, "first_guess", lambda *_: 4)
+    interrupted(tmp_path / "state", sparsity=0.5, batch_size="auto")
+    monkeypatch.setattr(execution, "first_guess", lambda *_: pytest.fail("looked for"))
+    found = run(tmp_path / "state", sparsity=0.5, batch_size="auto")
+    monkeypatch.setattr(execution, "first_guess", first)
+    wanted = run(sparsity=0.5, parts=cases.batches("llama", rows=12, batch_size=4))
+    assert all(torch.equal(found["masks"][name], mask) for name, mask in wanted["masks"].items())
 
 
 def test_a_search_on_another_text_is_another_run(tmp_path):
