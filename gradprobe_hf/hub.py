@@ -25,6 +25,7 @@ from gradprobe_hf.plots import save_plots
 from gradprobe_hf.report import Report
 from gradprobe_hf.sharding import is_sharded
 from gradprobe_hf.shards import save_in_shards
+from gradprobe_hf.store import existing_parent
 from gradprobe_hf.weights import is_offloaded
 
 # Our own key in config.json: `quantization_config` would make other libraries refuse the model.
@@ -57,7 +58,7 @@ def _is_checkpoint(path: Path) -> bool:
 
 def check_room(directory: str | Path, model: PreTrainedModel) -> None:
     """Raise OSError, before any work, where the checkpoint cannot be written or will not fit on the disk."""
-    parent = _existing_parent(Path(directory).absolute().parent)
+    parent = existing_parent(Path(directory).absolute().parent)
     Path(tempfile.mkdtemp(prefix=".gradprobe-", dir=parent)).rmdir()
     needed = sum(parameter.nbytes for parameter in model.parameters())
     free = shutil.disk_usage(parent).free
@@ -226,7 +227,3 @@ def _add_own_key(path: Path, config: GradProbeConfig, report: Report) -> None:
     }
     # json.dumps, not the configuration's own writer: transformers sorts keys and so do we, which keeps diffs small.
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _existing_parent(path: Path) -> Path:
-    return next(parent for parent in (path, *path.parents) if parent.exists())

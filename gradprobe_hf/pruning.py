@@ -131,7 +131,7 @@ def prune_pretrained(
     if output_dir is not None:
         processes.on_main(partial(check_room, output_dir, model))
     if apply:
-        check_store_room(model, {target.parameter for target in targets})
+        check_store_room(model, {target.parameter for target in targets}, output_dir)
     if config.max_metric_drop is not None and held_out is None and metric_fn is None:
         raise ValueError(
             "max_metric_drop needs something to measure: give an evaluation (--evaluation), or a metric_fn."

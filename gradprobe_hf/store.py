@@ -66,22 +66,38 @@ def replace_on_disk(model: nn.Module, changes: Mapping[str, Callable[[Tensor], T
                 step()
 
 
-def check_store_room(model: nn.Module, parameters: set[str]) -> None:
-    """Raise OSError, before any work, where changed weights will not fit beside those that are on disk."""
+def check_store_room(model: nn.Module, parameters: set[str], checkpoint: str | Path | None = None) -> None:
+    """Raise OSError, before any work, where changed weights will not fit beside those that are on disk.
+
+    Args:
+        checkpoint: where the whole model will be saved before, maybe on the same disk.
+    """
     needed: dict[Path, int] = {}
     for name in parameters:
         if is_on_disk(model, name) and (place := place_of(model, name)) is not None:
             folder = _folder_of(place.store[0])
             needed[folder] = needed.get(folder, 0) + model.get_parameter(name).nbytes
     for folder, nbytes in needed.items():
+        if checkpoint is not None and _disk_of(folder) == _disk_of(Path(checkpoint)):
+            nbytes += sum(parameter.nbytes for parameter in model.parameters())
         free = shutil.disk_usage(folder).free
         if free < nbytes:
             raise OSError(
                 errno.ENOSPC,
-                f"the pruned weights of the offloaded model need {nbytes / 1e6:,.0f} MB there and {free / 1e6:,.0f} MB "
-                "are free; choose another offload_folder (--offload-folder). Nothing was written",
+                f"what is saved, with the pruned weights of the offloaded model, needs {nbytes / 1e6:,.0f} MB on that "
+                f"disk and {free / 1e6:,.0f} MB are free; choose another offload_folder (--offload-folder). Nothing "
+                "was written",
                 str(folder),
             )
+
+
+def existing_parent(path: Path) -> Path:
+    """The path, or the nearest folder above it that is there."""
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
+def _disk_of(path: Path) -> int:
+    return existing_parent(path.absolute()).stat().st_dev
 
 
 def _folder_of(store: object) -> Path:

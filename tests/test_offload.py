@@ -363,6 +363,20 @@ def test_a_store_without_room_is_refused_before_any_work(saved, tmp_path, monkey
         )
 
 
+def test_a_store_and_a_checkpoint_have_to_fit_together(saved, tmp_path, monkeypatch):
+    model = PLACEMENTS["disk_offload"](saved("llama"), tmp_path / "off")
+    parameters = {target.parameter for target in find_targets(model)}
+    changed = sum(model.get_parameter(name).nbytes for name in parameters)
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=changed + whole - 1))
+    store.check_store_room(model, parameters)
+    with pytest.raises(OSError, match="what is saved, with the pruned weights"):
+        store.check_store_room(model, parameters, tmp_path / "not" / "there" / "yet")
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=changed + whole))
+    store.check_store_room(model, parameters, tmp_path / "out")
+
+
 def test_accumulators_without_room_are_refused_and_leave_nothing(saved, tmp_path, monkeypatch):
     calls = []
 
