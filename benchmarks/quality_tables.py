@@ -172,13 +172,18 @@ def geometric_mean(values: Sequence[float]) -> float:
 def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str], made_by: str = "bench-quality") -> str:
     """How it was measured, and how far apart the zeros are that these methods made of a column."""
     zeros: dict[tuple[str, int], list[float]] = {}
+    theirs: dict[tuple[str, int], list[float]] = {}
     for method, column in cells:
         for row in cells[method, column] if method in methods else ():
-            zeros.setdefault((column, row["seed"]), []).append(row["zeros"] / row["weights"])
+            shares = theirs if method in PEERS else zeros
+            shares.setdefault((column, row["seed"]), []).append(row["zeros"] / row["weights"])
     apart = max((max(found) - min(found) for found in zeros.values()), default=0.0)
     alike = "; every column has one number of zeros" if apart < NEGLIGIBLE else ""
     if alike and apart:  # a weight that was zero already is one where it is kept, too
         alike += f", to {apart:.5%} of the weights"
+    off = max((abs(one - zeros[key][0]) for key, found in theirs.items() for one in found if key in zeros), default=0.0)
+    if off:
+        alike += f"; llm-compressor's are up to {off:.2%} of the weights off"
     settings = results["settings"]
     measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
     seeds = len({row["seed"] for row in results["rows"]})

@@ -123,6 +123,16 @@ def test_the_protocol_says_how_far_apart_the_zeros_are(bench, more, said):
     assert bool(said) == ("one number of zeros" in found)
 
 
+def test_the_protocol_says_how_far_off_the_zeros_of_others_are(bench):
+    results = bench("--methods", "sparsegpt", "--columns", "0.5")
+    (own,) = results["rows"]
+    own |= {"weights": 10**6, "zeros": 5 * 10**5}
+    results["rows"].append({**own, "method": "llm-compressor, wanda", "zeros": 5 * 10**5 - 1200})
+    assert "one number of zeros; llm-compressor's are up to 0.12% of the weights off" in quality_tables.quality_table(
+        results
+    )
+
+
 def test_the_picture_knows_what_it_shows(bench):
     values = picture.shown(bench("--methods", "wanda", "sparsegpt", "--columns", "0.5"))
     (panel,) = picture.figure(values).axes
