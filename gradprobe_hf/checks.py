@@ -73,16 +73,16 @@ def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None
 
 def _check_in_blocks(model: nn.Module, targets: Sequence[Target]) -> None:
     for target in targets:
+        if not target.block:
+            raise ValueError(
+                f"{target.name} lies outside of the blocks, which are worked on one after the other here: leave it out "
+                "of include, or use order='joint' without reconstruction."
+            )
         users = sorted({block_of(model, site.module) for site in target.sites})
         if len(users) > 1:
             raise ValueError(
                 f"{target.name} is shared by {len(users)} blocks ({', '.join(users)}), which are worked on one after "
                 "the other here: exclude it, or use order='joint' without reconstruction."
-            )
-        if not target.block:
-            raise ValueError(
-                f"{target.name} lies outside of the blocks, which are worked on one after the other here: leave it out "
-                "of include, or use order='joint' without reconstruction."
             )
 
 

@@ -73,7 +73,7 @@ def plan_execution(
 
     Args:
         folder: for accumulators on disk.
-        rows: sequences in a batch where `batch_size="auto"`, of a run that goes on.
+        rows: sequences in a batch, where an earlier part of the run has found that out.
 
     Raises:
         ValueError: fewer batches than processes, or checkpointing of a model that has no layers for it.
@@ -84,7 +84,7 @@ def plan_execution(
     if batches is None:
         return Plan(None, False, notes, remedies_for(config, 1, False, offloaded))
     has_backward = evidence_needed(config).passes == "probe"
-    if config.batch_size == "auto" and rows is not None:
+    if rows is not None:
         batches, notes["batch_size"] = batches.in_batches_of(rows), f"{rows} (as before)"
     elif config.batch_size == "auto" and has_backward:
         remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)

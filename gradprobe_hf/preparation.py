@@ -105,12 +105,10 @@ def _loaded(
     return model, processing_class or load_processing_class(model, **others)
 
 
-def _own_folder(folder: str | Path | None) -> Path | None:
+def _own_folder(folder: str | Path | None) -> str | Path | None:
     """Of several processes each has a folder of its own: transformers writes there what it has to convert."""
     processes = join_processes()
-    if folder is None or processes.count == 1:
-        return None if folder is None else Path(folder)
-    return Path(folder) / f"process-{processes.rank}"
+    return folder if folder is None or processes.count == 1 else Path(folder) / f"process-{processes.rank}"
 
 
 def _default_evaluation(evaluation: Any, calibration: Any, model: PreTrainedModel) -> Any:

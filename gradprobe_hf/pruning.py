@@ -147,7 +147,7 @@ def prune_pretrained(
         plan_for=most_demanding([config, *(baselines(config).values() if compare_baselines else ())]),
         loss_fn=loss_fn,
         folder=offload_folder,
-        rows=None if resume_dir is None else kept_rows(resume_dir, processes),
+        rows=kept_rows(resume_dir, processes) if resume_dir is not None and config.batch_size == "auto" else None,
         processes=processes,
         stopwatch=stopwatch,
         progress=progress,

@@ -79,7 +79,7 @@ class Journal:
     ) -> None:
         self.folder, self.identity, self.save_every = folder, dict(identity), save_every
         self.processes, self.in_step = processes, in_step
-        self.own = folder / f"process-{processes.rank}"
+        self.own = _folder_of(folder, processes)
 
     def check(self) -> None:
         """Raise ValueError when the folder holds the state of another run, naming the first difference."""
@@ -186,7 +186,7 @@ class Journal:
             self.folder.rmdir()  # not where others are not done with theirs, or have just done this
 
     def _states(self) -> list[Path]:
-        return [path for path in self.own.glob("*-*") if path.suffix != ".partial"] if self.own.is_dir() else []
+        return _states_in(self.own)
 
 
 def run_identity(
@@ -200,8 +200,8 @@ def run_identity(
     return {
         **{f"config.{name}": value for name, value in config.items()},
         "calibration": f"{batches.source} ({batches.fingerprint})",
-        "batches": f"{len(batches)} of up to {(rows := max(map(row_count, batches)))} rows",
-        "rows at once": rows,
+        "batches": len(batches),
+        "rows at once": max(map(row_count, batches)),
         "model": type(model).__name__,
         "weights": _weights_fingerprint(model, targets),
         "number of processes": processes.count,
@@ -210,10 +210,18 @@ def run_identity(
 
 def kept_rows(folder: str | Path, processes: Processes) -> int | None:
     """How many sequences a batch has in the run whose state is in the folder; None where there is none."""
-    own = 0
-    for state in (Path(folder) / f"process-{processes.rank}").glob("*/progress.json"):
-        own = json.loads(state.read_text(encoding="utf-8"))["identity"].get("rows at once", 0)
-    return int(processes.max_(torch.tensor(own))) or None
+    states = _states_in(_folder_of(folder, processes))
+    kept = json.loads((states[0] / "progress.json").read_text(encoding="utf-8"))["identity"] if states else {}
+    return int(processes.max_(torch.tensor(kept.get("rows at once", 0)))) or None
+
+
+def _folder_of(folder: str | Path, processes: Processes) -> Path:
+    return Path(folder) / f"process-{processes.rank}"
+
+
+def _states_in(own: Path) -> list[Path]:
+    """The complete ones."""
+    return [path for path in own.glob("*-*") if path.suffix != ".partial"] if own.is_dir() else []
 
 
 def check_save_every(save_every: int) -> None:

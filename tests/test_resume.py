@@ -135,16 +135,21 @@ def test_what_was_done_is_not_done_again(tmp_path, monkeypatch):
 
 def interrupted(folder, **options):
     """Leaves a state behind."""
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run(folder, loss_fn=failing_at(5), **options)
+
+
+def failing_at(number):
+    """A loss that cannot be computed once: of the batch with this number, from 1."""
     calls = []
 
     def failing(model, batch):
         calls.append(1)
-        if len(calls) == 5:
+        if len(calls) == number:
             raise RuntimeError("on purpose")
         return summed_loss(model, batch)[0]
 
-    with pytest.raises(RuntimeError, match="on purpose"):
-        run(folder, loss_fn=failing, **options)
+    return failing
 
 
 @pytest.mark.parametrize(
@@ -153,7 +158,7 @@ def interrupted(folder, **options):
         ({"sparsity": 0.6}, "config.sparsity was 0.5, now it is 0.6"),
         ({"sparsity": 0.5, "fisher": "token"}, "config.fisher was 'blend', now it is 'token'"),
         ({"sparsity": 0.5, "parts": cases.batches("llama", rows=12, batch_size=1, seed=9)}, "calibration was"),
-        ({"sparsity": 0.5, "parts": cases.batches("llama", rows=12, batch_size=2)}, "batches was '12 of up to 1 rows'"),
+        ({"sparsity": 0.5, "parts": cases.batches("llama", rows=12, batch_size=2)}, "batches was 12, now it is 6"),
         ({"sparsity": 0.5, "model": cases.build("llama", seed=1)}, "weights was"),
         ({"sparsity": 0.5, "model": cases.build("llama", torch.bfloat16)}, "weights was"),
         ({"sparsity": 0.5, "model": cases.build("opt")}, "model was 'LlamaForCausalLM', now it is 'OPTForCausalLM'"),
@@ -243,6 +248,9 @@ def test_the_largest_batch_is_not_looked_for_again(tmp_path, monkeypatch):
     monkeypatch.setattr(execution, "first_guess", lambda *_: 4)
     interrupted(tmp_path / "state", sparsity=0.5, batch_size="auto")
     monkeypatch.setattr(execution, "first_guess", lambda *_: pytest.fail("looked for"))
+    unfinished = tmp_path / "state" / "process-0" / "probe 0-8.partial"
+    unfinished.mkdir()
+    (unfinished / "progress.json").write_text('{"identity": {"rows')  # killed while it was written
     found = run(tmp_path / "state", sparsity=0.5, batch_size="auto")
     monkeypatch.setattr(execution, "first_guess", first)
     wanted = run(sparsity=0.5, parts=cases.batches("llama", rows=12, batch_size=4))
@@ -263,16 +271,8 @@ def test_a_search_on_another_text_is_another_run(tmp_path):
             **others,
         )
 
-    calls = []
-
-    def failing(model, batch):
-        calls.append(1)
-        if len(calls) == 9:
-            raise RuntimeError("on purpose")
-        return summed_loss(model, batch)[0]
-
     with pytest.raises(RuntimeError, match="on purpose"):
-        search(cases.batches("llama", seed=3), loss_fn=failing)
+        search(cases.batches("llama", seed=3), loss_fn=failing_at(9))
     with pytest.raises(ValueError, match="its evaluation was"):
         search(cases.batches("llama", seed=4))
 

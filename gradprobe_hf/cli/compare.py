@@ -84,12 +84,11 @@ def _note(options: argparse.Namespace, found: Compared) -> None:
     logger.info("%s: %s at %.4f%%, %.0f s", row.method, shown, 100 * row.sparsity, row.seconds)
 
 
-def _chosen(config: GradProbeConfig, options: argparse.Namespace) -> dict[str, GradProbeConfig] | None:
-    """The configurations that were asked for by name, by options and by file; None: every baseline that can be."""
+def _chosen(config: GradProbeConfig, options: argparse.Namespace) -> dict[str, GradProbeConfig]:
+    """The configurations that were asked for by name, by options and by file; by default every baseline."""
     known = baselines(config)
-    own = {} if replace(config, preset=None) in known.values() else {OWN: config}
-    if options.methods is None and not options.also:
-        return {**known, **own} if own else None
+    if replace(config, preset=None) not in known.values():
+        known[OWN] = config
     names = list(known) if options.methods is None else [name.strip() for name in options.methods.split(",")]
     for name in names:
         if name not in known:

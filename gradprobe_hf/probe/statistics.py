@@ -39,8 +39,8 @@ class Statistics:
             return
         kept = [accumulator for one in self._of.values() for accumulator in one.accumulators.values()]
         # How often a sum was updated decides how it is rounded: the same everywhere, so that all round it alike.
-        own = [one.reached for one in self._of.values()], [accumulator.updates for accumulator in kept]
-        most = processes.max_(torch.tensor([*own[0], *own[1]], dtype=torch.int64)).tolist()
+        own = [*(one.reached for one in self._of.values()), *(accumulator.updates for accumulator in kept)]
+        most = processes.max_(torch.tensor(own, dtype=torch.int64)).tolist()
         for accumulator, updates in zip(kept, most[len(self._of) :], strict=True):
             accumulator.updates = updates
         for one, any_reached in zip(self._of.values(), most, strict=False):
