@@ -33,16 +33,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.quality_rows import (
     ACCUMULATORS,
-    ALL_METHODS,
     AND,
     COLUMNS,
-    IMPORTANT,
     METHODS,
     PEERS,
     RIVALS,
     RULE,
     VARIANTS,
     configuration,
+    in_table,
 )
 from benchmarks.quality_tables import quality_table, spread_table, variants_table
 from gradprobe_hf import GradProbeConfig
@@ -138,7 +137,7 @@ class Bench:
     def _todo(self, seed: int) -> Iterator[tuple[str, str]]:
         for column in self.ask.columns:
             for method in self.ask.methods or (*self.methods, *(PEERS if self.ask.peers else ())):
-                wanted = self.everywhere or column in ALL_METHODS or method in IMPORTANT
+                wanted = self.ask.methods or self.everywhere or in_table(method, column)
                 parts = (method, *RIVALS) if method == RULE else (method,)
                 if wanted and any((part, seed, column) not in self.cells for part in parts):
                     yield method, column
@@ -298,7 +297,7 @@ def main() -> None:
         "--split", type=Path, metavar="FILE", help="calibrate on the first 70%% of a text, evaluate on the rest"
     )
     parser.add_argument("--columns", nargs="+", metavar="C", help=f"default: {' '.join(COLUMNS)} (accumulators: 0.6)")
-    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: all")
+    parser.add_argument("--methods", nargs="+", metavar="NAME", help="default: those that the table has")
     parser.add_argument("--full", action="store_true", help="every method in every column")
     parser.add_argument("--seed", type=int, nargs="+", default=[0], help="of the calibration windows")
     parser.add_argument("--num-samples", type=int, default=64)

@@ -52,6 +52,13 @@ IMPORTANT = (
     "two probes + obs",
     "two probes + admm",
 )
+EXTRA = (  # other reconstructions of masks whose OBS row is in the table
+    "two probes + least squares",
+    "wanda + admm",
+    "one probe + admm",
+    "rounds + admm",
+    "sequential + admm",
+)
 ACCUMULATORS: dict[str, dict[str, Any]] = {
     "path, float32": {},
     "path, int8": {"accumulator_dtype": "int8"},
@@ -69,8 +76,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "scope=tensor": {"scope": "tensor"},
 }
 PEERS = {"llm-compressor, sparsegpt": "sparsegpt", "llm-compressor, wanda": "wanda"}
-COLUMNS = ("0.5", "0.6", "2:4", "0.7", "4:8")
-ALL_METHODS = ("0.5", "0.6", "2:4")  # the columns that have them
+MAIN_COLUMNS = ("0.5", "0.6", "2:4")
+COLUMNS = (*MAIN_COLUMNS, "0.7", "4:8")
+
+
+def in_table(method: str, column: str) -> bool:
+    """Whether the table has the cell. `--full` and `--methods` ask for others too."""
+    return method in IMPORTANT or (column in MAIN_COLUMNS and method not in EXTRA)
 
 
 def configuration(

@@ -62,6 +62,19 @@ def test_it_resumes_and_every_column_has_one_number_of_zeros(bench, monkeypatch)
     assert max(rule) - min(rule) < 0.05 * rule[0]
 
 
+def test_the_columns_behind_the_main_ones_have_the_important_rows(bench, monkeypatch):
+    few = ("wanda", "wanda + admm", "magnitude", "one probe")
+    monkeypatch.setattr(quality, "METHODS", {name: quality.METHODS[name] for name in few})
+
+    def made(*more):
+        return sorted((row["method"], row["column"]) for row in bench(*more)["rows"])
+
+    table = [("magnitude", "0.5"), ("one probe", "0.5"), ("one probe", "4:8"), ("wanda", "0.5"), ("wanda", "4:8")]
+    assert made("--columns", "0.5", "4:8") == table
+    assert made("--columns", "4:8", "--methods", "magnitude") == sorted([*table, ("magnitude", "4:8")])
+    assert len(made("--columns", "0.5", "4:8", "--full")) == 2 * len(few)
+
+
 def test_another_text_is_another_benchmark(bench, text_file):
     wanda = bench("--methods", "wanda", "--columns", "0.5")
     others = ("--methods", "sparsegpt", "--columns", "0.5", "--num-samples", "3")
