@@ -32,25 +32,29 @@ bench: bench-quality bench-variants $(if $(STORIES),bench-stories) bench-accumul
 
 # PEERS: the Python of an environment that has llm-compressor; see benchmarks/peer.py.
 PEERS ?=
+# FLAGS: more arguments; --fresh where the results at hand are of other text or settings, which are refused otherwise.
+FLAGS ?=
 # WikiText-2 from the Hub, or from a folder with calibration.txt (its validation split) and evaluation.txt (test).
 WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
-TEXTS := $(if $(WIKITEXT),--calibration $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
+HUB := Salesforce/wikitext:wikitext-2-raw-v1
+TEXTS := --calibration $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,$(HUB):validation) \
+	--evaluation $(if $(WIKITEXT),$(WIKITEXT)/evaluation.txt,$(HUB):test)
 
 bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; resumes where it stopped
-	$(BIN)/python -m benchmarks.quality --model $(MODEL) --blocks-per-step 6 $(TEXTS) $(if $(TEXTS),pydoc=26) \
-		$(if $(PEERS),--peers $(PEERS))
+	$(BIN)/python -m benchmarks.quality --model $(MODEL) --blocks-per-step 6 $(TEXTS) pydoc=26 \
+		$(if $(PEERS),--peers $(PEERS)) $(FLAGS)
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
-	$(BIN)/python -m benchmarks.quality --variants --model $(MODEL) $(TEXTS) $(if $(TEXTS),pydoc=26)
+	$(BIN)/python -m benchmarks.quality --variants --model $(MODEL) $(TEXTS) pydoc=26 $(FLAGS)
 
 bench-stories: $(READY)  ## the whole grid, three draws of the calibration windows, on a model of 15M (STORIES, STORIES_TEXT)
 	$(BIN)/python -m benchmarks.quality --full --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \
-		--num-samples 64 --sequence-length 256 --evaluation-samples 48 --output benchmarks/results/stories.json
+		--num-samples 64 --sequence-length 256 --evaluation-samples 48 --output benchmarks/results/stories.json $(FLAGS)
 
 TRAIN_TEXT ?= $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,README.md)
 
 bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
-	$(BIN)/python -m benchmarks.quality --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS)
+	$(BIN)/python -m benchmarks.quality --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS) $(FLAGS)
 
 bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from disk among them (needs 50 GB of disk)
 	$(BIN)/python benchmarks/memory.py --model $(MODEL) --large runs/mistral-shaped

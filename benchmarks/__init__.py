@@ -1,1 +1,1 @@
-"""Benchmarks: each prints one table and writes one JSON under `benchmarks/results/`."""
+"""Benchmarks, their results as JSON under `results/`, and what shows these: `readme_table.py` and `picture.py`."""

@@ -107,11 +107,12 @@ class Bench:
             source, _, windows = spec.partition("=")
             count = int(windows or ask.evaluation_samples)
             self.texts[text_name(source)] = self._batches(source, "evaluation", count, seed=0)
+        calibrated = text_name(str(ask.split or ask.calibration))
         settings = {
             "model": Path(ask.model).name,
             "dtype": ask.dtype,
             "blocks_per_step": ask.blocks_per_step,
-            "calibration": f"{ask.num_samples} x {ask.sequence_length} of {Path(ask.split or ask.calibration).name}",
+            "calibration": f"{ask.num_samples} x {ask.sequence_length} of {calibrated}",
             "evaluation": {
                 name: {"text": f"{text.samples} x {ask.sequence_length}", "fingerprint": text.fingerprint}
                 for name, text in self.texts.items()

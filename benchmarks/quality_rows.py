@@ -94,7 +94,7 @@ def configuration(
         options: of the method.
         zeros: the share of zeros that the other cells of an unstructured column have.
     """
-    options = dict(options)
+    options = {"reconstruction": "none", **options}
     if ":" in column:
         options.pop("scope", None)
         if "rounds" in options or options.get("decision") == "threshold":

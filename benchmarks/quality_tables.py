@@ -181,6 +181,13 @@ def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str], mad
     alike = "; every column has one number of zeros" if apart < NEGLIGIBLE else ""
     if alike and apart:  # a weight that was zero already is one where it is kept, too
         alike += f", to {apart:.5%} of the weights"
+    rounded = [
+        f"{column_title(column)} is {found[0]:.2%}"
+        for (column, _), found in sorted(zeros.items())
+        if alike and ":" not in column and abs(found[0] - float(column)) > NEGLIGIBLE
+    ]
+    if rounded:
+        alike += f" (Wanda rounds its budget in every row: {', '.join(dict.fromkeys(rounded))})"
     off = max((abs(one - zeros[key][0]) for key, found in theirs.items() for one in found if key in zeros), default=0.0)
     if off:
         alike += f"; llm-compressor's are up to {off:.2%} of the weights off"

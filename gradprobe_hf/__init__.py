@@ -9,6 +9,7 @@ result.save_pretrained("smollm2-50")
 from gradprobe_hf import metrics
 from gradprobe_hf.comparison import compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.preparation import Loading
 from gradprobe_hf.pruning import prune_pretrained
 from gradprobe_hf.report import Report
 from gradprobe_hf.result import PruneResult
@@ -16,6 +17,7 @@ from gradprobe_hf.tuning import sweep_gradient_thresholds
 
 __all__ = [
     "GradProbeConfig",
+    "Loading",
     "PruneResult",
     "Report",
     "compare_pretrained",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.sharding import is_sharded
@@ -72,6 +73,11 @@ def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None
 
 
 def _check_in_blocks(model: nn.Module, targets: Sequence[Target]) -> None:
+    if isinstance(model, PreTrainedModel) and getattr(model.config.get_text_config(), "num_kv_shared_layers", None):
+        raise ValueError(
+            f"blocks of {type(model).__name__} read keys and values that others have computed (num_kv_shared_layers), "
+            "so they cannot be worked on one after the other: use order='joint' without reconstruction."
+        )
     for target in targets:
         if not target.block:
             raise ValueError(

@@ -121,6 +121,14 @@ class Comparison:
         verdict, seconds = self.verdict(config)
         return self.describe(method, config, verdict, seconds, self.measured(verdict.masks, verdict.updates, method))
 
+    def row_if_possible(self, method: str, config: GradProbeConfig) -> ComparedRow | None:
+        """The row; None where this model cannot be pruned so, and then the log says why."""
+        try:
+            return self.row(method, config)
+        except ValueError as error:
+            logger.warning("%s is left out of the comparison: %s", method, error)
+            return None
+
     def verdict(self, config: GradProbeConfig) -> tuple[Verdict, float]:
         """What goes, and the seconds that it takes alone."""
         setting = self.setting(config)
@@ -147,7 +155,12 @@ class Comparison:
         )
 
     def measured(
-        self, masks: Mapping[str, Any], updates: Mapping[str, Any], label: str, held_out: Batches | None = None
+        self,
+        masks: Mapping[str, Any],
+        updates: Mapping[str, Any],
+        label: str,
+        held_out: Batches | None = None,
+        is_trial: bool = False,
     ) -> Measurement:
         """The loss of the model as it would be under masks and updates; on another text, if one is given."""
         setting = self._setting
@@ -159,6 +172,7 @@ class Comparison:
                 f"evaluation ({label})",
                 setting.progress,
                 setting.processes,
+                is_trial,
             )
 
     def _masks(self, setting: Setting) -> tuple[Masks | None, Findings, float]:
@@ -267,7 +281,7 @@ def compare_pretrained(
         config: the budget, the pattern, the text and the memory that all have in common.
         configs: what is compared, by name; default: `baselines(config)`.
         calibration, processing_class, evaluation, loss_fn: as in `prune_pretrained`; an evaluation there must be.
-        loading: where the weights go.
+        loading: where the weights go, and which they are.
         on_row: called with what there is whenever a row is made.
         progress: show progress bars.
 
@@ -310,8 +324,12 @@ def compare_pretrained(
             held_out.describe(),
         )
         for name, other in chosen.items():
+            made = comparison.row_if_possible if known.get(name) == other else comparison.row
             with setting.stopwatch(name):
-                found.rows.append(comparison.row(name, other))
+                row = made(name, other)
+            if row is None:
+                continue
+            found.rows.append(row)
             if on_row is not None:
                 on_row(found)
         return found

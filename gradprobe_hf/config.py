@@ -56,6 +56,7 @@ PRESETS_IN_GROUPS: dict[Preset, dict[str, Any]] = {
     "balanced": {"strategy": "sparsegpt", "reconstruction": "admm"},
     "best": {"reconstruction": "admm"},
 }
+DEFAULT_IN_GROUPS: Preset = "best"  # a mask by itself is far behind there, and takes as long
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +68,9 @@ class GradProbeConfig:
         pattern: `"unstructured"`, or `"n:m"`: of every m consecutive inputs of a row keep at most n
             (`"2:4"` keeps 2 of 4, as NVIDIA counts).
         preset: `"fast"` (one probe decides), `"balanced"` (two, the default) or `"best"` (two, and
-            `reconstruction="admm"`). Of an n:m pattern: SparseGPT; its mask and `"admm"`; or `"best"`, the same. What a
-            preset comes to is settled when a configuration is made, and options that are given win over it.
+            `reconstruction="admm"`). For an n:m pattern: SparseGPT; SparseGPT and `"admm"`; or two probes and `"admm"`
+            (the default there, unless a strategy or a decision is given). What a preset comes to is settled when a
+            configuration is made, and options that are given win over it.
         strategy: which score proposes the candidates: `"fisher"` (default), `"wanda"`, `"magnitude"` or `"random"`. Or
             `"sparsegpt"`, which proposes none: it chooses while it reconstructs.
         decision: `"path"` scores every weight by both probes and meets the budget exactly; `"threshold"` is the
@@ -101,7 +103,7 @@ class GradProbeConfig:
         reconstruction: how kept weights are changed, block by block, so that each matrix's outputs on the calibration
             inputs stay what they were. `"obs"`: SparseGPT's sweep under the mask that was decided. `"least_squares"`:
             the best there are under it. `"admm"`: these, after choosing again which weights go, as many of each matrix
-            (row, group) as were decided. `"none"`: not at all.
+            (row, group) as were decided. `"none"`: not at all (default, unless the preset has another).
         dense_target: which outputs those are, from 0, of the matrix as it is on the inputs of the model as pruned so
             far, to 1, of the dense model. Default 0.25; with `"obs"` 0.5; of `strategy="sparsegpt"` alone 0, as
             published.
@@ -157,10 +159,7 @@ class GradProbeConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.preset is not None:
-            _one_of("preset", self.preset, get_args(Preset))
-            in_groups = self.group is not None and self.strategy is self.decision is None
-            self._take((PRESETS_IN_GROUPS if in_groups else PRESETS)[self.preset])
+        self._take(self._preset_values())
         self._take({"strategy": "fisher", "reconstruction": "none"})
         _one_of("strategy", self.strategy, get_args(Strategy))
         if self.decision is None:
@@ -187,9 +186,10 @@ class GradProbeConfig:
         object.__setattr__(self, "rounds", _rounds(self.rounds))
         _number("reduction_factor", self.reduction_factor, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
         _number("spike_limit", self.spike_limit, "a factor >= 0 (0: no limit)", lambda x: x >= 0)
-        if self.dense_target is None:
+        if self.dense_target is None and self.reconstructs:
             object.__setattr__(self, "dense_target", self._best_dense_target())
-        _number("dense_target", self.dense_target, "a fraction in [0, 1]", lambda x: 0 <= x <= 1)
+        if self.dense_target is not None:
+            _number("dense_target", self.dense_target, "a fraction in [0, 1]", lambda x: 0 <= x <= 1)
         _number("damping", self.damping, "a number > 0", lambda x: x > 0)
         for name in ("include", "exclude"):
             object.__setattr__(self, name, _patterns(name, getattr(self, name)))
@@ -206,6 +206,19 @@ class GradProbeConfig:
             raise ValueError(
                 f"decision='threshold' gives candidates back: pattern={self.pattern!r} would not hold; use 'path'."
             )
+
+    def _preset_values(self) -> dict[str, Any]:
+        """What the preset comes to beside the options that are given."""
+        if self.preset is not None:
+            _one_of("preset", self.preset, get_args(Preset))
+        preset = self.preset or DEFAULT_IN_GROUPS
+        in_groups = PRESETS_IN_GROUPS[preset]
+        if self.group is not None and self.decision is None and self.strategy in (None, in_groups.get("strategy")):
+            return in_groups
+        values = {} if self.preset is None else dict(PRESETS[self.preset])
+        if self.strategy == "sparsegpt":
+            values.pop("decision", None)  # it is one of its own
+        return values
 
     def _take(self, values: Mapping[str, Any]) -> None:
         """What is not given, from here."""
@@ -246,7 +259,7 @@ class GradProbeConfig:
             if getattr(self, name) is not None:
                 _number(name, getattr(self, name), "a fraction in [0, 1]", lambda x: 0 <= x <= 1)
         low, high = self.bounds
-        wanted = f"0 <= min_matrix_sparsity <= sparsity ({self.final_sparsity:g}) <= max_matrix_sparsity < 1"
+        wanted = f"0 <= min_matrix_sparsity <= sparsity ({self.final_sparsity:g}) <= max_matrix_sparsity <= 1"
         if not 0 <= low <= min(self.rounds or (self.final_sparsity,)) <= self.final_sparsity <= high <= 1:
             raise ValueError(f"a budget between the bounds needs {wanted}, got {low:g} and {high:g}.")
         if self.group is not None or self.decision_scope not in ("global", "block"):

@@ -87,7 +87,7 @@ def candidate_score(
 
 
 def path_score(target: Target, weight: Tensor, part: Region, statistics: Statistics, fisher: Fisher) -> Tensor:
-    """`W^2 F` with F summed over both probes: the loss that pruning adds, averaged over the path between them."""
+    """`W^2 F` with F of the sums over both probes: the loss that pruning adds, averaged over the path between them."""
     known = statistics[target.name]
     if not known.reached:
         return unreached_score(weight)

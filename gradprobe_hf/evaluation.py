@@ -42,11 +42,13 @@ def measure(
     label: str = "evaluation",
     progress: bool = True,
     processes: Processes | None = None,
+    is_trial: bool = False,
 ) -> Measurement:
     """Mean loss over all batches: exp of the mean next-token loss inside the windows is their perplexity.
 
     Args:
         processes: who shares the batches; all get the same result.
+        is_trial: a loss that is NaN is a result too, of a model that was pruned too far.
 
     Raises:
         ValueError: no token was predicted, or the loss is NaN. An infinite loss is a result, and is reported.
@@ -65,7 +67,7 @@ def measure(
     totals = torch.tensor([sum(map(float, losses)), sum(map(float, counts))], dtype=torch.float64)
     total, terms = together.sum_(totals).tolist()
     terms = int(terms)
-    if not terms or math.isnan(total):
+    if not terms or (math.isnan(total) and not is_trial):
         raise ValueError(f"{label}: the loss over {terms} terms is {total}; nothing can be concluded from it.")
     mean = total / terms
     return Measurement(mean, _exp(mean) if is_causal(model) and loss_fn is None else None, terms)

@@ -26,7 +26,7 @@ from gradprobe_hf.decision import evidence_needed
 from gradprobe_hf.estimation import accumulator_bytes, activation_bytes, available_bytes
 from gradprobe_hf.loss import LossFunction
 from gradprobe_hf.modes import checkpointed_layers
-from gradprobe_hf.probe import Keeping, Statistics, Trail, run_probe
+from gradprobe_hf.probe import Keeping, Statistics, Term, Trail, run_probe
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.sharding import is_sharded, plain_class
 from gradprobe_hf.stopwatch import Stopwatch
@@ -166,7 +166,10 @@ def largest_batch(
         # Everything is in memory that the probe will have there.
         with accumulator_files(model, targets, config, folder) as keeping:
             statistics = Statistics(targets, evidence_needed(config).terms, model, keeping)
+            second: frozenset[Term] = frozenset({"peak"}) if config.decision == "threshold" else frozenset()
+            beside = Statistics(targets, second, model, keeping)  # a second probe that does not add to the first
             run_probe(model, targets, [first], statistics, loss_fn=loss_fn, checkpointing=checkpointing, progress=False)
+            del statistics, beside
         return batch_size
 
     def halved() -> int:

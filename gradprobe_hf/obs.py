@@ -57,7 +57,8 @@ def sweep(weight: Tensor, factor: Tensor, choose: Choose, columns_at_once: int =
 def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, float]:
     """U `[in, in]`, upper triangular, with `U^T U` the inverse of the damped H, and the damping that it took.
 
-    An input that is always zero has a row of zeros in H: nothing is known of it, and it is left alone. Damping is
+    An input that is always zero has a row of zeros in H: it makes up for nothing, and its weights cost next to nothing,
+    as those of an input that is nearly always zero do. Damping is
     raised tenfold until the factorisation succeeds.
 
     Args:
@@ -74,10 +75,9 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, f
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """H with a fraction of the mean of its diagonal added to that, and one for an input that is always zero."""
-    diagonal = hessian.diagonal()
-    unit = torch.where(diagonal > 0, diagonal.mean().clamp_min(torch.finfo(hessian.dtype).tiny), 1)
-    return hessian + torch.diag(damping * unit + (diagonal == 0))
+    """H with a fraction of the mean of its diagonal added to that; of one where nothing was seen, a fraction of one."""
+    mean = hessian.diagonal().mean()
+    return hessian + damping * torch.where(mean > 0, mean, 1) * torch.eye(len(hessian)).to(hessian)
 
 
 def fixed(mask: Tensor) -> Choose:

@@ -26,7 +26,12 @@ BUILT_IN = "pydoc"
 
 @dataclass(frozen=True)
 class Loading:
-    """Where a model goes, as `from_pretrained` takes it."""
+    """How a model is loaded by name, where that is one argument.
+
+    Attributes:
+        device_map, max_memory, offload_folder: as in `prune_pretrained`.
+        others: for `from_pretrained`: `dtype`, `revision`, `gguf_file`, `trust_remote_code`, ...
+    """
 
     device_map: DeviceMap = None
     max_memory: dict[int | str, int | str] | None = None

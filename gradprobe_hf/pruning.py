@@ -81,13 +81,13 @@ def prune_pretrained(
             `id[:config[:split]]`, a list of texts, a `datasets.Dataset` (text or `input_ids`), a `DataLoader`, or any
             re-iterable of batches that `model(**batch)` accepts.
         processing_class: the tokenizer; loaded from the model's name by default.
-        evaluation: the same choices, to measure the loss before and after. Default: the held-out part of `"pydoc"`
-            when calibration is `"pydoc"`, else nothing. False: nothing.
+        evaluation: the same choices, to measure the loss before and after. Default: of a causal language model that is
+            calibrated on `"pydoc"`, the held-out part of that; else nothing. False: nothing.
         loss_fn: `loss_fn(model, batch)` returns the loss *summed* over tokens, in place of the model's own.
         metric_fn: `metric_fn(model)` returns a number of which more is better, an accuracy say: what `max_metric_drop`
             is about, in place of the perplexity.
-        compare_baselines: prune with the published methods too, to the sparsity that was reached, and measure them:
-            `report.comparison`, and a table and a picture in the card.
+        compare_baselines: prune by magnitude, Wanda, SparseGPT and by the probes without further options too, to the
+            sparsity that was reached, and measure them: `report.comparison`, and a table and a picture in the card.
         apply: False leaves the weights as they are; masks and report are made all the same.
         output_dir: where to save the checkpoint. An existing folder is refused unless `overwrite` is set.
         push_to_hub: upload it to `hub_model_id` (default: the name of `output_dir`), `hub_private_repo` or not.
@@ -228,7 +228,8 @@ class _Rivals:
         mine = self._comparison.describe("this model", own.config, verdict, taken, found)
         with own.stopwatch("baselines"):
             configs = feasible(own, baselines(own.config, mine.sparsity))
-            return [*(self._comparison.row(name, config) for name, config in configs.items()), mine]
+            made = [self._comparison.row_if_possible(name, config) for name, config in configs.items()]
+        return [*(row for row in made if row is not None), mine]
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from gradprobe_hf.obs import COLUMNS, Choose, by_group_saliency, by_saliency, fi
 from gradprobe_hf.probe import Probe, attached, own_steps
 from gradprobe_hf.processes import Processes
 from gradprobe_hf.stopwatch import return_free_memory
-from gradprobe_hf.targets import Site, Target
+from gradprobe_hf.targets import Site, Target, is_routed
 from gradprobe_hf.updates import Updates
 from gradprobe_hf.weights import execution_device, is_offloaded
 
@@ -81,7 +81,7 @@ def reconstruct(
     found = Reconstruction(Masks(), Updates(folder, on_disk=is_offloaded(model)), {})
     for block in tqdm(order, desc="reconstruction", unit="block", disable=not progress):
         inside = [target for target in targets if target.block == block]
-        collected = _Collected(model, processes)
+        collected = _Collected(model, processes, has_drift=dense is not None)
         left = []
         with attached(model, inside, collected.probe, on_input=collected.add):
             for number in range(len(own)):
@@ -138,12 +138,11 @@ def _update(
 class _Collected:
     """H and D of each matrix of a block, `[in, in]`, float32 (float64 for a float64 model)."""
 
-    def __init__(self, model: PreTrainedModel, processes: Processes) -> None:
+    def __init__(self, model: PreTrainedModel, processes: Processes, has_drift: bool) -> None:
         self.probe = Probe(has_encoder=model.config.is_encoder_decoder)
-        self._model, self._processes = model, processes
+        self._model, self._processes, self._has_drift = model, processes, has_drift
         self._hessians: dict[str, Tensor] = {}
         self._drifts: dict[str, Tensor] = {}
-        self._apart: set[str] = set()  # matrices whose tokens are not those of the dense model: routed experts
         self._dense: dict[str, list[Tensor]] = {}  # of one batch, in the order in which they are used
         self._is_dense = False
         self._before: tuple[Tensor, Tensor] | None = None
@@ -161,6 +160,8 @@ class _Collected:
 
     def add(self, target: Target, site: Site, inputs: Tensor) -> None:
         if self._is_dense:
+            if not self._drifts_apart(target):
+                return
             if self._before is None or self._before[0] is not inputs:
                 self._before = inputs, self.probe.tokens(target, site, inputs)
             self._dense.setdefault(target.name, []).append(self._before[1])
@@ -169,34 +170,34 @@ class _Collected:
         other = others.pop(0) if others else None
         if self._last is None or self._last[0] is not inputs:  # queries, keys and values are given one and the same
             x = self.probe.tokens(target, site, inputs)
-            aligned = other is not None and other.shape == x.shape and target.expert is None
-            self._last = inputs, x.t() @ x, (other - x).t() @ x if aligned and other is not None else None
+            self._last = inputs, x.t() @ x, None if other is None else (other - x).t() @ x
         _add(self._hessians, target.name, self._last[1])
         if self._last[2] is not None:
             _add(self._drifts, target.name, self._last[2])
-        elif other is not None:
-            self._apart.add(target.name)
 
     def of(self, target: Target) -> tuple[Tensor, Tensor | None]:
         """Over the tokens of all processes. Collectives."""
         self._last = None
         self._dense.clear()
-        hessian, drift = self._hessians.pop(target.name, None), self._drifts.pop(target.name, None)
-        apart = torch.tensor(float(target.name in self._apart or target.expert is not None))
-        together = self._processes.max_(apart).item() == 0
-        empty = self._nothing(target)  # an expert that was sent nothing here, or a process without such a batch
-        hessian = self._processes.sum_(empty if hessian is None else hessian)
+        hessian = self._sum(self._hessians, target)
         if not torch.isfinite(hessian).all():
             raise ValueError(
                 f"the inputs of {target.name} are not finite: look for NaN in the weights before it, or a dtype that "
                 "overflows (float16: try bfloat16). Nothing was changed."
             )
-        return hessian, self._processes.sum_(drift) if together and drift is not None else None
+        return hessian, self._sum(self._drifts, target) if self._drifts_apart(target) else None
 
-    def _nothing(self, target: Target) -> Tensor:
-        dtype = torch.promote_types(self._model.dtype, torch.float32)
-        device = execution_device(self._model, target.parameter)
-        return torch.zeros(target.shape[1], target.shape[1], dtype=dtype, device=device)
+    def _drifts_apart(self, target: Target) -> bool:
+        """Whether the dense model's inputs are compared: not of an expert, which is sent other tokens there."""
+        return self._has_drift and not is_routed([target])
+
+    def _sum(self, sums: dict[str, Tensor], target: Target) -> Tensor:
+        found = sums.pop(target.name, None)
+        if found is None:  # an expert that was sent nothing here, or a process without such a batch
+            dtype = torch.promote_types(self._model.dtype, torch.float32)
+            device = execution_device(self._model, target.parameter)
+            found = torch.zeros(target.shape[1], target.shape[1], dtype=dtype, device=device)
+        return self._processes.sum_(found)
 
 
 def _add(sums: dict[str, Tensor], name: str, more: Tensor) -> None:

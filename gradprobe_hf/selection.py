@@ -109,17 +109,19 @@ def select_masks(
 def bounded(keys: Keys, bounds: Bounds, unit: Sequence[Target], budget: int) -> Keys:
     """Keys of which the lowest of each matrix come first, and the highest last, whatever they are elsewhere."""
     cuts: dict[str, tuple[Cut, Cut]] = {}
-    whole: Callable[[float], int] = math.ceil  # of the least that goes, unless that is more than there is to spend
-    if sum(math.ceil(bounds[0] * target.numel) for target in unit) > budget:
-        whole = math.floor
+    # Whole weights: inside the bounds, unless these together are more, or less, than there is to spend.
+    fewer = sum(math.ceil(bounds[0] * target.numel) for target in unit) > budget
+    more = sum(math.floor(bounds[1] * target.numel) for target in unit) < budget
 
     def changed(target: Target) -> Iterator[Tensor]:
         if target.name not in cuts:
-            low, high = whole(bounds[0] * target.numel), math.floor(bounds[1] * target.numel)
+            least, most = bounds[0] * target.numel, bounds[1] * target.numel
+            low, high = math.floor(least) if fewer else math.ceil(least), math.ceil(most) if more else math.floor(most)
             cuts[target.name] = find_cut(lambda: keys(target), low), find_cut(lambda: keys(target), high)
         certain, possible = (_Below(cut) for cut in cuts[target.name])
         for these in keys(target):
-            yield these.masked_fill(~possible(these), LAST).masked_fill_(certain(these), 0)
+            # Zeros that are no part of the least come behind what is, like every other weight.
+            yield these.clamp_min(1).masked_fill_(~possible(these), LAST).masked_fill_(certain(these), 0)
 
     return changed
 

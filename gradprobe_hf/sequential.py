@@ -50,7 +50,10 @@ def decide_in_order(setting: Setting, findings: Findings) -> Masks:
             with attached(model, inside, Probe(shrunk=decided, factor=0.0)):
                 prefix.advance(blocks)
             findings.count("forward", len(blocks) / len(order))
-    return Masks({target.name: decided[target.name] for target in setting.targets})
+    found = Masks()
+    for target in setting.targets:
+        found.add_packed(target.name, decided.packed(target.name), decided.columns(target.name))
+    return found
 
 
 def steps(order: Sequence[str], targets: Sequence[Target], by: BlockOrder, at_once: int) -> list[list[str]]:

@@ -95,10 +95,10 @@ class Trial:
             self.candidates = candidates
             del candidates
         self.probe_shrunk(resumed=begun == 2 * self.number + 1)
+        self._note_rows()
         if config.decision == "threshold":
             assert self.candidates is not None, "proposed, or recalled"
             return self.masks_within(config.gradient_threshold)
-        self._note_rows()
         return self.masks_at(sparsity)
 
     def probe_as_served(self, resumed: bool = False) -> None:
@@ -193,7 +193,7 @@ class Trial:
         """What a reconstruction weighs rows by: these statistics do not live until then."""
         config = self.setting.config
         self.rows_before = dict(self.findings.row_fisher)
-        if config.reconstruction != "admm" and not self.setting.is_shared:
+        if (config.reconstruction != "admm" and not self.setting.is_shared) or is_sharded(self.setting.model):
             return
         if config.strategy != "fisher" and config.decision != "path":
             return

@@ -18,6 +18,7 @@ from gradprobe_hf.preparation import Loading
 from gradprobe_hf.schedule import allowed
 from gradprobe_hf.setting import Findings
 from gradprobe_hf.study import study
+from gradprobe_hf.thresholds import thresholds as thresholds_of
 from gradprobe_hf.trial import Trial
 from gradprobe_hf.verdict import Verdict
 
@@ -76,6 +77,8 @@ def sweep_gradient_thresholds(
         max_metric_drop: also look, by bisection between the numbers, for the sparsest model whose perplexity is up by
             no more than this, absolute or like `"5%"`.
         calibration, processing_class, evaluation, loss_fn: as in `prune_pretrained`; an evaluation there must be.
+        loading: where the weights go, and which they are.
+        progress: show progress bars.
 
     Raises:
         ValueError: a threshold or a drop that is none, an option without a part in it, nothing to measure on; and what
@@ -102,6 +105,8 @@ def sweep_gradient_thresholds(
         loading=loading,
         progress=progress,
     ) as (setting, held_out):
+        for one in wanted:
+            thresholds_of(setting.targets, one)  # says which pattern does not fit, before any work
         comparison, findings = Comparison(setting, held_out), Findings()
         dense = comparison.measured(Masks(), {}, "dense")
         trial = Trial(setting, setting.targets, findings)
@@ -110,7 +115,7 @@ def sweep_gradient_thresholds(
         def tried(threshold: GradientThreshold) -> ThresholdRow:
             label = f"threshold {threshold}"
             verdict = Verdict(trial.masks_within(threshold), findings)
-            found = comparison.measured(verdict.masks, {}, label)
+            found = comparison.measured(verdict.masks, {}, label, is_trial=True)
             row = comparison.describe(label, config, verdict, 0.0, found)
             return ThresholdRow(threshold, row.sparsity, row.zeros, row.loss, row.perplexity)
 

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradprobe_hf.blocks import blocks_in_order
 from gradprobe_hf.calibration import Batches
 from gradprobe_hf.evaluation import measure
 from gradprobe_hf.masks import Masks
+from gradprobe_hf.modes import eval_mode
 from gradprobe_hf.probe import serving
 from gradprobe_hf.reconstruction import reconstruct, reconstruction_passes
 from gradprobe_hf.schedule import decide_in_rounds, iterate
@@ -61,6 +63,9 @@ def reach_verdict(setting: Setting, held_out: Batches | None = None, metric: Met
 def decide(setting: Setting, findings: Findings, held_out: Batches | None, metric: Metric | None) -> Masks | None:
     """The masks; None where a sweep chooses them while it reconstructs."""
     config = setting.config
+    if config.reconstructs:  # before the probes: it takes one batch to know that blocks run one after the other
+        assert setting.batches is not None, "the caller read them for this"
+        blocks_in_order(setting.model, setting.targets, next(iter(setting.batches)))
     if config.strategy == "sparsegpt":
         return None
     if config.order == "sequential":
@@ -125,10 +130,18 @@ class _Measured:
         view = serving(setting.model, setting.targets, verdict.masks, replaced=verdict.updates)
         with setting.stopwatch("evaluate trials"), view:
             if self.metric is not None:
-                return self.sign * float(self.metric(setting.model))
+                with eval_mode(setting.model):
+                    value = float(self.metric(setting.model))
+                return self.sign * float(setting.processes.agree(value))  # all go on with the same
             assert self.held_out is not None, "checked before"
             found = measure(
-                setting.model, self.held_out, setting.loss_fn, "evaluation", setting.progress, setting.processes
+                setting.model,
+                self.held_out,
+                setting.loss_fn,
+                "evaluation",
+                setting.progress,
+                setting.processes,
+                is_trial=bool(masks),
             )
         return found.loss if found.perplexity is None else found.perplexity
 

@@ -1,9 +1,10 @@
-"""The order of the house: a file imports only from lines above its own. And the wheel ships every package."""
+"""The order of the modules: a file imports only from lines above its own. And the wheel ships every package."""
 
 from __future__ import annotations
 
 import ast
 import configparser
+import re
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,12 @@ def test_imports_point_upwards(path):
     own = ORDER.index(stage_of(path))
     for stage in imported_stages(path):
         assert ORDER.index(stage) < own or stage == stage_of(path), f"{path.name} imports {stage}, which is below it"
+
+
+def test_the_guide_lists_the_modules_in_this_order():
+    table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("| stage |")[2].partition("\n\n")[0]
+    first_cells = "".join(line.split("|")[1] for line in table.splitlines()[1:])
+    assert re.findall(r"`(\w+)(?:\.py|/)`", first_cells) == ORDER
 
 
 def test_the_wheel_lists_every_package():

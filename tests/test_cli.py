@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from gradprobe_hf import GradProbeConfig
+from gradprobe_hf import GradProbeConfig, loading
+from gradprobe_hf.accounting import versions
 from gradprobe_hf.cli.main import main, parser
 from gradprobe_hf.cli.options import configuration
 
@@ -247,6 +248,27 @@ def test_the_entry_points_start():
     for script in ("gradprobe", "hf-gradprobe"):
         ran = subprocess.run([installed(script), "--help"], capture_output=True, text=True, check=False)
         assert "prune" in ran.stdout
+
+
+def test_which_model_it_is_reaches_the_loader(monkeypatch, tmp_path):
+    seen = {}
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name, **source: seen.update(source) or 1 / 0)
+    for verb in (
+        ["prune", "--output", str(tmp_path / "out")],
+        ["compare"],
+        ["evaluate", "--data", "pydoc"],
+        ["estimate"],
+    ):
+        seen.clear()
+        with pytest.raises(ZeroDivisionError):
+            main([verb[0], "someone/model", *verb[1:], "--revision", "v2", "--trust-remote-code"])
+        assert seen == {"revision": "v2", "trust_remote_code": True}, verb
+
+
+def test_the_version_is_the_packages(capsys):
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"gradprobe_hf {versions()['gradprobe_hf']}\n"
 
 
 def test_hf_gradprobe_is_the_same_command(checkpoint, tmp_path):

@@ -145,6 +145,39 @@ def test_a_baseline_that_cannot_be_is_left_out_and_named(caplog):
     assert "sparsegpt is left out of the comparison: lm_head.weight" in caplog.text
 
 
+def with_a_block_that_never_runs():
+    model = cases.build("llama")
+    model.config.num_hidden_layers -= 1
+    return model
+
+
+def test_a_baseline_that_turns_out_not_to_be_is_left_out_and_named(caplog, tmp_path):
+    found = compared(with_a_block_that_never_runs())
+    assert [row.method for row in found.rows] == ["magnitude", "wanda", "one probe", "two probes"]
+    assert "two probes + admm is left out of the comparison: model.layers.2 runs 0 times" in caplog.text
+    result = prune_pretrained(
+        with_a_block_that_never_runs(),
+        calibration=cases.batches("llama"),
+        evaluation=cases.batches("llama", seed=9),
+        compare_baselines=True,
+        output_dir=tmp_path / "out",
+        progress=False,
+    )
+    assert [row["method"] for row in result.report.comparison][-2:] == ["two probes", "this model"]
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_blocks_that_cannot_be_reconstructed_are_found_before_any_probe():
+    with pytest.raises(ValueError, match=r"model\.layers\.2 runs 0 times"):
+        prune_pretrained(
+            with_a_block_that_never_runs(),
+            GradProbeConfig(preset="best"),
+            calibration=cases.batches("llama"),
+            evaluation=False,
+            loss_fn=lambda *_: pytest.fail("work began"),
+        )
+
+
 def test_a_run_that_resumes_keeps_its_own_probes(tmp_path):
     options = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9), "progress": False}
     single = prune_pretrained(cases.build("llama"), **options)

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
 from gradprobe_hf.inspection import inspect_checkpoint
 from gradprobe_hf.probe import Statistics
 from gradprobe_hf.sharding import check_sharding, is_sharded
@@ -71,7 +71,7 @@ CASES = {
     "threshold": ("llama", {"sparsity": 0.6, "decision": "threshold", "gradient_threshold": 0.3}, 4),
     "wanda rows": ("llama", {"sparsity": 0.5, "strategy": "wanda", "decision": "none"}, 4),
     "random": ("gpt2", {"sparsity": 0.5, "strategy": "random", "decision": "none"}, 4),
-    "2:4": ("llama", {"pattern": "2:4"}, 4),
+    "2:4": ("llama", {"pattern": "2:4", "reconstruction": "none"}, 4),
     "magnitude by block": ("opt", {"sparsity": 0.5, "strategy": "magnitude", "decision": "none", "scope": "block"}, 4),
 }
 
@@ -126,6 +126,24 @@ def test_a_model_that_transformers_shards(tmp_path):
     assert all(torch.equal(value, second[key]) for key, value in first.items())
 
 
+def compared(model):
+    texts = {"calibration": cases.batches("llama", rows=4), "evaluation": cases.batches("llama", rows=4, seed=7)}
+    found = compare_pretrained(model, GradProbeConfig(sparsity=0.5), **texts, progress=False)
+    return {row.method: (row.zeros, row.loss) for row in found.rows}
+
+
+def compared_in_shards(name):
+    return compared(sharded(name))
+
+
+def test_shards_are_compared_in_the_ways_that_need_no_whole_matrix():
+    wanted = compared(cases.build("llama", torch.float64))
+    for one in together(compared_in_shards, "llama"):
+        assert list(one) == ["magnitude", "wanda", "one probe", "two probes"]
+        for method, (zeros, loss) in one.items():
+            assert (zeros, loss) == (wanted[method][0], pytest.approx(wanted[method][1], rel=1e-9))
+
+
 def failing(stage):
     """The bits and the state of the shards after a failure in a stage."""
     import gradprobe_hf.pruning as pruning
@@ -167,7 +185,7 @@ def refusals():
     said = []
     for name, options in {
         "mixtral": {"sparsity": 0.5},
-        "gpt2": {"pattern": "2:4"},
+        "gpt2": {"pattern": "2:4", "reconstruction": "none"},
     }.items():
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             outcome(sharded(name, torch.float32), name, options, 4)

@@ -56,6 +56,20 @@ def test_an_input_that_is_always_zero_is_left_alone():
     assert torch.equal(swept[:, 3], weight[:, 3].masked_fill(mask[:, 3], 0))
 
 
+def test_what_an_input_that_is_always_zero_has_goes_first():
+    """However little was seen of the others: a sum over few tokens may be small."""
+    torch.manual_seed(0)
+    weight, inputs = torch.rand(6, 16) + 0.5, torch.randn(500, 16)
+    inputs[:, 5] = 0
+    hessian = inputs.t() @ inputs
+    for scale in (1e-6, 1.0, 1e6):
+        factor, _ = inverse_factor(scale * hessian)
+        _, mask = sweep(weight, factor, by_saliency(1 / 16))
+        assert bool(mask[:, 5].all())
+    nothing, _ = inverse_factor(torch.zeros(4, 4))
+    assert torch.isfinite(nothing).all()
+
+
 def test_damping_is_raised_where_the_hessian_is_singular():
     x = torch.ones(4, 6)
     hessian = x.t() @ x * 1e6 - 3 * torch.eye(6) * 1e5  # not even positive

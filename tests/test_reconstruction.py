@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
 from gradprobe_hf import GradProbeConfig, least_squares, prune_pretrained
 from gradprobe_hf.application import applied
@@ -16,9 +16,9 @@ from gradprobe_hf.least_squares import LeastSquares, in_matrix
 from gradprobe_hf.masks import Masks
 from gradprobe_hf.obs import by_saliency, fixed, inverse_factor, sweep
 from gradprobe_hf.processes import Processes
-from gradprobe_hf.reconstruction import reconstruct
+from gradprobe_hf.reconstruction import _Collected, reconstruct
 from gradprobe_hf.setting import Findings, Setting
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.targets import find_targets, is_routed
 from gradprobe_hf.trial import Trial
 from gradprobe_hf.updates import Updates
 from tests import cases
@@ -143,7 +143,7 @@ def test_a_revised_mask_weighs_rows_by_both_probes_and_keeps_every_budget():
 )
 def test_a_mask_is_revised_within_what_the_budget_is_of(options, axis):
     model, text = cases.build("llama"), {"calibration": cases.batches("llama"), "evaluation": False, "apply": False}
-    before = prune_pretrained(model, GradProbeConfig(**options), **text, progress=False)
+    before = prune_pretrained(model, GradProbeConfig(**options, reconstruction="none"), **text, progress=False)
     after = prune_pretrained(model, GradProbeConfig(**options, reconstruction="admm"), **text, progress=False)
     assert any(not torch.equal(before.masks[name], after.masks[name]) for name in after.masks)
     for name in after.masks:
@@ -271,6 +271,60 @@ def test_matrices_outside_of_the_blocks_are_refused():
     config = GradProbeConfig(reconstruction="obs", include=["lm_head", "q_proj"])
     with pytest.raises(ValueError, match=r"lm_head\.weight lies outside of the blocks"):
         prune_pretrained(cases.build("llama"), config, calibration=cases.batches("llama"), evaluation=False)
+
+
+def test_blocks_that_share_keys_and_values_are_refused_before_any_work():
+    model = cases.build("llama")
+    model.config.num_kv_shared_layers = 1
+    for options in ({"reconstruction": "obs"}, {"order": "sequential"}):
+        with pytest.raises(ValueError, match="read keys and values that others have computed"):
+            prune_pretrained(
+                model,
+                GradProbeConfig(**options),
+                calibration=cases.batches("llama"),
+                evaluation=False,
+                loss_fn=lambda *_: pytest.fail("work began"),
+            )
+
+
+def test_experts_in_modules_of_their_own_are_sent_other_tokens_by_the_dense_model(monkeypatch):
+    """Their inputs are not compared with the dense model's, whose router sends other tokens, maybe as many."""
+    model = SwitchTransformersForConditionalGeneration(
+        SwitchTransformersConfig(
+            vocab_size=cases.VOCABULARY,
+            d_model=24,
+            d_ff=32,
+            d_kv=8,
+            num_heads=3,
+            num_layers=2,
+            num_decoder_layers=2,
+            num_experts=4,
+            num_sparse_encoder_layers=1,
+            num_sparse_decoder_layers=1,
+            decoder_start_token_id=0,
+            pad_token_id=0,
+        )
+    ).eval()
+    drifts = {}
+    plain = _Collected.of
+
+    def of(self, target):
+        found = plain(self, target)
+        drifts[target.name] = found[1]
+        return found
+
+    monkeypatch.setattr(_Collected, "of", of)
+    result = prune_pretrained(
+        model,
+        GradProbeConfig(reconstruction="least_squares"),
+        calibration=cases.batches("t5"),
+        evaluation=False,
+        progress=False,
+    )
+    assert result.report.sparsity == pytest.approx(0.5, abs=1e-3)
+    routed = {name for name in drifts if is_routed([next(t for t in result.targets if t.name == name)])}
+    assert routed
+    assert all((drift is None) == (name in routed) for name, drift in drifts.items())
 
 
 def test_damping_that_was_raised_is_in_the_report():

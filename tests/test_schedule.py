@@ -234,6 +234,17 @@ def test_bounds_hold_in_every_matrix_and_the_budget_is_exact(scope):
     assert all(torch.equal(mask, free.masks[name]) for name, mask in loose.masks.items())
 
 
+def test_bounds_hold_beside_zeros_that_are_there_already():
+    """The first matrices are nearly empty: the others still lose their least, and no row loses what another has to."""
+    model = cases.build("llama")
+    for target in find_targets(model)[:7]:
+        matrix = target.matrix(model)
+        matrix[:, : round(0.9 * matrix.shape[1])] = 0
+    result = pruned(model, "llama", sparsity=0.5, min_matrix_sparsity=0.4)
+    assert all(row.pruned >= 0.4 * row.weights for row in result.report.matrices)
+    assert sum(row.pruned for row in result.report.matrices) == round(0.5 * result.report.weights)
+
+
 def test_inside_its_bounds_a_matrix_loses_its_lowest_scores():
     model = cases.build("llama")
     free = pruned(model, "llama", sparsity=0.6, decision="none")

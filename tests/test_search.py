@@ -7,6 +7,7 @@ import torch
 
 import gradprobe_hf.trial as trial_module
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.loss import summed_loss
 from gradprobe_hf.schedule import allowed
 from gradprobe_hf.targets import find_targets
 from tests import cases
@@ -16,13 +17,14 @@ def text(seed=0):
     return cases.batches("llama", rows=4, batch_size=2, seed=seed)
 
 
-def iterated(model, *, evaluation=None, metric_fn=None, **options):
+def iterated(model, *, evaluation=None, metric_fn=None, loss_fn=None, **options):
     return prune_pretrained(
         model,
         GradProbeConfig(**options),
         calibration=text(),
         evaluation=text(3) if evaluation is None else evaluation,
         metric_fn=metric_fn,
+        loss_fn=loss_fn,
         apply=False,
         progress=False,
     )
@@ -63,6 +65,40 @@ def test_a_metric_of_ones_own_is_to_stay_high():
         assert point["metric"] == pytest.approx(1 - point["sparsity"], abs=1e-3)
         assert point["limit"] == pytest.approx(0.6)
         assert point["within"] == (point["metric"] >= point["limit"])
+
+
+def test_a_metric_is_of_the_model_as_it_predicts():
+    model, seen = cases.build("gpt2").train(), []
+
+    def accuracy(model):
+        seen.append(model.training)
+        return 1.0
+
+    prune_pretrained(
+        model,
+        GradProbeConfig(sparsity=0.1, max_metric_drop=0.1),
+        calibration=cases.batches("gpt2", rows=4, batch_size=2),
+        evaluation=False,
+        metric_fn=accuracy,
+        apply=False,
+        progress=False,
+    )
+    assert seen == [False, False]
+    assert model.training
+
+
+def test_a_trial_whose_loss_is_no_number_went_too_far():
+    model = cases.build("llama")
+    target = find_targets(model)[0]
+
+    def loss(model, batch):
+        found = summed_loss(model, batch)[0]
+        broken = not torch.is_grad_enabled() and bool((target_seen(model, target) == 0).float().mean() > 0.3)
+        return found * float("nan") if broken else found
+
+    result = iterated(model, sparsity=0.9, sparsity_step=0.2, max_metric_drop=1e9, loss_fn=loss)
+    assert any(point["metric"] != point["metric"] and not point["within"] for point in result.report.curve)
+    assert 0.1 < result.report.sparsity < 0.6
 
 
 def target_seen(model, target):

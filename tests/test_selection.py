@@ -139,6 +139,18 @@ def test_zeros_that_are_there_count_towards_the_budget():
     assert row_mask(keys, 2).tolist() == [[False, True, False, True]]
 
 
+def test_what_whole_weights_leave_of_a_bound_is_taken_by_score():
+    """Every matrix of nine may lose half: the halves of weights are no reason to cut in index order."""
+    scores = {f"m{number}": torch.arange(9, 0, -1).view(3, 3).float() + number for number in range(4)}
+    targets = [target(name, (3, 3)) for name in scores]
+    masks = select_masks(
+        targets, lambda t: [score_keys(scores[t.name], torch.ones(3, 3), t.name)], 0.5, bounds=(0.0, 0.5)
+    )
+    assert sum(int(masks[name].sum()) for name in scores) == 18
+    for name, score in scores.items():
+        assert score[masks[name]].max() < score[~masks[name]].min()
+
+
 def test_an_infinite_score_goes_last():
     scores = np.array([[np.inf, 1.0, 3e38, np.inf]], dtype=np.float32)
     nothing = {"m": np.zeros((1, 4), dtype=bool)}

@@ -9,6 +9,8 @@ import torch
 
 import gradprobe_hf.trial as trial
 from gradprobe_hf import GradProbeConfig, prune_pretrained, sweep_gradient_thresholds
+from gradprobe_hf.loss import summed_loss
+from gradprobe_hf.targets import find_targets
 from gradprobe_hf.tuning import BISECTIONS, ThresholdRow, refined
 from tests import cases
 
@@ -79,6 +81,31 @@ def test_what_is_tuned_is_the_sparsest_that_keeps_the_promise(drop):
 def test_wrong_thresholds_are_refused_before_any_pass(thresholds, message):
     with pytest.raises(ValueError, match=message):
         sweep_gradient_thresholds(3, thresholds)
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_any_pass():
+    wrong = {"*.mpl.*": 0.5, "*": 0.1}
+    with pytest.raises(ValueError, match=r"'\*\.mpl\.\*' decides about none"):
+        sweep_gradient_thresholds(
+            cases.build("llama"), (0.0, wrong), **texts(), loss_fn=lambda *_: pytest.fail("work began")
+        )
+
+
+def test_a_threshold_that_breaks_the_model_is_a_row():
+    """All candidates gone, the loss is NaN: what was tried before is kept, and it is not what is tuned."""
+    model = cases.build("llama")
+    size = find_targets(model)[0].shape[1]
+
+    def loss(model, batch):
+        found = summed_loss(model, batch)[0]
+        served = model.model.layers[0].self_attn.q_proj(torch.eye(size)[None])
+        broken = not torch.is_grad_enabled() and bool((served == 0).float().mean() > 0.3)
+        return found * float("nan") if broken else found
+
+    found = sweep_gradient_thresholds(model, (0.0, 1e9), max_metric_drop=1e9, loss_fn=loss, **texts())
+    assert math.isnan(found.rows[1].loss)
+    assert found.tuned is not None
+    assert found.tuned < 1e9
 
 
 @pytest.mark.parametrize(

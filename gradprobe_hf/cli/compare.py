@@ -15,7 +15,7 @@ from gradprobe_hf.cli.options import (
     configuration,
     option_values,
 )
-from gradprobe_hf.cli.output import add_model_arguments, console, given, print_comparison, print_json
+from gradprobe_hf.cli.output import add_model_arguments, console, placement_of, print_comparison, print_json, source_of
 from gradprobe_hf.comparison import RESULT_NAME, Compared, baselines, compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.preparation import Loading
@@ -34,7 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--methods",
         metavar="NAME,...",
-        help=f"which of: {', '.join(baselines(GradProbeConfig()))} (default: all)",
+        help=f"which of: {', '.join(baselines(GradProbeConfig()))}; {OWN}, where options are given that none of these "
+        "has (default: all)",
     )
     parser.add_argument(
         "--also",
@@ -58,10 +59,7 @@ def run(options: argparse.Namespace) -> None:
         _chosen(config, options),
         calibration=options.calibration,
         evaluation=options.evaluation,
-        loading=Loading(
-            **given(options, "device_map", "max_memory", "offload_folder"),
-            others=given(options, "dtype", "gguf_file"),
-        ),
+        loading=Loading(**placement_of(options), others=source_of(options)),
         on_row=partial(_note, options) if join_processes().is_main else None,
         progress=not options.quiet,
     )

@@ -11,7 +11,7 @@ from gradprobe_hf.cli.options import (
     add_window_arguments,
     configuration,
 )
-from gradprobe_hf.cli.output import add_dtype_argument, print_json
+from gradprobe_hf.cli.output import add_source_arguments, given, print_json
 from gradprobe_hf.estimation import estimate
 from gradprobe_hf.loading import load_config, skeleton
 from gradprobe_hf.targets import find_targets
@@ -19,7 +19,7 @@ from gradprobe_hf.targets import find_targets
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hub id, a folder with a config.json, or such a JSON file")
-    add_dtype_argument(parser)
+    add_source_arguments(parser)
     add_method_arguments(parser)
     add_window_arguments(parser.add_argument_group("calibration windows"))
     add_accumulator_arguments(parser.add_argument_group("memory"))
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     config = configuration(options)
-    model = skeleton(load_config(options.model), dtype=options.dtype)
+    model = skeleton(load_config(options.model, **given(options, "revision", "trust_remote_code")), dtype=options.dtype)
     targets = find_targets(model, config.include, config.exclude)
     found = estimate(model, targets, config, snapshots=options.resume, timing=not options.no_timing)
     print_json({"model": options.model, **found.to_dict()}) if options.json else print_estimate(found)

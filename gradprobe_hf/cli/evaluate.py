@@ -6,7 +6,7 @@ import argparse
 
 from gradprobe_hf.calibration import load_batches
 from gradprobe_hf.cli.options import add_placement_arguments
-from gradprobe_hf.cli.output import add_model_arguments, given, print_evaluation, print_json
+from gradprobe_hf.cli.output import add_model_arguments, placement_of, print_evaluation, print_json, source_of
 from gradprobe_hf.evaluation import measure
 from gradprobe_hf.loading import load_model, load_processing_class
 
@@ -22,9 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    source = given(options, "dtype", "gguf_file")
-    placement = given(options, "device_map", "max_memory", "offload_folder")
-    model = load_model(options.model, **source, **placement)
+    source = source_of(options)
+    model = load_model(options.model, **source, **placement_of(options))
     batches = load_batches(
         options.data,
         part="evaluation",

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gradprobe_hf.accounting import versions
 from gradprobe_hf.cli import compare, estimate, evaluate, inspect, prune
 
 VERBS = {"prune": prune, "compare": compare, "estimate": estimate, "evaluate": evaluate, "inspect": inspect}
@@ -34,6 +35,7 @@ def parser() -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog="gradprobe", description="Prune pretrained transformers by asking their gradients."
     )
+    top.add_argument("--version", action="version", version=f"gradprobe_hf {versions()['gradprobe_hf']}")
     verbs = top.add_subparsers(dest="verb", required=True)
     for name, module in VERBS.items():
         description = (module.__doc__ or "").strip()

@@ -34,16 +34,21 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     how = parser.add_argument_group("how to prune")
     how.add_argument("--sparsity", type=float, help="fraction of the weights to remove, in [0, 1) (default: 0.5)")
     how.add_argument(
-        "--preset", choices=get_args(Preset), help="one probe, two, or the best that is known (default: balanced)"
+        "--preset",
+        choices=get_args(Preset),
+        help="one probe, two, or two and --reconstruction admm (default: balanced); for n:m SparseGPT, SparseGPT and "
+        "admm, or two probes and admm (default: best)",
     )
     how.add_argument("--pattern", help="'unstructured' (default) or n:m; 2:4 keeps 2 of every 4 inputs")
     how.add_argument(
         "--strategy",
         choices=get_args(Strategy),
-        help="proposes the candidates; with --decision none it decides (default: fisher)",
+        help="proposes the candidates; with --decision none it decides, and sparsegpt always does (default: fisher)",
     )
     how.add_argument("--decision", choices=get_args(Decision), help="what the probes decide (default: path)")
-    how.add_argument("--scope", choices=get_args(Scope), help="over what one budget is spent")
+    how.add_argument(
+        "--scope", choices=get_args(Scope), help="over what one budget is spent (default: global, or the strategy's)"
+    )
     how.add_argument("--fisher", choices=get_args(Fisher), help="estimate of the squared gradient (default: blend)")
     how.add_argument(
         "--gradient-threshold",
@@ -78,7 +83,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "--reconstruction",
         choices=get_args(Reconstruction),
         help="change the kept weights to keep each matrix's outputs: by a sweep (obs), as well as can be "
-        "(least_squares), or so and with another choice of what goes (admm); default: none",
+        "(least_squares), or so and with another choice of what goes (admm); default: none, for n:m admm",
     )
     how.add_argument(
         "--dense-target",
@@ -90,7 +95,7 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--damping", type=float, metavar="X", help="of reconstruction's Hessians (default: 0.01)")
     how.add_argument("--include", action="append", metavar="PATTERN", help="prune only what matches (repeatable)")
     how.add_argument("--exclude", action="append", metavar="PATTERN", help="leave alone what matches (repeatable)")
-    how.add_argument("--seed", type=int, help="draws the calibration windows (default: 0)")
+    how.add_argument("--seed", type=int, help="draws calibration windows, random scores, 'self' (default: 0)")
     how.add_argument("--config", metavar="FILE.yaml", help="options from a file; those given here win over it")
 
 
@@ -100,7 +105,9 @@ def add_data_arguments(parser: argparse.ArgumentParser, no_evaluation: str = "")
     data.add_argument("--calibration", default="pydoc", metavar="SPEC", help="text for the probes (default: pydoc)")
     add_window_arguments(data)
     data.add_argument(
-        "--evaluation", metavar="SPEC", help=f"text to measure on{no_evaluation} (default: pydoc with pydoc)"
+        "--evaluation",
+        metavar="SPEC",
+        help=f"text to measure on{no_evaluation} (default: the held-out part of pydoc if that is --calibration)",
     )
     data.add_argument("--evaluation-samples", type=int, metavar="N", help="evaluation windows (default: 20)")
     return data

@@ -18,12 +18,29 @@ from gradprobe_hf.report import ComparedRow, Group, Report, finite
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a Hub id or a checkpoint folder")
-    add_dtype_argument(parser)
+    add_source_arguments(parser)
     parser.add_argument("--gguf-file", metavar="FILE", help="a GGUF file inside MODEL, dequantised on loading")
 
 
-def add_dtype_argument(parser: argparse.ArgumentParser) -> None:
+def add_source_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which MODEL it is; a login or HF_TOKEN opens those that are gated."""
     parser.add_argument("--dtype", help="load the weights as bfloat16, float16 or float32 (default: the checkpoint's)")
+    parser.add_argument("--revision", metavar="NAME", help="a branch, tag or commit of a Hub id (default: main)")
+    parser.add_argument(
+        "--trust-remote-code",
+        action="store_true",
+        default=None,
+        help="run the code of a model whose architecture is in its repository",
+    )
+
+
+def source_of(options: argparse.Namespace) -> dict[str, Any]:
+    """For `from_pretrained`."""
+    return given(options, "dtype", "gguf_file", "revision", "trust_remote_code")
+
+
+def placement_of(options: argparse.Namespace) -> dict[str, Any]:
+    return given(options, "device_map", "max_memory", "offload_folder")
 
 
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:

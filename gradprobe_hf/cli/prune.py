@@ -11,7 +11,7 @@ from gradprobe_hf.cli.options import (
     add_resume_arguments,
     configuration,
 )
-from gradprobe_hf.cli.output import add_model_arguments, given, print_json, print_pruning
+from gradprobe_hf.cli.output import add_model_arguments, given, placement_of, print_json, print_pruning, source_of
 from gradprobe_hf.pruning import prune_pretrained
 
 
@@ -22,7 +22,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_method_arguments(parser)
     data = add_data_arguments(parser, no_evaluation=", or 'none'")
     data.add_argument(
-        "--compare-baselines", action="store_true", help="prune with the published methods too, and measure them"
+        "--compare-baselines",
+        action="store_true",
+        help="prune in the ways that `gradprobe compare` knows, too, and measure them",
     )
     add_memory_arguments(parser.add_argument_group("memory"))
     add_resume_arguments(parser.add_argument_group("long runs"))
@@ -46,8 +48,9 @@ def run(options: argparse.Namespace) -> None:
         hub_model_id=options.push_to_hub,
         hub_private_repo=options.private or None,
         progress=not options.quiet,
-        **given(options, "dtype", "gguf_file"),
-        **given(options, "device_map", "max_memory", "offload_folder", "resume_dir", "save_every"),
+        **source_of(options),
+        **placement_of(options),
+        **given(options, "resume_dir", "save_every"),
     )
     if not result.processes.is_main:
         return

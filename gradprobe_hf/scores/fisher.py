@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def fisher_score(weight: Tensor, fisher: Tensor) -> Tensor:
-    """`score = W^2 * F`, `[out, in]`; of two probes, F is the sum over both: the mean curvature on the path.
+    """`score = W^2 * F`, `[out, in]`; of two probes, F is of the sums over both: the curvature on the path.
 
     >>> import torch
     >>> fisher_score(torch.tensor([[-2.0, 1.0]]), torch.tensor([[1.0, 3.0]]))
