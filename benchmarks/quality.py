@@ -92,7 +92,7 @@ class Bench:
     def __init__(self, ask: argparse.Namespace) -> None:
         self.ask = ask
         self.methods = ACCUMULATORS if ask.accumulators else VARIANTS if ask.variants else METHODS
-        self.everywhere = ask.full or ask.accumulators or ask.variants
+        self.everywhere = ask.full or ask.accumulators
         self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(ask.model, dtype=ask.dtype).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(ask.model)
         self.targets = find_targets(self.model)
@@ -321,7 +321,7 @@ def main() -> None:
             parser.error(f"{method!r} needs --peers PYTHON, of an environment that has llm-compressor")
     name = "accumulators" if ask.accumulators else "variants" if ask.variants else "quality"
     ask.output = ask.output or RESULTS / f"{name}.json"
-    ask.columns = ask.columns or {"accumulators": ["0.6"], "variants": ["0.5", "0.6", "0.7"]}.get(name, list(COLUMNS))
+    ask.columns = ask.columns or {"accumulators": ["0.6"], "variants": ["0.6", "0.7"]}.get(name, list(COLUMNS))
     bench = Bench(ask)
     bench.run()
     table = {"accumulators": spread_table, "variants": variants_table}.get(name, quality_table)

@@ -82,6 +82,8 @@ COLUMNS = (*MAIN_COLUMNS, "0.7", "4:8")
 
 def in_table(method: str, column: str) -> bool:
     """Whether the table has the cell. `--full` and `--methods` ask for others too."""
+    if method in VARIANTS and method not in METHODS:
+        return column == "0.6" or "matrix_sparsity" in method
     return method in IMPORTANT or (column in MAIN_COLUMNS and method not in EXTRA)
 
 

@@ -60,7 +60,8 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
     return ModelCard.from_template(
         _metadata(report, config, base, where),
         template_str=template,
-        title=f"{_short_name(report.model)}, {report.sparsity:.0%} pruned",
+        title=f"{_short_name(report.model)}, "
+        + (f"pruned to {config.pattern}" if config.group else f"{report.sparsity:.0%} pruned"),
         summary=_summary(report, config, base),
         method=describe_method(config),
         snippet=_snippet(report, where),
@@ -162,8 +163,9 @@ def _decision(config: GradProbeConfig) -> str:
         )
     if config.decision == "threshold":
         return (
-            f"Candidates were proposed by `{config.strategy}` with a budget over {unit}, and tentatively multiplied by "
-            f"{config.reduction_factor:g}. A candidate was set to zero if its gradient's largest magnitude grew by "
+            f"Candidates were proposed by `{config.strategy}` with a budget over {UNITS[config.candidate_scope]}, and "
+            f"tentatively multiplied by {config.reduction_factor:g}. A candidate was set to zero if its "
+            "gradient's largest magnitude grew by "
             f"no more than {_threshold(config.gradient_threshold)}; the others were given back, so the budget is "
             f"an upper bound. {kept}"
         )

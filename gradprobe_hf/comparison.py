@@ -54,6 +54,7 @@ _PLAIN: dict[str, Any] = {
     "order": "joint",
     "rounds": (),
     "max_metric_drop": None,
+    "initial_sparsity": None,
     "reconstruction": "none",
     "dense_target": None,
     "preset": None,

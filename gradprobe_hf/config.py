@@ -271,7 +271,9 @@ class GradProbeConfig:
     def _check_schedule(self) -> None:
         _number("sparsity_step", self.sparsity_step, "a fraction in (0, 1)", lambda x: 0 < x < 1)
         if self.initial_sparsity is not None:
-            most = 1.0 if self.max_metric_drop is None else self.final_sparsity
+            if self.max_metric_drop is None:
+                raise ValueError("initial_sparsity is where a search with max_metric_drop begins: set that too.")
+            most = self.final_sparsity
             _number("initial_sparsity", self.initial_sparsity, f"a fraction in [0, {most:g}]", lambda x: 0 <= x <= most)
         several = "rounds" if self.rounds else "max_metric_drop" if self.max_metric_drop is not None else None
         if self.max_metric_drop is not None:

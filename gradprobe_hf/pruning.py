@@ -110,6 +110,8 @@ def prune_pretrained(
     """
     config = config or GradProbeConfig()
     check_save_every(save_every)
+    if metric_fn is not None and config.max_metric_drop is None:
+        raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
     processes = join_processes()
     progress = progress and processes.is_main
     repo_id = _repository(push_to_hub, hub_model_id, output_dir)

@@ -155,6 +155,7 @@ def test_every_kind_of_run_has_a_card(options, checkpoint, tmp_path):
     prune_pretrained(str(checkpoint), config, evaluation=False, output_dir=tmp_path / "out", progress=False)
     text = (tmp_path / "out" / "README.md").read_text()
     assert "**not measured**" in text
+    assert (", pruned to 2:4\n" in text) == ("pattern" in options)
     assert ("Calibration.** None" in text) == (options.get("strategy") == "magnitude")
     assert not (tmp_path / "out" / "assets" / "perplexity.png").exists()
 

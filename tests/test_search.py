@@ -178,6 +178,11 @@ def test_allowed():
     assert allowed(-0.8, "10%") == pytest.approx(-0.72), "an accuracy of 0.8, of which more is better"
 
 
+def test_a_metric_without_a_limit_is_refused():
+    with pytest.raises(ValueError, match="metric_fn is what max_metric_drop is about"):
+        iterated(cases.build("llama"), metric_fn=lambda _: pytest.fail("work began"))
+
+
 def test_something_has_to_be_measured():
     with pytest.raises(ValueError, match="max_metric_drop needs something to measure"):
         iterated(cases.build("llama"), evaluation=False, max_metric_drop=0.1)
