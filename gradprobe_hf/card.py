@@ -60,8 +60,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
     return ModelCard.from_template(
         _metadata(report, config, base, where),
         template_str=template,
-        title=f"{_short_name(report.model)}, "
-        + (f"pruned to {config.pattern}" if config.group else f"{report.sparsity:.0%} pruned"),
+        title=f"{_short_name(report.model)}, {_extent(report, config)}",
         summary=_summary(report, config, base),
         method=describe_method(config),
         snippet=_snippet(report, where),
@@ -82,6 +81,10 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         peak_gb=report.memory["peak_resident_bytes"] / 1e9,
         warnings=report.warnings,
     )
+
+
+def _extent(report: Report, config: GradProbeConfig) -> str:
+    return f"pruned to {config.pattern}" if config.group else f"{report.sparsity:.0%} pruned"
 
 
 def base_metadata(name: str) -> dict[str, Any]:

@@ -58,8 +58,7 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, f
     """U `[in, in]`, upper triangular, with `U^T U` the inverse of the damped H, and the damping that it took.
 
     An input that is always zero has a row of zeros in H: it makes up for nothing, and its weights cost next to nothing,
-    as those of an input that is nearly always zero do. Damping is
-    raised tenfold until the factorisation succeeds.
+    as those of an input that is nearly always zero do. Damping is raised tenfold until the factorisation succeeds.
 
     Args:
         hessian: finite.
@@ -76,8 +75,9 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, f
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
     """H with a fraction of the mean of its diagonal added to that; of one where nothing was seen, a fraction of one."""
-    mean = hessian.diagonal().mean()
-    return hessian + damping * torch.where(mean > 0, mean, 1) * torch.eye(len(hessian)).to(hessian)
+    found, mean = hessian.clone(), hessian.diagonal().mean()
+    found.diagonal().add_(damping * torch.where(mean > 0, mean, 1))
+    return found
 
 
 def fixed(mask: Tensor) -> Choose:

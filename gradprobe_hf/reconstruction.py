@@ -160,7 +160,7 @@ class _Collected:
 
     def add(self, target: Target, site: Site, inputs: Tensor) -> None:
         if self._is_dense:
-            if not self._drifts_apart(target):
+            if not self._is_compared(target):
                 return
             if self._before is None or self._before[0] is not inputs:
                 self._before = inputs, self.probe.tokens(target, site, inputs)
@@ -168,12 +168,13 @@ class _Collected:
             return
         others = self._dense.get(target.name)
         other = others.pop(0) if others else None
-        if self._last is None or self._last[0] is not inputs:  # queries, keys and values are given one and the same
+        known = self._last  # queries, keys and values are given one and the same
+        if known is None or known[0] is not inputs or (known[2] is None) != (other is None):
             x = self.probe.tokens(target, site, inputs)
-            self._last = inputs, x.t() @ x, None if other is None else (other - x).t() @ x
-        _add(self._hessians, target.name, self._last[1])
-        if self._last[2] is not None:
-            _add(self._drifts, target.name, self._last[2])
+            self._last = known = inputs, x.t() @ x, None if other is None else (other - x).t() @ x
+        _add(self._hessians, target.name, known[1])
+        if known[2] is not None:
+            _add(self._drifts, target.name, known[2])
 
     def of(self, target: Target) -> tuple[Tensor, Tensor | None]:
         """Over the tokens of all processes. Collectives."""
@@ -185,11 +186,11 @@ class _Collected:
                 f"the inputs of {target.name} are not finite: look for NaN in the weights before it, or a dtype that "
                 "overflows (float16: try bfloat16). Nothing was changed."
             )
-        return hessian, self._sum(self._drifts, target) if self._drifts_apart(target) else None
+        return hessian, self._sum(self._drifts, target) if self._is_compared(target) else None
 
-    def _drifts_apart(self, target: Target) -> bool:
-        """Whether the dense model's inputs are compared: not of an expert, which is sent other tokens there."""
-        return self._has_drift and not is_routed([target])
+    def _is_compared(self, target: Target) -> bool:
+        """With the dense model's inputs: not an expert, which is sent other tokens there, unless it is sent all."""
+        return self._has_drift and (not is_routed([target]) or "shared" in target.name)
 
     def _sum(self, sums: dict[str, Tensor], target: Target) -> Tensor:
         found = sums.pop(target.name, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from functools import partial
 
 import pytest
@@ -325,6 +326,29 @@ def test_experts_in_modules_of_their_own_are_sent_other_tokens_by_the_dense_mode
     routed = {name for name in drifts if is_routed([next(t for t in result.targets if t.name == name)])}
     assert routed
     assert all((drift is None) == (name in routed) for name, drift in drifts.items())
+
+
+@pytest.mark.parametrize("expert_first", [False, True])
+def test_inputs_that_an_expert_has_in_common_with_another_matrix(expert_first):
+    model = cases.build("llama")
+    plain = find_targets(model)[0]
+    expert = dataclasses.replace(plain, name="model.layers.0.mlp.experts.0.up_proj.weight")
+    order = [expert, plain] if expert_first else [plain, expert]
+    dense, pruned = torch.randn(2, 3, 5, plain.shape[1]).unbind()
+    collected = _Collected(model, Processes(), has_drift=True)
+    collected.probe.start_batch({"input_ids": torch.zeros(3, 5, dtype=torch.long)})
+    with collected.as_dense():
+        for target in order:
+            collected.add(target, target.sites[0], dense)
+    for target in order:
+        collected.add(target, target.sites[0], pruned)
+    x, other = pruned.flatten(0, 1), dense.flatten(0, 1)
+    hessian, drift = collected.of(plain)
+    torch.testing.assert_close(hessian, x.t() @ x)
+    torch.testing.assert_close(drift, (other - x).t() @ x)
+    hessian, drift = collected.of(expert)
+    torch.testing.assert_close(hessian, x.t() @ x)
+    assert drift is None
 
 
 def test_damping_that_was_raised_is_in_the_report():
