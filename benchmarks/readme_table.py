@@ -32,7 +32,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 def speed_table(results: dict[str, Any]) -> str:
     lines = [
-        "| Fisher | two probes / two bare passes | everything but the passes | accumulators |",
+        "| Fisher | two probes / two bare passes | candidates, masks and zeros | accumulators |",
         "|---|---:|---:|---:|",
     ]
     for row in results["rows"]:

@@ -333,6 +333,8 @@ def compare_pretrained(
             found.rows.append(row)
             if on_row is not None:
                 on_row(found)
+        if not found.rows:
+            raise ValueError("this model could be pruned in none of these ways; the log says why.")
         return found
 
 

@@ -167,6 +167,25 @@ def test_a_baseline_that_turns_out_not_to_be_is_left_out_and_named(caplog, tmp_p
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+def test_a_comparison_of_nothing_is_an_error():
+    def broken(model, batch):
+        raise ValueError("no such label")
+
+    texts = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9), "progress": False}
+    config = GradProbeConfig()
+    only_probes = {name: one for name, one in comparison.baselines(config).items() if name.endswith("probes")}
+    evaluated = []
+    with pytest.raises(ValueError, match="in none of these ways"):
+        compare_pretrained(
+            cases.build("llama"),
+            config,
+            only_probes,
+            **texts,
+            loss_fn=lambda *a: broken(*a) if torch.is_grad_enabled() else (evaluated.append(1) or torch.tensor(1.0)),
+        )
+    assert evaluated, "the dense model was measured"
+
+
 def test_blocks_that_cannot_be_reconstructed_are_found_before_any_probe():
     with pytest.raises(ValueError, match=r"model\.layers\.2 runs 0 times"):
         prune_pretrained(
