@@ -305,6 +305,7 @@ def compare_pretrained(
         evaluation=evaluation,
         loss_fn=loss_fn,
         loading=loading,
+        is_shared=bool(terms_of(chosen)),
         progress=progress,
     ) as (setting, held_out):
         for name, other in chosen.items():

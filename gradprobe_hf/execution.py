@@ -66,6 +66,7 @@ def plan_execution(
     loss_fn: LossFunction | None = None,
     folder: str | Path | None = None,
     rows: int | None = None,
+    is_shared: bool = False,
     processes: Processes,
     stopwatch: Stopwatch,
 ) -> Plan:
@@ -73,6 +74,7 @@ def plan_execution(
 
     Args:
         folder: for accumulators on disk.
+        is_shared: the first probe's statistics are kept for other configurations, beside those of each.
         rows: sequences in a batch, where an earlier part of the run has found that out.
 
     Raises:
@@ -90,7 +92,14 @@ def plan_execution(
         remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)
         with memory_errors(stopwatch, remedies), stopwatch("batch size"):
             batches, notes["batch_size"] = largest_batch(
-                model, targets, config, batches, loss_fn=loss_fn, folder=folder, processes=processes
+                model,
+                targets,
+                config,
+                batches,
+                loss_fn=loss_fn,
+                folder=folder,
+                is_shared=is_shared,
+                processes=processes,
             )
     passes = batches.samples if is_routed(targets) else len(batches)
     if passes < processes.count:
@@ -143,12 +152,14 @@ def largest_batch(
     *,
     loss_fn: LossFunction | None = None,
     folder: str | Path | None = None,
+    is_shared: bool = False,
     processes: Processes,
 ) -> tuple[Batches, str]:
     """The same rows in the largest batches that one pass has memory for, and what was tried.
 
     Args:
         folder: for accumulators on disk.
+        is_shared: as `plan_execution`.
         processes: every one of them gets the same batches.
 
     Raises:
@@ -157,6 +168,9 @@ def largest_batch(
     start = int(processes.min_(torch.tensor(first_guess(model, config, batches.samples, batches.longest))))
     if is_sharded(model):  # a process that runs out of memory would leave the others waiting for its shards
         return batches.in_batches_of(start), f"{start} (by estimate)"
+    terms = evidence_needed(config).terms
+    # A second probe that does not add to the first, or adds to a copy of it.
+    second: frozenset[Term] = frozenset({"peak"}) if config.decision == "threshold" else frozenset()
     tried: list[int] = []
 
     def attempt(batch_size: int) -> int:
@@ -165,9 +179,8 @@ def largest_batch(
         checkpointing, _ = choose_checkpointing(model, config, row_count(first), batches.longest)
         # Everything is in memory that the probe will have there.
         with accumulator_files(model, targets, config, folder) as keeping:
-            statistics = Statistics(targets, evidence_needed(config).terms, model, keeping)
-            second: frozenset[Term] = frozenset({"peak"}) if config.decision == "threshold" else frozenset()
-            beside = Statistics(targets, second, model, keeping)  # a second probe that does not add to the first
+            statistics = Statistics(targets, terms, model, keeping)
+            beside = Statistics(targets, terms if is_shared else second, model, keeping)
             run_probe(model, targets, [first], statistics, loss_fn=loss_fn, checkpointing=checkpointing, progress=False)
             del statistics, beside
         return batch_size

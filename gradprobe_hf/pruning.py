@@ -150,6 +150,7 @@ def prune_pretrained(
         loss_fn=loss_fn,
         folder=offload_folder,
         rows=kept_rows(resume_dir, processes) if resume_dir is not None and config.batch_size == "auto" else None,
+        is_shared=compare_baselines,
         processes=processes,
         stopwatch=stopwatch,
         progress=progress,

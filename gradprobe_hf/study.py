@@ -29,9 +29,13 @@ def study(
     evaluation: Any = None,
     loss_fn: LossFunction | None = None,
     loading: Loading | None = None,
+    is_shared: bool = False,
     progress: bool = True,
 ) -> Iterator[tuple[Setting, Batches]]:
     """The setting of trials, and the text to measure them on. Arguments are those of `prune_pretrained`.
+
+    Args:
+        is_shared: as `plan_execution`.
 
     Raises:
         ValueError: nothing to calibrate or to measure on; and what `prune_pretrained` raises.
@@ -56,6 +60,7 @@ def study(
         config,
         loss_fn=loss_fn,
         folder=loading.offload_folder,
+        is_shared=is_shared,
         processes=processes,
         stopwatch=stopwatch,
         progress=progress and processes.is_main,
@@ -72,6 +77,7 @@ def ready(
     loss_fn: LossFunction | None = None,
     folder: str | Path | None = None,
     rows: int | None = None,
+    is_shared: bool = False,
     processes: Processes,
     stopwatch: Stopwatch,
     progress: bool,
@@ -81,7 +87,7 @@ def ready(
     Args:
         plan_for: what the portions have to fit, where other configurations share the setting; default: `config`.
         folder: for accumulators on disk, and new weights of a model that is offloaded.
-        rows: as `plan_execution`.
+        rows, is_shared: as `plan_execution`.
 
     Raises:
         ValueError: as `plan_execution`.
@@ -96,6 +102,7 @@ def ready(
         loss_fn=loss_fn,
         folder=folder,
         rows=rows,
+        is_shared=is_shared,
         processes=processes,
         stopwatch=stopwatch,
     )

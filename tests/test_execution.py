@@ -8,10 +8,11 @@ import torch
 import gradprobe_hf.execution as execution
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.calibration.batches import from_iterable
-from gradprobe_hf.execution import choose_checkpointing, remedies_for
+from gradprobe_hf.execution import choose_checkpointing, largest_batch, remedies_for
 from gradprobe_hf.loss import SummedCrossEntropy
 from gradprobe_hf.modes import checkpointed, checkpointed_layers
 from gradprobe_hf.probe import Statistics, run_probe
+from gradprobe_hf.processes import Processes
 from gradprobe_hf.targets import find_targets
 from tests import cases
 
@@ -130,6 +131,31 @@ def test_auto_batches_start_from_what_the_estimate_allows(monkeypatch):
     monkeypatch.setattr(execution, "activation_bytes", lambda *a, **_: 100 * a[2])
     monkeypatch.setattr(execution, "available_bytes", lambda _: 700)  # 0.6 of it: room for four
     assert prune(batch_size="auto").report.execution["batch_size"] == "4 (tried 4)"
+
+
+@pytest.mark.parametrize(
+    ("decision", "is_shared", "kept"), [("path", False, 1), ("path", True, 2), ("threshold", False, 3)]
+)
+def test_auto_batches_have_all_statistics_beside_them(monkeypatch, decision, is_shared, kept):
+    """A copy of a shared first probe is what the second adds to; the threshold's peaks are of each probe."""
+    real, held, sizes = execution.run_probe, [], []
+
+    def remembered(*args):
+        held.append(Statistics(*args))
+        return held[-1]
+
+    def weighed(*args, **kwargs):
+        sizes.append(sum(statistics.nbytes for statistics in held))
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(execution, "Statistics", remembered)
+    monkeypatch.setattr(execution, "run_probe", weighed)
+    model = cases.build("llama")
+    targets = find_targets(model)
+    config = GradProbeConfig(batch_size="auto", decision=decision, fisher="sequence")
+    batches = from_iterable(cases.batches("llama", rows=8), "rows")
+    largest_batch(model, targets, config, batches, is_shared=is_shared, processes=Processes())
+    assert sizes == [kept * 4 * sum(target.numel for target in targets)]
 
 
 def test_rows_that_do_not_fit_together_stay_as_they_are():
