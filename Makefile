@@ -49,7 +49,8 @@ bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scope
 
 bench-stories: $(READY)  ## the whole grid, three draws of the calibration windows, on a model of 15M (STORIES, STORIES_TEXT)
 	$(BIN)/python -m benchmarks.quality --full --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \
-		--num-samples 32 --sequence-length 256 --evaluation-samples 48 --output benchmarks/results/stories.json $(FLAGS)
+		--num-samples 32 --sequence-length 256 --evaluation-samples 48 --blocks-per-step 2 \
+		--output benchmarks/results/stories.json $(FLAGS)
 
 TRAIN_TEXT ?= $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,README.md)
 
