@@ -32,7 +32,7 @@ STYLES = {
     "sparsegpt + admm": ("#7a5195", "D"),
     "two probes": ("#2f6f9f", "o"),
     "two probes + obs": ("#f0b27a", "o"),
-    "two probes + admm": ("#dd6b20", "o"),
+    "one probe + admm": ("#dd6b20", "o"),
 }
 TICKS = (15, 20, 30, 40, 60, 80, 120, 160, 240, 320, 480, 640)
 

@@ -51,11 +51,11 @@ IMPORTANT = (
     "two probes",
     "two probes + obs",
     "two probes + admm",
+    "one probe + admm",
 )
 EXTRA = (  # other reconstructions of masks whose OBS row is in the table
     "two probes + least squares",
     "wanda + admm",
-    "one probe + admm",
     "rounds + admm",
     "sequential + admm",
 )

@@ -21,7 +21,7 @@ HEADLINE = (  # the rows of the README
     "sparsegpt + admm",
     "two probes",
     "two probes + obs",
-    "two probes + admm",
+    "one probe + admm",
 )
 
 

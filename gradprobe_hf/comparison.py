@@ -44,7 +44,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "sparsegpt": {"strategy": "sparsegpt", "decision": "none"},
     "one probe": {"strategy": "fisher", "decision": "none"},
     "two probes": {"strategy": "fisher", "decision": "path"},
-    "two probes + admm": {"strategy": "fisher", "decision": "path", "reconstruction": "admm"},
+    "one probe + admm": {"strategy": "fisher", "decision": "none", "reconstruction": "admm"},
 }
 # A baseline is made as it was published: what else the configuration does is not done to it.
 _PLAIN: dict[str, Any] = {

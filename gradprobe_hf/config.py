@@ -47,14 +47,14 @@ STRATEGY_SCOPE: dict[Strategy, Scope] = {
 PRESETS: dict[Preset, dict[str, Any]] = {
     "fast": {"decision": "none"},
     "balanced": {"decision": "path"},
-    "best": {"reconstruction": "admm"},
+    "best": {"decision": "none", "reconstruction": "admm"},  # admm decides again what a second probe would
 }
 # Inside small groups there is no budget to spend elsewhere, and what the kept weights can make up for counts for more
 # than which of them go.
 PRESETS_IN_GROUPS: dict[Preset, dict[str, Any]] = {
     "fast": {"strategy": "sparsegpt"},
     "balanced": {"strategy": "sparsegpt", "reconstruction": "admm"},
-    "best": {"reconstruction": "admm"},
+    "best": {"decision": "none", "reconstruction": "admm"},
 }
 DEFAULT_IN_GROUPS: Preset = "best"  # a mask by itself is far behind there, and takes as long
 
@@ -67,10 +67,10 @@ class GradProbeConfig:
         sparsity: fraction of the target weights to remove, in [0, 1). Default 0.5, or what `pattern` implies.
         pattern: `"unstructured"`, or `"n:m"`: of every m consecutive inputs of a row keep at most n
             (`"2:4"` keeps 2 of 4, as NVIDIA counts).
-        preset: `"fast"` (one probe decides), `"balanced"` (two, the default) or `"best"` (two, and
-            `reconstruction="admm"`). For an n:m pattern: SparseGPT; SparseGPT and `"admm"`; or two probes and `"admm"`
-            (the default there, unless a strategy or a decision is given). What a preset comes to is settled when a
-            configuration is made, and options that are given win over it.
+        preset: `"fast"` (one probe decides), `"balanced"` (two, the default) or `"best"` (one, and
+            `reconstruction="admm"`). For an n:m pattern: SparseGPT; SparseGPT and `"admm"`; or one probe and `"admm"`
+            (the default there, unless a strategy, decision or reconstruction is given). What a preset comes to is
+            settled when a configuration is made, and options that are given win over it.
         strategy: which score proposes the candidates: `"fisher"` (default), `"wanda"`, `"magnitude"` or `"random"`. Or
             `"sparsegpt"`, which proposes none: it chooses while it reconstructs.
         decision: `"path"` scores every weight by both probes and meets the budget exactly; `"threshold"` is the
@@ -211,9 +211,9 @@ class GradProbeConfig:
         """What the preset comes to beside the options that are given."""
         if self.preset is not None:
             _one_of("preset", self.preset, get_args(Preset))
-        preset = self.preset or DEFAULT_IN_GROUPS
-        in_groups = PRESETS_IN_GROUPS[preset]
-        if self.group is not None and self.decision is None and self.strategy in (None, in_groups.get("strategy")):
+        in_groups = PRESETS_IN_GROUPS[self.preset or DEFAULT_IN_GROUPS]
+        is_free = self.decision is None and self.strategy in (None, in_groups.get("strategy"))
+        if self.group is not None and is_free and (self.preset is not None or self.reconstruction is None):
             return in_groups
         values = {} if self.preset is None else dict(PRESETS[self.preset])
         if self.strategy == "sparsegpt":

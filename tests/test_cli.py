@@ -181,12 +181,12 @@ def test_an_argument_that_cannot_be_read_is_named_with_what_it_should_be(flag, v
 
 
 def test_a_preset_wins_over_what_another_came_to_in_a_file(tmp_path):
-    GradProbeConfig(preset="fast", num_samples=7).to_yaml(tmp_path / "fast.yaml")
-    command = ["prune", "model", "--output", "out", "--config", str(tmp_path / "fast.yaml")]
+    GradProbeConfig(preset="balanced", num_samples=7).to_yaml(tmp_path / "balanced.yaml")
+    command = ["prune", "model", "--output", "out", "--config", str(tmp_path / "balanced.yaml")]
     found = configuration(parser().parse_args([*command, "--preset", "best", "--dense-target", "0.5"]))
-    assert (found.decision, found.reconstruction, found.dense_target) == ("path", "admm", 0.5)
+    assert (found.decision, found.reconstruction, found.dense_target) == ("none", "admm", 0.5)
     assert found.num_samples == 7
-    assert configuration(parser().parse_args(command)).decision == "none"
+    assert configuration(parser().parse_args(command)).decision == "path"
 
 
 def test_an_unknown_model_is_one_readable_line(tmp_path):

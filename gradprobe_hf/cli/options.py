@@ -36,8 +36,8 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--preset",
         choices=get_args(Preset),
-        help="one probe, two, or two and --reconstruction admm (default: balanced); for n:m SparseGPT, SparseGPT and "
-        "admm, or two probes and admm (default: best)",
+        help="one probe, two, or one and --reconstruction admm (default: balanced); for n:m SparseGPT, SparseGPT and "
+        "admm, or one probe and admm (default: best)",
     )
     how.add_argument("--pattern", help="'unstructured' (default) or n:m; 2:4 keeps 2 of every 4 inputs")
     how.add_argument(
