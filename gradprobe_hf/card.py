@@ -172,6 +172,12 @@ def _decision(config: GradProbeConfig) -> str:
             f"no more than {_threshold(config.gradient_threshold)}; the others were given back, so the budget is "
             f"an upper bound. {kept}"
         )
+    if config.strategy == "fisher":
+        return (
+            "The loss gradient was measured over the calibration data. Each weight was scored by its square times "
+            f"{ESTIMATES[config.fisher]}: an estimate of the loss that removing it adds. The lowest scores were set to "
+            f"zero, with one exact budget over {unit}. {kept}"
+        )
     return (
         f"Weights were scored by `{config.strategy}` and the lowest set to zero, with one exact budget over {unit}. "
         f"{kept}"

@@ -74,8 +74,8 @@ def plan_execution(
 
     Args:
         folder: for accumulators on disk.
-        is_shared: the first probe's statistics are kept for other configurations, beside those of each.
         rows: sequences in a batch, where an earlier part of the run has found that out.
+        is_shared: the first probe's statistics are kept for other configurations, beside those of each.
 
     Raises:
         ValueError: fewer batches than processes, or checkpointing of a model that has no layers for it.

@@ -142,19 +142,23 @@ def test_the_card_s_snippet_runs(written):
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("options", "said"),
     [
-        {"decision": "threshold"},
-        {"pattern": "2:4"},
-        {"strategy": "magnitude", "decision": "none"},
-        {"strategy": "wanda", "decision": "none"},
+        ({"decision": "threshold"}, "Candidates were proposed by `fisher`"),
+        ({"decision": "path"}, "The loss gradient was measured twice over the calibration data"),
+        ({"preset": "fast"}, "The loss gradient was measured over the calibration data"),
+        ({"pattern": "2:4"}, "The loss gradient was measured over the calibration data"),
+        ({"strategy": "sparsegpt"}, "SparseGPT: block by block"),
+        ({"strategy": "magnitude", "decision": "none"}, "Weights were scored by `magnitude`"),
+        ({"strategy": "wanda", "decision": "none"}, "Weights were scored by `wanda`"),
     ],
 )
-def test_every_kind_of_run_has_a_card(options, checkpoint, tmp_path):
+def test_every_kind_of_run_has_a_card(options, said, checkpoint, tmp_path):
     config = GradProbeConfig(num_samples=4, sequence_length=16, **options)
     prune_pretrained(str(checkpoint), config, evaluation=False, output_dir=tmp_path / "out", progress=False)
     text = (tmp_path / "out" / "README.md").read_text()
     assert "**not measured**" in text
+    assert said in text
     assert (", pruned to 2:4\n" in text) == ("pattern" in options)
     assert ("Calibration.** None" in text) == (options.get("strategy") == "magnitude")
     assert not (tmp_path / "out" / "assets" / "perplexity.png").exists()
