@@ -31,15 +31,15 @@ from torch import Tensor
 from transformers import MistralConfig, PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.accounting import peak_memory, versions
-from gradprobe_hf.estimation import estimate
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.estimation.estimate import estimate
 from gradprobe_hf.estimation.machine import process_bytes
-from gradprobe_hf.inspection import inspect_checkpoint
-from gradprobe_hf.loading import load_config, load_model, load_processing_class, skeleton
-from gradprobe_hf.loss import summed_loss
-from gradprobe_hf.modes import checkpointed, checkpointed_layers, eval_mode, frozen
-from gradprobe_hf.shards import LARGEST_SHARD
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.loading import load_config, load_model, load_processing_class, skeleton
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.patches import checkpointed, checkpointed_layers, eval_mode, frozen
+from gradprobe_hf.model.saving import LARGEST_SHARD
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.report.build import peak_memory, versions
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 RUNS = Path(__file__).parent.parent / "runs"

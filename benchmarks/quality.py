@@ -45,13 +45,14 @@ from benchmarks.quality_rows import (
 )
 from benchmarks.quality_tables import quality_table, spread_table, variants_table
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.accounting import peak_memory, versions
-from gradprobe_hf.calibration import Batches, load_batches
 from gradprobe_hf.comparison import Comparison, terms_of
-from gradprobe_hf.evaluation import Measurement
-from gradprobe_hf.masks import Masks
-from gradprobe_hf.setting import Setting
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.report.build import peak_memory, versions
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.selection.packed_masks import PackedMasks
 
 RESULTS = Path(__file__).parent / "results"
 PEER = Path(__file__).parent / "peer.py"
@@ -150,12 +151,12 @@ class Bench:
         planned = {f"{method} {column}": self._config(method, column, seed) for method, column in own}
         terms = terms_of({name: config for name, config in planned.items() if config})
         comparison = Comparison(
-            Setting(self.model, self.targets, common, batches),
+            RunContext(self.model, self.targets, common, batches),
             next(iter(self.texts.values())),
             frozenset() if self.ask.accumulators else terms,
         )
         if not self.dense:
-            found = self._measured(comparison, Masks(), {}, "dense")
+            found = self._measured(comparison, PackedMasks(), {}, "dense")
             self.dense = {name: one.perplexity for name, one in found.items()}
         for method, column in todo:
             if method in PEERS:
@@ -205,7 +206,7 @@ class Bench:
         """What llm-compressor makes of the same windows, measured like the rest; its zeros are as it made them."""
         made, told = prune_with_peer(self.ask, batches, PEERS[method], column, self._budget(column, seed))
         updates = {target.name: made[target.parameter] for target in self.targets}
-        found = self._measured(comparison, Masks(), updates, f"{method}, {column}, seed {seed}")
+        found = self._measured(comparison, PackedMasks(), updates, f"{method}, {column}, seed {seed}")
         self.versions |= {f"llm-compressor: {name}": value for name, value in told["versions"].items()}
         self._kept(
             Cell(

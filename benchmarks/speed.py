@@ -24,15 +24,17 @@ from rich.table import Table
 from transformers import AutoTokenizer, PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.accounting import peak_memory, versions
-from gradprobe_hf.application import applied
-from gradprobe_hf.calibration import Batches, load_batches
-from gradprobe_hf.decision import FISHER_TERMS, candidate_score, keys_of, path_score
-from gradprobe_hf.loading import load_model
-from gradprobe_hf.loss import summed_loss
-from gradprobe_hf.probe import Statistics, run_probe
-from gradprobe_hf.selection import select_masks
-from gradprobe_hf.targets import Target, find_targets
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.decisions.decision import FISHER_TERMS, candidate_score, keys_of, path_score
+from gradprobe_hf.model.loading import load_model
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.probe.engine import run_probe
+from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.report.build import peak_memory, versions
+from gradprobe_hf.run.apply import applied
+from gradprobe_hf.selection.select import select_masks
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -32,9 +32,9 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from gradprobe_hf.accounting import peak_memory, versions
-from gradprobe_hf.loading import load_model
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.loading import load_model
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.report.build import peak_memory, versions
 from gradprobe_hf.training import (
     SelectiveUpdateCallback,
     SparsityCallback,

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
-from gradprobe_hf.loading import load_model, load_processing_class
+from gradprobe_hf.model.loading import load_model, load_processing_class
 
 PROMPT = "The Earth goes around the Sun, and the Moon"
 

@@ -18,10 +18,10 @@ from rich.table import Table
 from transformers import Trainer, TrainingArguments
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.accounting import versions
-from gradprobe_hf.calibration import load_batches
-from gradprobe_hf.evaluation import measure
-from gradprobe_hf.loading import load_model, load_processing_class
+from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.model.loading import load_model, load_processing_class
+from gradprobe_hf.report.build import versions
 from gradprobe_hf.training import SparsityCallback
 
 

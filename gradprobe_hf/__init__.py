@@ -7,13 +7,13 @@ result.save_pretrained("smollm2-50")
 """
 
 from gradprobe_hf import metrics
+from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.comparison import compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.preparation import Loading
 from gradprobe_hf.pruning import prune_pretrained
-from gradprobe_hf.report import Report
-from gradprobe_hf.result import PruneResult
-from gradprobe_hf.tuning import sweep_gradient_thresholds
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.run.inputs import Loading
+from gradprobe_hf.threshold_sweep import sweep_gradient_thresholds
 
 __all__ = [
     "GradProbeConfig",

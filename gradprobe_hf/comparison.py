@@ -18,22 +18,25 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.accounting import matrix_rows, published_name, versions
-from gradprobe_hf.calibration import Batches
-from gradprobe_hf.checks import check_targets
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.decision import evidence_needed
-from gradprobe_hf.evaluation import Measurement, measure
-from gradprobe_hf.loss import LossFunction
-from gradprobe_hf.masks import Masks
-from gradprobe_hf.plots import save_comparison
-from gradprobe_hf.preparation import Loading
-from gradprobe_hf.probe import Statistics, Term, run_probe, serving
-from gradprobe_hf.report import ComparedRow, finite
-from gradprobe_hf.setting import Findings, FirstProbe, Setting
-from gradprobe_hf.stopwatch import Stopwatch
-from gradprobe_hf.study import study
-from gradprobe_hf.verdict import Verdict, conclude, decide
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.decisions.decision import evidence_needed
+from gradprobe_hf.evaluation.perplexity import Measurement, measure
+from gradprobe_hf.model.loss import LossFunction
+from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.probe.engine import run_probe
+from gradprobe_hf.probe.matrix import Term
+from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.report.build import matrix_rows, published_name, versions
+from gradprobe_hf.report.plots import save_comparison
+from gradprobe_hf.report.report import ComparedRow, finite
+from gradprobe_hf.run.compatibility import check_targets
+from gradprobe_hf.run.context import Diagnostics, FirstProbe, RunContext
+from gradprobe_hf.run.decide import PruningDecision, conclude, decide
+from gradprobe_hf.run.inputs import Loading
+from gradprobe_hf.run.study import study
+from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.selection.packed_masks import PackedMasks
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,7 @@ def most_demanding(configs: Sequence[GradProbeConfig]) -> GradProbeConfig:
     return next((config for config in configs if evidence_needed(config).passes == "probe"), configs[0])
 
 
-def feasible(setting: Setting, configs: Mapping[str, GradProbeConfig]) -> dict[str, GradProbeConfig]:
+def feasible(setting: RunContext, configs: Mapping[str, GradProbeConfig]) -> dict[str, GradProbeConfig]:
     """Those that these matrices can be pruned with; of the others the log says why not."""
     found = {}
     for name, config in configs.items():
@@ -97,11 +100,11 @@ class Comparison:
         terms: of the first probe that they share, see `terms_of`; where there are none, every row makes its own.
     """
 
-    def __init__(self, setting: Setting, held_out: Batches, terms: frozenset[Term] = frozenset()) -> None:
+    def __init__(self, setting: RunContext, held_out: Batches, terms: frozenset[Term] = frozenset()) -> None:
         self._setting, self._held_out, self._terms = replace(setting, is_shared=True), held_out, terms
-        self._decided: dict[str, tuple[Masks | None, Findings, float]] = {}
+        self._decided: dict[str, tuple[PackedMasks | None, Diagnostics, float]] = {}
 
-    def setting(self, config: GradProbeConfig, stopwatch: Stopwatch | None = None) -> Setting:
+    def setting(self, config: GradProbeConfig, stopwatch: Stopwatch | None = None) -> RunContext:
         """For a run with this configuration; it has the first probe, if it begins with that."""
         needed, stopwatch = evidence_needed(config), stopwatch or Stopwatch()
         keeping = replace(self._setting.keeping, dtype=config.accumulator_dtype)
@@ -130,7 +133,7 @@ class Comparison:
             logger.warning("%s is left out of the comparison: %s", method, error)
             return None
 
-    def verdict(self, config: GradProbeConfig) -> tuple[Verdict, float]:
+    def verdict(self, config: GradProbeConfig) -> tuple[PruningDecision, float]:
         """What goes, and the seconds that it takes alone."""
         setting = self.setting(config)
         masks, findings, before = self._masks(setting)
@@ -138,7 +141,7 @@ class Comparison:
         return conclude(setting, masks, findings), before + time.perf_counter() - begun
 
     def describe(
-        self, method: str, config: GradProbeConfig, verdict: Verdict, seconds: float, found: Measurement
+        self, method: str, config: GradProbeConfig, verdict: PruningDecision, seconds: float, found: Measurement
     ) -> ComparedRow:
         """The row of a verdict and its measurement."""
         setting = self._setting
@@ -176,14 +179,14 @@ class Comparison:
                 is_trial,
             )
 
-    def _masks(self, setting: Setting) -> tuple[Masks | None, Findings, float]:
+    def _masks(self, setting: RunContext) -> tuple[PackedMasks | None, Diagnostics, float]:
         """Those of an earlier row that differs in reconstruction alone, or new ones; and the seconds they took."""
         alone = setting.config
         if alone.max_metric_drop is None:  # else the metric is of what is reconstructed
             alone = replace(alone, reconstruction="none", dense_target=None, damping=GradProbeConfig.damping)
         key = json.dumps(alone.to_dict(), sort_keys=True)
         if key not in self._decided:
-            findings, begun = Findings(), time.perf_counter()
+            findings, begun = Diagnostics(), time.perf_counter()
             masks = decide(setting, findings, self._held_out, None)
             seconds = time.perf_counter() - begun + (setting.first.seconds if setting.first else 0.0)
             self._decided[key] = masks, findings, seconds
@@ -319,7 +322,7 @@ def compare_pretrained(
         assert setting.batches is not None, "what is studied is calibrated"
         found = Compared(
             published_name(setting.model),
-            comparison.measured(Masks(), {}, "dense"),
+            comparison.measured(PackedMasks(), {}, "dense"),
             [],
             {name: other.to_dict() for name, other in chosen.items()},
             setting.batches.describe(),

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import yaml
 from huggingface_hub import hf_hub_download
 
-from gradprobe_hf.recipes import read_yaml
+from gradprobe_hf.runtime.yaml_options import read_yaml
 
 Strategy = Literal["fisher", "wanda", "magnitude", "random", "sparsegpt"]
 Decision = Literal["path", "threshold", "none"]

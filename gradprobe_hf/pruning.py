@@ -11,29 +11,29 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.accounting import build_report
-from gradprobe_hf.application import applied
-from gradprobe_hf.calibration import Batches
+from gradprobe_hf.checkpoint.result import PruneResult
+from gradprobe_hf.checkpoint.write import check_destination, check_push, check_room, push_folder, write_checkpoint
 from gradprobe_hf.comparison import Comparison, baselines, feasible, most_demanding, terms_of
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.decision import evidence_needed
-from gradprobe_hf.evaluation import Measurement, measure
-from gradprobe_hf.hub import check_destination, check_push, check_room, push_folder, write_checkpoint
-from gradprobe_hf.loading import DeviceMap
-from gradprobe_hf.loss import LossFunction
-from gradprobe_hf.preparation import Loading, prepare
-from gradprobe_hf.probe import serving
-from gradprobe_hf.processes import Processes, join_processes
-from gradprobe_hf.report import ComparedRow
-from gradprobe_hf.result import PruneResult
-from gradprobe_hf.resume import Journal, check_save_every, kept_rows, run_identity
-from gradprobe_hf.setting import Setting
-from gradprobe_hf.sharding import is_sharded
-from gradprobe_hf.stopwatch import Stopwatch
-from gradprobe_hf.store import check_store_room
-from gradprobe_hf.study import ready
-from gradprobe_hf.targets import Target
-from gradprobe_hf.verdict import Metric, Verdict, reach_verdict
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.decisions.decision import evidence_needed
+from gradprobe_hf.evaluation.perplexity import Measurement, measure
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loading import DeviceMap
+from gradprobe_hf.model.loss import LossFunction
+from gradprobe_hf.model.offload_store import check_store_room
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.report.build import build_report
+from gradprobe_hf.report.report import ComparedRow
+from gradprobe_hf.run.apply import applied
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.decide import Metric, PruningDecision, reach_verdict
+from gradprobe_hf.run.inputs import Loading, prepare
+from gradprobe_hf.run.snapshots import Snapshots, check_save_every, kept_rows, run_identity
+from gradprobe_hf.run.study import ready
+from gradprobe_hf.runtime.processes import Processes, join_processes
+from gradprobe_hf.runtime.stopwatch import Stopwatch
 
 logger = logging.getLogger(__name__)
 
@@ -211,20 +211,20 @@ def prune_pretrained(
 class _Rivals:
     """The published methods beside a run: they begin with its first probe, and end at its sparsity."""
 
-    def __init__(self, setting: Setting, held_out: Batches) -> None:
+    def __init__(self, setting: RunContext, held_out: Batches) -> None:
         self._own = setting
         # A journal is of the run's own probes: they are not shared then.
         all_of_them = {**baselines(setting.config), "this model": setting.config}
         terms = terms_of(all_of_them) if setting.journal is None else frozenset()
         self._comparison = Comparison(setting, held_out, terms)
 
-    def begin(self) -> Setting:
+    def begin(self) -> RunContext:
         """The setting of the run itself, with the first probe that all of them begin with: it is made here."""
         if self._own.journal is not None:
             return self._own
         return self._comparison.setting(self._own.config, self._own.stopwatch)
 
-    def rows(self, verdict: Verdict, found: Measurement) -> list[ComparedRow]:
+    def rows(self, verdict: PruningDecision, found: Measurement) -> list[ComparedRow]:
         """The run's own row is the last."""
         own = self._own
         taken = sum(seconds for stage, seconds in own.stopwatch.seconds.items() if stage not in _AROUND)
@@ -249,7 +249,7 @@ class _Run:
 
     def journal(
         self, resume_dir: str | Path | None, save_every: int, batches: Batches | None, held_out: Batches | None
-    ) -> Journal | None:
+    ) -> Snapshots | None:
         if resume_dir is None:
             return None
         if batches is None or evidence_needed(self.config).passes != "probe":
@@ -258,11 +258,11 @@ class _Run:
         identity = run_identity(self.model, self.targets, self.config.to_dict(), batches, self.processes)
         if self.config.max_metric_drop is not None and held_out is not None:
             identity["evaluation"] = f"{held_out.source} ({held_out.fingerprint})"
-        journal = Journal(Path(resume_dir), identity, save_every, self.processes, in_step=is_sharded(self.model))
+        journal = Snapshots(Path(resume_dir), identity, save_every, self.processes, in_step=is_sharded(self.model))
         journal.check()
         return journal
 
-    def evaluate(self, verdict: Verdict, held_out: Batches) -> dict[str, Measurement]:
+    def evaluate(self, verdict: PruningDecision, held_out: Batches) -> dict[str, Measurement]:
         """The loss before and after; the pruned model is measured through what it is served, its weights untouched."""
         views: dict[str, AbstractContextManager[None]] = {
             "dense": nullcontext(),

@@ -11,15 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gradprobe_hf.probe import Trail, row_stores
-from gradprobe_hf.probe.accumulators import (
-    BYTES_PER_WEIGHT,
-    Accumulator,
-    decode_int8,
-    encode_int8,
-    round_bfloat16,
-)
-from gradprobe_hf.probe.matrix import Keeping
+from gradprobe_hf.probe import row_stores
+from gradprobe_hf.probe.accumulator_storage import PageCacheTrail
+from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT, Accumulator, decode_int8, encode_int8, round_bfloat16
+from gradprobe_hf.probe.matrix import AccumulatorStorage
 
 CPU = torch.device("cpu")
 SHAPE = (96, 200)
@@ -158,7 +153,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gradprobe_hf.probe.row_stores.os.posix_fallocate", full)
+    monkeypatch.setattr("gradprobe_hf.probe.accumulator_storage.os.posix_fallocate", full)
     with pytest.raises(OSError, match="no room for the accumulators; choose another offload_folder"):
         made("int8", tmp_path)
 
@@ -168,7 +163,7 @@ def test_a_trail_changes_nothing_but_what_the_page_cache_keeps(kind, tmp_path, m
     """Six matrices, gone through twice: each file is asked to be forgotten at its end, and once more later."""
     asked = Counter()
     monkeypatch.setattr(row_stores, "_forget", lambda paths: asked.update(path.name for path in paths))
-    trail, plain = Trail(), added(made(kind), squares(2))
+    trail, plain = PageCacheTrail(), added(made(kind), squares(2))
     matrices = [Accumulator(SHAPE, kind, torch.float32, CPU, tmp_path / str(n), trail) for n in range(6)]
     for value in squares(2):
         for matrix in matrices:
@@ -188,16 +183,16 @@ def test_a_trail_changes_nothing_but_what_the_page_cache_keeps(kind, tmp_path, m
 def test_forgetting_keeps_what_was_written_and_survives_a_deleted_file(system, tmp_path, monkeypatch):
     if system == "without":
         monkeypatch.delattr("os.posix_fadvise", raising=False)
-    trail = Trail()
+    trail = PageCacheTrail()
     matrices = [
         Accumulator(SHAPE, "int8", torch.float32, CPU, tmp_path / str(number), trail)
-        for number in range(Trail.LENGTH + 2)
+        for number in range(PageCacheTrail.LENGTH + 2)
     ]
-    for matrix in matrices[: Trail.LENGTH]:
+    for matrix in matrices[: PageCacheTrail.LENGTH]:
         added(matrix, squares(3))
     for path in tmp_path.glob("0.*"):
         path.unlink()
-    for matrix in matrices[Trail.LENGTH :]:
+    for matrix in matrices[PageCacheTrail.LENGTH :]:
         added(matrix, squares(3))
     assert all(torch.equal(matrix.read(), matrices[1].read()) for matrix in matrices[2:])
     assert torch.equal(matrices[1].read(), added(made("int8"), squares(3)).read())
@@ -227,4 +222,4 @@ def test_state_goes_round(kind):
 
 def test_a_float64_model_is_summed_in_float64():
     assert made("float32", dtype=torch.float64).read().dtype == torch.float64
-    assert Keeping().dtype == "float32"
+    assert AccumulatorStorage().dtype == "float32"

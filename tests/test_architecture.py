@@ -1,10 +1,11 @@
-"""The order of the modules: a file imports only from lines above its own. And the wheel ships every package."""
+"""The order of the folders, no cycle between files, and a wheel that ships every package."""
 
 from __future__ import annotations
 
 import ast
 import configparser
 import re
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -12,97 +13,86 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "gradprobe_hf"
 
-# A call is a walk down this list.
+# A folder imports only from those above it.
 ORDER = [
-    "interrupts",
-    "stopwatch",
-    "recipes",
-    "config",
-    "sharding",
-    "weights",
-    "store",
-    "masks",
-    "updates",
-    "processes",
-    "targets",
-    "thresholds",
-    "checks",
-    "modes",
-    "loss",
-    "blocks",
-    "calibration",
+    "runtime",
+    "model",
+    "data",
     "scores",
-    "selection",
-    "obs",
-    "least_squares",
-    "probe",
     "reconstruction",
-    "resume",
-    "decision",
-    "setting",
-    "trial",
-    "schedule",
-    "sequential",
+    "config",
+    "selection",
+    "probe",
+    "decisions",
     "evaluation",
-    "verdict",
-    "application",
-    "metrics",
-    "report",
-    "accounting",
-    "plots",
-    "loading",
-    "shards",
     "estimation",
-    "inspection",
-    "card",
-    "hub",
-    "result",
-    "preparation",
-    "execution",
-    "study",
+    "run",
+    "report",
+    "checkpoint",
     "comparison",
-    "tuning",
+    "threshold_sweep",
     "pruning",
     "training",
     "cli",
 ]
 
 
-def stages():
-    return sorted(
-        path
-        for path in PACKAGE.rglob("*.py")
-        if path.name not in ("__init__.py", "__main__.py") or path.parent != PACKAGE
-    )
+def modules():
+    """Dotted name -> file, of every file but the two that the package begins with."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if path.parent != PACKAGE or path.name not in ("__init__.py", "__main__.py"):
+            found[".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")] = path
+    return found
 
 
-def stage_of(path):
-    return path.relative_to(PACKAGE).with_suffix("").parts[0]
-
-
-def imported_stages(path):
+def imported(name, path, known):
+    """The modules of the package that a file imports anywhere in it, relative imports too."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = (
-                [f"{node.module}.{alias.name}" for alias in node.names]
-                if node.module == "gradprobe_hf"
-                else [node.module]
-            )
-        for name in names:
-            parts = name.split(".")
-            if parts[0] == "gradprobe_hf" and len(parts) > 1:
-                yield parts[1]
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                whole = f"{source}.{alias.name}"
+                if whole in known or source in known:
+                    yield whole if whole in known else source
 
 
-@pytest.mark.parametrize("path", stages(), ids=lambda path: str(path.relative_to(PACKAGE)))
-def test_imports_point_upwards(path):
-    own = ORDER.index(stage_of(path))
-    for stage in imported_stages(path):
-        assert ORDER.index(stage) < own or stage == stage_of(path), f"{path.name} imports {stage}, which is below it"
+def test_imports_are_found_in_every_form(tmp_path):
+    known = {"gradprobe_hf.a", "gradprobe_hf.b", "gradprobe_hf.b.c", "gradprobe_hf.b.d"}
+    text = "import gradprobe_hf.a\nfrom gradprobe_hf.b.c import x\nfrom . import d\nfrom .. import a\nfrom .c import y"
+    (tmp_path / "e.py").write_text(text)
+    assert list(imported("gradprobe_hf.b.e", tmp_path / "e.py", known)) == [
+        "gradprobe_hf.a",
+        "gradprobe_hf.b.c",
+        "gradprobe_hf.b.d",
+        "gradprobe_hf.a",
+        "gradprobe_hf.b.c",
+    ]
 
 
-def test_the_guide_lists_the_modules_in_this_order():
+@pytest.mark.parametrize("name", modules())
+def test_imports_point_upwards(name):
+    known = modules()
+    own = ORDER.index(name.split(".")[1])
+    for other in imported(name, known[name], known):
+        stage = other.split(".")[1]
+        assert ORDER.index(stage) <= own, f"{name} imports {other}, and {stage} stands below it"
+
+
+def test_no_file_imports_itself_through_others():
+    known = modules()
+    graph = {name: set(imported(name, path, known)) - {name} for name, path in known.items()}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(f"a cycle of imports: {' -> '.join(error.args[1])}")
+
+
+def test_the_guide_lists_the_folders_in_this_order():
     table = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").partition("| stage |")[2].partition("\n\n")[0]
     first_cells = "".join(line.split("|")[1] for line in table.splitlines()[1:])
     assert re.findall(r"`(\w+)(?:\.py|/)`", first_cells) == ORDER

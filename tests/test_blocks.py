@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from gradprobe_hf.blocks import Prefix, blocks_in_order
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.block_cache import BlockOutputCache, blocks_in_order
+from gradprobe_hf.model.targets import find_targets
 from tests import cases
 
 
@@ -18,7 +18,7 @@ def test_a_prefix_starts_where_it_has_come_to():
     with torch.no_grad():
         wanted = [model(**batch).logits for batch in batches]
     for count in range(1, len(order) + 1):
-        prefix = Prefix(model, batches, len(order))
+        prefix = BlockOutputCache(model, batches, len(order))
         prefix.advance(order[:count])
         assert prefix.share == count / len(order)
         for number, batch in enumerate(batches):
@@ -30,7 +30,7 @@ def test_a_prefix_starts_where_it_has_come_to():
 def test_a_prefix_can_advance_step_by_step():
     model, batches = cases.build("llama"), cases.batches("llama")
     order = blocks_in_order(model, find_targets(model), batches[0])
-    prefix = Prefix(model, batches, len(order))
+    prefix = BlockOutputCache(model, batches, len(order))
     for block in order:
         prefix.advance([block])
     prefix.start_batch(1)

@@ -14,8 +14,9 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from gradprobe_hf.calibration import load_batches, shared_rows
-from gradprobe_hf.calibration.manual import manual_text
+from gradprobe_hf.data.batches import shared_rows
+from gradprobe_hf.data.pydoc_text import manual_text
+from gradprobe_hf.data.windows import load_batches
 from tests import cases
 from tests.conftest import TEXT
 from tests.loopback_hub import Repository, running_hub

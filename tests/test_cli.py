@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from gradprobe_hf import GradProbeConfig, loading
-from gradprobe_hf.accounting import versions
+from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.cli.main import main, parser
 from gradprobe_hf.cli.options import configuration
+from gradprobe_hf.model import loading
+from gradprobe_hf.report.build import versions
 
 GRADPROBE = [sys.executable, "-m", "gradprobe_hf"]
 SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "4"]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import logging
 
+import gradprobe_hf.run.probe_pair as trial
 import pytest
 import torch
 
 import gradprobe_hf.comparison as comparison
-import gradprobe_hf.trial as trial
 from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.comparison import BASELINES, Comparison, baselines

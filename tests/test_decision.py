@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.decision import evidence_needed, threshold_mask
-from gradprobe_hf.scores import random_score
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.decisions.decision import evidence_needed, threshold_mask
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.scores.random import random_score
 from tests import cases
 from tests.reference import naive
 
@@ -184,7 +184,7 @@ def test_only_what_is_needed_is_measured():
 
 
 def test_an_infinite_loss_of_the_pruned_model_is_reported_not_raised():
-    from gradprobe_hf.evaluation import _exp
+    from gradprobe_hf.evaluation.perplexity import _exp
 
     assert _exp(1e6) == math.inf
 

@@ -12,17 +12,17 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.decision import FISHER_TERMS
-from gradprobe_hf.estimation import activation_bytes, available_bytes, estimate
-from gradprobe_hf.estimation.estimate import accumulator_bytes
-from gradprobe_hf.estimation.footprint import Sizes, place
+from gradprobe_hf.decisions.decision import FISHER_TERMS
+from gradprobe_hf.estimation.estimate import accumulator_bytes, estimate
+from gradprobe_hf.estimation.footprint import Sizes, footprint_of
 from gradprobe_hf.estimation.formula import active_weights
-from gradprobe_hf.estimation.machine import _container_room, matmul_rate
-from gradprobe_hf.estimation.passes import by_formula, cost_of_batch
+from gradprobe_hf.estimation.machine import _container_room, available_bytes, matmul_rate
+from gradprobe_hf.estimation.passes import activation_bytes, by_formula, cost_of_batch
 from gradprobe_hf.estimation.watch import Watch
-from gradprobe_hf.loading import load_config, model_class, skeleton
-from gradprobe_hf.probe import Statistics, run_probe
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.loading import load_config, model_class, skeleton
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.engine import run_probe
+from gradprobe_hf.probe.statistics import Statistics
 from tests import cases
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -140,7 +140,7 @@ def test_accumulators_on_disk_leave_memory():
     targets = find_targets(model)
     config = GradProbeConfig(decision="none", strategy="magnitude")
     here, away = (
-        place("resident", sizes, 0, {"host": 1, "disk": 1})
+        footprint_of("resident", sizes, 0, {"host": 1, "disk": 1})
         for sizes in (sizes_with(accumulator_device=where) for where in ("same", "disk"))
     )
     assert here.stages[1].bytes_on("host") - away.stages[1].bytes_on("host") == 10**9
@@ -176,10 +176,10 @@ def sizes_with(**changed):
 
 def test_it_fits_to_the_byte_and_a_mapped_file_makes_room():
     sizes = sizes_with(accumulators=0, stored=10**12)
-    needed = place("resident", sizes, 0, {"host": 0, "disk": 0}).needed("host")
-    assert needed < 10**12 < place("resident", sizes, 0, {"host": 0, "disk": 0}).peak("host")
+    needed = footprint_of("resident", sizes, 0, {"host": 0, "disk": 0}).needed("host")
+    assert needed < 10**12 < footprint_of("resident", sizes, 0, {"host": 0, "disk": 0}).peak("host")
     for short in (0, 1):
-        assert place("resident", sizes, 0, {"host": needed - short, "disk": 10**12}).fits == (not short)
+        assert footprint_of("resident", sizes, 0, {"host": needed - short, "disk": 10**12}).fits == (not short)
 
 
 def real_pass(model, targets, batch):

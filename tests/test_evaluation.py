@@ -13,9 +13,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gradprobe_hf import metrics
-from gradprobe_hf.calibration import load_batches
-from gradprobe_hf.evaluation import measure
+from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.evaluation import metrics
+from gradprobe_hf.evaluation.perplexity import measure
 from tests import cases
 
 SHARED = Path(__file__).parent.parent.parent / "shared"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gradprobe_hf.inspection import inspect_checkpoint
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from tests.loopback_hub import TOKEN, running_hub
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import gradprobe_hf.run.memory_plan as execution
 import pytest
 import torch
 
-import gradprobe_hf.execution as execution
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.calibration.batches import from_iterable
-from gradprobe_hf.execution import choose_checkpointing, largest_batch, remedies_for
-from gradprobe_hf.loss import SummedCrossEntropy
-from gradprobe_hf.modes import checkpointed, checkpointed_layers
-from gradprobe_hf.probe import Statistics, run_probe
-from gradprobe_hf.processes import Processes
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.data.batches import from_iterable
+from gradprobe_hf.model.loss import SummedCrossEntropy
+from gradprobe_hf.model.patches import checkpointed, checkpointed_layers
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.engine import run_probe
+from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.run.memory_plan import choose_checkpointing, largest_batch, remedies_for
+from gradprobe_hf.runtime.processes import Processes
 from tests import cases
 
 OUT_OF_MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
@@ -185,7 +186,7 @@ def test_out_of_memory_names_the_stage_and_three_remedies_in_order(stage, error,
     def failing(*_, **__):
         raise error
 
-    monkeypatch.setattr(f"gradprobe_hf.trial.{stage}", failing)
+    monkeypatch.setattr(f"gradprobe_hf.run.probe_pair.{stage}", failing)
     with pytest.raises(MemoryError) as caught:
         prune(batch_size=2)
     said = str(caught.value)
@@ -199,7 +200,7 @@ def test_another_error_is_not_called_out_of_memory(monkeypatch):
     def failing(*_, **__):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr("gradprobe_hf.trial.run_probe", failing)
+    monkeypatch.setattr("gradprobe_hf.run.probe_pair.run_probe", failing)
     with pytest.raises(RuntimeError, match="something else"):
         prune()
 
@@ -234,7 +235,7 @@ def test_the_page_cache_is_left_to_the_model_where_both_do_not_fit(from_disk, tm
 
 def test_what_the_page_cache_forgets_changes_no_mask(monkeypatch):
     forgotten = []
-    monkeypatch.setattr("gradprobe_hf.probe.row_stores._forget", forgotten.append)
+    monkeypatch.setattr("gradprobe_hf.probe.accumulator_storage._forget", forgotten.append)
     monkeypatch.setattr(execution, "CACHE_SHARE", 0.0)
     on_disk, in_memory = (
         prune(parts=cases.batches("llama", rows=4), accumulator_dtype="int8", accumulator_device=device).masks

@@ -12,10 +12,10 @@ from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
-from gradprobe_hf.inspection import inspect_checkpoint
-from gradprobe_hf.probe import Statistics
-from gradprobe_hf.sharding import check_sharding, is_sharded
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.model.fsdp import check_sharding, is_sharded
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.statistics import Statistics
 from tests import cases
 from tests.launch import together
 from tests.test_offload import tensors_in
@@ -146,8 +146,9 @@ def test_shards_are_compared_in_the_ways_that_need_no_whole_matrix():
 
 def failing(stage):
     """The bits and the state of the shards after a failure in a stage."""
+    import gradprobe_hf.run.probe_pair as trial
+
     import gradprobe_hf.pruning as pruning
-    import gradprobe_hf.trial as trial
 
     model = sharded("llama")
     before = whole_state(model)

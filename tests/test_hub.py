@@ -17,9 +17,9 @@ from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.calibration import load_batches
-from gradprobe_hf.evaluation import measure
-from gradprobe_hf.inspection import inspect_checkpoint
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.evaluation.perplexity import measure
 from tests import cases
 from tests.loopback_hub import TOKEN, Hub, Repository, running_hub
 

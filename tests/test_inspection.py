@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.inspection import inspect_checkpoint
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.model.targets import find_targets
 from tests import cases
 
 

@@ -8,11 +8,11 @@ import threading
 import pytest
 import torch
 
-from gradprobe_hf.application import applied
-from gradprobe_hf.interrupts import uninterrupted
-from gradprobe_hf.masks import SetAside
-from gradprobe_hf.targets import find_targets
-from gradprobe_hf.updates import Updates
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.run.apply import applied
+from gradprobe_hf.runtime.interrupts import uninterrupted
+from gradprobe_hf.selection.packed_masks import SavedValues
 from tests import cases
 
 
@@ -63,28 +63,28 @@ def test_weights_are_given_back_whole(monkeypatch):
     targets = find_targets(model)
     dense = {name: value.clone() for name, value in model.state_dict().items()}
     masks = {target.name: torch.rand(target.shape) < 0.5 for target in targets}
-    real = SetAside.give_back
+    real = SavedValues.give_back
 
     def impatient(self):
         ctrl_c()
         real(self)
 
-    monkeypatch.setattr(SetAside, "give_back", impatient)
+    monkeypatch.setattr(SavedValues, "give_back", impatient)
     with pytest.raises(KeyboardInterrupt), applied(model, targets, masks):
         ctrl_c()
     assert all(torch.equal(value, dense[name]) for name, value in model.state_dict().items())
 
 
 def test_an_update_changes_places_or_does_not(monkeypatch):
-    updates, matrix = Updates(), torch.zeros(2, 3)
+    updates, matrix = NewWeights(), torch.zeros(2, 3)
     updates.add("a", torch.ones(2, 3))
-    real = Updates._exchange
+    real = NewWeights._exchange
 
     def impatient(self, name, matrix):
         ctrl_c()
         real(self, name, matrix)
 
-    monkeypatch.setattr(Updates, "_exchange", impatient)
+    monkeypatch.setattr(NewWeights, "_exchange", impatient)
     with pytest.raises(KeyboardInterrupt):
         updates.install("a", matrix)
     assert (updates.pending, matrix.sum(), updates["a"].sum()) == (set(), 6, 0)

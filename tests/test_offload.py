@@ -9,6 +9,8 @@ import tempfile
 import weakref
 from contextlib import contextmanager
 
+import gradprobe_hf.checkpoint.write as hub
+import gradprobe_hf.model.offload_store as store
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
@@ -16,15 +18,15 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-import gradprobe_hf.hub as hub
-import gradprobe_hf.store as store
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.application import applied
-from gradprobe_hf.checks import check_editable
-from gradprobe_hf.inspection import inspect_checkpoint
-from gradprobe_hf.probe import Statistics, measured, run_probe
-from gradprobe_hf.targets import find_targets
-from gradprobe_hf.weights import aliases, input_device, is_offloaded, read_weight
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.model.parameters import aliases, input_device, is_offloaded, read_weight
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe import measured
+from gradprobe_hf.probe.engine import run_probe
+from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.run.apply import applied
+from gradprobe_hf.run.compatibility import check_editable
 from tests import cases
 from tests.test_probe import TERMS, candidates
 
@@ -316,7 +318,7 @@ def test_a_model_from_disk_ends_as_one_in_memory(name, saved, tmp_path):
 
 
 def test_shards_are_written_one_at_a_time(saved, tmp_path, monkeypatch):
-    import gradprobe_hf.shards as shards
+    import gradprobe_hf.model.saving as shards
 
     monkeypatch.setattr(shards, "SMALLEST_SHARD", 1)
     monkeypatch.setattr(shards, "LARGEST_SHARD", 20_000)
@@ -356,7 +358,7 @@ def test_a_device_map_that_names_no_module_is_refused_with_the_name(saved):
 def test_a_store_without_room_is_refused_before_any_work(saved, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=10))
-    monkeypatch.setattr("gradprobe_hf.trial.run_probe", lambda *_, **__: pytest.fail("began to work"))
+    monkeypatch.setattr("gradprobe_hf.run.probe_pair.run_probe", lambda *_, **__: pytest.fail("began to work"))
     with pytest.raises(OSError, match=r"offload_folder"):
         prune_pretrained(
             saved("llama"), calibration=cases.batches("llama"), device_map="disk", offload_folder=tmp_path / "off"
@@ -385,7 +387,7 @@ def test_accumulators_without_room_are_refused_and_leave_nothing(saved, tmp_path
         if len(calls) == 5:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gradprobe_hf.probe.row_stores.os.posix_fallocate", full)
+    monkeypatch.setattr("gradprobe_hf.probe.accumulator_storage.os.posix_fallocate", full)
     with pytest.raises(OSError, match="--offload-folder"):
         prune_pretrained(
             load(saved("llama")),

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.decision import fisher_of
-from gradprobe_hf.loss import summed_loss
-from gradprobe_hf.probe import Statistics, observe_inputs, run_probe, serving
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.decisions.decision import fisher_of
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.probe.engine import observe_inputs, run_probe
+from gradprobe_hf.probe.statistics import Statistics
 from tests import cases
 from tests.reference import naive
 

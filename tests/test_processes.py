@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import time
 
+import gradprobe_hf.runtime.processes as processes
 import pytest
 import torch
 
-import gradprobe_hf.processes as processes
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.loss import summed_loss
-from gradprobe_hf.processes import Processes, join_processes
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.runtime.processes import Processes, join_processes
 from tests import cases
 from tests.launch import files_of, in_child, survivors, together
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import gradprobe_hf.run.inputs as preparation
+import gradprobe_hf.checkpoint.result as result_module
+import gradprobe_hf.run.probe_pair as trial
+import gradprobe_hf.run.decide as verdict
 import pytest
 import torch
 
-import gradprobe_hf.preparation as preparation
 import gradprobe_hf.pruning as pruning
-import gradprobe_hf.result as result_module
-import gradprobe_hf.trial as trial
-import gradprobe_hf.verdict as verdict
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.inspection import pattern_holds
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.checkpoint.inspect import pattern_holds
+from gradprobe_hf.model.targets import find_targets
 from tests import cases
 
 
@@ -196,7 +196,7 @@ def test_a_failure_at_any_stage_leaves_the_model_and_the_disk_alone(
 
 
 def test_an_interrupt_while_weights_are_zeroed_gives_them_back():
-    from gradprobe_hf.application import applied
+    from gradprobe_hf.run.apply import applied
 
     model = cases.build("llama")
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import get_smollm2
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.inspection import inspect_checkpoint
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 
 WEIGHTS = 106_168_320
 

@@ -11,17 +11,18 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM, SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
-from gradprobe_hf import GradProbeConfig, least_squares, prune_pretrained
-from gradprobe_hf.application import applied
-from gradprobe_hf.least_squares import LeastSquares, in_matrix
-from gradprobe_hf.masks import Masks
-from gradprobe_hf.obs import by_saliency, fixed, inverse_factor, sweep
-from gradprobe_hf.processes import Processes
-from gradprobe_hf.reconstruction import _Collected, reconstruct
-from gradprobe_hf.setting import Findings, Setting
-from gradprobe_hf.targets import find_targets, is_routed
-from gradprobe_hf.trial import Trial
-from gradprobe_hf.updates import Updates
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.model.targets import find_targets, is_routed
+from gradprobe_hf.reconstruction import least_squares
+from gradprobe_hf.reconstruction.blockwise import _Collected, reconstruct
+from gradprobe_hf.reconstruction.least_squares import LeastSquares, in_matrix
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.reconstruction.sweep import by_saliency, fixed, inverse_factor, sweep
+from gradprobe_hf.run.apply import applied
+from gradprobe_hf.run.context import Diagnostics, RunContext
+from gradprobe_hf.run.probe_pair import ProbePair
+from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.selection.packed_masks import PackedMasks
 from tests import cases
 from tests.reference.least_squares import normal_equations
 
@@ -118,8 +119,8 @@ def test_a_revised_mask_weighs_rows_by_both_probes_and_keeps_every_budget():
     decided = prune_pretrained(model, GradProbeConfig(sparsity=0.5), **text)
     result = prune_pretrained(model, config, **text)
     targets = find_targets(model)
-    findings = Findings()
-    trial = Trial(Setting(model, targets, config, batches, progress=False), targets, findings)
+    findings = Diagnostics()
+    trial = ProbePair(RunContext(model, targets, config, batches, progress=False), targets, findings)
     masks = trial.run(0.5)
     for target in targets:
         known = trial.first[target.name]
@@ -200,7 +201,7 @@ def test_updates_reach_the_model_wherever_it_is(place, keep, tmp_path):
         cpu_offload(model)
     if place == "disk":
         disk_offload(model, tmp_path / "store")
-    updates = Updates(tmp_path, on_disk=place == "disk")
+    updates = NewWeights(tmp_path, on_disk=place == "disk")
     masks = {target.name: torch.zeros(target.shape, dtype=torch.bool) for target in targets}
     wanted = {}
     for number, target in enumerate(targets):
@@ -247,7 +248,7 @@ def test_how_often_a_block_is_computed_and_no_other_with_it(share, passes):
         if type(module).__name__ == "LlamaMLP":
             module.register_forward_hook(partial(count_call, ran, name))
     targets = find_targets(model)
-    masks = Masks({target.name: torch.zeros(target.shape, dtype=torch.bool) for target in targets})
+    masks = PackedMasks({target.name: torch.zeros(target.shape, dtype=torch.bool) for target in targets})
     config = GradProbeConfig(reconstruction="obs", dense_target=share)
     reconstruct(model, targets, batches, masks, config, processes=Processes(), progress=False)
     assert list(ran.values()) == [1 + passes * len(batches)] * model.config.num_hidden_layers

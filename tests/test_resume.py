@@ -7,14 +7,14 @@ import os
 import random
 import signal
 
+import gradprobe_hf.run.memory_plan as execution
+import gradprobe_hf.run.snapshots as resume
 import pytest
 import torch
 from safetensors import SafetensorError
 
-import gradprobe_hf.execution as execution
-import gradprobe_hf.resume as resume
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.loss import summed_loss
+from gradprobe_hf.model.loss import summed_loss
 from tests import cases
 from tests.launch import files_of, in_child, survivors, together
 
@@ -89,10 +89,10 @@ def test_killed_at_ten_random_moments_it_ends_the_same(kind, tmp_path):
     draw = random.Random(kind)
     owners = {
         "batch": ("gradprobe_hf.probe.engine", "summed_loss", 7),
-        "file": ("gradprobe_hf.resume", "save_file", 60),
-        "rename": ("gradprobe_hf.resume", "_flush", 4),
-        "selection": ("gradprobe_hf.selection", "find_cut", 1),
-        "scores": ("gradprobe_hf.decision", "score_keys", 80),
+        "file": ("gradprobe_hf.run.snapshots", "save_file", 60),
+        "rename": ("gradprobe_hf.run.snapshots", "_flush", 4),
+        "selection": ("gradprobe_hf.selection.select", "find_cut", 1),
+        "scores": ("gradprobe_hf.decisions.decision", "score_keys", 80),
     }
     killed = 0
     for _ in range(10):

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.schedule import expected_passes
-from gradprobe_hf.sequential import steps
-from gradprobe_hf.targets import find_targets
-from gradprobe_hf.thresholds import thresholds
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run.blockwise import steps
+from gradprobe_hf.run.schedule import expected_passes
+from gradprobe_hf.selection.published_rule import thresholds
 from tests import cases
 from tests.reference import naive
 

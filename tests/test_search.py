@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import gradprobe_hf.run.probe_pair as trial_module
 import pytest
 import torch
 
-import gradprobe_hf.trial as trial_module
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.loss import summed_loss
-from gradprobe_hf.schedule import allowed
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run.schedule import allowed
 from tests import cases
 
 

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gradprobe_hf.masks import Masks, multipliers_of, zero_masked_
-from gradprobe_hf.selection import find_cut, group_mask, key_range, row_mask, score_keys, select_masks
-from gradprobe_hf.targets import Site, Target
+from gradprobe_hf.model.targets import Site, Target
+from gradprobe_hf.selection.packed_masks import PackedMasks, multipliers_of, zero_masked_
+from gradprobe_hf.selection.select import find_cut, group_mask, key_range, row_mask, score_keys, select_masks
 
 FLOATS = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=True, allow_subnormal=True)
 FEW = st.sampled_from([0.0, 1e-45, 1e-40, 1.0, 1.0000001, 3e38, float("inf")])
@@ -203,8 +203,8 @@ def test_zeroing_is_exact_whatever_is_there(dtype, transposed):
 
 
 def test_asking_for_a_name_unpacks_no_mask(monkeypatch):
-    masks = Masks({"one": torch.ones(2, 3, dtype=torch.bool)})
-    monkeypatch.setattr("gradprobe_hf.masks.unpack", lambda *_: pytest.fail("unpacked"))
+    masks = PackedMasks({"one": torch.ones(2, 3, dtype=torch.bool)})
+    monkeypatch.setattr("gradprobe_hf.selection.packed_masks.unpack", lambda *_: pytest.fail("unpacked"))
     assert "one" in masks
     assert "two" not in masks
 
@@ -215,13 +215,13 @@ def test_asking_for_a_name_unpacks_no_mask(monkeypatch):
 def test_what_shrinks_is_the_factor_under_the_mask(factor, columns, dtype):
     mask = torch.rand(7, columns, generator=torch.Generator().manual_seed(0)) < 0.5
     wanted = torch.where(mask[2:5], torch.tensor(factor, dtype=dtype), torch.tensor(1.0, dtype=dtype))
-    for masks in ({"one": mask}, Masks({"one": mask})):
+    for masks in ({"one": mask}, PackedMasks({"one": mask})):
         found = multipliers_of(masks, "one", slice(2, 5), factor, dtype, torch.device("cpu"))
         assert found.dtype == dtype
         assert torch.equal(found, wanted)
 
 
 def test_a_shard_without_rows_has_a_mask_without_rows():
-    masks = Masks({"a": torch.zeros(0, 13, dtype=torch.bool)})
+    masks = PackedMasks({"a": torch.zeros(0, 13, dtype=torch.bool)})
     assert masks["a"].shape == (0, 13)
     assert multipliers_of(masks, "a", slice(0, 0), 0.1, torch.float32, torch.device("cpu")).shape == (0, 13)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.training import StatePruningCallback, attached
 from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, ordered
 from gradprobe_hf.training.state_pruning import EPSILON, SCHEDULES, mean_root

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradprobe_hf.checks import check_editable, check_group
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run.compatibility import check_editable, check_group
 from tests import cases
 
 

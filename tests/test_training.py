@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.training import (
     SelectiveUpdateCallback,
     SparsityCallback,

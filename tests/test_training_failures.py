@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import Trainer, TrainerCallback
 
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.training import (
     SelectiveUpdateCallback,
     SparsityCallback,

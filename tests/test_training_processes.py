@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from transformers import Trainer
 
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.training import (
     SelectiveUpdateCallback,
     SparsityCallback,

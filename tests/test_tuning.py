@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 
+import gradprobe_hf.run.probe_pair as trial
 import pytest
 import torch
 
-import gradprobe_hf.trial as trial
 from gradprobe_hf import GradProbeConfig, prune_pretrained, sweep_gradient_thresholds
-from gradprobe_hf.loss import summed_loss
-from gradprobe_hf.targets import find_targets
-from gradprobe_hf.tuning import BISECTIONS, ThresholdRow, refined
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.threshold_sweep import BISECTIONS, ThresholdRow, refined
 from tests import cases
 
 THRESHOLDS = (0.0, {"*mlp*": 0.5, "*": 0.1}, "adaptive", 3.0)

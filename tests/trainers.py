@@ -7,7 +7,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.model.targets import find_targets
 from tests import cases
 
 

@@ -18,9 +18,9 @@ from gradprobe_hf.cli.options import (
 from gradprobe_hf.cli.output import add_model_arguments, console, placement_of, print_comparison, print_json, source_of
 from gradprobe_hf.comparison import RESULT_NAME, Compared, baselines, compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.preparation import Loading
-from gradprobe_hf.processes import join_processes
-from gradprobe_hf.recipes import read_yaml
+from gradprobe_hf.run.inputs import Loading
+from gradprobe_hf.runtime.processes import join_processes
+from gradprobe_hf.runtime.yaml_options import read_yaml
 
 logger = logging.getLogger(__name__)
 

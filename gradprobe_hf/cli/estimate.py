@@ -12,9 +12,9 @@ from gradprobe_hf.cli.options import (
     configuration,
 )
 from gradprobe_hf.cli.output import add_source_arguments, given, print_json
-from gradprobe_hf.estimation import estimate
-from gradprobe_hf.loading import load_config, skeleton
-from gradprobe_hf.targets import find_targets
+from gradprobe_hf.estimation.estimate import estimate
+from gradprobe_hf.model.loading import load_config, skeleton
+from gradprobe_hf.model.targets import find_targets
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,9 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from gradprobe_hf.cli.output import console
-from gradprobe_hf.estimation import Estimate, Placement, Stage
-from gradprobe_hf.estimation.estimate import EFFICIENCY
-from gradprobe_hf.estimation.footprint import DEVICES, Device
+from gradprobe_hf.estimation.estimate import EFFICIENCY, Estimate
+from gradprobe_hf.estimation.footprint import DEVICES, Device, Placement, Stage
 
 
 def print_estimate(found: Estimate) -> None:

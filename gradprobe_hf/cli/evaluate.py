@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
-from gradprobe_hf.calibration import load_batches
 from gradprobe_hf.cli.options import add_placement_arguments
 from gradprobe_hf.cli.output import add_model_arguments, placement_of, print_evaluation, print_json, source_of
-from gradprobe_hf.evaluation import measure
-from gradprobe_hf.loading import load_model, load_processing_class
+from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.model.loading import load_model, load_processing_class
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

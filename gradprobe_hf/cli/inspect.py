@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.cli.output import print_inspection, print_json
-from gradprobe_hf.inspection import inspect_checkpoint
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

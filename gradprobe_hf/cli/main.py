@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import torch
 
-from gradprobe_hf.accounting import versions
 from gradprobe_hf.cli import compare, estimate, evaluate, inspect, prune
+from gradprobe_hf.report.build import versions
 
 VERBS = {"prune": prune, "compare": compare, "estimate": estimate, "evaluate": evaluate, "inspect": inspect}
 INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C

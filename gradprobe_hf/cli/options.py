@@ -23,7 +23,7 @@ from gradprobe_hf.config import (
     Scope,
     Strategy,
 )
-from gradprobe_hf.recipes import read_yaml
+from gradprobe_hf.runtime.yaml_options import read_yaml
 
 # Options of the command that are fields of the configuration; a default of None means: what the configuration says.
 CONFIG_FIELDS = tuple(field.name for field in fields(GradProbeConfig))

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from gradprobe_hf.evaluation import Measurement
-from gradprobe_hf.inspection import Inspection
-from gradprobe_hf.report import ComparedRow, Group, Report, finite
+from gradprobe_hf.checkpoint.inspect import Inspection
+from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.report.report import ComparedRow, Group, Report, finite
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:

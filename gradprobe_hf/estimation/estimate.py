@@ -12,21 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.decision import evidence_needed
-from gradprobe_hf.estimation.footprint import FLOAT32_BYTES, Device, Placement, PlacementName, Sizes, place
+from gradprobe_hf.decisions.decision import evidence_needed
+from gradprobe_hf.estimation.footprint import FLOAT32_BYTES, Device, Placement, PlacementName, Sizes, footprint_of
 from gradprobe_hf.estimation.formula import active_weights, loss_bytes
-from gradprobe_hf.estimation.machine import (
-    available_bytes,
-    compute_device,
-    free_disk_bytes,
-    matmul_rate,
-    process_bytes,
-)
+from gradprobe_hf.estimation.machine import available_bytes, compute_device, free_disk_bytes, matmul_rate, process_bytes
 from gradprobe_hf.estimation.passes import PassCost, cost_of_batch
-from gradprobe_hf.least_squares import ROUNDS, STEPS
+from gradprobe_hf.model.targets import Target, block_of, is_routed
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
-from gradprobe_hf.schedule import expected_passes
-from gradprobe_hf.targets import Target, block_of, is_routed
+from gradprobe_hf.reconstruction.least_squares import ROUNDS, STEPS
+from gradprobe_hf.run.schedule import expected_passes
 
 MATRIX_TERMS = frozenset({"sequence", "token", "peak"})
 SOLVE_TENSORS = 10  # `[out, in]`, of least squares on a matrix and of revising its mask: measured peaks
@@ -130,7 +124,8 @@ def estimate(
     room = room_of(device, base)
     names: dict[PlacementName, bool] = {"resident": False, "checkpointed": True, "offloaded": True}
     placements = tuple(
-        place(name, sizes, costs[again].peak_bytes, room, costs[again].heap_bytes) for name, again in names.items()
+        footprint_of(name, sizes, costs[again].peak_bytes, room, costs[again].heap_bytes)
+        for name, again in names.items()
     )
     work = {name: work_of(config, model, targets, costs[again], batches, rows, again) for name, again in names.items()}
     work["offloaded"] = replace(

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from gradprobe_hf.config import AccumulatorDevice
-from gradprobe_hf.shards import LARGEST_SHARD, SHARDS, SMALLEST_SHARD
-from gradprobe_hf.weights import FOLDED_ELEMENTS
+from gradprobe_hf.model.parameters import FOLDED_ELEMENTS
+from gradprobe_hf.model.saving import LARGEST_SHARD, SHARDS, SMALLEST_SHARD
 
 Device = Literal["host", "accelerator", "disk"]
 PlacementName = Literal["resident", "checkpointed", "offloaded"]
@@ -128,7 +128,9 @@ class Placement:
         return {"name": self.name, "fits": self.fits, "peak_bytes": peaks, "room_bytes": self.room, "stages": stages}
 
 
-def place(name: PlacementName, sizes: Sizes, activations: int, room: dict[Device, int], heap: int = 0) -> Placement:
+def footprint_of(
+    name: PlacementName, sizes: Sizes, activations: int, room: dict[Device, int], heap: int = 0
+) -> Placement:
     """The footprint of one placement.
 
     Args:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from gradprobe_hf.targets import Target, is_fused_experts
+from gradprobe_hf.model.targets import Target, is_fused_experts
 
 # Alive at the top of backward: the logits and their gradient; what is in float32 of them is a portion (loss.py).
 TENSORS_OF_THE_LOSS = 2

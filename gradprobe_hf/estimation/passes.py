@@ -19,12 +19,12 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, bytes_by_width, loss_bytes
-from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, checkpointed, measured
+from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, gradients_required, recomputed_blocks
 from gradprobe_hf.estimation.watch import Watch
-from gradprobe_hf.loading import skeleton
-from gradprobe_hf.loss import is_causal, summed_loss
-from gradprobe_hf.modes import eval_mode, frozen
-from gradprobe_hf.targets import Target, find_targets, is_routed
+from gradprobe_hf.model.loading import skeleton
+from gradprobe_hf.model.loss import is_causal, summed_loss
+from gradprobe_hf.model.patches import eval_mode, frozen
+from gradprobe_hf.model.targets import Target, find_targets, is_routed
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,12 @@ class PassCost:
 
 
 def activation_bytes(
-    config: PreTrainedConfig, cls: Any, batch_size: int, sequence_length: int, dtype: torch.dtype, checkpointed: bool
+    config: PreTrainedConfig,
+    cls: Any,
+    batch_size: int,
+    sequence_length: int,
+    dtype: torch.dtype,
+    checkpointed: bool,
 ) -> int:
     """The most memory that a batch of a probe takes beside weights and statistics, in bytes.
 
@@ -159,10 +164,10 @@ def _simulated(
     model: PreTrainedModel, targets: Sequence[Target], batch: Mapping[str, Tensor], checkpoint: bool, backward: bool
 ) -> PassCost:
     with ExitStack() as stack:
-        for mode in (frozen(model), eval_mode(model), measured(model, targets), balanced_experts(model)):
+        for mode in (frozen(model), eval_mode(model), gradients_required(model, targets), balanced_experts(model)):
             stack.enter_context(mode)
         if checkpoint:
-            stack.enter_context(checkpointed(model))
+            stack.enter_context(recomputed_blocks(model))
         stack.enter_context(WithoutData())
         watch = stack.enter_context(Watch([*model.parameters(), *model.buffers(), *batch.values()]))
         if not backward:

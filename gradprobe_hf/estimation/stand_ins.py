@@ -17,11 +17,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gradprobe_hf.targets import Target, block_of, expert_parameters, is_fused_experts
+from gradprobe_hf.model.targets import Target, block_of, expert_parameters, is_fused_experts
 
 
 @contextmanager
-def measured(model: nn.Module, targets: Sequence[Target]) -> Iterator[None]:
+def gradients_required(model: nn.Module, targets: Sequence[Target]) -> Iterator[None]:
     """Targets require a gradient: autograd keeps their inputs and makes their gradients, which are let go at once."""
     parameters = {target.parameter: model.get_parameter(target.parameter) for target in targets}
     with ExitStack() as undo:
@@ -32,7 +32,7 @@ def measured(model: nn.Module, targets: Sequence[Target]) -> Iterator[None]:
 
 
 @contextmanager
-def checkpointed(model: nn.Module) -> Iterator[None]:
+def recomputed_blocks(model: nn.Module) -> Iterator[None]:
     """Every block is computed again in backward. transformers' own switch does nothing in eval mode."""
     blocks = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     blocks = blocks or [

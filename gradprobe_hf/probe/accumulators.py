@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.config import AccumulatorDtype
-from gradprobe_hf.probe.row_stores import BLOCK, FileStore, Layout, MemoryStore, RowStore, Trail
-from gradprobe_hf.weights import CACHED_ELEMENTS, row_chunks
+from gradprobe_hf.model.parameters import CACHED_ELEMENTS, row_chunks
+from gradprobe_hf.probe.accumulator_storage import BLOCK, FileStore, MemoryStore, PageCacheTrail, PartSpecs, RowStore
 
 _BFLOAT16_BITS = 16  # of a float32 that bfloat16 does not keep
 _INT8_BITS = 19  # that 4 mantissa bits do not keep
@@ -54,7 +54,7 @@ class Accumulator:
         dtype: what it is read and added to in, float32 or float64.
         device: where it is kept, when not in files.
         files: what the names of its files begin with, when it is kept in files.
-        trail: of these, see `Trail`.
+        trail: of these, see `PageCacheTrail`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Accumulator:
         dtype: torch.dtype,
         device: torch.device,
         files: Path | None = None,
-        trail: Trail | None = None,
+        trail: PageCacheTrail | None = None,
     ) -> None:
         self.shape, self.kind, self.dtype = shape, kind, dtype
         self._layout = _layout(shape, kind, dtype)
@@ -192,7 +192,7 @@ def _table(width: int, device: torch.device) -> Tensor:
     return torch.randint(1 << width, (2 * NOISE,), generator=generator, dtype=torch.int32).to(device)
 
 
-def _layout(shape: tuple[int, int], kind: AccumulatorDtype, dtype: torch.dtype) -> Layout:
+def _layout(shape: tuple[int, int], kind: AccumulatorDtype, dtype: torch.dtype) -> PartSpecs:
     if kind == "int8":
         return {"codes": (shape, torch.uint8), "bases": ((-(-shape[0] // BLOCK), shape[1]), torch.int16)}
     return {"values": (shape, torch.bfloat16 if kind == "bfloat16" else dtype)}

@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.interrupts import uninterrupted
-from gradprobe_hf.masks import SetAside, multipliers_of
-from gradprobe_hf.modes import put_back
+from gradprobe_hf.model.fsdp import is_sharded, reshard
+from gradprobe_hf.model.patches import put_back
+from gradprobe_hf.model.targets import Site, Target, expert_parameters
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
-from gradprobe_hf.sharding import is_sharded, reshard
-from gradprobe_hf.targets import Site, Target, expert_parameters
+from gradprobe_hf.runtime.interrupts import uninterrupted
+from gradprobe_hf.selection.packed_masks import SavedValues, multipliers_of
 
 OnInput = Callable[[Target, Site, Tensor], None]
 
@@ -37,7 +37,7 @@ def serving(
     """Run the model as if its masked weights were multiplied by `factor`, and matrices `replaced`: forward only."""
     with ExitStack() as stack:
         served = stack.enter_context(shrinking(model, targets, masks, factor))
-        stack.enter_context(attached(model, targets, Probe(shrunk=served, factor=factor, replaced=replaced)))
+        stack.enter_context(instrumented(model, targets, Probe(shrunk=served, factor=factor, replaced=replaced)))
         stack.enter_context(torch.no_grad())
         yield
 
@@ -56,7 +56,7 @@ def shrinking(
         return
     targets = [target for target in targets if target.name in masks]
     reshard(model)
-    originals = SetAside({target.name: target.matrix(model) for target in targets}, masks)
+    originals = SavedValues({target.name: target.matrix(model) for target in targets}, masks)
     try:
         with torch.no_grad():
             for target in targets:
@@ -70,7 +70,7 @@ def shrinking(
 
 
 @contextmanager
-def attached(
+def instrumented(
     model: PreTrainedModel,
     targets: Sequence[Target],
     probe: Probe,

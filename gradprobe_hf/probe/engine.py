@@ -15,17 +15,17 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from gradprobe_hf.blocks import Prefix
-from gradprobe_hf.calibration.batches import row_count
-from gradprobe_hf.loss import Batch, LossFunction, forward_only, summed_loss
-from gradprobe_hf.modes import checkpointed, checkpointed_layers, eval_mode, frozen
-from gradprobe_hf.probe.attachment import attached, shrinking
+from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.model.block_cache import BlockOutputCache
+from gradprobe_hf.model.fsdp import is_sharded, resharded
+from gradprobe_hf.model.loss import Batch, LossFunction, forward_only, summed_loss
+from gradprobe_hf.model.parameters import input_device
+from gradprobe_hf.model.patches import checkpointed, checkpointed_layers, eval_mode, frozen
+from gradprobe_hf.model.targets import Target, is_routed
+from gradprobe_hf.probe.attachment import instrumented, shrinking
 from gradprobe_hf.probe.folding import Masks, Probe
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.processes import Processes
-from gradprobe_hf.sharding import is_sharded, resharded
-from gradprobe_hf.targets import Target, is_routed
-from gradprobe_hf.weights import input_device
+from gradprobe_hf.runtime.processes import Processes
 
 
 @dataclass
@@ -64,7 +64,7 @@ def run_probe(
     shrunk: Masks | None = None,
     factor: float = 1.0,
     pruned: tuple[Sequence[Target], Masks] = ((), {}),
-    prefix: Prefix | None = None,
+    prefix: BlockOutputCache | None = None,
     spike_limit: float = 0.0,
     loss_fn: LossFunction | None = None,
     checkpointing: bool = False,
@@ -112,9 +112,9 @@ def run_probe(
         )
         stack.enter_context(frozen(model))
         stack.enter_context(eval_mode(model))
-        stack.enter_context(attached(model, targets, probe, recomputed=layers))
+        stack.enter_context(instrumented(model, targets, probe, recomputed=layers))
         gone = Probe(shrunk=stack.enter_context(shrinking(model, *pruned, 0.0)), factor=0.0)
-        stack.enter_context(attached(model, pruned[0], gone, recomputed=layers))
+        stack.enter_context(instrumented(model, pruned[0], gone, recomputed=layers))
         stack.enter_context(checkpointed(model, layers, probe.recomputing))
         stack.enter_context(prefix.skipping() if prefix else nullcontext())
         stack.enter_context(torch.enable_grad())
@@ -156,7 +156,7 @@ def observe_inputs(
     """One forward pass that sums the squared inputs of every target: all that Wanda needs."""
     steps = own_steps(model, targets, batches, processes or Processes())
     probe = Probe(statistics, has_encoder=model.config.is_encoder_decoder)
-    with resharded(model), eval_mode(model), attached(model, targets, probe, on_input=probe.fold_inputs):
+    with resharded(model), eval_mode(model), instrumented(model, targets, probe, on_input=probe.fold_inputs):
         for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not progress):
             batch = send_to_device(batch, input_device(model))
             probe.start_batch(batch, counted)

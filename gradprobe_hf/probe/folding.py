@@ -13,14 +13,14 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from gradprobe_hf.calibration.batches import row_count
-from gradprobe_hf.loss import IGNORED, Batch
-from gradprobe_hf.masks import multipliers_of
+from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.model.loss import IGNORED, Batch
+from gradprobe_hf.model.parameters import CACHED_ELEMENTS, FOLDED_ELEMENTS, row_chunks
+from gradprobe_hf.model.targets import Site, Target
 from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.stopwatch import return_free_memory
-from gradprobe_hf.targets import Site, Target
-from gradprobe_hf.weights import CACHED_ELEMENTS, FOLDED_ELEMENTS, row_chunks
+from gradprobe_hf.runtime.stopwatch import return_free_memory
+from gradprobe_hf.selection.packed_masks import multipliers_of
 
 Masks = Mapping[str, Tensor]
 

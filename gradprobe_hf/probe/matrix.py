@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from gradprobe_hf.config import AccumulatorDevice, AccumulatorDtype
+from gradprobe_hf.model.fsdp import shard_layout
+from gradprobe_hf.model.parameters import CACHED_ELEMENTS, FOLDED_ELEMENTS, execution_device, row_chunks
+from gradprobe_hf.model.targets import Kind, Target
+from gradprobe_hf.probe.accumulator_storage import PageCacheTrail
 from gradprobe_hf.probe.accumulators import Accumulator
-from gradprobe_hf.probe.row_stores import Trail
-from gradprobe_hf.processes import Processes
-from gradprobe_hf.sharding import layout_of
-from gradprobe_hf.targets import Kind, Target
-from gradprobe_hf.weights import CACHED_ELEMENTS, FOLDED_ELEMENTS, execution_device, row_chunks
+from gradprobe_hf.runtime.processes import Processes
 
 Term = Literal["sequence", "token", "peak", "marginals"]
 MATRIX_TERMS: tuple[Term, ...] = ("sequence", "token", "peak")
@@ -38,7 +38,7 @@ REDUCED_AT_ONCE = 2**26  # elements of a matrix in one collective: most matrices
 
 
 @dataclass(frozen=True)
-class Keeping:
+class AccumulatorStorage:
     """How accumulators are kept: in which precision, on which device, and when that is the disk, in which folder.
 
     Attributes:
@@ -48,7 +48,7 @@ class Keeping:
     dtype: AccumulatorDtype = "float32"
     device: AccumulatorDevice = "same"
     folder: Path | None = None
-    trail: Trail | None = None
+    trail: PageCacheTrail | None = None
 
 
 @dataclass
@@ -72,11 +72,11 @@ class MatrixStatistics:
         target: Target,
         terms: frozenset[Term],
         model: nn.Module,
-        keeping: Keeping,
+        keeping: AccumulatorStorage,
         index: int,
     ) -> None:
         self.target = target
-        self.layout = layout_of(model, target.parameter)
+        self.layout = shard_layout(model, target.parameter)
         self.region = target.region(model)
         self.dtype = torch.promote_types(model.get_parameter(target.parameter).dtype, torch.float32)
         self.device = device = execution_device(model, target.parameter)

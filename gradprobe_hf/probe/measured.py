@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gradprobe_hf.targets import Site, Target
+from gradprobe_hf.model.targets import Site, Target
 
 
 class Folds(Protocol):

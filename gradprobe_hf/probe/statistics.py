@@ -8,20 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradprobe_hf.probe.matrix import Keeping, MatrixStatistics, Term
-from gradprobe_hf.processes import Processes
-from gradprobe_hf.targets import Target
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.probe.matrix import AccumulatorStorage, MatrixStatistics, Term
+from gradprobe_hf.runtime.processes import Processes
 
 
 class Statistics:
     """The statistics of every target, over one probe or several."""
 
     def __init__(
-        self, targets: Iterable[Target], terms: frozenset[Term], model: nn.Module, keeping: Keeping | None = None
+        self,
+        targets: Iterable[Target],
+        terms: frozenset[Term],
+        model: nn.Module,
+        keeping: AccumulatorStorage | None = None,
     ) -> None:
         self.terms = terms
         self.probe = 0
-        self.keeping = keeping or Keeping()
+        self.keeping = keeping or AccumulatorStorage()
         self._of = {
             target.name: MatrixStatistics(target, terms, model, self.keeping, index)
             for index, target in enumerate(targets)

@@ -1,6 +1,6 @@
 """The keeper: masks of a model in training, one bit per weight (0.125 bytes), and what they are applied to.
 
-Masks bool `[out, in]`, True = pruned. Of a parameter that FSDP2 shards, this process keeps the masks of its own rows.
+Masks are bool `[out, in]`, True = pruned. Of a parameter that FSDP2 shards, this process keeps the masks of its own rows.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradprobe_hf.masks import Masks, zero_masked_
-from gradprobe_hf.processes import Processes, join_processes
-from gradprobe_hf.result import PruneResult
-from gradprobe_hf.sharding import is_sharded, local, reshard
-from gradprobe_hf.targets import Target, find_targets
+from gradprobe_hf.checkpoint.result import PruneResult
+from gradprobe_hf.model.fsdp import is_sharded, local, reshard
+from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.runtime.processes import Processes, join_processes
+from gradprobe_hf.selection.packed_masks import PackedMasks, zero_masked_
 
 logger = logging.getLogger(__name__)
 
@@ -36,10 +36,10 @@ class MaskKeeper:
     def __init__(self, model: nn.Module, targets: tuple[Target, ...], masks: Mapping[str, Tensor]) -> None:
         self.model = model
         self.targets = {target.name: target for target in targets if target.name in masks}
-        self.masks = Masks()
+        self.masks = PackedMasks()
         for name, target in self.targets.items():
             device = local(model.get_parameter(target.parameter)).device
-            if isinstance(masks, Masks) and _is_own_part(model, target, masks):
+            if isinstance(masks, PackedMasks) and _is_own_part(model, target, masks):
                 self.masks.add_packed(name, masks.packed(name).to(device), masks.columns(name))
             else:
                 self.masks.add(name, [_own_part(model, target, masks[name]).to(device)])
@@ -108,13 +108,13 @@ def masks_of(model: nn.Module, source: MaskSource) -> tuple[tuple[Target, ...], 
     return tuple(target for target in targets if target.name in source), source
 
 
-def load_masks(model: nn.Module, folder: Path) -> Masks | None:
+def load_masks(model: nn.Module, folder: Path) -> PackedMasks | None:
     """The masks that `MaskKeeper.save` wrote; None if there are none."""
     path = folder / _file_name(model, join_processes())
     if not path.exists():
         return None
     packed = load_file(path)
-    masks = Masks()
+    masks = PackedMasks()
     for target in find_targets(model, include=["*"]):
         if target.name in packed:
             masks.add_packed(target.name, packed[target.name], target.region(model).shape[1])
@@ -124,7 +124,7 @@ def load_masks(model: nn.Module, folder: Path) -> Masks | None:
 class _Masking:
     """A hook: the gradient of one parameter, masked in place."""
 
-    def __init__(self, masks: Masks, targets: list[Target]) -> None:
+    def __init__(self, masks: PackedMasks, targets: list[Target]) -> None:
         self.masks, self.targets = masks, targets
 
     @torch.no_grad()
@@ -135,7 +135,7 @@ class _Masking:
                 zero_masked_(target.view(gradient), self.masks[target.name])
 
 
-def _zeros_of(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Target, ...], Masks]:
+def _zeros_of(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Target, ...], PackedMasks]:
     """The zeros that are there, of the matrices that have any; of a sharded one, in any process."""
     zeros = torch.tensor([int((target.matrix(model) == 0).sum()) for target in targets])
     if is_sharded(model):
@@ -150,13 +150,13 @@ def _zeros_of(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Targ
         if count == target.numel:
             logger.warning("%s is all zeros, and will stay so", target.name)
     found = tuple(target for target, count in counted if count)
-    masks = Masks()
+    masks = PackedMasks()
     for target in found:
         masks.add(target.name, [target.matrix(model) == 0])
     return found, masks
 
 
-def _is_own_part(model: nn.Module, target: Target, masks: Masks) -> bool:
+def _is_own_part(model: nn.Module, target: Target, masks: PackedMasks) -> bool:
     return (len(masks.packed(target.name)), masks.columns(target.name)) == target.region(model).shape
 
 

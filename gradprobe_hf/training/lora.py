@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradprobe_hf.result import PruneResult
+from gradprobe_hf.checkpoint.result import PruneResult
 
 AdapterMasks = Mapping[str, Tensor] | PruneResult | Literal["from-zeros"]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradprobe_hf.sharding import local
+from gradprobe_hf.model.fsdp import local
 from gradprobe_hf.training.callback import StepCallback
 
 

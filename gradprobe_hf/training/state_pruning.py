@@ -18,16 +18,16 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from gradprobe_hf.masks import Masks
-from gradprobe_hf.processes import Processes, join_processes
-from gradprobe_hf.selection import Keys, score_keys, select_masks
-from gradprobe_hf.sharding import is_sharded, local
-from gradprobe_hf.targets import Target, find_targets
+from gradprobe_hf.model.fsdp import is_sharded, local
+from gradprobe_hf.model.parameters import row_chunks
+from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.runtime.processes import Processes, join_processes
+from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.selection.select import Keys, score_keys, select_masks
 from gradprobe_hf.training.callback import StepCallback, logger
 from gradprobe_hf.training.keeper import MaskKeeper, load_masks
 from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, Saliency, reads
 from gradprobe_hf.training.sparsity import check_not_adapted
-from gradprobe_hf.weights import row_chunks
 
 Schedule = Literal["cubic", "late-cubic", "linear"]
 TrainingScope = Literal["global", "tensor"]
@@ -152,7 +152,7 @@ class StatePruningCallback(StepCallback):
         self.history, self.keeper = [], None
         if self.step < self.end_step:
             return
-        self._freeze(Masks({target.name: target.matrix(self.model) == 0 for target in self.targets}))
+        self._freeze(PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets}))
 
     def watch(self) -> list[RemovableHandle]:
         return self.keeper.watch_gradients() if self.keeper else []
@@ -194,7 +194,7 @@ class StatePruningCallback(StepCallback):
         processes = join_processes() if sharded else Processes()  # without shards all processes see the same state
         sparsity, last = self.sparsity_at(self.step), self.step >= self.end_step
 
-        def chosen(saliency: Saliency) -> Masks:
+        def chosen(saliency: Saliency) -> PackedMasks:
             keys = self._keys(saliency)
             return select_masks(self.targets, keys, sparsity, self.scope, processes=processes, sharded=sharded)
 
@@ -232,7 +232,7 @@ class StatePruningCallback(StepCallback):
         if masks is not None and self.keeper:
             self._freeze(masks)
 
-    def _freeze(self, masks: Masks) -> None:
+    def _freeze(self, masks: PackedMasks) -> None:
         self.keeper = MaskKeeper(self.model, self.targets, masks)
 
     def _keys(self, saliency: Saliency) -> Keys:
@@ -289,7 +289,7 @@ def mean_root(v: Tensor) -> Tensor:
     return torch.stack([v[rows].float().sqrt().sum() for rows in row_chunks(v.shape)]).sum() / v.numel()
 
 
-def _overlap(masks: Masks, others: Masks, processes: Processes) -> float:
+def _overlap(masks: PackedMasks, others: PackedMasks, processes: Processes) -> float:
     """The part of the pruned weights that both masks prune; 1 if none is."""
     counts = torch.tensor(
         [

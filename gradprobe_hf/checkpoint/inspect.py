@@ -1,0 +1,146 @@
+"""Inspection: what sparsity a checkpoint's files really hold.
+
+The matrices are those `find_targets` would prune, found on the meta device from `config.json` alone; tensors are read
+one at a time. Some families (ViT, mixtures of experts) are stored under other names or in other pieces than they have
+in memory: those are loaded, since only transformers knows the way back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from gradprobe_hf.config import CONFIG_NAME, GradProbeConfig
+from gradprobe_hf.model.loading import load_model, skeleton
+from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.report.report import Group, grouped
+
+PATTERNS = ((1, 2), (1, 4), (2, 4), (4, 8))
+
+
+@dataclass(frozen=True)
+class MatrixSparsity:
+    """One matrix of a file: which, how large `[out, in]`, and how many of its weights are exactly zero."""
+
+    name: str
+    block: str
+    role: str
+    shape: tuple[int, int]
+    weights: int
+    zeros: int
+
+    @property
+    def sparsity(self) -> float:
+        return self.zeros / self.weights
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Attributes: `rows`, one per matrix, and `patterns`, the n:m patterns that hold in every one of them."""
+
+    rows: list[MatrixSparsity]
+    patterns: list[str]
+
+    @property
+    def weights(self) -> int:
+        return sum(row.weights for row in self.rows)
+
+    @property
+    def zeros(self) -> int:
+        return sum(row.zeros for row in self.rows)
+
+    @property
+    def sparsity(self) -> float:
+        return self.zeros / self.weights
+
+    def by(self, attribute: str) -> list[Group]:
+        return grouped((getattr(row, attribute), row.weights, row.zeros) for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        groups = {
+            name: [
+                {"label": g.label, "weights": g.weights, "zeros": g.zeros, "sparsity": g.sparsity} for g in self.by(key)
+            ]
+            for name, key in (("blocks", "block"), ("kinds", "role"))
+        }
+        matrices = [
+            {"name": row.name, "shape": list(row.shape), "zeros": row.zeros, "sparsity": row.sparsity}
+            for row in self.rows
+        ]
+        totals = {"sparsity": self.sparsity, "weights": self.weights, "zeros": self.zeros, "patterns": self.patterns}
+        return {**totals, **groups, "matrices": matrices}
+
+
+def inspect_checkpoint(directory: str | Path) -> Inspection:
+    """Count the zeros in a checkpoint's safetensors files.
+
+    Raises:
+        ValueError: not a folder with `config.json` and safetensors files.
+    """
+    path = Path(directory)
+    files = weight_files(path)
+    model = skeleton(AutoConfig.from_pretrained(path))
+    chosen = GradProbeConfig.from_pretrained(path) if (path / CONFIG_NAME).is_file() else GradProbeConfig()
+    targets = {target.name: target for target in find_targets(model, chosen.include, chosen.exclude)}
+    stored = {name for names in files.values() for name in names}
+    found = _from_files(path, files, targets) if stored >= set(targets) else _from_model(path, targets)
+    rows, holding = [], {*PATTERNS, *([chosen.group] if chosen.group else [])}
+    for target, matrix in found:
+        zeros = int((matrix == 0).sum())
+        rows.append(MatrixSparsity(target.name, target.block, target.role, target.shape, target.numel, zeros))
+        holding = {group for group in holding if pattern_holds(matrix, *group)}
+    rows.sort(key=lambda row: list(targets).index(row.name))
+    return Inspection(rows, [f"{n}:{m}" for n, m in sorted(holding)])
+
+
+def weight_files(path: Path) -> dict[str, list[str]]:
+    """File name -> the tensors in it."""
+    if not (path / "config.json").is_file():
+        raise ValueError(f"{path} is not a checkpoint folder: it has no config.json.")
+    if (path / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        index = json.loads((path / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
+        files: dict[str, list[str]] = {}
+        for name, file in index.items():
+            files.setdefault(file, []).append(name)
+        return files
+    if not (path / SAFE_WEIGHTS_NAME).is_file():
+        raise ValueError(f"{path} has no safetensors weights ({SAFE_WEIGHTS_NAME}); write them with save_pretrained.")
+    try:
+        with safe_open(path / SAFE_WEIGHTS_NAME, framework="pt") as handle:
+            return {SAFE_WEIGHTS_NAME: list(handle.keys())}
+    except SafetensorError as error:
+        raise ValueError(f"{path / SAFE_WEIGHTS_NAME} is damaged: {error}") from error
+
+
+def pattern_holds(matrix: Tensor, n: int, m: int) -> bool:
+    """Whether every m consecutive inputs of every row keep at most n weights. Matrix `[out, in]`.
+
+    >>> import torch
+    >>> pattern_holds(torch.tensor([[1.0, 0.0, 0.0, 2.0]]), 2, 4), pattern_holds(torch.tensor([[1.0, 2.0]]), 1, 2)
+    (True, False)
+    """
+    if matrix.shape[1] % m:
+        return False
+    return bool(((matrix != 0).reshape(-1, m).sum(1) <= n).all())
+
+
+def _from_files(path: Path, files: dict[str, list[str]], targets: dict[str, Target]) -> Iterator[tuple[Target, Tensor]]:
+    for file, names in files.items():
+        with safe_open(path / file, framework="pt") as handle:
+            for name in names:
+                if target := targets.get(name):
+                    tensor = handle.get_tensor(name)
+                    yield target, tensor.t() if target.transposed else tensor
+
+
+def _from_model(path: Path, targets: dict[str, Target]) -> Iterator[tuple[Target, Tensor]]:
+    model = load_model(str(path))
+    return ((target, target.matrix(model)) for target in targets.values())

@@ -1,0 +1,107 @@
+"""PruneResult: what a run gives back, and how it is saved and shared."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.checkpoint.write import check_push, push_folder, write_checkpoint
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.run.apply import applied
+from gradprobe_hf.runtime.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class PruneResult:
+    """What `prune_pretrained` returns.
+
+    Attributes:
+        model: the model; its masked weights are zero, unless `apply=False` was asked for.
+        masks: parameter name -> bool `[out, in]`, True = pruned. (A `Conv1D` stores its weight `[in, out]`.)
+        report: what happened.
+        config: how.
+        processing_class: the tokenizer, or None.
+        targets: the matrices the masks are for.
+        processes: who took part. The main one writes. Of a model that FSDP2 shards, `masks` are those of this
+            process's shards, and every process has to call `save_pretrained`.
+        updates: new values `[out, in]` of reconstructed matrices; empty once the model has them.
+    """
+
+    model: PreTrainedModel
+    masks: Mapping[str, Tensor]
+    report: Report
+    config: GradProbeConfig
+    processing_class: Any
+    targets: tuple[Target, ...]
+    processes: Processes = field(default_factory=Processes)
+    updates: NewWeights = field(default_factory=NewWeights)
+
+    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
+        """Write the pruned checkpoint, whole or not at all; with `apply=False` the model in memory stays as it is.
+
+        Args:
+            repo_id: the name the card's loading snippet uses; the folder's by default.
+
+        Raises:
+            FileExistsError: the folder exists and `overwrite` is not set.
+            OSError: it cannot be written; nothing of it remains.
+        """
+        if not self.processes.is_main and not is_sharded(self.model):
+            return
+        with applied(self.model, self.targets, self.masks, keep=False, updates=self.updates):
+            write_checkpoint(
+                directory,
+                self.model,
+                self.processing_class,
+                self.config,
+                self.report,
+                overwrite=overwrite,
+                where=repo_id,
+                writes=self.processes.is_main,
+            )
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        token: str | None = None,
+    ) -> str:
+        """Upload the pruned checkpoint with its card; returns the address of the commit (or pull request), in the main
+        process.
+
+        Raises:
+            OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
+        """
+        if not self.processes.is_main:
+            self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
+            return ""
+        full_name = check_push(repo_id, private, token)
+        scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
+        folder = scratch / full_name.split("/")[-1]
+        self.save_pretrained(folder, repo_id=full_name)
+        try:
+            address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
+        except BaseException as error:
+            logger.error("the upload did not finish; the pruned checkpoint is kept in %s", folder)
+            if isinstance(error, OSError):
+                raise OSError(f"{error} The pruned checkpoint is kept in {folder}.") from error
+            raise
+        shutil.rmtree(scratch, ignore_errors=True)
+        return address

@@ -1,0 +1,1 @@
+"""Whatever a user names as text or batches -> `Batches`: the same sequences in the same order in every pass."""

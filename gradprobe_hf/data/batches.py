@@ -1,0 +1,158 @@
+"""Batches: a re-iterable list of what the model is called with, and what a report says about it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.model.loss import IGNORED
+
+
+@dataclass(frozen=True)
+class Batches:
+    """Batches on the CPU.
+
+    Attributes:
+        items: what `model(**batch)` is called with.
+        source: where they come from, for the report and the card.
+        samples: number of sequences (rows).
+        tokens: number of tokens that count, padding excluded; rows, where there are no `input_ids`.
+        protocol: how windows were cut and drawn, in words.
+        dataset_id: the Hub dataset, when it is one.
+    """
+
+    items: tuple[dict[str, Any], ...]
+    source: str
+    samples: int
+    tokens: int
+    protocol: str
+    dataset_id: str | None = None
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    @property
+    def longest(self) -> int:
+        """Tokens in the longest row (1 where rows have none)."""
+        ids = [item["input_ids"] for item in self.items if isinstance(item.get("input_ids"), Tensor)]
+        return max((rows.shape[1] for rows in ids), default=1)
+
+    def in_batches_of(self, size: int) -> Batches:
+        """The same rows, `size` at a time; as they are where rows of different batches do not fit together."""
+        first = self.items[0]
+        alike = all(
+            list(item) == list(first)
+            and all(isinstance(v, Tensor) and v.shape[1:] == first[name].shape[1:] for name, v in item.items())
+            for item in self.items
+        )
+        if not alike:
+            return self
+        rows = {name: torch.cat([item[name] for item in self.items]).split(size) for name in first}
+        items = tuple(dict(zip(rows, parts, strict=True)) for parts in zip(*rows.values(), strict=True))
+        return replace(self, items=items)
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of the values, independent of how they were put into batches (for rows of one length)."""
+        names = sorted({name for batch in self.items for name in batch})
+        digest = hashlib.sha256()
+        for name in names:
+            for batch in self.items:
+                if isinstance(value := batch.get(name), Tensor):
+                    digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "samples": self.samples,
+            "tokens": self.tokens,
+            "protocol": self.protocol,
+            "dataset_id": self.dataset_id,
+            "fingerprint": self.fingerprint,
+        }
+
+
+def shared_rows(a: Batches, b: Batches) -> int:
+    """How many rows of token ids stand in both: text measured on should not be text calibrated on."""
+    return len(_row_bytes(a) & _row_bytes(b))
+
+
+def _row_bytes(batches: Batches) -> set[bytes]:
+    return {row.numpy().tobytes() for batch in batches if "input_ids" in batch for row in batch["input_ids"]}
+
+
+def from_windows(windows: Tensor, batch_size: int, **described: Any) -> Batches:
+    """Full windows of token ids `[samples, tokens]`: no padding, so no attention mask."""
+    items = tuple({"input_ids": part.contiguous()} for part in windows.split(batch_size))
+    return Batches(items=items, samples=len(windows), tokens=windows.numel(), **described)
+
+
+def from_rows(rows: list[dict[str, Tensor]], batch_size: int, pad_token_id: int, **described: Any) -> Batches:
+    """Tokenised rows of unequal lengths, padded on the right inside each batch and masked."""
+    fill = {"input_ids": pad_token_id, "labels": IGNORED}
+    items = []
+    for start in range(0, len(rows), batch_size):
+        part = [
+            {"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows[start : start + batch_size]
+        ]
+        items.append(
+            {
+                name: torch.nn.utils.rnn.pad_sequence(
+                    [row[name] for row in part], batch_first=True, padding_value=fill.get(name, 0)
+                )
+                for name in part[0]
+            }
+        )
+    tokens = sum(int(item["attention_mask"].sum()) for item in items)
+    return Batches(items=tuple(items), samples=len(rows), tokens=tokens, **described)
+
+
+def from_iterable(source: Iterable[Any], name: str) -> Batches:
+    """A DataLoader or a list of batches, taken as they are.
+
+    Raises:
+        ValueError: it can be read only once, is empty, or holds something `model(**batch)` cannot take.
+    """
+    if isinstance(source, Iterator):
+        raise ValueError(
+            "calibration batches must be re-iterable, got a one-shot iterator; pass a list or a DataLoader."
+        )
+    items = []
+    for batch in source:
+        if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
+            raise ValueError(
+                f"a batch must be a mapping of tensors that model(**batch) accepts, got {type(batch).__name__}."
+            )
+        items.append({k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in batch.items()})
+    if not items:
+        raise ValueError(f"{name} holds no batches.")
+    return Batches(
+        items=tuple(items),
+        source=name,
+        samples=sum(row_count(batch) for batch in items),
+        tokens=sum(_token_count(batch) for batch in items),
+        protocol="batches as given",
+    )
+
+
+def row_count(batch: Mapping[str, Any]) -> int:
+    """Sequences (or images, or examples) in a batch: the leading dimension of its tensors."""
+    if isinstance(ids := batch.get("input_ids"), Tensor):
+        return ids.shape[0]
+    return next(value.shape[0] for value in batch.values() if isinstance(value, Tensor))
+
+
+def _token_count(batch: Mapping[str, Any]) -> int:
+    if (mask := batch.get("attention_mask")) is not None:
+        return int(mask.sum())
+    ids = batch.get("input_ids")
+    return ids.numel() if ids is not None else row_count(batch)

@@ -1,0 +1,1 @@
+"""Statistics and candidates -> masks."""

@@ -1,0 +1,1 @@
+"""Model and batches -> loss and perplexity."""

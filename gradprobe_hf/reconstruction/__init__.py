@@ -1,0 +1,1 @@
+"""Masks and calibration inputs -> new values of the kept weights, block by block."""

@@ -1,0 +1,87 @@
+"""Updates: new values of whole matrices, kept beside the model until everything else has succeeded."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import weakref
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.runtime.interrupts import uninterrupted
+
+
+class NewWeights(Mapping[str, Tensor]):
+    """Matrix name -> its new values `[out, in]`, in memory or in files that are mapped into it.
+
+    Args:
+        folder: where the files go, which are gone with this object; None: in memory.
+    """
+
+    def __init__(self, folder: str | Path | None = None, *, on_disk: bool = False) -> None:
+        self._kept: dict[str, Tensor] = {}
+        self._installed: set[str] = set()
+        self._folder: Path | None = None
+        if on_disk:
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            self._folder = Path(tempfile.mkdtemp(prefix="gradprobe-updates-", dir=folder))
+            weakref.finalize(self, shutil.rmtree, self._folder, True)
+
+    def add(self, name: str, values: Tensor) -> None:
+        """Keep `values [out, in]`.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if self._folder is None:
+            self._kept[name] = values
+            return
+        path = self._folder / f"{len(self._kept):05d}"
+        with open(path, "wb") as file:  # written, not mapped: a full disk raises here, and ends the process there
+            file.write(values.contiguous().cpu().view(torch.uint8).numpy().data)
+        mapped = torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype)
+        self._kept[name] = mapped.view(values.shape)
+
+    def install(self, name: str, matrix: Tensor) -> None:
+        """Write the kept values into `matrix`, and keep what was there in their place."""
+        if name not in self._installed:
+            with uninterrupted():
+                self._exchange(name, matrix)
+                self._installed.add(name)
+
+    def withdraw(self, name: str, matrix: Tensor) -> None:
+        """Undo `install`, if it was done."""
+        if name in self._installed:
+            with uninterrupted():
+                self._exchange(name, matrix)
+                self._installed.discard(name)
+
+    def _exchange(self, name: str, matrix: Tensor) -> None:
+        kept, now = self._kept[name], matrix.clone()
+        matrix.copy_(kept)
+        kept.copy_(now)
+
+    @property
+    def pending(self) -> set[str]:
+        """The names of those that are not installed."""
+        return set(self._kept) - self._installed
+
+    def clear(self) -> None:
+        """They are in the model: nothing is left to do."""
+        self._kept.clear()
+        self._installed.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._kept[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)

@@ -1,0 +1,1 @@
+"""A finished run -> its report, plots and model card."""

@@ -1,0 +1,216 @@
+"""Accounting: one finished run -> its report."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.data.batches import Batches, shared_rows
+from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loss import objective
+from gradprobe_hf.model.parameters import row_chunks
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.report.report import ComparedRow, MatrixRow, Report
+from gradprobe_hf.run.decide import PruningDecision
+from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.selection.packed_masks import rows_of
+
+PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
+STATUS = Path("/proc/self/status")  # proc(5)
+
+
+def build_report(
+    model: PreTrainedModel,
+    targets: tuple[Target, ...],
+    config: GradProbeConfig,
+    verdict: PruningDecision,
+    calibration: Batches | None,
+    held_out: Batches | None,
+    measured: dict[str, Measurement],
+    timings: dict[str, float],
+    processing_class: Any = None,
+    execution: dict[str, str] | None = None,
+    processes: Processes | None = None,
+    comparison: Sequence[ComparedRow] = (),
+) -> Report:
+    """Everything that a reader of the card or the JSON may want to know. The model still has its original weights."""
+    rows = matrix_rows(model, targets, config, verdict, processes or Processes())
+    evaluation = {name: found.to_dict() for name, found in measured.items()}
+    return Report(
+        model={**_describe(model, targets), "processing_class": type(processing_class).__name__},
+        config=config.to_dict(),
+        matrices=rows,
+        calibration=calibration.describe() if calibration else None,
+        evaluation={**held_out.describe(), **evaluation} if held_out else None,
+        probes=verdict.findings.probe_losses,
+        passes=verdict.findings.passes,
+        curve=verdict.findings.curve,
+        comparison=[row.to_dict() for row in comparison],
+        timings=timings,
+        memory={**peak_memory(), "accumulator_bytes": verdict.findings.accumulator_bytes},
+        execution=execution or {},
+        versions=versions(),
+        warnings=[
+            *_about_text(calibration, held_out),
+            *_about_evidence(verdict, len(targets)),
+            *_about_damping(verdict, config),
+            *_about_budget(rows, config, verdict),
+            *_about_promise(config, verdict),
+        ],
+    )
+
+
+def published_name(model: PreTrainedModel) -> str:
+    """The model's name; of a local folder its own alone: reports are published, and paths tell about the machine."""
+    return Path(model.name_or_path).name if Path(model.name_or_path).is_dir() else model.name_or_path
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+            found[package] = "unknown"
+    return found
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes at the highest point so far: resident memory of this process, and allocated memory of a CUDA device."""
+    peaks = {"peak_resident_bytes": _peak_resident()}
+    if torch.cuda.is_available():
+        peaks["peak_cuda_bytes"] = torch.cuda.max_memory_allocated()
+    return peaks
+
+
+def _peak_resident() -> int:
+    if STATUS.exists():  # Linux: getrusage would count the process that started this one, if it was the larger
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows keeps the peak elsewhere
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _describe(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, Any]:
+    return {
+        "name": published_name(model),
+        "class": type(model).__name__.removeprefix("FSDP"),  # FSDP2 renames the class of what it shards
+        "objective": objective(model),
+        "parameters": model.num_parameters(),
+        "target_weights": sum(target.numel for target in targets),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+
+
+def matrix_rows(
+    model: PreTrainedModel,
+    targets: tuple[Target, ...],
+    config: GradProbeConfig,
+    verdict: PruningDecision,
+    processes: Processes,
+) -> list[MatrixRow]:
+    """One row a matrix; of a sharded model every process counts its shards."""
+    blind = verdict.findings.without_evidence
+    counts = torch.tensor([[*_counts(model, target, verdict), blind.get(target.name, 0)] for target in targets])
+    if is_sharded(model):
+        processes.sum_(counts)
+    return [
+        MatrixRow(
+            name=target.name,
+            block=target.block,
+            role=target.role,
+            shape=target.shape,
+            weights=target.numel,
+            budget=round((config.sparsity or 0.0) * target.numel),
+            pruned=pruned,
+            zeros_before=before,
+            zeros_after=after,
+            score_min=verdict.findings.score_ranges.get(target.name, (None, None))[0],
+            score_max=verdict.findings.score_ranges.get(target.name, (None, None))[1],
+            no_evidence=no_evidence,
+        )
+        for target, (pruned, before, after, no_evidence) in zip(targets, counts.tolist(), strict=True)
+    ]
+
+
+def _counts(model: PreTrainedModel, target: Target, verdict: PruningDecision) -> tuple[int, int, int]:
+    """Weights that go, that are zero already, and that will be zero."""
+    matrix = target.matrix(model)
+    pruned = before = after = 0
+    for rows in row_chunks(matrix.shape):
+        mask, zero = rows_of(verdict.masks, target.name, rows), matrix[rows] == 0
+        pruned, before = pruned + int(mask.sum()), before + int(zero.sum())
+        updated = verdict.updates.get(target.name)
+        after += int((mask.to(zero.device) | zero if updated is None else updated[rows] == 0).sum())
+    return pruned, before, after
+
+
+def _about_text(calibration: Batches | None, held_out: Batches | None) -> list[str]:
+    shared = shared_rows(calibration, held_out) if calibration and held_out else 0
+    if not shared or held_out is None:
+        return []
+    return [f"{shared} of the {held_out.samples} evaluation windows were also calibrated on; evaluate on another text."]
+
+
+def _about_evidence(verdict: PruningDecision, targets: int) -> list[str]:
+    if not verdict.unreached:
+        return []
+    sample = ", ".join(f"`{name}`" for name in verdict.unreached[:3]) + (", ..." if len(verdict.unreached) > 3 else "")
+    return [
+        f"The calibration loss does not depend on {len(verdict.unreached)} of {targets} matrices ({sample}): without "
+        "evidence they go last and by magnitude. Exclude them, or calibrate on what reaches them."
+    ]
+
+
+def _about_damping(verdict: PruningDecision, config: GradProbeConfig) -> list[str]:
+    if not verdict.damping:
+        return []
+    name, most = max(verdict.damping.items(), key=lambda item: item[1])
+    return [
+        f"The Hessians of {len(verdict.damping)} matrices could not be inverted with damping={config.damping:g}; it "
+        f"was raised, at most to {most:g} (`{name}`). More calibration text would help."
+    ]
+
+
+def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, verdict: PruningDecision) -> list[str]:
+    asked, pruned = config.sparsity or 0.0, sum(row.pruned for row in rows)
+    zeros, weights = sum(row.zeros_after for row in rows), sum(row.weights for row in rows)
+    if config.decision == "threshold":
+        return [
+            f"The threshold decision reached {zeros / weights:.2%} of at most {asked:.2%}; it gave back "
+            f"{sum(verdict.findings.without_evidence.values()):,} candidates for want of evidence."
+        ]
+    if zeros > pruned:
+        return [
+            f"Some units of the budget held more zeros than it asked for: sparsity is {zeros / weights:.4%}, not "
+            f"{asked:.4%}."
+        ]
+    return []
+
+
+def _about_promise(config: GradProbeConfig, verdict: PruningDecision) -> list[str]:
+    """Where the metric did not end the search."""
+    within = [point["within"] for point in verdict.findings.curve]
+    if config.max_metric_drop is None or len(set(within)) != 1:
+        return []
+    if not within[0]:
+        return [f"No sparsity that was tried keeps the metric within {config.max_metric_drop}: nothing was pruned."]
+    return [
+        f"Every sparsity that was tried keeps the metric within {config.max_metric_drop}: "
+        f"sparsity={config.final_sparsity:g}, the most that was allowed, ended the search."
+    ]

@@ -1,0 +1,298 @@
+"""The model card: the template and the report's data, and nothing that is not in the report."""
+
+from __future__ import annotations
+
+import logging
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
+
+from gradprobe_hf.config import GradientThreshold, GradProbeConfig
+from gradprobe_hf.report.plots import has_perplexities
+from gradprobe_hf.report.report import Report
+
+logger = logging.getLogger(__name__)
+
+PIPELINE_TAGS = {
+    "ForCausalLM": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForImageClassification": "image-classification",
+}
+
+ESTIMATES = {
+    "blend": "the geometric mean of its squared gradient summed over sequences and of that sum's factored estimate",
+    "sequence": "its squared gradient, summed over sequences",
+    "token": "its squared gradient, summed over tokens",
+    "factored": "the product of its input's and its output gradient's energy",
+}
+# What became of the kept weights.
+KEPT = {
+    "none": "No other weight was changed.",
+    "obs": "Then the kept weights were changed, block by block, to keep each matrix's outputs on the calibration "
+    "inputs (SparseGPT's sweep under this mask).",
+    "least_squares": "Then the kept weights were changed, block by block, to those that keep each matrix's outputs on "
+    "the calibration inputs best (conjugate gradients on this mask).",
+    "admm": "Then, block by block, it was chosen again which weights of each matrix go, as many as before, so that the "
+    "others can keep its outputs on the calibration inputs best (ADMM), and these were changed to do so (conjugate "
+    "gradients).",
+}
+UNITS = {"global": "the whole model", "block": "each block", "tensor": "each matrix", "row": "each row"}
+
+
+def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], where: str) -> ModelCard:
+    """The card of a pruned model.
+
+    Args:
+        report: everything that is said comes from here.
+        config: how it was pruned.
+        base: metadata of the base model, see `base_metadata`.
+        where: what the loading snippet names: a repository, or the checkpoint's folder.
+    """
+    template = files("gradprobe_hf.model_cards").joinpath("template.md").read_text(encoding="utf-8")
+    return ModelCard.from_template(
+        _metadata(report, config, base, where),
+        template_str=template,
+        title=f"{_short_name(report.model)}, {_extent(report, config)}",
+        summary=_summary(report, config, base),
+        method=describe_method(config),
+        snippet=_snippet(report, where),
+        evaluation=_evaluation(report),
+        metric_name=_metric(report),
+        comparison=_comparison(report),
+        calibration=report.calibration,
+        config=yaml.safe_dump(config.to_dict(), sort_keys=False).strip(),
+        sparsity=report.sparsity,
+        dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
+        zeros=report.zeros,
+        zeros_before=sum(row.zeros_before for row in report.matrices),
+        weights=report.weights,
+        matrices=len(report.matrices),
+        blocks=report.by("block"),
+        versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        seconds=sum(report.timings.values()),
+        peak_gb=report.memory["peak_resident_bytes"] / 1e9,
+        warnings=report.warnings,
+    )
+
+
+def _extent(report: Report, config: GradProbeConfig) -> str:
+    return f"pruned to {config.pattern}" if config.group else f"{report.sparsity:.0%} pruned"
+
+
+def base_metadata(name: str) -> dict[str, Any]:
+    """`base_model`, `license` and `language` of the model that was pruned, as far as can be told.
+
+    A name is a repository. A folder has no name on the Hub: its card, if there is one, names what it derives from.
+    """
+    folder = Path(name) if name and Path(name).is_dir() else None
+    try:
+        card = ModelCard.load(folder / "README.md" if folder else name, ignore_metadata_errors=True)
+        data = card.data.to_dict()
+    except Exception as error:  # a missing, broken or unreachable card of the base must not cost a finished result
+        logger.debug("no card of the base model %s: %s", name, error)
+        data = {}
+    kept = {key: data[key] for key in ("license", "license_name", "license_link", "language") if data.get(key)}
+    base = data.get("base_model") if folder else (name if _names_repository(name) else None)
+    return {**kept, "base_model": base} if base else kept
+
+
+def _names_repository(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return bool(name)
+
+
+def describe_method(config: GradProbeConfig) -> str:
+    """One paragraph that says what decided, and in which steps."""
+    return " ".join([_decision(config), *_schedule(config)])
+
+
+def _schedule(config: GradProbeConfig) -> list[str]:
+    said = []
+    if config.order == "sequential":
+        said.append(
+            f"This was done for {config.blocks_per_step} blocks at a time, in {config.block_order} order, each step "
+            "probed on the model as pruned so far."
+        )
+    if config.rounds:
+        rounds = ", ".join(f"{sparsity:.0%}" for sparsity in config.rounds)
+        said.append(f"This was done in rounds ({rounds}), each probed on the model as the one before would prune it.")
+    if config.max_metric_drop is not None:
+        said.append(
+            f"The sparsity is the largest that was found whose metric is within {config.max_metric_drop} of the dense "
+            f"model's, up to {config.final_sparsity:.0%}."
+        )
+    if config.reconstructs and config.dense_target:
+        said.append(
+            f"The outputs to keep were taken {config.dense_target:.0%} of the way from the model as pruned so far to "
+            "the dense model."
+        )
+    if config.bounds is not None:
+        low, high = config.bounds
+        said.append(f"Of every matrix at least {low:.0%} and at most {high:.0%} went.")
+    return said
+
+
+def _decision(config: GradProbeConfig) -> str:
+    unit = UNITS[config.decision_scope]
+    if config.order == "sequential" and config.decision_scope == "global":
+        unit = "the blocks of each step"
+    if config.group:
+        unit = f"every group of {config.group[1]} inputs, of which {config.group[0]} are kept"
+    kept = KEPT[config.reconstruction or "none"]
+    if config.strategy == "sparsegpt":
+        masked = (
+            "SparseGPT: block by block on the activations of the model as pruned so far, the weights whose removal "
+            "costs least were set to zero, and the kept weights behind them changed to keep each matrix's outputs on "
+            f"the calibration inputs, with one exact budget over {unit}."
+        )
+        return f"{masked} {kept}" if config.solves_least_squares else masked
+    if config.decision == "path":
+        return (
+            "The loss gradient was measured twice over the calibration data: at the original weights, and with the "
+            f"candidates tentatively multiplied by {config.reduction_factor:g}. Each weight was scored by its square "
+            f"times {ESTIMATES[config.fisher]}, added over both probes: an estimate of the loss that removing it adds. "
+            f"{_limit(config)}The lowest scores were set to zero, with one exact budget over {unit}. {kept}"
+        )
+    if config.decision == "threshold":
+        return (
+            f"Candidates were proposed by `{config.strategy}` with a budget over {UNITS[config.candidate_scope]}, and "
+            f"tentatively multiplied by {config.reduction_factor:g}. A candidate was set to zero if its "
+            "gradient's largest magnitude grew by "
+            f"no more than {_threshold(config.gradient_threshold)}; the others were given back, so the budget is "
+            f"an upper bound. {kept}"
+        )
+    if config.strategy == "fisher":
+        return (
+            "The loss gradient was measured over the calibration data. Each weight was scored by its square times "
+            f"{ESTIMATES[config.fisher]}: an estimate of the loss that removing it adds. The lowest scores were set to "
+            f"zero, with one exact budget over {unit}. {kept}"
+        )
+    return (
+        f"Weights were scored by `{config.strategy}` and the lowest set to zero, with one exact budget over {unit}. "
+        f"{kept}"
+    )
+
+
+def _limit(config: GradProbeConfig) -> str:
+    if not config.spike_limit:
+        return ""
+    return (
+        f"Where the gradient of a sequence had more than {config.spike_limit:g} times the energy in the second probe "
+        "that it had in the first, it was scaled down to that. "
+    )
+
+
+def _threshold(threshold: GradientThreshold) -> str:
+    if isinstance(threshold, (int, float)):
+        return f"a factor of {1 + threshold:g}"
+    if threshold == "adaptive":
+        return "a factor of one and the square root of its matrix's size in mean matrices"
+    parts = ", ".join(f"{1 + value:g} (`{pattern}`)" for pattern, value in dict(threshold).items())
+    return f"a factor that depends on the matrix: {parts}"
+
+
+def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], where: str) -> ModelCardData:
+    pattern = () if config.group is None else (f"sparsity-{config.pattern.replace(':', '-')}",)
+    dataset_id = (report.calibration or {}).get("dataset_id")
+    return ModelCardData(
+        **base,
+        library_name="transformers",
+        pipeline_tag=PIPELINE_TAGS.get(report.model["objective"]),
+        tags=["gradprobe", "pruning", "sparse", *pattern],
+        datasets=[dataset_id] if dataset_id else None,
+        model_name=Path(where).name,
+        eval_results=_eval_results(report),
+    )
+
+
+def _eval_results(report: Report) -> list[EvalResult] | None:
+    measured = report.evaluation
+    if measured is None or not has_perplexities(report):
+        return None
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text Generation",
+            dataset_type=measured["dataset_id"] or measured["source"].split(" ")[0],
+            dataset_name=measured["source"],
+            metric_type="perplexity",
+            metric_name="Perplexity",
+            metric_value=round(measured["pruned"]["perplexity"], 4),
+        )
+    ]
+
+
+def _evaluation(report: Report) -> dict[str, Any] | None:
+    measured = report.evaluation
+    if measured is None:
+        return None
+    key = _key(report)
+    causal = key == "perplexity"
+    return {
+        **measured,
+        "dense_text": f"{measured['dense'][key]:,.4f}",
+        "pruned_text": f"{measured['pruned'][key]:,.4f}",
+        "terms": measured["dense"]["terms"],
+        "unit": "predicted tokens" if causal else "labels",
+        "definition": "exp of the mean next-token loss inside the windows" if causal else "the mean loss, in nats,",
+        "dtype": report.model["dtype"],
+        "plot": has_perplexities(report),
+    }
+
+
+def _comparison(report: Report) -> list[dict[str, Any]]:
+    rows = []
+    for row in report.comparison:
+        value, passes = row[_key(report)], row["passes"]
+        text = "not finite" if value is None else f"{value:,.4f}"
+        rows.append({**row, "value": text, "passes": f"{passes['forward']:g} + {passes['backward']:g}"})
+    return rows
+
+
+def _key(report: Report) -> str:
+    assert report.evaluation is not None
+    return "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
+
+
+def _metric(report: Report) -> str:
+    return _key(report) if report.evaluation else "perplexity"
+
+
+def _summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> str:
+    origin, name = base.get("base_model"), _short_name(report.model)
+    linked = f"[{origin}](https://huggingface.co/{origin})" if isinstance(origin, str) else name
+    derived = linked if origin is None or origin == report.model["name"] else f"`{name}` (derived from {linked})"
+    kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
+    return (
+        f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero, "
+        f"{kind}, by gradprobe_hf. A plain transformers checkpoint: it loads without that package."
+    )
+
+
+def _short_name(model: dict[str, Any]) -> str:
+    """The model's name without its owner."""
+    return str(model["name"]).rstrip("/").split("/")[-1] or str(model["class"])
+
+
+def _snippet(report: Report, where: str) -> str:
+    if report.model["objective"] == "ForCausalLM" and report.model["processing_class"] != "NoneType":
+        return (
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+            f'tokenizer = AutoTokenizer.from_pretrained("{where}")\n'
+            f'model = AutoModelForCausalLM.from_pretrained("{where}")\n'
+            'inputs = tokenizer("The largest ocean is", return_tensors="pt")\n'
+            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"
+        )
+    name = report.model["class"]
+    return f'from transformers import {name}\n\nmodel = {name}.from_pretrained("{where}")'

@@ -1,0 +1,1 @@
+"""Configuration, model and data -> a pruning decision, and the decision -> pruned weights."""

@@ -1,0 +1,127 @@
+"""Application: the result into the model, at the very end, and back again if anything after it fails.
+
+Weights in memory (the model's own, or those `cpu_offload` keeps) are written in place. Weights on disk are masked as
+they are read, and written to Accelerate's store only when all else has succeeded: so a checkpoint is saved, or a dry
+run ends, without the model being written twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from gradprobe_hf.model.fsdp import reshard
+from gradprobe_hf.model.offload_store import replace_on_disk
+from gradprobe_hf.model.parameters import WeightsView, aliases, is_on_disk, offloaded_parameter, row_chunks, settle
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.runtime.interrupts import uninterrupted
+from gradprobe_hf.selection.packed_masks import SavedValues, rows_of
+
+Change = Callable[[Tensor], Tensor]
+
+
+@contextmanager
+def applied(
+    model: nn.Module,
+    targets: Sequence[Target],
+    masks: Mapping[str, Tensor],
+    keep: bool = True,
+    updates: NewWeights | None = None,
+) -> Iterator[None]:
+    """Zero the masked weights, and write the updates, for the body of the `with`.
+
+    They stay afterwards if `keep` is set and the body returned; `updates` is empty then. If it raised, or was
+    interrupted, every weight has its original bits again: the originals of the pruned weights in memory are kept until
+    then, and an update changes places with what it replaces.
+
+    Raises:
+        OSError: the store of offloaded weights cannot be written; every weight has its original bits again.
+    """
+    settle(model)
+    updates = NewWeights() if updates is None else updates
+    in_memory = [target for target in targets if not is_on_disk(model, target.parameter)]
+    changes = _changes([target for target in targets if is_on_disk(model, target.parameter)], masks, updates)
+    pending = updates.pending  # without those that a `with` around this one has written
+    with (
+        _exchanged(model, [target for target in in_memory if target.name in pending], updates, keep),
+        _zeroed(model, [target for target in in_memory if target.name not in updates], masks, keep),
+    ):
+        with _read_through(model, changes):
+            yield
+        if keep:
+            replace_on_disk(model, changes)
+    if keep:
+        updates.clear()
+
+
+@contextmanager
+def _exchanged(model: nn.Module, targets: Sequence[Target], updates: NewWeights, keep: bool) -> Iterator[None]:
+    keeping = False
+    try:
+        with torch.no_grad():
+            for target in targets:
+                updates.install(target.name, target.matrix(model))
+        yield
+        keeping = keep
+    finally:
+        if not keeping:
+            with uninterrupted(), torch.no_grad():
+                for target in targets:
+                    updates.withdraw(target.name, target.matrix(model))
+
+
+@contextmanager
+def _zeroed(model: nn.Module, targets: Sequence[Target], masks: Mapping[str, Tensor], keep: bool) -> Iterator[None]:
+    reshard(model)  # a whole weight that is still there would hide what its shard is given
+    originals = SavedValues({target.name: target.matrix(model) for target in targets}, masks)
+    keeping = False
+    try:
+        with torch.no_grad():
+            for target in targets:
+                matrix = target.matrix(model)
+                matrix.masked_fill_(masks[target.name].to(matrix.device), 0)
+        yield
+        keeping = keep
+    finally:
+        if not keeping:
+            with uninterrupted(), torch.no_grad():
+                reshard(model)
+                originals.give_back()
+
+
+def _changes(targets: Sequence[Target], masks: Mapping[str, Tensor], updates: NewWeights) -> dict[str, Change]:
+    """Parameter name -> what gives its new values; the slices of a fused parameter are one change."""
+    by_parameter: dict[str, list[Target]] = {}
+    for target in targets:
+        by_parameter.setdefault(target.parameter, []).append(target)
+    return {name: partial(_changed, same, masks, updates) for name, same in by_parameter.items()}
+
+
+def _changed(targets: Sequence[Target], masks: Mapping[str, Tensor], updates: NewWeights, stored: Tensor) -> Tensor:
+    changed = stored.detach().clone()
+    for target in targets:
+        matrix = target.view(changed)
+        if target.name in updates:
+            matrix.copy_(updates[target.name])
+            continue
+        for rows in row_chunks(target.shape):
+            matrix[rows].masked_fill_(rows_of(masks, target.name, rows).to(matrix.device), 0)
+    return changed
+
+
+@contextmanager
+def _read_through(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[None]:
+    """Whatever reads these parameters from Accelerate's hooks reads them changed."""
+    names = {**{name: name for name in changes}, **{a: name for a, name in aliases(model).items() if name in changes}}
+    with ExitStack() as undo:
+        for alias, name in names.items():
+            place = offloaded_parameter(model, alias)
+            assert place is not None, "it is on disk"
+            undo.callback(setattr, place.hook, "weights_map", place.hook.weights_map)
+            place.hook.weights_map = WeightsView(place.hook.weights_map, {place.key: changes[name]})
+        yield

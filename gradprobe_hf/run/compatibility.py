@@ -1,0 +1,142 @@
+"""Checks: whether the matrices of a model can be pruned as configured. What would fail later fails here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
+from gradprobe_hf.model.targets import Target, block_of
+from gradprobe_hf.selection.published_rule import thresholds
+
+
+def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
+    """Raise ValueError for the first matrix that cannot be pruned like this."""
+    check_editable(model, targets)
+    if config.group is not None:
+        check_group(targets, *config.group)
+        check_rows(model, targets, f"pattern={config.pattern!r}")
+    if config.reconstructs or config.order == "sequential":
+        _check_in_blocks(model, targets)
+    if config.reconstructs:
+        _check_reconstruction(model, targets)
+    if config.decision == "threshold":
+        thresholds(targets, config.gradient_threshold)
+    whole = {"order='sequential'": config.order == "sequential", "bounds on matrices": config.bounds is not None}
+    for option, used in whole.items():
+        if used and is_sharded(model):
+            raise ValueError(
+                f"{option} cannot be had of a model that FSDP2 shards: prune it on one process with device_map='auto' "
+                "or 'disk', or with one whole model per process."
+            )
+    if config.group is None and "row" in (config.candidate_scope, config.decision_scope):
+        check_rows(model, targets, "scope='row'")
+
+
+def check_editable(model: nn.Module, targets: Sequence[Target]) -> None:
+    """Raise ValueError for the first matrix whose weights cannot be edited: quantized, or not in memory."""
+    tied = aliases(model)
+    users: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        for own in module._parameters:
+            full = f"{name}.{own}" if name else own
+            users.setdefault(tied.get(full, full), []).append(name)
+    for target in targets:
+        _check_editable(model, target)
+        _check_measured(model, target, users[target.parameter])
+
+
+def check_group(targets: Sequence[Target], n: int, m: int) -> None:
+    """Raise ValueError for the first matrix whose rows do not divide into groups of m inputs."""
+    for target in targets:
+        if target.shape[1] % m:
+            raise ValueError(
+                f"pattern {n}:{m} cannot hold in {target.name}: its {target.shape[1]} inputs are not divisible by {m}. "
+                f"Exclude it with exclude=[{target.role!r}] (--exclude {target.role}), or prune without a pattern."
+            )
+
+
+def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None:
+    """Raise ValueError where whole rows have to be compared and FSDP2 has dealt the inputs to different processes."""
+    for target in targets:
+        if is_sharded(model) and target.transposed:
+            raise ValueError(
+                f"{option} compares the inputs of a row, and those of {target.name} are on different processes (a "
+                "Conv1D is sharded by inputs). Prune over 'global', 'block' or 'tensor', or on one process."
+            )
+
+
+def _check_in_blocks(model: nn.Module, targets: Sequence[Target]) -> None:
+    if isinstance(model, PreTrainedModel) and getattr(model.config.get_text_config(), "num_kv_shared_layers", None):
+        raise ValueError(
+            f"blocks of {type(model).__name__} read keys and values that others have computed (num_kv_shared_layers), "
+            "so they cannot be worked on one after the other: use order='joint' without reconstruction."
+        )
+    for target in targets:
+        if not target.block:
+            raise ValueError(
+                f"{target.name} lies outside of the blocks, which are worked on one after the other here: leave it out "
+                "of include, or use order='joint' without reconstruction."
+            )
+        users = sorted({block_of(model, site.module) for site in target.sites})
+        if len(users) > 1:
+            raise ValueError(
+                f"{target.name} is shared by {len(users)} blocks ({', '.join(users)}), which are worked on one after "
+                "the other here: exclude it, or use order='joint' without reconstruction."
+            )
+
+
+def _check_reconstruction(model: nn.Module, targets: Sequence[Target]) -> None:
+    if is_sharded(model):
+        raise ValueError(
+            "reconstruction needs whole matrices, and FSDP2 shards this model: prune it on one process with "
+            "device_map='auto' or 'disk', or with one whole model per process."
+        )
+    for target in targets:
+        if any(site.kind == "embedding" for site in target.sites):
+            raise ValueError(
+                f"{target.name} is an embedding: its outputs are no linear map of inputs that could be reconstructed. "
+                "Exclude it, or leave reconstruction out."
+            )
+
+
+def _check_editable(model: nn.Module, target: Target) -> None:
+    weight = model.get_parameter(target.parameter)
+    if isinstance(weight, DTensor) and target.expert is not None:
+        raise ValueError(
+            f"{target.name} is an expert of a model that FSDP2 shards: its processes would reach different experts. "
+            "Prune it on one process with device_map='auto', or with one whole model per process."
+        )
+    if not weight.is_floating_point() or type(weight.data) not in (torch.Tensor, DTensor):
+        raise ValueError(
+            f"{target.name} is stored as {weight.dtype} ({type(weight).__name__}): quantized weights cannot be pruned. "
+            "Load the model dequantized (its quantization_config with dequantize=True), or exclude this matrix."
+        )
+    if weight.is_meta and offloaded_parameter(model, target.parameter) is None:
+        raise ValueError(
+            f"{target.name} has no data (meta device) and no Accelerate hook says where it is kept. Load the model "
+            "with from_pretrained, or offload it with device_map, cpu_offload or disk_offload."
+        )
+    for alias, name in aliases(model).items():
+        if name == target.parameter and is_on_disk(model, alias) != is_on_disk(model, name):
+            raise ValueError(
+                f"{name} and {alias} are one weight, and only one of them is offloaded to disk: put both on one device "
+                "in the device_map, or exclude this matrix."
+            )
+
+
+def _check_measured(model: nn.Module, target: Target, users: Sequence[str]) -> None:
+    """Every module that has the weight must be one that is measured: tied weights may be used in a way of their own."""
+    known = {site.module for site in target.sites}
+    for name in users:
+        if name not in known:
+            raise ValueError(
+                f"{target.name} is also used by {name} ({type(model.get_submodule(name)).__name__}), whose forward is "
+                "its own, so it cannot be measured; exclude this matrix."
+            )

@@ -1,0 +1,1 @@
+"""Scores and a budget -> masks that meet the budget to the element."""

@@ -1,0 +1,154 @@
+"""Tuning: what thresholds of the published rule come to, from one pair of probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.comparison import Comparison
+from gradprobe_hf.config import GradientThreshold, GradProbeConfig, check_drop
+from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.model.loss import LossFunction
+from gradprobe_hf.run.context import Diagnostics
+from gradprobe_hf.run.decide import PruningDecision
+from gradprobe_hf.run.inputs import Loading
+from gradprobe_hf.run.probe_pair import ProbePair
+from gradprobe_hf.run.schedule import allowed
+from gradprobe_hf.run.study import study
+from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.selection.published_rule import thresholds as thresholds_of
+
+THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
+BISECTIONS = 6
+
+
+@dataclass(frozen=True)
+class ThresholdRow:
+    """One threshold: the true sparsity of the target matrices, and the loss (in nats) and perplexity there."""
+
+    gradient_threshold: GradientThreshold
+    sparsity: float
+    zeros: int
+    loss: float
+    perplexity: float | None
+
+
+@dataclass(frozen=True)
+class ThresholdSweep:
+    """What `sweep_gradient_thresholds` returns.
+
+    Attributes:
+        dense: the loss of the model as it is.
+        rows: in the order in which they were tried; those of the bisection are the last.
+        tuned: the threshold with the most zeros whose metric is within `max_metric_drop`; None if there is none, or
+            nothing was asked.
+    """
+
+    dense: Measurement
+    rows: list[ThresholdRow]
+    tuned: GradientThreshold | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"dense": self.dense.to_dict(), "rows": [asdict(row) for row in self.rows], "tuned": self.tuned}
+
+
+def sweep_gradient_thresholds(
+    model_or_id: PreTrainedModel | str | Path,
+    thresholds: Sequence[GradientThreshold] = THRESHOLDS,
+    config: GradProbeConfig | None = None,
+    *,
+    max_metric_drop: float | str | None = None,
+    calibration: Any = None,
+    processing_class: Any = None,
+    evaluation: Any = None,
+    loss_fn: LossFunction | None = None,
+    loading: Loading | None = None,
+    progress: bool = True,
+) -> ThresholdSweep:
+    """Measure the threshold decision at several thresholds; the model is probed twice in all, and left as it was.
+
+    Args:
+        thresholds: each a number, a dict from patterns, or `"adaptive"`.
+        config: whose candidates are decided about; its `decision` is taken to be `"threshold"`.
+        max_metric_drop: also look, by bisection between the numbers, for the sparsest model whose perplexity is up by
+            no more than this, absolute or like `"5%"`.
+        calibration, processing_class, evaluation, loss_fn: as in `prune_pretrained`; an evaluation there must be.
+        loading: where the weights go, and which they are.
+        progress: show progress bars.
+
+    Raises:
+        ValueError: a threshold or a drop that is none, an option without a part in it, nothing to measure on; and what
+            `prune_pretrained` raises.
+    """
+    if max_metric_drop is not None:
+        check_drop(max_metric_drop)
+    config = replace(config or GradProbeConfig(), decision="threshold")
+    if config.order != "joint" or config.reconstruction != "none":
+        raise ValueError(
+            "thresholds are measured on masks of the whole model: order='sequential' and a reconstruction have no part "
+            "in it; leave them unset."
+        )
+    wanted = [replace(config, gradient_threshold=one).gradient_threshold for one in thresholds]
+    if not wanted:
+        raise ValueError("thresholds is empty: there is nothing to try.")
+    with study(
+        model_or_id,
+        config,
+        calibration=calibration,
+        processing_class=processing_class,
+        evaluation=evaluation,
+        loss_fn=loss_fn,
+        loading=loading,
+        progress=progress,
+    ) as (setting, held_out):
+        for one in wanted:
+            thresholds_of(setting.targets, one)  # says which pattern does not fit, before any work
+        comparison, findings = Comparison(setting, held_out), Diagnostics()
+        dense = comparison.measured(PackedMasks(), {}, "dense")
+        trial = ProbePair(setting, setting.targets, findings)
+        trial.run(config.final_sparsity)
+
+        def tried(threshold: GradientThreshold) -> ThresholdRow:
+            label = f"threshold {threshold}"
+            verdict = PruningDecision(trial.masks_within(threshold), findings)
+            found = comparison.measured(verdict.masks, {}, label, is_trial=True)
+            row = comparison.describe(label, config, verdict, 0.0, found)
+            return ThresholdRow(threshold, row.sparsity, row.zeros, row.loss, row.perplexity)
+
+        rows = [tried(threshold) for threshold in wanted]
+        if max_metric_drop is None:
+            return ThresholdSweep(dense, rows)
+        limit = allowed(_metric(dense), max_metric_drop)
+        rows += refined(rows, limit, tried)
+    kept = [row for row in rows if _metric(row) <= limit]
+    return ThresholdSweep(dense, rows, max(kept, key=lambda row: row.zeros).gradient_threshold if kept else None)
+
+
+def refined(
+    rows: Sequence[ThresholdRow], limit: float, tried: Callable[[GradientThreshold], ThresholdRow]
+) -> list[ThresholdRow]:
+    """More rows: bisection between the last number that keeps the limit and the first behind it that does not."""
+    numbers = sorted((row for row in rows if isinstance(row.gradient_threshold, (int, float))), key=_threshold)
+    within = [_threshold(row) for row in numbers if _metric(row) <= limit]
+    beyond = [_threshold(row) for row in numbers if _metric(row) > limit and within and _threshold(row) > within[-1]]
+    found: list[ThresholdRow] = []
+    if beyond:
+        low, high = within[-1], beyond[0]
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            found.append(tried(middle))
+            low, high = (middle, high) if _metric(found[-1]) <= limit else (low, middle)
+    return found
+
+
+def _metric(found: Measurement | ThresholdRow) -> float:
+    return found.loss if found.perplexity is None else found.perplexity
+
+
+def _threshold(row: ThresholdRow) -> float:
+    assert isinstance(row.gradient_threshold, (int, float)), "chosen so"
+    return float(row.gradient_threshold)
