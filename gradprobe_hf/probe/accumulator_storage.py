@@ -16,7 +16,7 @@ from typing import BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from gradprobe_hf.model.parameters import ROWS_IN_A_BLOCK
+from gradprobe_hf.runtime.row_chunks import ROWS_IN_A_BLOCK
 
 BLOCK = ROWS_IN_A_BLOCK
 PartSpecs = dict[str, tuple[tuple[int, int], torch.dtype]]  # of each part, its shape and what it is kept in

@@ -32,8 +32,8 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.config import AccumulatorDtype
-from gradprobe_hf.model.parameters import CACHED_ELEMENTS, row_chunks
 from gradprobe_hf.probe.accumulator_storage import BLOCK, FileStore, MemoryStore, PageCacheTrail, PartSpecs, RowStore
+from gradprobe_hf.runtime.row_chunks import CACHED_ELEMENTS, row_chunks
 
 _BFLOAT16_BITS = 16  # of a float32 that bfloat16 does not keep
 _INT8_BITS = 19  # that 4 mantissa bits do not keep

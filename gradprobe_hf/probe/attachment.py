@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gradprobe_hf.model.families import expert_parameters
 from gradprobe_hf.model.fsdp import is_sharded, reshard
 from gradprobe_hf.model.patches import put_back
-from gradprobe_hf.model.targets import Site, Target, expert_parameters
-from gradprobe_hf.probe.folding import Masks, Probe
+from gradprobe_hf.model.targets import Site, Target
+from gradprobe_hf.probe.folding import Probe
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.selection.packed_masks import SavedValues, multipliers_of
@@ -30,7 +31,7 @@ OnInput = Callable[[Target, Site, Tensor], None]
 def serving(
     model: PreTrainedModel,
     targets: Sequence[Target],
-    masks: Masks,
+    masks: Mapping[str, Tensor],
     factor: float = 0.0,
     replaced: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
@@ -44,8 +45,8 @@ def serving(
 
 @contextmanager
 def shrinking(
-    model: PreTrainedModel, targets: Sequence[Target], masks: Masks | None, factor: float
-) -> Iterator[Masks | None]:
+    model: PreTrainedModel, targets: Sequence[Target], masks: Mapping[str, Tensor] | None, factor: float
+) -> Iterator[Mapping[str, Tensor] | None]:
     """What measured maps have to shrink in what they serve, for the body of the `with`.
 
     Only FSDP2 shrinks the weights themselves: a map is given whole matrices, and the masks of whole matrices are

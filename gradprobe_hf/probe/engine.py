@@ -5,8 +5,8 @@ Routed experts see tokens of any sequence in any order, so a model that has them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.loss import Batch, LossFunction, forward_only, summed_loss
@@ -23,7 +23,7 @@ from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import checkpointed, checkpointed_layers, eval_mode, frozen
 from gradprobe_hf.model.targets import Target, is_routed
 from gradprobe_hf.probe.attachment import instrumented, shrinking
-from gradprobe_hf.probe.folding import Masks, Probe
+from gradprobe_hf.probe.folding import Probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.runtime.processes import Processes
 
@@ -55,109 +55,143 @@ class ProbeLoss:
         return self.total / self.terms if self.terms else self.total
 
 
-def run_probe(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
-    batches: Iterable[Batch],
-    statistics: Statistics,
-    *,
-    shrunk: Masks | None = None,
-    factor: float = 1.0,
-    pruned: tuple[Sequence[Target], Masks] = ((), {}),
-    prefix: BlockOutputCache | None = None,
-    spike_limit: float = 0.0,
-    loss_fn: LossFunction | None = None,
-    checkpointing: bool = False,
-    processes: Processes | None = None,
-    tally: Tally | None = None,
-    after_batch: Callable[[], None] | None = None,
-    label: str = "probe",
-    progress: bool = True,
-) -> ProbeLoss:
-    """One forward and backward pass over this process's share of the batches, folded into `statistics`.
+@dataclass(frozen=True)
+class Workload:
+    """What every pass of a run has in common.
 
-    Args:
-        targets: what is measured.
-        batches: mappings for `model(**batch)`.
-        statistics: added to; the model itself is left as it was, whatever happens.
-        shrunk: masks `[out, in]` of the candidates to multiply by `factor` in what is served.
-        pruned: further targets, which are served with the weights under these masks at zero, and not measured.
-        prefix: finished blocks that are not computed again; its batches are this process's share of these.
-        spike_limit: how many times its energy in probe 0 a sequence's gradient may have at a matrix in probe 1, before
-            it is scaled down to that; 0: no limit, and energies are not remembered.
+    Attributes:
+        batches: mappings for `model(**batch)`, of all processes.
         loss_fn: `loss_fn(model, batch)` returns the *summed* loss in place of the model's own.
         checkpointing: recompute each block in backward instead of keeping its activations.
-        processes: who shares the batches; the loss that is returned is that of all of them.
+        processes: who shares the batches.
+        progress: show progress bars.
+    """
+
+    model: PreTrainedModel
+    batches: Batches | Sequence[Batch]
+    loss_fn: LossFunction | None = None
+    checkpointing: bool = False
+    processes: Processes = field(default_factory=Processes)
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class ProbePass:
+    """One probe.
+
+    Attributes:
+        targets: what is measured.
+        statistics: added to.
+        shrunk: masks `[out, in]` of the candidates that are served multiplied by `factor`; None: no candidates.
+        pruned: further targets, which are served with the weights under these masks at zero, and not measured.
+        cache: finished blocks that are not computed again; its batches are this process's share of the workload's.
+        spike_limit: how many times its energy in probe 0 a sequence's gradient may have at a matrix in probe 1, before
+            it is scaled down to that; 0: no limit, and energies are not remembered.
         tally: of a pass that was begun before, which goes on where it stopped.
         after_batch: called when a batch is folded and tallied.
         label: what the progress bar says.
+    """
+
+    targets: Sequence[Target]
+    statistics: Statistics
+    shrunk: Mapping[str, Tensor] | None = None
+    factor: float = 1.0
+    pruned: tuple[Sequence[Target], Mapping[str, Tensor]] = ((), {})
+    cache: BlockOutputCache | None = None
+    spike_limit: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+    after_batch: Callable[[], None] = lambda: None
+    label: str = "probe"
+
+
+def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
+    """One forward and backward pass over this process's share of the batches, folded into `one.statistics`.
+
+    The model itself is left as it was, whatever happens.
+
+    Returns:
+        The calibration loss of all processes.
 
     Raises:
         ValueError: a loss that is not finite or has no gradient, or sequences that cannot be told apart.
     """
-    processes, tally = processes or Processes(), Tally() if tally is None else tally
-    steps = prefix.steps if prefix else own_steps(model, targets, batches, processes)
-    device = input_device(model)
-    layers = checkpointed_layers(model) if checkpointing else []
+    tally = one.tally
+    steps = one.cache.steps if one.cache else own_steps(work.model, one.targets, work.batches, work.processes)
+    device = input_device(work.model)
+    with _measuring(work, one, begun=sum(row_count(batch) for batch, _ in steps[: len(tally)])) as probe:
+        bar = tqdm(
+            total=len(steps), initial=len(tally), desc=one.label, unit="batch", disable=not work.progress, leave=True
+        )
+        with bar, resharded(work.model):  # before the frozen parameters get their flags back
+            for batch, counted in steps[len(tally) :]:
+                batch = send_to_device(batch, device)
+                probe.start_batch(batch, counted)
+                if one.cache is not None:
+                    one.cache.start_batch(len(tally))
+                loss, terms = _differentiated(work, batch, is_first=not len(tally), label=one.label)
+                probe.finish_batch()
+                tally.add(loss if counted else torch.zeros_like(loss), terms if counted else None)
+                bar.update()
+                one.after_batch()
+    return _summed(work, tally, one.label)
+
+
+@contextmanager
+def _measuring(work: Workload, one: ProbePass, begun: int) -> Iterator[Probe]:
+    """The model with its targets measured and served as the pass asks, for the body of the `with`.
+
+    Entered from the outside in, and left in the opposite order: the shards of FSDP2 come first, because all that
+    follows looks at parameters; maps are attached before the layers that recompute them.
+    """
+    model = work.model
+    layers = checkpointed_layers(model) if work.checkpointing else []
     with ExitStack() as stack:
         stack.enter_context(resharded(model))
-        served = stack.enter_context(shrinking(model, targets, shrunk, factor))
+        served = stack.enter_context(shrinking(model, one.targets, one.shrunk, one.factor))
         probe = Probe(
-            statistics,
+            one.statistics,
             served,
-            factor,
+            one.factor,
             model.config.is_encoder_decoder,
-            spike_limit=spike_limit,
-            begun=sum(row_count(batch) for batch, _ in steps[: len(tally)]),
+            spike_limit=one.spike_limit,
+            begun=begun,
         )
         stack.enter_context(frozen(model))
         stack.enter_context(eval_mode(model))
-        stack.enter_context(instrumented(model, targets, probe, recomputed=layers))
-        gone = Probe(shrunk=stack.enter_context(shrinking(model, *pruned, 0.0)), factor=0.0)
-        stack.enter_context(instrumented(model, pruned[0], gone, recomputed=layers))
+        stack.enter_context(instrumented(model, one.targets, probe, recomputed=layers))
+        gone = Probe(shrunk=stack.enter_context(shrinking(model, *one.pruned, 0.0)), factor=0.0)
+        stack.enter_context(instrumented(model, one.pruned[0], gone, recomputed=layers))
         stack.enter_context(checkpointed(model, layers, probe.recomputing))
-        stack.enter_context(prefix.skipping() if prefix else nullcontext())
+        stack.enter_context(one.cache.skipping() if one.cache else nullcontext())
         stack.enter_context(torch.enable_grad())
-        bar = stack.enter_context(
-            tqdm(total=len(steps), initial=len(tally), desc=label, unit="batch", disable=not progress)
-        )
-        stack.enter_context(resharded(model))  # before the frozen parameters get their flags back
-        for batch, counted in steps[len(tally) :]:
-            batch = send_to_device(batch, device)
-            probe.start_batch(batch, counted)
-            if prefix is not None:
-                prefix.start_batch(len(tally))
-            loss, terms = (loss_fn(model, batch), None) if loss_fn else summed_loss(model, batch)
-            _check_loss(loss, model)
-            if not len(tally):  # most bad losses are bad at once: one synchronisation here saves a long wait
-                _check_finite(loss.detach(), label)
-            loss.backward()
-            probe.finish_batch()
-            tally.add(loss if counted else torch.zeros_like(loss), terms if counted else None)
-            del loss  # and its graph, before the next batch makes another
-            bar.update()
-            if after_batch is not None:
-                after_batch()
+        yield probe
+
+
+def _differentiated(work: Workload, batch: Batch, is_first: bool, label: str) -> tuple[Tensor, Tensor | None]:
+    """The loss of one batch after its backward pass, without its graph: the next batch makes another."""
+    loss, terms = (work.loss_fn(work.model, batch), None) if work.loss_fn else summed_loss(work.model, batch)
+    _check_loss(loss, work.model)
+    if is_first:  # most bad losses are bad at once: one synchronisation here saves a long wait
+        _check_finite(loss.detach(), label)
+    loss.backward()
+    return loss.detach(), terms
+
+
+def _summed(work: Workload, tally: Tally, label: str) -> ProbeLoss:
     sums = [sum(map(float, values)) for values in (tally.losses, tally.terms)]  # what was recalled is on the CPU
-    total = processes.sum_(torch.tensor(sums, dtype=torch.float64))
+    total = work.processes.sum_(torch.tensor(sums, dtype=torch.float64))
     _check_finite(total[0], label)
-    return ProbeLoss(float(total[0]), None if loss_fn else int(total[1]))
+    return ProbeLoss(float(total[0]), None if work.loss_fn else int(total[1]))
 
 
 @torch.no_grad()
-def observe_inputs(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
-    batches: Iterable[Batch],
-    statistics: Statistics,
-    progress: bool,
-    processes: Processes | None = None,
-) -> None:
+def observe_inputs(work: Workload, targets: Sequence[Target], statistics: Statistics) -> None:
     """One forward pass that sums the squared inputs of every target: all that Wanda needs."""
-    steps = own_steps(model, targets, batches, processes or Processes())
+    model = work.model
+    steps = own_steps(model, targets, work.batches, work.processes)
     probe = Probe(statistics, has_encoder=model.config.is_encoder_decoder)
     with resharded(model), eval_mode(model), instrumented(model, targets, probe, on_input=probe.fold_inputs):
-        for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not progress):
+        for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not work.progress):
             batch = send_to_device(batch, input_device(model))
             probe.start_batch(batch, counted)
             forward_only(model, batch)

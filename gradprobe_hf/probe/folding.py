@@ -14,15 +14,14 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.model.families import in_decoder
 from gradprobe_hf.model.loss import IGNORED, Batch
-from gradprobe_hf.model.parameters import CACHED_ELEMENTS, FOLDED_ELEMENTS, row_chunks
 from gradprobe_hf.model.targets import Site, Target
 from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.runtime.row_chunks import CACHED_ELEMENTS, FOLDED_ELEMENTS, row_chunks
 from gradprobe_hf.runtime.stopwatch import return_free_memory
 from gradprobe_hf.selection.packed_masks import multipliers_of
-
-Masks = Mapping[str, Tensor]
 
 
 class Probe:
@@ -31,7 +30,7 @@ class Probe:
     def __init__(
         self,
         statistics: Statistics | None = None,
-        shrunk: Masks | None = None,
+        shrunk: Mapping[str, Tensor] | None = None,
         factor: float = 1.0,
         has_encoder: bool = False,
         replaced: Mapping[str, Tensor] | None = None,
@@ -245,17 +244,6 @@ def padding_masks(batch: Batch) -> dict[str, Tensor | None]:
         "encoder": inputs if isinstance(inputs, Tensor) and inputs.ndim == 2 else None,
         "decoder": decoder,
     }
-
-
-def in_decoder(module: str) -> bool:
-    """Whether a module of an encoder-decoder sees the decoder's tokens: cross-attention's keys and values do not.
-
-    >>> [in_decoder(f"decoder.block.0.layer.{name}") for name in ("0.SelfAttention.k", "1.EncDecAttention.k")]
-    [True, False]
-    """
-    parts = module.split(".")
-    crossing = any(part in ("EncDecAttention", "encoder_attn", "crossattention") for part in parts)
-    return "decoder" in parts and not (crossing and parts[-1] in ("k", "v", "k_proj", "v_proj", "key", "value"))
 
 
 def _linear_gradients(x: Tensor, d: Tensor) -> Iterator[Tensor]:

@@ -18,21 +18,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from gradprobe_hf.config import AccumulatorDevice, AccumulatorDtype
 from gradprobe_hf.model.fsdp import shard_layout
-from gradprobe_hf.model.parameters import CACHED_ELEMENTS, FOLDED_ELEMENTS, execution_device, row_chunks
+from gradprobe_hf.model.parameters import execution_device
 from gradprobe_hf.model.targets import Kind, Target
 from gradprobe_hf.probe.accumulator_storage import PageCacheTrail
 from gradprobe_hf.probe.accumulators import Accumulator
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.runtime.row_chunks import CACHED_ELEMENTS, FOLDED_ELEMENTS, row_chunks
+from gradprobe_hf.scores.evidence import MATRIX_TERMS, Term
 
-Term = Literal["sequence", "token", "peak", "marginals"]
-MATRIX_TERMS: tuple[Term, ...] = ("sequence", "token", "peak")
 ALL = slice(None)
 REDUCED_AT_ONCE = 2**26  # elements of a matrix in one collective: most matrices are one
 

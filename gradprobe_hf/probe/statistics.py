@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.matrix import AccumulatorStorage, MatrixStatistics, Term
+from gradprobe_hf.probe.matrix import AccumulatorStorage, MatrixStatistics
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.scores.evidence import Term
 
 
 class Statistics:

@@ -37,6 +37,22 @@ class PackedMasks(Mapping[str, Tensor]):
         """Some rows of a mask, bool."""
         return unpack(self._packed[name][rows], self._columns[name])
 
+    @classmethod
+    def from_packed(cls, packed: Mapping[str, Tensor], columns: Mapping[str, int]) -> PackedMasks:
+        """What `all_packed` and `all_columns` were taken of, in the order of `columns`."""
+        masks = cls()
+        for name, width in columns.items():
+            masks.add_packed(name, packed[name], width)
+        return masks
+
+    @property
+    def all_packed(self) -> dict[str, Tensor]:
+        return dict(self._packed)
+
+    @property
+    def all_columns(self) -> dict[str, int]:
+        return dict(self._columns)
+
     def packed(self, name: str) -> Tensor:
         return self._packed[name]
 
