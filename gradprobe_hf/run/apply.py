@@ -1,4 +1,4 @@
-"""Application: the result into the model, at the very end, and back again if anything after it fails.
+"""Apply: write a pruning decision into the model at the very end, and take it back if anything after it fails.
 
 Weights in memory (the model's own, or those `cpu_offload` keeps) are written in place. Weights on disk are masked as
 they are read, and written to Accelerate's store only when all else has succeeded: so a checkpoint is saved, or a dry
@@ -34,7 +34,7 @@ def applied(
     keep: bool = True,
     new_weights: NewWeights | None = None,
 ) -> Iterator[None]:
-    """Zero the masked weights, and write the new_weights, for the body of the `with`.
+    """Zero the masked weights, and write the new ones, for the body of the `with`.
 
     They stay afterwards if `keep` is set and the body returned; `new_weights` is empty then. If it raised, or was
     interrupted, every weight has its original bits again: the originals of the pruned weights in memory are kept until

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +22,12 @@ from gradprobe_hf.decisions.threshold import no_evidence
 from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Region, Target
-from gradprobe_hf.probe.engine import ProbePass, Tally, observe_inputs, run_probe
+from gradprobe_hf.probe.engine import ProbePass, observe_inputs, run_probe
 from gradprobe_hf.probe.matrix import MatrixStatistics
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.snapshots import Parts, Snapshot, Step
+from gradprobe_hf.run.probe_state import ProbeState
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.scores.evidence import Evidence, Term
@@ -113,9 +112,7 @@ class ProbePair:
         if self._shared is not None:
             self._count_probe("probe 0", self._shared.loss)
         elif needs.probes:
-            self._probe(
-                _ProbeState(2 * self.at.number, {"first": self.first}, self.served, self.at.candidates), resumed
-            )
+            self._probe(ProbeState(2 * self.at.number, {"first": self.first}, self.served, self.at.candidates), resumed)
         else:
             with context.stopwatch("inputs"):
                 observe_inputs(context.workload, self.targets, self.first)
@@ -146,7 +143,7 @@ class ProbePair:
             self.first.probe = 1
             if not resumed:
                 self.first.yield_to_main(context.processes)
-        state = _ProbeState(2 * self.at.number + 1, statistics, self.served, self.candidates)
+        state = ProbeState(2 * self.at.number + 1, statistics, self.served, self.candidates)
         self.candidates = None  # they live in `state` alone, so that they are gone before the final masks are made
         self._probe(state, resumed)
         if row.filters is not None:
@@ -213,7 +210,7 @@ class ProbePair:
         self.diagnostics.accumulator_bytes = max(self.diagnostics.accumulator_bytes, self._bytes)
         return statistics
 
-    def _probe(self, state: _ProbeState, resumed: bool) -> None:
+    def _probe(self, state: ProbeState, resumed: bool) -> None:
         """One probe, from where it was left, and its sums over all processes."""
         context, snapshots = self.context, self.context.snapshots
         with context.stopwatch(state.stage):
@@ -230,7 +227,7 @@ class ProbePair:
             state.measured.reduce(context.processes)
         self._count_probe(state.stage, loss.mean)
 
-    def _pass(self, state: _ProbeState) -> ProbePass:
+    def _pass(self, state: ProbeState) -> ProbePass:
         context, config = self.context, self.context.config
         own = {target.name for target in self.targets}
         others = [target for target in context.targets if target.name in self.served and target.name not in own]
@@ -248,7 +245,7 @@ class ProbePair:
             label=f"{state.stage} ({self.at.label}{what})",
         )
 
-    def _save(self, state: _ProbeState) -> None:
+    def _save(self, state: ProbeState) -> None:
         snapshots = self.context.snapshots
         if snapshots and len(state.tally) % snapshots.save_every == 0:
             snapshots.record(state.step, state.values(), state.parts(), len(state.tally))
@@ -275,88 +272,6 @@ class ProbePair:
         return function(
             Evidence(weight, known, part.rows, part.columns, target.name, target.shape[1], config.fisher, config.seed)
         )
-
-
-@dataclass
-class _ProbeState:
-    """Where a run is while it probes.
-
-    Attributes:
-        number: which probe of the run is under way, or finished with the decision after it still open.
-        statistics: every set of statistics by its role: "first", and "second" of a probe that keeps its own.
-        served: the masks of what is pruned already.
-        candidates: the masks that the second probe of a pair shrinks, or that were proposed for it.
-        tally: the losses of its batches so far.
-        diagnostics: JSON values of the steps before.
-    """
-
-    number: int
-    statistics: dict[str, Statistics]
-    served: PackedMasks
-    candidates: PackedMasks | None = None
-    tally: Tally = field(default_factory=Tally)
-    diagnostics: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def stage(self) -> str:
-        return f"probe {self.number}"
-
-    @property
-    def step(self) -> Step:
-        return Step.of("probe", self.number)
-
-    @property
-    def is_second(self) -> bool:
-        return self.number % 2 == 1
-
-    @property
-    def measured(self) -> Statistics:
-        """What this probe adds to: the last of the statistics."""
-        return list(self.statistics.values())[-1]
-
-    def values(self) -> dict[str, Any]:
-        return {
-            "losses": [float(loss).hex() for loss in self.tally.losses],
-            "terms": [int(terms) for terms in self.tally.terms],
-            "diagnostics": self.diagnostics,
-            "statistics": {role: statistics.state()[0] for role, statistics in self.statistics.items()},
-            "columns": {
-                name: masks.all_columns
-                for name, masks in (("served", self.served), ("candidates", self.candidates))
-                if masks is not None
-            },
-        }
-
-    def parts(self) -> Parts:
-        yield "served", self.served.all_packed
-        yield "candidates", self.candidates.all_packed if self.candidates is not None else {}
-        for role, statistics in self.statistics.items():
-            for index, tensors in enumerate(statistics.state()[1]):
-                yield f"{role}-{index}", tensors
-
-    def load(self, snapshot: Snapshot) -> None:
-        """Become what was saved of this probe."""
-        values = snapshot.values
-        for loss, terms in zip(values["losses"], values["terms"], strict=True):
-            self.tally.add(torch.tensor(float.fromhex(loss), dtype=torch.float64), torch.tensor(terms))
-        self.diagnostics = values["diagnostics"]
-        for role, statistics in self.statistics.items():
-            statistics.load_state(values["statistics"][role], partial(_matrix_part, snapshot, role))
-        self.served, self.candidates = known_masks(snapshot)
-
-
-def _matrix_part(snapshot: Snapshot, role: str, index: int) -> dict[str, Tensor]:
-    return snapshot.part(f"{role}-{index}")
-
-
-def known_masks(snapshot: Snapshot) -> tuple[PackedMasks, PackedMasks | None]:
-    """What was pruned already when a probe began, and the candidates that were known then."""
-    columns = snapshot.values["columns"]
-    served, candidates = (
-        PackedMasks.from_packed(snapshot.part(name), columns[name]) if name in columns else None
-        for name in ("served", "candidates")
-    )
-    return served or PackedMasks(), candidates
 
 
 def _recorded(keys: Keys, ranges: dict[str, tuple[float, float]]) -> Keys:

@@ -18,7 +18,8 @@ from gradprobe_hf.probe.engine import own_steps
 from gradprobe_hf.probe.folding import Probe
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.probe_pair import Position, ProbePair, known_masks, merged
+from gradprobe_hf.run.probe_pair import Position, ProbePair, merged
+from gradprobe_hf.run.probe_state import known_masks
 from gradprobe_hf.run.schedule import begun_in
 from gradprobe_hf.run.snapshots import Step
 from gradprobe_hf.selection.packed_masks import PackedMasks
