@@ -214,7 +214,7 @@ class Comparison:
     def _probe(self) -> SharedProbe:
         context, begun = self._context, time.perf_counter()
         statistics = Statistics(context.targets, self._terms, context.model, context.storage)
-        # A spike limit, so that energies are remembered for whichever configuration limits its second probe.
+        # With a spike limit, so that energies are remembered for whichever configuration limits its second probe.
         one = ProbePass(context.targets, statistics, spike_limit=1.0, label="probe 0 (shared)")
         loss = run_probe(context.workload, one)
         statistics.reduce(context.processes)

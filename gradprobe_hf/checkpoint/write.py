@@ -122,7 +122,7 @@ def _replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.partial-{secrets.token_hex(6)}")
     try:
-        scratch.mkdir()  # in here: an interrupt as soon as it is there must not leave it
+        scratch.mkdir()  # inside the try: an interrupt right after it must not leave the folder behind
         yield scratch
         _swap(scratch, path)
     except SafetensorError as error:  # safetensors reports a full disk as an error of its own

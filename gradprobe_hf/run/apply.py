@@ -36,9 +36,9 @@ def applied(
 ) -> Iterator[None]:
     """Zero the masked weights, and write the new ones, for the body of the `with`.
 
-    They stay afterwards if `keep` is set and the body returned; `new_weights` is empty then. If it raised, or was
-    interrupted, every weight has its original bits again: the originals of the pruned weights in memory are kept until
-    then, and an update changes places with what it replaces.
+    They stay if `keep` is set and the body returns; `new_weights` is then empty. If the body raises or is interrupted,
+    every weight gets its original bits back: the originals of pruned weights in memory are kept until then, and new
+    weights change places with what they replace.
 
     Raises:
         OSError: the store of offloaded weights cannot be written; every weight has its original bits again.

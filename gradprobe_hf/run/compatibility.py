@@ -1,4 +1,4 @@
-"""Checks: whether the matrices of a model can be pruned as configured. What would fail later fails here."""
+"""Compatibility: whether the matrices of a model can be pruned as configured. What would fail later fails here."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbe
     for option, used in whole.items():
         if used and is_sharded(model):
             raise ValueError(
-                f"{option} cannot be had of a model that FSDP2 shards: prune it on one process with device_map='auto' "
+                f"{option} is not available for a model that FSDP2 shards: prune it on one process with device_map='auto' "
                 "or 'disk', or with one whole model per process."
             )
     if config.group is None and "row" in (config.candidate_scope, config.budget_scope):

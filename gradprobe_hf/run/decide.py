@@ -75,7 +75,8 @@ def decide_pruning(context: RunContext, metric: Metric | None = None) -> Pruning
 def decide_masks(context: RunContext, diagnostics: Diagnostics, metric: Metric | None = None) -> PackedMasks | None:
     """The masks; None where a weight update chooses them."""
     config = context.config
-    if config.updates:  # before the probes: it takes one batch to know that blocks run one after the other
+    if config.updates:
+        # One batch tells whether blocks run one after the other; better before the probes than after them.
         blocks_in_order(context.model, context.targets, next(iter(context.calibration)))
     if config.update_row.chooses_mask:
         return None
@@ -199,7 +200,8 @@ class _Measured:
             if self.metric is not None:
                 with eval_mode(context.model):
                     value = float(self.metric(context.model))
-                return self.sign * float(context.processes.agree(value))  # all go on with the same
+                # Rounding may differ between processes, and with it the branch that each would take.
+                return self.sign * float(context.processes.agree(value))
             found = measure(context.workload_on(context.evaluation), "evaluation", allows_nan=bool(masks))
         return found.loss if found.perplexity is None else found.perplexity
 

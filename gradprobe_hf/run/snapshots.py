@@ -146,8 +146,9 @@ class Snapshots:
                 ) from error
             raise
         older = [state for state in self._states() if _step_of(state) == step]
-        scratch.rename(path)
-        if self.in_step:  # nobody lets go of what another may have to go back to
+        scratch.rename(path)  # atomic: a state is there whole or not at all
+        if self.in_step:
+            # A process that is killed before its own rename has to find the position before in all others.
             self.processes.wait()
         for state in older:
             _drop(state)
@@ -187,7 +188,7 @@ def run_identity(
 ) -> dict[str, Any]:
     """What a state belongs to: configuration, calibration data, model and number of processes."""
     return {
-        # How often it is saved may change between two runs.
+        # How often a state is saved may change between two runs.
         **{f"config.{name}": value for name, value in config.items() if name != "save_every"},
         "calibration": f"{batches.source} ({batches.fingerprint})",
         "batches": len(batches),
