@@ -93,7 +93,12 @@ def prune_pretrained(
     if metric_fn is not None and config.max_metric_drop is None:
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
     out = _Destination(output_dir, overwrite, _repository(push_to_hub, output_dir), hub_private_repo)
-    out.check_folder(_name_of(model_or_id))
+    out.check(_name_of(model_or_id))
+    if resume_dir is not None and not (config.needs.probes or config.updates):
+        raise ValueError(
+            f"resume_dir={str(resume_dir)!r} has no effect here: only probes and weight updates are resumed, and this "
+            "configuration has neither. Leave it out."
+        )
     request = RunRequest(
         model_or_id,
         config,
@@ -152,8 +157,15 @@ class _Destination:
     repo_id: str | None
     private: bool | None
 
-    def check_folder(self, model_name: str) -> None:
-        """Before anything is loaded: a folder that must not be replaced."""
+    def check(self, model_name: str) -> None:
+        """Before anything is loaded: options without effect, and a folder that must not be replaced."""
+        if self.overwrite and self.output_dir is None:
+            raise ValueError("overwrite=True has no effect here: it belongs to output_dir. Set that, or leave it out.")
+        if self.private is not None and self.repo_id is None:
+            raise ValueError(
+                f"hub_private_repo={self.private!r} has no effect here: it belongs to push_to_hub. Set that, or leave "
+                "it out."
+            )
         if self.output_dir is not None:
             check = partial(check_destination, self.output_dir, model_name, self.overwrite)
             join_processes().on_main(check)
@@ -193,9 +205,6 @@ def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots 
     """Where the run's state is saved, after a check that what is there is of this run."""
     config = context.config
     if resume_dir is None:
-        return None
-    if not (config.needs.probes or config.updates):
-        logger.warning("resume_dir is not used: nothing is probed or reconstructed here, and only that is resumed.")
         return None
     identity = run_identity(context.model, context.targets, config.to_dict(), context.calibration, context.processes)
     if config.max_metric_drop is not None and context.evaluation:
