@@ -20,6 +20,7 @@ from huggingface_hub import hf_hub_download
 
 from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
 from gradprobe_hf.decisions.table import DECISIONS, RULES, Decision
+from gradprobe_hf.runtime.option_checks import check_drop, number, one_of, patterns, rounds, threshold, whole
 from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
@@ -165,10 +166,10 @@ class GradProbeConfig:
         self._check_types()
         self._fill(self._preset_values())
         self._resolve_method()
-        object.__setattr__(self, "gradient_threshold", _threshold(self.gradient_threshold))
-        object.__setattr__(self, "rounds", _rounds(self.rounds))
+        object.__setattr__(self, "gradient_threshold", threshold(self.gradient_threshold))
+        object.__setattr__(self, "rounds", rounds(self.rounds))
         for name in ("include", "exclude"):
-            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+            object.__setattr__(self, name, patterns(name, getattr(self, name)))
         object.__setattr__(self, "sparsity", self._resolved_sparsity())
         self._check_rows()
         self._check_scope()
@@ -182,7 +183,7 @@ class GradProbeConfig:
         """Values that are wrong by themselves."""
         for name, choices in _CHOICES.items():
             if getattr(self, name) is not None:
-                _one_of(name, getattr(self, name), tuple(choices))
+                one_of(name, getattr(self, name), tuple(choices))
         if isinstance(self.probes, bool):
             raise ValueError(f"probes must be one of {', '.join(map(repr, PROBES))}, got {self.probes!r}.")
         if self.checkpointing != "auto" and not isinstance(self.checkpointing, bool):
@@ -190,10 +191,10 @@ class GradProbeConfig:
         for name, least in _WHOLE.items():
             if name != "batch_size" or self.batch_size != "auto":
                 other = "'auto', or " if name == "batch_size" else ""
-                _whole(name, getattr(self, name), at_least=least, other=other)
+                whole(name, getattr(self, name), at_least=least, other=other)
         for name, (wanted, holds) in _NUMBERS.items():
             if getattr(self, name) is not None:
-                _number(name, getattr(self, name), wanted, holds)
+                number(name, getattr(self, name), wanted, holds)
         if self.max_metric_drop is not None:
             check_drop(self.max_metric_drop)
 
@@ -282,7 +283,7 @@ class GradProbeConfig:
     def _check_schedule(self) -> None:
         if self.initial_sparsity is not None and self.max_metric_drop is not None:
             most = self.final_sparsity
-            _number("initial_sparsity", self.initial_sparsity, f"a fraction in [0, {most:g}]", lambda x: 0 <= x <= most)
+            number("initial_sparsity", self.initial_sparsity, f"a fraction in [0, {most:g}]", lambda x: 0 <= x <= most)
         several = "rounds" if self.rounds else "max_metric_drop" if self.max_metric_drop is not None else None
         if self.rounds and self.max_metric_drop is not None:
             raise ValueError("max_metric_drop makes rounds of its own; leave rounds unset.")
@@ -318,7 +319,7 @@ class GradProbeConfig:
         implied = None if self.group is None else 1 - self.group[0] / self.group[1]
         if self.sparsity is None:
             return 0.5 if implied is None else implied
-        _number("sparsity", self.sparsity, "a fraction in [0, 1), 0.5 for half of the weights", lambda x: 0 <= x < 1)
+        number("sparsity", self.sparsity, "a fraction in [0, 1), 0.5 for half of the weights", lambda x: 0 <= x < 1)
         if implied is not None and not math.isclose(self.sparsity, implied):
             raise ValueError(
                 f"sparsity={self.sparsity} contradicts pattern={self.pattern!r}, which prunes exactly {implied:g} "
@@ -501,64 +502,3 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "sparsity_step": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
 }
 _DEFAULTS = {field.name: field.default for field in fields(GradProbeConfig)}
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _whole(name: str, value: object, at_least: int, other: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name} must be {other}a whole number >= {at_least}, got {value!r}.")
-
-
-def _number(name: str, value: object, wanted: str, holds: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not holds(value):
-        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
-
-
-def _threshold(value: Any) -> GradientThreshold:
-    if value == "adaptive":
-        return "adaptive"
-    if isinstance(value, Mapping) and value:
-        patterns = _patterns("gradient_threshold", tuple(value))
-        for pattern in patterns:
-            _number(f"gradient_threshold[{pattern!r}]", value[pattern], "a finite number >= 0", lambda x: x >= 0)
-        return {pattern: float(value[pattern]) for pattern in patterns}
-    wanted = "a finite number >= 0, a dict from patterns to such numbers, or 'adaptive'"
-    _number("gradient_threshold", value, wanted, lambda x: x >= 0)
-    return value
-
-
-def _rounds(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"rounds must be a list of sparsities, like (0.2, 0.35, 0.5), got {value!r}.")
-    for sparsity in value:
-        _number("rounds", sparsity, "fractions in (0, 1)", lambda x: 0 < x < 1)
-    if list(value) != sorted(set(value)):
-        raise ValueError(f"rounds must rise from each sparsity to the next, got {value!r}.")
-    return tuple(map(float, value))
-
-
-def check_drop(value: Any) -> None:
-    """Raise ValueError unless it is a number, or one with a percent sign."""
-    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value):
-        return
-    _number("max_metric_drop", value, "a number >= 0, or a share like '5%'", lambda x: x >= 0)
-
-
-def _patterns(name: str, value: object) -> tuple[str, ...]:
-    """A tuple of non-empty patterns, whose regular expressions compile; one string alone is one pattern."""
-    if not isinstance(value, (str, list, tuple, set, frozenset, type(None))):
-        raise ValueError(f"{name} must be a pattern or a list of patterns, got {value!r}.")
-    given = (value,) if isinstance(value, str) else tuple(value or ())
-    for pattern in given:
-        if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"{name} must hold names, globs or 're:...' patterns, got {pattern!r}.")
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}.") from error
-    return given

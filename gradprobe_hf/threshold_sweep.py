@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from gradprobe_hf.comparison import Comparison, check_evaluation
-from gradprobe_hf.config import GradientThreshold, GradProbeConfig, check_drop
+from gradprobe_hf.config import GradientThreshold, GradProbeConfig
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.model.loss import LossFunction
@@ -20,6 +20,7 @@ from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.inputs import load_inputs
 from gradprobe_hf.run.memory_plan import open_run
 from gradprobe_hf.run.probe_pair import ProbePair
+from gradprobe_hf.runtime.option_checks import check_drop
 from gradprobe_hf.selection.published_rule import thresholds as thresholds_of
 
 THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
