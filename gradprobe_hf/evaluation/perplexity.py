@@ -16,7 +16,8 @@ from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
-from gradprobe_hf.probe.engine import Workload, share
+from gradprobe_hf.probe.engine import Workload
+from gradprobe_hf.probe.steps import share
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import is_compared_by_token
+from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.parameters import execution_device
 from gradprobe_hf.model.targets import Site, Target
-from gradprobe_hf.probe.folding import Probe
+from gradprobe_hf.probe.padding import BatchLayout
 from gradprobe_hf.runtime.processes import Processes
 
 
@@ -28,7 +29,7 @@ class BlockHessians:
     """
 
     def __init__(self, model: PreTrainedModel, processes: Processes, has_drift: bool) -> None:
-        self.probe = Probe(has_encoder=model.config.is_encoder_decoder)
+        self._layout = BatchLayout(sequences=0, tokens=0)
         self._model, self._processes, self._has_drift = model, processes, has_drift
         self._hessians: dict[str, Tensor] = {}
         self._drifts: dict[str, Tensor] = {}
@@ -37,6 +38,9 @@ class BlockHessians:
         # Queries, keys and values are given one and the same tensor: what was made of the last one is kept.
         self._last_dense: tuple[Tensor, Tensor] | None = None
         self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def start_batch(self, batch: Batch) -> None:
+        self._layout = BatchLayout.of(batch, self._model.config.is_encoder_decoder)
 
     @contextmanager
     def as_dense(self) -> Iterator[None]:
@@ -56,7 +60,7 @@ class BlockHessians:
         other = others.pop(0) if others else None
         known = self._last
         if known is None or known[0] is not inputs or (known[2] is None) != (other is None):
-            x = self.probe.tokens(target, site, inputs)
+            x = self._layout.unpadded_inputs(target, site, inputs)
             self._last = known = inputs, x.t() @ x, None if other is None else (other - x).t() @ x
         _add(self._hessians, target.name, known[1])
         if known[2] is not None:
@@ -66,7 +70,7 @@ class BlockHessians:
         if not self._is_compared(target):
             return
         if self._last_dense is None or self._last_dense[0] is not inputs:
-            self._last_dense = inputs, self.probe.tokens(target, site, inputs)
+            self._last_dense = inputs, self._layout.unpadded_inputs(target, site, inputs)
         self._dense.setdefault(target.name, []).append(self._last_dense[1])
 
     def of(self, target: Target) -> tuple[Tensor, Tensor | None]:

@@ -25,8 +25,9 @@ from gradprobe_hf.model.block_cache import BlockOutputCache, blocks_in_order
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented
-from gradprobe_hf.probe.engine import Workload, own_steps
-from gradprobe_hf.probe.folding import Probe
+from gradprobe_hf.probe.engine import Workload
+from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.runtime.stopwatch import return_free_memory
@@ -112,7 +113,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
             made = task.finished[number]
             if dense is not None:
                 # Through the same maps as when it was collected, so that its outputs have the same bits.
-                with instrumented(model, inside, Probe(has_encoder=model.config.is_encoder_decoder)):
+                with instrumented(model, inside, ServedWeights()):
                     dense.advance([block])
         else:
             collected = _collect(task, block, inside, pruned, dense)
@@ -123,7 +124,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
                 task.after_block(number, made)
         found.take(made)
         del made
-        with instrumented(model, inside, Probe(replaced=found.new_weights)):
+        with instrumented(model, inside, ServedWeights(new_weights=found.new_weights)):
             pruned.advance([block])
     return found
 
@@ -138,12 +139,12 @@ def _collect(
     """The inputs of a block's matrices in the model as pruned so far, and in the dense one; that is then past it."""
     collected = BlockHessians(task.work.model, task.work.processes, has_drift=dense is not None)
     left = []
-    with instrumented(task.work.model, inside, collected.probe, on_input=collected.add):
+    with instrumented(task.work.model, inside, ServedWeights(), on_input=collected.add):
         for number in range(len(pruned.batches)):
             if dense is not None:
                 with collected.as_dense():
-                    left.append(dense.run(number, block, collected.probe.start_batch))
-            pruned.run(number, block, collected.probe.start_batch)
+                    left.append(dense.run(number, block, collected.start_batch))
+            pruned.run(number, block, collected.start_batch)
     if dense is not None:
         dense.finish([block], left)
     return collected

@@ -12,8 +12,8 @@ from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.model.targets import Target
+from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.probe.engine import Workload
-from gradprobe_hf.probe.matrix import AccumulatorStorage
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.snapshots import Snapshots
 from gradprobe_hf.runtime.processes import Processes

@@ -131,7 +131,7 @@ def evaluate(
         allows_nan: as in `measure`.
     """
     made = decision or PruningDecision({})
-    with serving(context.model, context.targets, made.masks, replaced=made.new_weights):
+    with serving(context.model, context.targets, made.masks, new_weights=made.new_weights):
         return measure(context.workload_on(context.evaluation), f"evaluation ({label})", allows_nan)
 
 
@@ -195,7 +195,7 @@ class _Measured:
     def __call__(self, masks: PackedMasks) -> float:
         context = self.context
         made = conclude(context, masks, self.diagnostics) if masks else PruningDecision(masks)
-        view = serving(context.model, context.targets, made.masks, replaced=made.new_weights)
+        view = serving(context.model, context.targets, made.masks, new_weights=made.new_weights)
         with context.stopwatch("evaluate attempts"), view:
             if self.metric is not None:
                 with eval_mode(context.model):

@@ -28,9 +28,9 @@ from gradprobe_hf.model.fsdp import is_sharded, plain_class
 from gradprobe_hf.model.parameters import input_device, is_offloaded, is_on_disk
 from gradprobe_hf.model.patches import checkpointed_layers
 from gradprobe_hf.model.targets import Target, is_routed
-from gradprobe_hf.probe.accumulator_storage import PageCacheTrail
+from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
-from gradprobe_hf.probe.matrix import AccumulatorStorage
+from gradprobe_hf.probe.page_cache import PageCacheTrail
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.runtime.stopwatch import Stopwatch
@@ -220,8 +220,8 @@ def accumulator_files(
         folder.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix="gradprobe-accumulators-", dir=folder))
     try:
-        trail = PageCacheTrail() if outgrows_cache(model, targets, config) else None
-        yield AccumulatorStorage(config.accumulator_dtype, "disk", own, trail)
+        page_cache = PageCacheTrail() if outgrows_cache(model, targets, config) else None
+        yield AccumulatorStorage(config.accumulator_dtype, "disk", own, page_cache)
     finally:
         shutil.rmtree(own, ignore_errors=True)
 

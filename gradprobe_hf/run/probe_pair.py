@@ -143,7 +143,7 @@ class ProbePair:
             self.first.probe = 1
             if not resumed:
                 # The sums of probe 0 are the same in every process by now: one of them must bring them along alone.
-                self.first.yield_to_main(context.processes)
+                self.first.clear_except_on_main(context.processes)
         state = ProbeState(2 * self.at.number + 1, statistics, self.served, self.candidates)
         # Candidates live in `state` alone, so that they are gone before the final masks are made: 0.9 GB at 7B.
         self.candidates = None

@@ -14,8 +14,8 @@ from gradprobe_hf.config import BlockOrder
 from gradprobe_hf.model.block_cache import BlockOutputCache, blocks_in_order
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented
-from gradprobe_hf.probe.engine import own_steps
-from gradprobe_hf.probe.folding import Probe
+from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.probe_pair import Position, ProbePair, merged
@@ -57,7 +57,7 @@ def decide_in_order(context: RunContext, diagnostics: Diagnostics) -> PackedMask
             pair = ProbePair(context, inside, diagnostics, at)
             decided = merged(decided, pair.run(config.final_sparsity, begun))
         if cache is not None:
-            with instrumented(model, inside, Probe(shrunk=decided, factor=0.0)):
+            with instrumented(model, inside, ServedWeights(decided)):
                 cache.advance(blocks)
             diagnostics.count("forward", len(blocks) / len(order))
     found = PackedMasks()
