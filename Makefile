@@ -58,15 +58,15 @@ bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to t
 	$(BIN)/python -m benchmarks.quality --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS) $(FLAGS)
 
 bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from disk among them (needs 50 GB of disk)
-	$(BIN)/python benchmarks/memory.py --model $(MODEL) --large runs/mistral-shaped
+	$(BIN)/python -m benchmarks.memory --model $(MODEL) --large runs/mistral-shaped
 
 bench-speed: $(READY) $(MODEL)  ## time of the probes against bare passes
-	$(BIN)/python benchmarks/speed.py --model $(MODEL)
+	$(BIN)/python -m benchmarks.speed --model $(MODEL)
 
 bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, and what callbacks cost (TRAIN_TEXT)
-	$(BIN)/python benchmarks/training.py compare --text $(TRAIN_TEXT)
-	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 2 --window 256
-	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 2 --window 256 --compile
+	$(BIN)/python -m benchmarks.training compare --text $(TRAIN_TEXT)
+	$(BIN)/python -m benchmarks.training cost --model $(MODEL) --batch-size 2 --window 256
+	$(BIN)/python -m benchmarks.training cost --model $(MODEL) --batch-size 2 --window 256 --compile
 
 bench-recovery: $(READY) $(MODEL)  ## fine-tuning after pruning, zeros kept
 	$(BIN)/python examples/recover.py --model $(MODEL) --steps 200 --json benchmarks/results/recovery.json \

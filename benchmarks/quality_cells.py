@@ -60,7 +60,7 @@ class CellFile:
                 "another --output keeps them."
             )
         self.path, self.settings = path, settings
-        self.dense: dict[str, float | None] = saved.get("dense", {})
+        self.dense: dict[str, float] = saved.get("dense", {})
         self.versions: dict[str, str] = saved.get("versions", {}) | versions()
         self.cells = {cell.key: cell for cell in (Cell(**row) for row in saved.get("rows", ()))}
 

@@ -44,7 +44,7 @@ class PeerTask:
         with tempfile.TemporaryDirectory() as scratch:
             windows, changed = Path(scratch, "windows.safetensors"), Path(scratch, "changed.safetensors")
             save_file({"input_ids": torch.cat([batch["input_ids"] for batch in batches])}, windows)
-            command = [self.python, SCRIPT, self.model, windows, changed, "--method", self.method]
+            command: list[str | Path] = [self.python, SCRIPT, self.model, windows, changed, "--method", self.method]
             command += ["--dtype", self.dtype, "--sparsity", str(self.sparsity)]
             command += ["--pattern", self.column] if ":" in self.column else []
             subprocess.run(command, check=True, stdout=sys.stderr)
