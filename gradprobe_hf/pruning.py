@@ -138,7 +138,7 @@ def prune_pretrained(
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
     with applied(context.model, context.targets, decision.masks, keep=apply, new_weights=decision.new_weights):
         out.write(context, result)
-        context.processes.wait()  # none keeps its zeros if the main one could not save them
+        context.processes.barrier()  # none keeps its zeros if the main one could not save them
     if context.snapshots is not None:
         context.snapshots.finish()
     return replace(result, report=replace(report, timings=dict(context.stopwatch.seconds)))
@@ -181,7 +181,7 @@ class _Destination:
         if self.repo_id is None:
             return self
         named = check_push(self.repo_id, self.private) if processes.is_main else None
-        return replace(self, repo_id=processes.agree(named))
+        return replace(self, repo_id=processes.broadcast(named))
 
     def write(self, context: RunContext, result: PruneResult) -> None:
         """Save and upload the model as it is now, with its zeros."""

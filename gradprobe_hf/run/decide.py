@@ -201,7 +201,7 @@ class _Measured:
                 with eval_mode(context.model):
                     value = float(self.metric(context.model))
                 # Rounding may differ between processes, and with it the branch that each would take.
-                return self.sign * float(context.processes.agree(value))
+                return self.sign * float(context.processes.broadcast(value))
             found = measure(context.workload_on(context.evaluation), "evaluation", allows_nan=bool(masks))
         return found.loss if found.perplexity is None else found.perplexity
 

@@ -149,14 +149,14 @@ class Snapshots:
         scratch.rename(path)  # atomic: a state is there whole or not at all
         if self.in_step:
             # A process that is killed before its own rename has to find the position before in all others.
-            self.processes.wait()
+            self.processes.barrier()
         for state in older:
             _drop(state)
 
     def enter(self, step: Step, values: Mapping[str, Any], parts: Parts) -> None:
         """Record the beginning of a step; when every process has, drop all steps before. A collective."""
         self.record(step, values, parts)
-        self.processes.wait()
+        self.processes.barrier()
         for state in self._states():
             if _step_of(state) < step:
                 _drop(state)

@@ -80,6 +80,6 @@ def _select_unit(
 def _ties_elsewhere(unit: Sequence[Target], keys: Keys, cut: Cut, processes: Processes) -> list[int]:
     """For each target how many keys equal to the cut come before this process's rows of it, in index order."""
     own = torch.tensor([sum(int((part == cut.key).sum()) for part in keys(target)) for target in unit])
-    everyone = torch.stack(processes.gather(own))  # [processes, targets]
+    everyone = torch.stack(processes.all_gather(own))  # [processes, targets]
     earlier_targets = everyone.sum(0).cumsum(0) - everyone.sum(0)
     return (earlier_targets + everyone[: processes.rank].sum(0)).tolist()
