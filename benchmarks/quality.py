@@ -9,10 +9,8 @@ The other tables: `--accumulators` keeps the statistics in fewer bytes, `--varia
 `--texts` calibrates on more text, less text, and the model's own. `--peers PYTHON` adds rows made by llm-compressor
 from the same model and windows, in the environment of that Python (see `peer.py`).
 
-    make bench-quality bench-variants bench-accumulators      # SmolLM2-135M, into results/
-    make bench-stories                                        # the whole grid on a model of 15M, three draws
-    python -m benchmarks.quality --texts --model stories15M --dtype float32 --split tinystories.txt \\
-        --sequence-length 256 --evaluation-samples 48 --seed 0 1 2     # more text, and the model's own
+    make bench-quality bench-variants bench-accumulators      # on SmolLM2-135M, into results/
+    make bench-stories bench-texts                            # on a model of 15M, three draws of the windows
 
 usage: python -m benchmarks.quality --model DIR [--calibration SPEC] [--evaluation SPEC ...] [--columns 0.5 2:4]
 """

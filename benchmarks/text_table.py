@@ -24,7 +24,7 @@ def texts_table(results: dict[str, Any]) -> str:
     measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
     note = (
         f"{settings['model']}, {settings['dtype']}; two probes; windows of {length} tokens; evaluation {measured}; in "
-        "brackets each draw of the windows. Made by `python -m benchmarks.quality --texts`."
+        "brackets each draw of the windows. Made by `make bench-texts`."
     )
     return "\n".join([*lines, note])
 
