@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.training import Text, check_alike, train
 
-ARGS = argparse.Namespace(steps=10, batch_size=2, learning_rate=1e-3, every=2)
+ARGS = argparse.Namespace(steps=20, batch_size=2, learning_rate=1e-3, every=4)
 
 
 @pytest.fixture(scope="module")
