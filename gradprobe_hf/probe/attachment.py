@@ -24,7 +24,8 @@ from gradprobe_hf.probe.folding import Folding
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear, MeasuredUse
 from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.runtime.interrupts import uninterrupted
-from gradprobe_hf.selection.packed_masks import SavedValues, multipliers_of
+from gradprobe_hf.selection.masked_values import SavedValues
+from gradprobe_hf.selection.packed_masks import multipliers_of
 
 OnInput = Callable[[Target, Site, Tensor], None]
 
@@ -75,7 +76,7 @@ def shrinking(
     finally:
         with uninterrupted(), torch.no_grad():
             reshard(model)
-            originals.give_back()
+            originals.restore()
 
 
 @contextmanager

@@ -21,7 +21,8 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.runtime.row_chunks import row_chunks
-from gradprobe_hf.selection.packed_masks import SavedValues, rows_of
+from gradprobe_hf.selection.masked_values import SavedValues
+from gradprobe_hf.selection.packed_masks import rows_of
 
 Change = Callable[[Tensor], Tensor]
 
@@ -92,7 +93,7 @@ def _zeroed(model: nn.Module, targets: Sequence[Target], masks: Mapping[str, Ten
         if not keeping:
             with uninterrupted(), torch.no_grad():
                 reshard(model)
-                originals.give_back()
+                originals.restore()
 
 
 def _changes(targets: Sequence[Target], masks: Mapping[str, Tensor], new_weights: NewWeights) -> dict[str, Change]:

@@ -1,7 +1,9 @@
-"""The cut: the key below which an exact budget lies, without sorting or concatenating.
+"""The cut: the key below which exactly a budget of keys lies, found without sorting or concatenating them.
 
-The exact k-th smallest of any number of keys is found with two histograms, of their high and then of their low 16 bits
-(a radix select). Keys are streamed once for each; only histograms cross processes. Ties at the cut go in index order.
+A radix select in two digits: a histogram of the high 16 bits of all keys tells which bin the k-th smallest key is in,
+and a histogram of the low 16 bits of the keys in that bin tells which key it is. Keys are streamed once for each, so
+they never have to be in memory together, and only the two histograms cross processes. Keys equal to the cut are taken
+in index order, which makes the budget exact and the choice the same on every device.
 """
 
 from __future__ import annotations
@@ -16,20 +18,25 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.selection.keys import LAST
 
 _LOW_BITS = 16
-_HIGH_BINS = (LAST >> _LOW_BITS) + 1
+_HIGH_BINS = (LAST >> _LOW_BITS) + 1  # keys are at most LAST: half of 2^16 bins
 _LOW_BINS = 1 << _LOW_BITS
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Where a budget ends: every key below `key` goes, and the first `ties` keys equal to it."""
+    """Where a budget ends: every key below `key` is pruned, and the first `ties` keys equal to it."""
 
     key: int
     ties: int
 
 
 class Below:
-    """The mask of the keys below a cut, for the consecutive chunks of one stream: ties are taken in index order."""
+    """Masks of the keys below a cut, called with the consecutive chunks of one stream.
+
+    >>> below = Below(Cut(key=3, ties=1))
+    >>> below(torch.tensor([[5, 3, 2]])), below(torch.tensor([[3, 1, 9]]))
+    (tensor([[False,  True,  True]]), tensor([[False,  True, False]]))
+    """
 
     def __init__(self, cut: Cut) -> None:
         self.cut, self.ties_left = cut, cut.ties
@@ -47,7 +54,9 @@ def find_cut(stream: Callable[[], Iterable[Tensor]], budget: int, processes: Pro
     """The exact cut below which `budget` keys lie, in two passes over the stream.
 
     Args:
-        processes: others that stream other keys towards the same budget.
+        stream: called twice; each call yields all keys, int32 of any shape.
+        budget: the number of keys to prune.
+        processes: others that stream other keys towards the same budget. Two collectives.
 
     >>> find_cut(lambda: [torch.tensor([5, 3, 3, 9], dtype=torch.int32)], budget=2)
     Cut(key=3, ties=2)
@@ -55,16 +64,16 @@ def find_cut(stream: Callable[[], Iterable[Tensor]], budget: int, processes: Pro
     if budget <= 0:
         return Cut(key=0, ties=0)
     together = processes or Processes()
-    # Histograms are small, and matrices may live on several devices: they are summed on the CPU.
+    # Summed on the CPU: matrices may live on several devices, and histograms are small.
     counts = torch.zeros(_HIGH_BINS, dtype=torch.int64)
     for keys in stream():
         counts += torch.bincount(keys.flatten() >> _LOW_BITS, minlength=_HIGH_BINS).cpu()
-    high, left = _bin_of(together.sum_(counts), budget)
+    high, rank = _bin_of(together.sum_(counts), budget)
     counts = torch.zeros(_LOW_BINS, dtype=torch.int64)
     for keys in stream():
         inside = keys[keys >> _LOW_BITS == high] & (_LOW_BINS - 1)
         counts += torch.bincount(inside, minlength=_LOW_BINS).cpu()
-    low, ties = _bin_of(together.sum_(counts), left)
+    low, ties = _bin_of(together.sum_(counts), rank)
     return Cut(key=(high << _LOW_BITS) + low, ties=ties)
 
 

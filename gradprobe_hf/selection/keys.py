@@ -1,8 +1,11 @@
-"""Keys: scores as integers that order alike, a few rows of a matrix at a time.
+"""Keys: scores as integers of the same order, a few rows of a matrix at a time.
 
-`int32 [rows, in]`: 0 for a weight that is zero already (it counts towards the budget first), else the bits of the
-score plus one. The bits of a non-negative float32 order like its value. An infinite score sorts last: it is pruned only
-if nothing else is left.
+    key = 0                      for a weight that is zero already: it counts towards the budget, and goes first
+    key = bits(score) + 1        otherwise, `int32 [rows, in]`
+
+The bits of a non-negative float32, read as an integer, are ordered like its value: the exponent is in the high bits,
+the mantissa below it. Integers fall into the bins of a radix select (`cut.py`) by a shift. An infinite score is `LAST`
+and pruned only if nothing else is left; the bits of NaN lie above it, and those of a negative score below 0.
 """
 
 from __future__ import annotations
@@ -18,26 +21,26 @@ from gradprobe_hf.runtime.row_chunks import row_chunks
 
 Keys = Callable[[Target], Iterable[Tensor]]  # a matrix's keys, as consecutive chunks of rows
 
-INFINITY_BITS = 0x7F80_0000
+INFINITY_BITS = 0x7F80_0000  # exponent all ones, mantissa zero
 LAST = INFINITY_BITS + 1  # the key of an infinite score
 
 
 def keys_of(model: nn.Module, score: Callable[[Target, Tensor, Region], Tensor]) -> Keys:
-    """A stream of keys: scores are made in float32 (float64 for a float64 model), some rows at a time.
+    """A stream of keys, made anew at each call: keys of a whole model would take 4 bytes a weight.
 
     Args:
-        score: called with a target, a part of its weight, and which part it is.
+        score: called with a target, a part of its weight in float32 (float64 for a float64 model), and which part.
     """
 
     def keys(target: Target) -> Iterator[Tensor]:
-        matrix, held = target.matrix(model), target.region(model)
+        matrix, region = target.matrix(model), target.region(model)
         if not matrix.numel():  # a shard may be empty
             yield torch.empty(matrix.shape, dtype=torch.int32, device=matrix.device)
             return
-        device = execution_device(model, target.parameter)  # where its statistics are
+        device = execution_device(model, target.parameter)  # where its statistics are, and an offloaded weight is not
         for rows in row_chunks(matrix.shape):
             weight = matrix[rows].to(device, torch.promote_types(matrix.dtype, torch.float32))
-            part = Region(slice(held.rows.start + rows.start, held.rows.start + rows.stop), held.columns)
+            part = Region(slice(region.rows.start + rows.start, region.rows.start + rows.stop), region.columns)
             yield score_keys(score(target, weight, part), weight, target.name)
 
     return keys
@@ -48,8 +51,11 @@ def score_keys(score: Tensor, weight: Tensor, name: str) -> Tensor:
 
     Raises:
         ValueError: a NaN or negative score; the message names the matrix.
+
+    >>> score_keys(torch.tensor([[0.0, 1.0, 7.0]]), torch.tensor([[0.5, 0.5, 0.0]]), "w")
+    tensor([[         1, 1065353217,          0]], dtype=torch.int32)
     """
-    bits = (score.float() + 0.0).contiguous().view(torch.int32)  # + 0.0 turns -0.0 into 0.0
+    bits = (score.float() + 0.0).contiguous().view(torch.int32)  # + 0.0 turns -0.0, whose sign bit is set, into 0.0
     lowest, highest = torch.aminmax(bits)
     if lowest < 0 or highest > INFINITY_BITS:
         raise ValueError(

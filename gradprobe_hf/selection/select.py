@@ -26,11 +26,11 @@ def select_masks(
     """Prune the lowest keys, exactly `round(sparsity * weights)` of them in every unit of the budget's scope.
 
     Args:
-        targets: the matrices, in the order in which ties are cut.
-        keys: called with a target, two times or three; must give the same keys each time.
+        targets: the matrices; ties are pruned in this order.
+        keys: called with a target two or three times; has to yield the same keys each time.
         budget: without bounds where the model is sharded.
-        processes: who else selects from the same scores. Only histograms are exchanged.
-        sharded: each process has rows of its own, and gets their masks. Otherwise each has all of them: the
+        processes: those that select from the same scores. Only histograms are exchanged.
+        sharded: each process has its own rows of every matrix, and gets their masks. Otherwise each has whole matrices:
             processes share the counting, and all get the same masks.
     """
     if budget.group is not None or budget.scope == "row":
@@ -56,7 +56,7 @@ def _select_in_rows(targets: Sequence[Target], keys: Keys, budget: Budget) -> Pa
 
 
 def units(targets: Sequence[Target], scope: Scope) -> list[list[Target]]:
-    """The groups of matrices that share a budget; what lies outside of the blocks is one unit."""
+    """The groups of matrices that share a budget; those outside the blocks, whose `block` is "", are one unit."""
     grouped: dict[str, list[Target]] = {}
     for target in targets:
         label = {"global": "", "block": target.block}.get(scope, target.name)
@@ -67,18 +67,23 @@ def units(targets: Sequence[Target], scope: Scope) -> list[list[Target]]:
 def _select_unit(
     masks: PackedMasks, unit: Sequence[Target], keys: Keys, budget: int, processes: Processes, sharded: bool
 ) -> None:
+    """Add the masks of matrices that share one budget."""
+    # Histograms are summed over processes, so every key has to be counted exactly once.
     counted = unit if sharded else processes.mine(unit)
     cut = find_cut(lambda: (part for target in counted for part in keys(target)), budget, processes)
-    before = _ties_elsewhere(unit, keys, cut, processes) if sharded else None
+    before = _ties_before(unit, keys, cut, processes) if sharded else None
     below = Below(cut)
     for index, target in enumerate(unit):
         if before is not None:
             below.ties_left = max(0, cut.ties - before[index])
-        masks.add(target.name, [below(these) for these in keys(target)])
+        masks.add(target.name, [below(part) for part in keys(target)])
 
 
-def _ties_elsewhere(unit: Sequence[Target], keys: Keys, cut: Cut, processes: Processes) -> list[int]:
-    """For each target how many keys equal to the cut come before this process's rows of it, in index order."""
+def _ties_before(unit: Sequence[Target], keys: Keys, cut: Cut, processes: Processes) -> list[int]:
+    """For each target how many keys equal to the cut come before this process's rows of it. A collective.
+
+    Index order is over whole matrices: all rows of the targets before, then of this target the rows of lower ranks.
+    """
     own = torch.tensor([sum(int((part == cut.key).sum()) for part in keys(target)) for target in unit])
     everyone = torch.stack(processes.all_gather(own))  # [processes, targets]
     earlier_targets = everyone.sum(0).cumsum(0) - everyone.sum(0)
