@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import expert_parameters
 from gradprobe_hf.model.fsdp import is_sharded, reshard
-from gradprobe_hf.model.patches import put_back
+from gradprobe_hf.model.patches import restore_slot
 from gradprobe_hf.model.targets import Site, Target
 from gradprobe_hf.probe.folding import Folding
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear, MeasuredUse
@@ -105,7 +105,7 @@ def instrumented(
             module: Any = model.get_submodule(site.module)
             slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
             make = _experts_forward if site.kind == "experts" else _single_forward
-            undo.callback(put_back, module, slot, module.__dict__.get(slot))
+            undo.callback(restore_slot, module, slot, module.__dict__.get(slot))
             # Recomputing a block loads its weights again; an offloaded weight outside is fetched by its map.
             fetches = any(model.get_parameter(target.parameter).is_meta for target in owned) and not any(
                 site.module.startswith(f"{block}.") for block in recomputed
