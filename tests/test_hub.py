@@ -113,7 +113,7 @@ def test_the_card(written):
     perplexity = result.report.evaluation["pruned"]["perplexity"]
     assert data.eval_results[0].metric_value == pytest.approx(perplexity, abs=1e-4)
     assert f"{perplexity:,.4f}" in text
-    assert f"{result.report.evaluation['dense']['perplexity']:,.4f}" in text
+    assert f"{result.report.evaluation['dense']['perplexity']:,.2f}" in text
     assert "4 windows of 16 tokens" in text
     assert "stored densely" in text
     assert "someone/tiny-llama" in text
