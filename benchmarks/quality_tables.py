@@ -11,6 +11,7 @@ from benchmarks.quality_rows import ACCUMULATORS, AS_SPARSE, COLUMNS, METHODS, P
 
 Cells = dict[tuple[str, str], list[dict[str, Any]]]
 SHOWN_COLUMNS = sorted(COLUMNS, key=lambda column: (":" in column, column))
+THOUSANDS = 1e3
 BROKEN = 1e5  # a vocabulary is not much larger: a perplexity beyond it is worse than guessing
 NEGLIGIBLE = 1e-4  # of the weights: two rows of so nearly the same sparsity are compared
 # What the presets are in the benchmark: the method without a pattern, and the one with an n:m pattern.
@@ -246,14 +247,16 @@ def _quality_cell(found: dict[tuple[str, str], float], method: str, column: str,
     if (method, column) not in found:
         return ""
     value = found[method, column]
-    shown = f"{_shown(value)} ({_shown(value / found['sparsegpt', column])})"
+    shown = _shown(value)
+    if value < BROKEN:
+        shown += f" ({_shown(value / found['sparsegpt', column])})"
     return f"**{shown}**" if value == best else shown
 
 
 def _shown(value: float) -> str:
-    """Two decimals; of a model that is broken beyond them, the order of magnitude.
+    """Two decimals; none of thousands, and of a model that is broken beyond them the order of magnitude.
 
     >>> [_shown(value) for value in (31.908, 3094.6, 68_994_933.6)]
-    ['31.91', '3,094.60', '6.9e+07']
+    ['31.91', '3,095', '6.9e+07']
     """
-    return f"{value:,.2f}" if value < BROKEN else f"{value:.1e}"
+    return f"{value:.2f}" if value < THOUSANDS else f"{value:,.0f}" if value < BROKEN else f"{value:.1e}"

@@ -23,7 +23,7 @@ extensions = [
     "sphinx_copybutton",
     "sphinxarg.ext",
 ]
-exclude_patterns: list[str] = []
+highlight_language = "text"  # where a block does not say: usages on the command-line page
 
 # Markdown: `$...$` is a formula, and a heading can be linked to as `page.md#heading`.
 myst_enable_extensions = ["alert", "dollarmath"]
@@ -40,21 +40,22 @@ autodoc_preserve_defaults = True
 # Quotes and dots may become typographic; `--output` has to keep both of its hyphens.
 smartquotes_action = "qe"
 
+html_math_renderer = "mathml"
 html_theme = "furo"
 html_title = "gradprobe_hf"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False
 copybutton_exclude = ".linenos, .gp, .go"
 
 logger = logging.getLogger(__name__)
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.add_html_math_renderer(
-        "mathml", inline_renderers=(draw_formula, None), block_renderers=(draw_formula, None)
-    )
+    app.add_html_math_renderer("mathml", inline_renderers=(draw_formula, None), block_renderers=(draw_formula, None))
+    app.connect("doctree-resolved", set_dashes)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
 
@@ -70,4 +71,8 @@ def draw_formula(translator: Any, node: nodes.Element) -> None:
     raise nodes.SkipNode
 
 
-html_math_renderer = "mathml"
+def set_dashes(app: Sphinx, tree: nodes.document, page: str) -> None:
+    """Sphinx writes ` -- ` between a parameter and its description, for smart quotes to make a dash of."""
+    for text in list(tree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
