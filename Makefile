@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench bench-quality bench-variants bench-stories bench-accumulators bench-speed \
-	bench-memory bench-training bench-recovery table clean
+.PHONY: demo test test-all check bench bench-quality bench-variants bench-stories bench-texts bench-accumulators \
+	bench-speed bench-memory bench-training bench-recovery table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -27,8 +27,8 @@ check: $(READY)  ## lint, format and types
 STORIES ?= $(wildcard ../shared/models/stories15M)
 STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
 
-bench: bench-quality bench-variants $(if $(STORIES),bench-stories) bench-accumulators bench-speed bench-memory \
-	bench-training bench-recovery table
+bench: bench-quality bench-variants $(if $(STORIES),bench-stories bench-texts) bench-accumulators bench-speed \
+	bench-memory bench-training bench-recovery table
 
 # PEERS: the Python of an environment that has llm-compressor; see benchmarks/peer.py.
 PEERS ?=
@@ -52,21 +52,25 @@ bench-stories: $(READY)  ## the whole grid, three draws of the calibration windo
 		--num-samples 32 --sequence-length 256 --evaluation-samples 48 --blocks-per-step 2 \
 		--output benchmarks/results/stories.json $(FLAGS)
 
+bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
+	$(BIN)/python -m benchmarks.quality --texts --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \
+		--sequence-length 256 --evaluation-samples 48 $(FLAGS)
+
 TRAIN_TEXT ?= $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,README.md)
 
 bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
 	$(BIN)/python -m benchmarks.quality --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS) $(FLAGS)
 
 bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from disk among them (needs 50 GB of disk)
-	$(BIN)/python benchmarks/memory.py --model $(MODEL) --large runs/mistral-shaped
+	$(BIN)/python -m benchmarks.memory --model $(MODEL) --large runs/mistral-shaped
 
 bench-speed: $(READY) $(MODEL)  ## time of the probes against bare passes
-	$(BIN)/python benchmarks/speed.py --model $(MODEL)
+	$(BIN)/python -m benchmarks.speed --model $(MODEL)
 
 bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, and what callbacks cost (TRAIN_TEXT)
-	$(BIN)/python benchmarks/training.py compare --text $(TRAIN_TEXT)
-	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 2 --window 256
-	$(BIN)/python benchmarks/training.py cost --model $(MODEL) --batch-size 2 --window 256 --compile
+	$(BIN)/python -m benchmarks.training compare --text $(TRAIN_TEXT)
+	$(BIN)/python -m benchmarks.training cost --model $(MODEL) --batch-size 2 --window 256
+	$(BIN)/python -m benchmarks.training cost --model $(MODEL) --batch-size 2 --window 256 --compile
 
 bench-recovery: $(READY) $(MODEL)  ## fine-tuning after pruning, zeros kept
 	$(BIN)/python examples/recover.py --model $(MODEL) --steps 200 --json benchmarks/results/recovery.json \

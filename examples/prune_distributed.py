@@ -3,8 +3,8 @@
 usage: accelerate launch --config_file CONFIG examples/prune_distributed.py MODEL OUTPUT [TEXT]
        torchrun --nproc-per-node 2 examples/prune_distributed.py MODEL OUTPUT [TEXT]
 
-With examples/accelerate_processes.yaml (and with torchrun) every process has a whole model, with
-examples/accelerate_fsdp2.yaml one model is in shards over all of them. Every process runs all of this script and ends
+With examples/accelerate_processes.yaml (and with torchrun) every process has a whole model; with
+examples/accelerate_fsdp2.yaml the model is sharded over all of them. Every process runs all of this script and ends
 with the same masks; the main one writes. A run that was killed goes on from OUTPUT-state.
 """
 
@@ -21,7 +21,7 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 
 
 def placement() -> dict[str, Any]:
-    """Where this process has its model, as arguments of `from_pretrained`."""
+    """Where this process loads its model, as arguments of `from_pretrained`."""
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # what accelerate_fsdp2.yaml asks for
         return {"distributed_config": DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))}
     if torch.accelerator.is_available():

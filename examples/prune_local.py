@@ -1,4 +1,4 @@
-"""Prune a model with your own text, look at what went, then save.
+"""Prune a model using your own text, look at the sparsity of each kind of matrix, then save.
 
 usage: python examples/prune_local.py MODEL TEXT_FILE OUTPUT_DIR
 """
@@ -16,7 +16,7 @@ if __name__ == "__main__":
     config = GradProbeConfig(
         sparsity=0.4, num_samples=16, sequence_length=64, evaluation_samples=8, exclude=["down_proj"]
     )
-    # With apply=False the model stays dense in memory: look first, decide after.
+    # With apply=False the model stays dense in memory: look at the report first, then decide.
     result = prune_pretrained(model, config, calibration=text, evaluation="pydoc", apply=False)
     for group in result.report.by("role"):
         print(f"{group.label:24s} {group.sparsity:.1%}")

@@ -13,8 +13,8 @@ if __name__ == "__main__":
     if len(sys.argv) != 3:
         sys.exit(__doc__)
     model, repository = sys.argv[1:]
-    # 32 x 64 tokens are enough to try it; leave these three out for a model that is to be used.
+    # 32 windows of 64 tokens are enough to try it. Leave these three options out for a model that will be used.
     config = GradProbeConfig(pattern="2:4", num_samples=32, sequence_length=64, evaluation_samples=16)
-    # The repository is created, and the token checked, before anything is probed.
-    result = prune_pretrained(model, config, push_to_hub=True, hub_model_id=repository)
+    # The token is checked and the repository created before anything is probed.
+    result = prune_pretrained(model, config, push_to_hub=repository)
     print(f"{repository}: {result.report.sparsity:.2%} zeros")

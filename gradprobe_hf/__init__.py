@@ -1,4 +1,4 @@
-"""gradprobe_hf: prune pretrained Hugging Face models by asking their gradients.
+"""gradprobe_hf: prune pretrained Hugging Face models using gradients of their loss.
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 
@@ -6,18 +6,22 @@ result = prune_pretrained("HuggingFaceTB/SmolLM2-135M", GradProbeConfig(sparsity
 result.save_pretrained("smollm2-50")
 """
 
-from gradprobe_hf import metrics
-from gradprobe_hf.checkpoint.result import PruneResult
-from gradprobe_hf.comparison import compare_pretrained
-from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.pruning import prune_pretrained
-from gradprobe_hf.report.report import Report
-from gradprobe_hf.run.inputs import Loading
-from gradprobe_hf.threshold_sweep import sweep_gradient_thresholds
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from gradprobe_hf.checkpoint.result import PruneResult
+    from gradprobe_hf.comparison import compare_pretrained
+    from gradprobe_hf.config import GradProbeConfig
+    from gradprobe_hf.evaluation import metrics
+    from gradprobe_hf.pruning import prune_pretrained
+    from gradprobe_hf.report.report import Report
+    from gradprobe_hf.threshold_sweep import sweep_gradient_thresholds
 
 __all__ = [
     "GradProbeConfig",
-    "Loading",
     "PruneResult",
     "Report",
     "compare_pretrained",
@@ -25,3 +29,31 @@ __all__ = [
     "prune_pretrained",
     "sweep_gradient_thresholds",
 ]
+
+# Where each public name is defined. They are imported when they are asked for: torch and transformers take seconds.
+_DEFINED_IN = {
+    "GradProbeConfig": "gradprobe_hf.config",
+    "PruneResult": "gradprobe_hf.checkpoint.result",
+    "Report": "gradprobe_hf.report.report",
+    "compare_pretrained": "gradprobe_hf.comparison",
+    "prune_pretrained": "gradprobe_hf.pruning",
+    "sweep_gradient_thresholds": "gradprobe_hf.threshold_sweep",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("gradprobe_hf")
+    if name == "metrics":
+        return import_module("gradprobe_hf.evaluation.metrics")
+    if name not in _DEFINED_IN:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_DEFINED_IN[name]), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__, "__version__"])

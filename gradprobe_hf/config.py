@@ -1,7 +1,7 @@
 """GradProbeConfig: everything that decides the result, validated when it is made.
 
 What is *not* here: where the model and the text come from. Those are arguments of `prune_pretrained`, so that one
-configuration can be reused on another model.
+configuration serves many models.
 """
 
 from __future__ import annotations
@@ -10,51 +10,48 @@ import difflib
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import yaml
 from huggingface_hub import hf_hub_download
 
+from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
+from gradprobe_hf.decisions.table import DECISIONS, RULES, Decision
+from gradprobe_hf.runtime.option_checks import check_drop, number, one_of, patterns, rounds, threshold, whole
 from gradprobe_hf.runtime.yaml_options import read_yaml
+from gradprobe_hf.scores.budget import Budget, Scope
+from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
+from gradprobe_hf.scores.table import SCORES, Score
+from gradprobe_hf.updates.table import UPDATES, WeightUpdate
 
-Strategy = Literal["fisher", "wanda", "magnitude", "random", "sparsegpt"]
-Decision = Literal["path", "threshold", "none"]
-Scope = Literal["global", "block", "tensor", "row"]
 Order = Literal["joint", "sequential"]
 BlockOrder = Literal["forward", "reverse", "size"]
-Reconstruction = Literal["none", "obs", "least_squares", "admm"]
 Preset = Literal["fast", "balanced", "best"]
 GradientThreshold = float | Mapping[str, float] | Literal["adaptive"]
-Fisher = Literal["blend", "sequence", "token", "factored"]
 AccumulatorDtype = Literal["float32", "bfloat16", "int8"]
 AccumulatorDevice = Literal["same", "cpu", "disk"]
 
 CONFIG_NAME = "gradprobe_config.json"
 LARGEST_GROUP = 256
+PROBES = (0, 1, 2)
 
-# The scope in which each strategy is published: Wanda compares within a row, magnitude within a layer.
-STRATEGY_SCOPE: dict[Strategy, Scope] = {
-    "fisher": "global",
-    "wanda": "row",
-    "magnitude": "tensor",
-    "random": "tensor",
-    "sparsegpt": "tensor",
-}
+# The options that a preset stands for.
+METHOD = ("score", "probes", "rule", "update")
 # Three points on the frontier of time and quality, as benchmarks/quality.py found it; see docs/method.md.
 PRESETS: dict[Preset, dict[str, Any]] = {
-    "fast": {"decision": "none"},
-    "balanced": {"decision": "path"},
-    "best": {"decision": "none", "reconstruction": "admm"},  # admm decides again what a second probe would
+    "fast": {"probes": 1},
+    "balanced": {"probes": 2},
+    "best": {"probes": 1, "update": "admm"},  # ADMM decides again what a second probe would
 }
 # Inside small groups there is no budget to spend elsewhere, and what the kept weights can make up for counts for more
 # than which of them go.
 PRESETS_IN_GROUPS: dict[Preset, dict[str, Any]] = {
-    "fast": {"strategy": "sparsegpt"},
-    "balanced": {"strategy": "sparsegpt", "reconstruction": "admm"},
-    "best": {"decision": "none", "reconstruction": "admm"},
+    "fast": {"update": "sparsegpt"},
+    "balanced": {"update": "sparsegpt+admm"},
+    "best": {"probes": 1, "update": "admm"},
 }
 DEFAULT_IN_GROUPS: Preset = "best"  # a mask by itself is far behind there, and takes as long
 
@@ -67,76 +64,83 @@ class GradProbeConfig:
         sparsity: fraction of the target weights to remove, in [0, 1). Default 0.5, or what `pattern` implies.
         pattern: `"unstructured"`, or `"n:m"`: of every m consecutive inputs of a row keep at most n
             (`"2:4"` keeps 2 of 4, as NVIDIA counts).
-        preset: `"fast"` (one probe decides), `"balanced"` (two, the default) or `"best"` (one, and
-            `reconstruction="admm"`). For an n:m pattern: SparseGPT; SparseGPT and `"admm"`; or one probe and `"admm"`
-            (the default there, unless a strategy, decision or reconstruction is given). What a preset comes to is
-            settled when a configuration is made, and options that are given win over it.
-        strategy: which score proposes the candidates: `"fisher"` (default), `"wanda"`, `"magnitude"` or `"random"`. Or
-            `"sparsegpt"`, which proposes none: it chooses while it reconstructs.
-        decision: `"path"` scores every weight by both probes and meets the budget exactly; `"threshold"` is the
-            published GradProbe rule on the candidates, whose sparsity is what comes out, at most the budget;
-            `"none"` prunes the candidates (default with `strategy="sparsegpt"`; else `"path"`).
-        scope: over what one budget is spent: `"global"`, `"block"`, `"tensor"` or `"row"`. Default: global for the
-            path decision, and for candidates the scope the strategy was published with (Wanda: row, magnitude and
+        preset: `"fast"` (`probes=1`), `"balanced"` (`probes=2`, the default) or `"best"` (`probes=1, update="admm"`).
+            With an n:m pattern: `update="sparsegpt"`, `update="sparsegpt+admm"`, or `probes=1, update="admm"` (the
+            default there). Options that are given win over a preset.
+        score: how weights are ordered: `"fisher"` (default), `"wanda"`, `"magnitude"` or `"random"`.
+        probes: gradient measurements over the calibration data. 1: the score decides. 2 (default with
+            `score="fisher"`): the loss gradient is measured again with the weights that the score would remove
+            shrunk. 0 (default with every other score): the score decides, without any gradient.
+        rule: how two probes decide: `"budget"` (default) scores every weight by both and meets the budget exactly;
+            `"threshold"` is the published GradProbe rule, whose sparsity is what comes out, at most the budget.
+        scope: over what one budget is spent: `"global"`, `"block"`, `"tensor"` or `"row"`. Default: global for
+            `"fisher"` and for two probes, else the scope the score was published with (Wanda: row, magnitude and
             random: tensor).
-        fisher: which estimate of the squared gradient: `"blend"` (sequence x factored), `"sequence"`, `"token"`,
+        fisher: estimate of the squared gradient: `"blend"` (sequence x factored), `"sequence"`, `"token"` or
             `"factored"`.
+        update: how kept weights are changed, block by block, so that each matrix's outputs on the calibration inputs
+            stay what they were. `"none"` (default, unless the preset has another). `"obs"`: SparseGPT's sweep under
+            the mask that was decided. `"least_squares"`: the best weights under it. `"admm"`: these, after revising
+            the mask within each matrix (row, group). `"sparsegpt"` chooses the mask itself, without score or probe;
+            `"sparsegpt+least_squares"` and `"sparsegpt+admm"` go on from there.
+        dense_target: which outputs those are, from 0, of the matrix as it is on the inputs of the model as pruned so
+            far, to 1, of the dense model. Default 0.25; with `"obs"` 0.5, with `"sparsegpt"` 0, as published.
+        damping: added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
         min_matrix_sparsity: the least fraction of any matrix that goes, where one budget is spent over several.
         max_matrix_sparsity: the most, so that no matrix is emptied.
-        gradient_threshold: relative growth of a gradient that the threshold decision tolerates, >= 0; or one for each
+        gradient_threshold: relative growth of a gradient that `rule="threshold"` tolerates, >= 0; or one for each
             pattern of matrices, `{"*.mlp.*": 0.5, "*": 0.1}`, the first that matches; or `"adaptive"`, by size:
             `sqrt(weights / mean weights of a matrix)`.
-        order: `"joint"`: all matrices shrink together, two probes whatever the depth. `"sequential"`: one step of
+        reduction_factor: what the second probe multiplies candidates by, in [0, 1).
+        spike_limit: how many times its energy of the first probe the gradient of one sequence may have at one matrix in
+            the second, >= 0, before it is scaled down to that; 0: no limit.
+        order: `"joint"`: all matrices are decided together, two probes whatever the depth. `"sequential"`: one step of
             blocks after the other, each probed on the model as pruned so far, and with its share of the budget.
         block_order: of a sequential order: `"forward"` from the first block, `"reverse"` from the last, or `"size"`,
             the largest first.
-        blocks_per_step: how many blocks a sequential step decides together.
+        blocks_per_step: blocks that a sequential step decides together.
         rounds: sparsities of several rounds, the last of which is `sparsity`: each probes the model as the one before
             would prune it, and decides anew about every weight.
         max_metric_drop: prune as far as the metric of the evaluation allows, at most to `sparsity`: perplexity up by
             this much, absolute (`1.5`) or relative (`"5%"`).
-        initial_sparsity: of the first trial on that way, at most `sparsity`; default: `sparsity_step`.
-        sparsity_step: between two trials on that way, before bisection.
-        reduction_factor: what the second probe multiplies candidates by, in [0, 1).
-        spike_limit: how many times its energy of the first probe the gradient of one sequence may have at one matrix in
-            the second, >= 0, before it is scaled down to that (path decision); 0: no limit.
-        reconstruction: how kept weights are changed, block by block, so that each matrix's outputs on the calibration
-            inputs stay what they were. `"obs"`: SparseGPT's sweep under the mask that was decided. `"least_squares"`:
-            the best there are under it. `"admm"`: these, after choosing again which weights go, as many of each matrix
-            (row, group) as were decided. `"none"`: not at all (default, unless the preset has another).
-        dense_target: which outputs those are, from 0, of the matrix as it is on the inputs of the model as pruned so
-            far, to 1, of the dense model. Default 0.25; with `"obs"` 0.5; of `strategy="sparsegpt"` alone 0, as
-            published.
-        damping: added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
+        initial_sparsity: of the first attempt on that way, at most `sparsity`; default: `sparsity_step`.
+        sparsity_step: between two attempts on that way, before bisection.
+        include: patterns of modules to prune: an exact name, the end of one (`"q_proj"`), a glob, or `"re:..."`.
+            When given, only what they match is pruned, embeddings and output head included if matched.
+        exclude: patterns of modules to leave alone.
         num_samples: calibration windows, or rows of an already tokenised dataset.
         sequence_length: tokens in a window.
+        evaluation_samples: windows to measure perplexity on.
+        seed: draws the calibration windows, random scores and the model's own text.
         batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
         checkpointing: recompute each block in backward instead of keeping its activations. `"auto"`: where they would
             not fit in memory.
         accumulator_dtype: what statistics `[out, in]` are kept in, in bytes per weight and term: `"float32"` 4,
-            `"bfloat16"` 2, `"int8"` (block-scaled, logarithmic) 1.03; both of the small ones are rounded
-            stochastically.
+            `"bfloat16"` 2, `"int8"` (block-scaled, logarithmic) 1.03; both small ones are rounded stochastically.
         accumulator_device: where: on the weight's device (`"same"`), in the memory of the host (`"cpu"`), or in
             files (`"disk"`).
-        include: patterns of modules to prune: an exact name, the end of one (`"q_proj"`), a glob, or `"re:..."`.
-            When given, only what they match is pruned, embeddings and output head included if matched.
-        exclude: patterns of modules to leave alone.
-        evaluation_samples: windows to measure perplexity on.
-        seed: draws the calibration windows, the random strategy and the model's own text.
+        save_every: batches between two snapshots of a run with a `resume_dir`.
     """
 
+    # The target.
     sparsity: float | None = None
     pattern: str = "unstructured"
     preset: Preset | None = None
-    strategy: Strategy | None = None
-    decision: Decision | None = None
+    # The method.
+    score: str | None = None
+    probes: int | None = None
+    rule: str | None = None
     scope: Scope | None = None
-    fisher: Fisher = "blend"
+    fisher: str = "blend"
+    update: str | None = None
+    dense_target: float | None = None
+    damping: float = 0.01
     min_matrix_sparsity: float | None = None
     max_matrix_sparsity: float | None = None
     gradient_threshold: GradientThreshold = 0.0
     reduction_factor: float = 0.1
     spike_limit: float = 2.0
+    # In which steps.
     order: Order = "joint"
     block_order: BlockOrder = "forward"
     blocks_per_step: int = 1
@@ -144,155 +148,166 @@ class GradProbeConfig:
     max_metric_drop: float | str | None = None
     initial_sparsity: float | None = None
     sparsity_step: float = 0.1
-    reconstruction: Reconstruction | None = None
-    dense_target: float | None = None
-    damping: float = 0.01
+    # Which matrices, and on what text.
+    include: Sequence[str] = ()
+    exclude: Sequence[str] = ()
     num_samples: int = 128
     sequence_length: int = 512
+    evaluation_samples: int = 20
+    seed: int = 0
+    # With which memory; no result depends on these but by rounding.
     batch_size: int | Literal["auto"] = 4
     checkpointing: bool | Literal["auto"] = "auto"
     accumulator_dtype: AccumulatorDtype = "float32"
     accumulator_device: AccumulatorDevice = "same"
-    include: Sequence[str] = ()
-    exclude: Sequence[str] = ()
-    evaluation_samples: int = 20
-    seed: int = 0
+    save_every: int = 16
 
     def __post_init__(self) -> None:
-        self._take(self._preset_values())
-        self._take({"strategy": "fisher", "reconstruction": "none"})
-        _one_of("strategy", self.strategy, get_args(Strategy))
-        if self.decision is None:
-            object.__setattr__(self, "decision", "none" if self.strategy == "sparsegpt" else "path")
-        _one_of("decision", self.decision, get_args(Decision))
-        _one_of("reconstruction", self.reconstruction, get_args(Reconstruction))
-        _one_of("fisher", self.fisher, get_args(Fisher))
-        if self.scope is not None:
-            _one_of("scope", self.scope, get_args(Scope))
-        _one_of("accumulator_dtype", self.accumulator_dtype, get_args(AccumulatorDtype))
-        _one_of("accumulator_device", self.accumulator_device, get_args(AccumulatorDevice))
-        if self.checkpointing != "auto" and not isinstance(self.checkpointing, bool):
-            raise ValueError(f"checkpointing must be True, False or 'auto', got {self.checkpointing!r}.")
-        for name in ("num_samples", "evaluation_samples"):
-            _whole(name, getattr(self, name), at_least=1)
-        if self.batch_size != "auto":
-            _whole("batch_size", self.batch_size, at_least=1, other="'auto', or ")
-        _whole("sequence_length", self.sequence_length, at_least=2)
-        _whole("seed", self.seed, at_least=0)
-        _one_of("order", self.order, get_args(Order))
-        _one_of("block_order", self.block_order, get_args(BlockOrder))
-        _whole("blocks_per_step", self.blocks_per_step, at_least=1)
-        object.__setattr__(self, "gradient_threshold", _threshold(self.gradient_threshold))
-        object.__setattr__(self, "rounds", _rounds(self.rounds))
-        _number("reduction_factor", self.reduction_factor, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
-        _number("spike_limit", self.spike_limit, "a factor >= 0 (0: no limit)", lambda x: x >= 0)
-        if self.dense_target is None and self.reconstructs:
-            object.__setattr__(self, "dense_target", self._best_dense_target())
-        if self.dense_target is not None:
-            _number("dense_target", self.dense_target, "a fraction in [0, 1]", lambda x: 0 <= x <= 1)
-        _number("damping", self.damping, "a number > 0", lambda x: x > 0)
+        self._check_types()
+        self._fill(self._preset_values())
+        self._resolve_method()
+        object.__setattr__(self, "gradient_threshold", threshold(self.gradient_threshold))
+        object.__setattr__(self, "rounds", rounds(self.rounds))
         for name in ("include", "exclude"):
-            object.__setattr__(self, name, _patterns(name, getattr(self, name)))
+            object.__setattr__(self, name, patterns(name, getattr(self, name)))
         object.__setattr__(self, "sparsity", self._resolved_sparsity())
-        if self.group is not None and self.scope is not None:
-            raise ValueError(
-                f"scope={self.scope!r} cannot hold with pattern={self.pattern!r}, which spends its budget in every "
-                "group of inputs; leave scope unset."
-            )
-        self._check_sparsegpt()
+        self._check_rows()
+        self._check_scope()
         self._check_bounds()
         self._check_schedule()
-        if self.group is not None and self.decision == "threshold":
-            raise ValueError(
-                f"decision='threshold' gives candidates back: pattern={self.pattern!r} would not hold; use 'path'."
-            )
+        self._check_effect()
+        if self.dense_target is None and self.updates:
+            object.__setattr__(self, "dense_target", self.update_row.dense_target)
+
+    def _check_types(self) -> None:
+        """Values that are wrong by themselves."""
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) is not None:
+                one_of(name, getattr(self, name), tuple(choices))
+        if isinstance(self.probes, bool):
+            raise ValueError(f"probes must be one of {', '.join(map(repr, PROBES))}, got {self.probes!r}.")
+        if self.checkpointing != "auto" and not isinstance(self.checkpointing, bool):
+            raise ValueError(f"checkpointing must be True, False or 'auto', got {self.checkpointing!r}.")
+        for name, least in _WHOLE.items():
+            if name != "batch_size" or self.batch_size != "auto":
+                other = "'auto', or " if name == "batch_size" else ""
+                whole(name, getattr(self, name), at_least=least, other=other)
+        for name, (wanted, holds) in _NUMBERS.items():
+            if getattr(self, name) is not None:
+                number(name, getattr(self, name), wanted, holds)
+        if self.max_metric_drop is not None:
+            check_drop(self.max_metric_drop)
 
     def _preset_values(self) -> dict[str, Any]:
-        """What the preset comes to beside the options that are given."""
-        if self.preset is not None:
-            _one_of("preset", self.preset, get_args(Preset))
-        in_groups = PRESETS_IN_GROUPS[self.preset or DEFAULT_IN_GROUPS]
-        is_free = self.decision is None and self.strategy in (None, in_groups.get("strategy"))
-        if self.group is not None and is_free and (self.preset is not None or self.reconstruction is None):
-            return in_groups
+        """What the preset comes to, beside the options that are given."""
+        is_free = all(getattr(self, name) is None for name in METHOD)
+        if self.group is not None and is_free:
+            return PRESETS_IN_GROUPS[self.preset or DEFAULT_IN_GROUPS]
         values = {} if self.preset is None else dict(PRESETS[self.preset])
-        if self.strategy == "sparsegpt":
-            values.pop("decision", None)  # it is one of its own
+        if self.update is not None and UPDATES[self.update].chooses_mask:
+            values.pop("probes", None)
         return values
 
-    def _take(self, values: Mapping[str, Any]) -> None:
-        """What is not given, from here."""
+    def _fill(self, values: Mapping[str, Any]) -> None:
+        """Set what is not given."""
         for name, value in values.items():
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
 
-    @property
-    def reconstructs(self) -> bool:
-        """Whether kept weights change."""
-        return self.strategy == "sparsegpt" or self.reconstruction != "none"
-
-    @property
-    def solves_least_squares(self) -> bool:
-        """Whether they are the best that there are under the mask."""
-        return self.reconstruction in ("least_squares", "admm")
-
-    def _best_dense_target(self) -> float:
-        if self.solves_least_squares:
-            return 0.25
-        return 0.0 if self.strategy == "sparsegpt" else 0.5
-
-    def _check_sparsegpt(self) -> None:
-        if self.strategy != "sparsegpt":
+    def _resolve_method(self) -> None:
+        """Score, probes, rule and update, each as given or by default; only some go together."""
+        self._fill({"update": "none"})
+        if self.update_row.chooses_mask:
+            resolved = {"score": None, "probes": 0, "rule": "budget"}
+            for name, value in resolved.items():
+                if getattr(self, name) not in (None, value):
+                    raise ValueError(
+                        f"{self._refusal('update', name, self.update_row.refuses[name])}; leave {name} unset."
+                    )
+                object.__setattr__(self, name, value)
             return
-        if self.decision != "none":
+        self._fill({"score": "fisher", "rule": "budget"})
+        score = SCORES[self.score or ""]
+        deciding = [row for row in DECISIONS.values() if row.rule == self.rule]
+        known = {probes for row in deciding for probes in row.probes}
+        self._fill({"probes": score.default_probes if score.default_probes in known else max(known)})
+        if self.probes not in known:
+            raise ValueError(f"rule={self.rule!r} needs probes={max(known)}, got probes={self.probes}.")
+        if score.measured == "gradients" and self.probes == 0:
+            raise ValueError(f"score={self.score!r} is measured by a probe: set probes=1 or probes=2, got probes=0.")
+        if score.measured != "gradients" and self.probes == 1:
             raise ValueError(
-                f"strategy='sparsegpt' chooses and updates in one sweep, and proposes no candidates to "
-                f"decision={self.decision!r}; leave decision unset, or decide and then use reconstruction='obs'."
+                f"score={self.score!r} takes no probe: set probes=0 to prune by it alone, or probes=2 to decide about "
+                "its candidates by two probes, got probes=1."
             )
-        if self.scope not in (None, "tensor"):
-            raise ValueError(f"strategy='sparsegpt' spends its budget in each matrix, not over scope={self.scope!r}.")
+
+    def _refusal(self, option: str, other: str, why: str) -> str:
+        return (
+            f"{option}={getattr(self, option)!r} cannot be combined with {other}={getattr(self, other)!r}: "
+            f"{why.format(option=other)}"
+        )
+
+    def _check_rows(self) -> None:
+        """What each row of the method says it cannot be combined with."""
+        rows = {"score": self.score_row, "rule": self.decision_row, "update": self.update_row}
+        for option, row in rows.items():
+            for other, why in (row.refuses if row else {}).items():
+                if other not in METHOD and getattr(self, other) != _DEFAULTS[other]:
+                    raise ValueError(f"{self._refusal(option, other, why)}; leave {other} unset.")
+
+    def _check_scope(self) -> None:
+        if self.scope is None:
+            return
+        if self.group is not None:
+            raise ValueError(
+                f"scope={self.scope!r} cannot hold with pattern={self.pattern!r}, which spends its budget in every "
+                "group of inputs; leave scope unset."
+            )
+        if self.update_row.chooses_mask and self.scope != self.update_row.scope:
+            raise ValueError(
+                f"update={self.update!r} spends its budget over scope={self.update_row.scope!r}, not over "
+                f"scope={self.scope!r}; leave scope unset."
+            )
 
     def _check_bounds(self) -> None:
         if self.bounds is None:
             return
-        for name in ("min_matrix_sparsity", "max_matrix_sparsity"):
-            if getattr(self, name) is not None:
-                _number(name, getattr(self, name), "a fraction in [0, 1]", lambda x: 0 <= x <= 1)
         low, high = self.bounds
         wanted = f"0 <= min_matrix_sparsity <= sparsity ({self.final_sparsity:g}) <= max_matrix_sparsity <= 1"
         if not 0 <= low <= min(self.rounds or (self.final_sparsity,)) <= self.final_sparsity <= high <= 1:
             raise ValueError(f"a budget between the bounds needs {wanted}, got {low:g} and {high:g}.")
-        if self.group is not None or self.decision_scope not in ("global", "block"):
-            spent = f"pattern={self.pattern!r}" if self.group else f"scope={self.decision_scope!r}"
+        if self.group is not None or self.budget_scope not in ("global", "block"):
+            spent = f"pattern={self.pattern!r}" if self.group else f"scope={self.budget_scope!r}"
             raise ValueError(f"{spent} prunes every matrix alike: bounds on matrices are for 'global' and 'block'.")
-        if self.decision == "threshold":
-            raise ValueError("decision='threshold' gives candidates back: bounds on matrices would not hold.")
 
     def _check_schedule(self) -> None:
-        _number("sparsity_step", self.sparsity_step, "a fraction in (0, 1)", lambda x: 0 < x < 1)
-        if self.initial_sparsity is not None:
-            if self.max_metric_drop is None:
-                raise ValueError("initial_sparsity is where a search with max_metric_drop begins: set that too.")
+        if self.initial_sparsity is not None and self.max_metric_drop is not None:
             most = self.final_sparsity
-            _number("initial_sparsity", self.initial_sparsity, f"a fraction in [0, {most:g}]", lambda x: 0 <= x <= most)
+            number("initial_sparsity", self.initial_sparsity, f"a fraction in [0, {most:g}]", lambda x: 0 <= x <= most)
         several = "rounds" if self.rounds else "max_metric_drop" if self.max_metric_drop is not None else None
-        if self.max_metric_drop is not None:
-            check_drop(self.max_metric_drop)
-            if self.rounds:
-                raise ValueError("max_metric_drop makes rounds of its own; leave rounds unset.")
-        if self.order == "sequential" and self.decision == "none":
-            raise ValueError("order='sequential' probes block after block, and decision='none' probes nothing.")
+        if self.rounds and self.max_metric_drop is not None:
+            raise ValueError("max_metric_drop makes rounds of its own; leave rounds unset.")
+        if self.order == "sequential" and not self.decision_row.has_second_probe:
+            raise ValueError(
+                f"order='sequential' probes one step of blocks after the other: set probes=2, got probes={self.probes}."
+            )
         if several is None:
             return
         if self.order == "sequential":
             raise ValueError(f"{several} is for order='joint': a sequential order decides about every block once.")
         if self.group is not None:
             raise ValueError(f"pattern={self.pattern!r} has one sparsity only; leave {several} unset.")
-        if self.strategy == "sparsegpt" or self.decision == "threshold":
-            decided = f"strategy={self.strategy!r}" if self.strategy == "sparsegpt" else f"decision={self.decision!r}"
-            raise ValueError(f"{several} decides at several sparsities, which {decided} cannot; leave {several} unset.")
-        if self.rounds and self.decision == "none" and self.strategy != "fisher":
-            raise ValueError(f"rounds probe again at every sparsity, and strategy={self.strategy!r} makes no probe.")
+        if self.rounds and not self.needs.probes:
+            raise ValueError(f"rounds probe again at every sparsity, and score={self.score!r} makes no probe.")
+
+    def _check_effect(self) -> None:
+        """Refuse options that would be accepted and change nothing."""
+        for name, (has_effect, belongs_to) in _BELONGS.items():
+            if getattr(self, name) != _DEFAULTS[name] and not has_effect(self):
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect here: it belongs to {belongs_to}. Set that, or leave "
+                    f"{name} unset."
+                )
 
     def _resolved_sparsity(self) -> float:
         if self.rounds:
@@ -304,7 +319,7 @@ class GradProbeConfig:
         implied = None if self.group is None else 1 - self.group[0] / self.group[1]
         if self.sparsity is None:
             return 0.5 if implied is None else implied
-        _number("sparsity", self.sparsity, "a fraction in [0, 1), 0.5 for half of the weights", lambda x: 0 <= x < 1)
+        number("sparsity", self.sparsity, "a fraction in [0, 1), 0.5 for half of the weights", lambda x: 0 <= x < 1)
         if implied is not None and not math.isclose(self.sparsity, implied):
             raise ValueError(
                 f"sparsity={self.sparsity} contradicts pattern={self.pattern!r}, which prunes exactly {implied:g} "
@@ -313,13 +328,41 @@ class GradProbeConfig:
         return float(self.sparsity)
 
     @property
+    def score_row(self) -> Score | None:
+        """None where the weight update chooses the mask."""
+        return None if self.score is None else SCORES[self.score]
+
+    @property
+    def decision_row(self) -> Decision:
+        return next(row for row in DECISIONS.values() if self.probes in row.probes and self.rule == row.rule)
+
+    @property
+    def update_row(self) -> WeightUpdate:
+        return UPDATES[self.update or "none"]
+
+    @property
+    def updates(self) -> bool:
+        """Whether kept weights change."""
+        return self.update_row.function is not None
+
+    @property
+    def uses_fisher(self) -> bool:
+        """Whether the probes estimate the Fisher information."""
+        return uses_fisher(self.score_row, self.decision_row)
+
+    @property
+    def needs(self) -> Needs:
+        """What has to be measured."""
+        return needs_of(self.score_row, self.decision_row, self.update_row, self.fisher)
+
+    @property
     def final_sparsity(self) -> float:
         assert self.sparsity is not None, "resolved when the configuration was made"
         return self.sparsity
 
     @property
     def first_level(self) -> float:
-        """The sparsity of the first trial of a schedule with `max_metric_drop`."""
+        """The sparsity of the first attempt with `max_metric_drop`."""
         return min(self.sparsity_step, self.final_sparsity) if self.initial_sparsity is None else self.initial_sparsity
 
     @property
@@ -344,14 +387,38 @@ class GradProbeConfig:
 
     @property
     def candidate_scope(self) -> Scope:
-        """The scope in which candidates are chosen."""
-        assert self.strategy is not None, "resolved when the configuration was made"
-        return self.scope or STRATEGY_SCOPE[self.strategy]
+        """The scope in which the score proposes candidates."""
+        default = self.update_row.scope if self.score_row is None else self.score_row.scope
+        assert default is not None, "an update that chooses the mask says over what"
+        return self.scope or default
 
     @property
-    def decision_scope(self) -> Scope:
+    def budget_scope(self) -> Scope:
         """The scope in which the final budget is spent."""
-        return self.scope or ("global" if self.decision == "path" else self.candidate_scope)
+        return self.scope or self.decision_row.scope or self.candidate_scope
+
+    def score_alone(self) -> GradProbeConfig:
+        """The same without a second probe, without steps and bounds: what proposes the candidates of all steps."""
+        return self.varied(
+            probes=1 if self.needs.probes and self.score_row and self.score_row.measured == "gradients" else 0,
+            rule="budget",
+            order="joint",
+            min_matrix_sparsity=None,
+            max_matrix_sparsity=None,
+            preset=None,
+        )
+
+    def budget_of(self, sparsity: float) -> Budget:
+        """What the decision spends at a sparsity."""
+        return Budget(sparsity, self.budget_scope, self.group, self.bounds)
+
+    def varied(self, **changes: Any) -> GradProbeConfig:
+        """A copy with these changes; options that have no effect in it any more fall back to their defaults."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {name: value for name, value in values.items() if name not in _BELONGS} | changes
+        plain = GradProbeConfig(**values)
+        kept = {name for name, (has_effect, _) in _BELONGS.items() if has_effect(plain) and name not in changes}
+        return replace(plain, **{name: getattr(self, name) for name in kept if getattr(self, name) is not None})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` gives the same configuration back."""
@@ -390,62 +457,48 @@ class GradProbeConfig:
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
-
-
-def _whole(name: str, value: object, at_least: int, other: str = "") -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < at_least:
-        raise ValueError(f"{name} must be {other}a whole number >= {at_least}, got {value!r}.")
-
-
-def _number(name: str, value: object, wanted: str, holds: Any) -> None:
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or not holds(value):
-        raise ValueError(f"{name} must be {wanted}, got {value!r}.")
-
-
-def _threshold(value: Any) -> GradientThreshold:
-    if value == "adaptive":
-        return "adaptive"
-    if isinstance(value, Mapping) and value:
-        patterns = _patterns("gradient_threshold", tuple(value))
-        for pattern in patterns:
-            _number(f"gradient_threshold[{pattern!r}]", value[pattern], "a finite number >= 0", lambda x: x >= 0)
-        return {pattern: float(value[pattern]) for pattern in patterns}
-    wanted = "a finite number >= 0, a dict from patterns to such numbers, or 'adaptive'"
-    _number("gradient_threshold", value, wanted, lambda x: x >= 0)
-    return value
-
-
-def _rounds(value: Any) -> tuple[float, ...]:
-    if not isinstance(value, (list, tuple)):
-        raise ValueError(f"rounds must be a list of sparsities, like (0.2, 0.35, 0.5), got {value!r}.")
-    for sparsity in value:
-        _number("rounds", sparsity, "fractions in (0, 1)", lambda x: 0 < x < 1)
-    if list(value) != sorted(set(value)):
-        raise ValueError(f"rounds must rise from each sparsity to the next, got {value!r}.")
-    return tuple(map(float, value))
-
-
-def check_drop(value: Any) -> None:
-    """Raise ValueError unless it is a number, or one with a percent sign."""
-    if isinstance(value, str) and re.fullmatch(r"\d+(\.\d+)?%", value):
-        return
-    _number("max_metric_drop", value, "a number >= 0, or a share like '5%'", lambda x: x >= 0)
-
-
-def _patterns(name: str, value: object) -> tuple[str, ...]:
-    """A tuple of non-empty patterns, whose regular expressions compile; one string alone is one pattern."""
-    if not isinstance(value, (str, list, tuple, set, frozenset, type(None))):
-        raise ValueError(f"{name} must be a pattern or a list of patterns, got {value!r}.")
-    given = (value,) if isinstance(value, str) else tuple(value or ())
-    for pattern in given:
-        if not isinstance(pattern, str) or not pattern:
-            raise ValueError(f"{name} must hold names, globs or 're:...' patterns, got {pattern!r}.")
-        if pattern.startswith("re:"):
-            try:
-                re.compile(pattern[3:])
-            except re.error as error:
-                raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}.") from error
-    return given
+_CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
+    "preset": get_args(Preset),
+    "score": SCORES,
+    "probes": PROBES,
+    "rule": RULES,
+    "scope": get_args(Scope),
+    "fisher": FISHER_ESTIMATES,
+    "update": UPDATES,
+    "order": get_args(Order),
+    "block_order": get_args(BlockOrder),
+    "accumulator_dtype": get_args(AccumulatorDtype),
+    "accumulator_device": get_args(AccumulatorDevice),
+}
+_WHOLE = {  # the least of each
+    "num_samples": 1,
+    "evaluation_samples": 1,
+    "batch_size": 1,
+    "save_every": 1,
+    "sequence_length": 2,
+    "seed": 0,
+    "blocks_per_step": 1,
+}
+_NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "reduction_factor": ("a fraction in [0, 1)", lambda x: 0 <= x < 1),
+    "spike_limit": ("a factor >= 0 (0: no limit)", lambda x: x >= 0),
+    "dense_target": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
+    "damping": ("a number > 0", lambda x: x > 0),
+    "sparsity_step": ("a fraction in (0, 1)", lambda x: 0 < x < 1),
+    "min_matrix_sparsity": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
+    "max_matrix_sparsity": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
+}
+# Options of one part of a method -> whether that part is there, and what it is.
+_BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
+    "fisher": (lambda c: c.uses_fisher, "score='fisher', or probes=2 with rule='budget'"),
+    "gradient_threshold": (lambda c: c.decision_row.filters is not None, "rule='threshold'"),
+    "reduction_factor": (lambda c: c.decision_row.has_second_probe, "probes=2"),
+    "spike_limit": (lambda c: c.decision_row.limits_spikes, "probes=2 with rule='budget'"),
+    "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
+    "damping": (lambda c: c.updates, "a weight update (update='admm', ...)"),
+    "block_order": (lambda c: c.order == "sequential", "order='sequential'"),
+    "blocks_per_step": (lambda c: c.order == "sequential", "order='sequential'"),
+    "initial_sparsity": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
+    "sparsity_step": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
+}
+_DEFAULTS = {field.name: field.default for field in fields(GradProbeConfig)}

@@ -1,4 +1,4 @@
-"""Tuning: what thresholds of the published rule come to, from one pair of probes."""
+"""The threshold sweep: what thresholds of the published rule come to, from one pair of probes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.comparison import Comparison
-from gradprobe_hf.config import GradientThreshold, GradProbeConfig, check_drop
+from gradprobe_hf.comparison import Comparison, check_evaluation
+from gradprobe_hf.config import GradientThreshold, GradProbeConfig
+from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.model.loss import LossFunction
-from gradprobe_hf.run.context import Diagnostics
+from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.decide import PruningDecision
-from gradprobe_hf.run.inputs import Loading
+from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.run.inputs import load_inputs
+from gradprobe_hf.run.memory_plan import open_run
 from gradprobe_hf.run.probe_pair import ProbePair
-from gradprobe_hf.run.schedule import allowed
-from gradprobe_hf.run.study import study
-from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.runtime.option_checks import check_drop
 from gradprobe_hf.selection.published_rule import thresholds as thresholds_of
 
 THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
@@ -66,18 +67,18 @@ def sweep_gradient_thresholds(
     processing_class: Any = None,
     evaluation: Any = None,
     loss_fn: LossFunction | None = None,
-    loading: Loading | None = None,
     progress: bool = True,
+    **from_pretrained_kwargs: Any,
 ) -> ThresholdSweep:
     """Measure the threshold decision at several thresholds; the model is probed twice in all, and left as it was.
 
     Args:
         thresholds: each a number, a dict from patterns, or `"adaptive"`.
-        config: whose candidates are decided about; its `decision` is taken to be `"threshold"`.
+        config: whose candidates are decided about, with `probes=2, rule="threshold"`.
         max_metric_drop: also look, by bisection between the numbers, for the sparsest model whose perplexity is up by
             no more than this, absolute or like `"5%"`.
-        calibration, processing_class, evaluation, loss_fn: as in `prune_pretrained`; an evaluation there must be.
-        loading: where the weights go, and which they are.
+        calibration, processing_class, evaluation, loss_fn, from_pretrained_kwargs: as in `prune_pretrained`; an
+            evaluation there must be.
         progress: show progress bars.
 
     Raises:
@@ -86,37 +87,40 @@ def sweep_gradient_thresholds(
     """
     if max_metric_drop is not None:
         check_drop(max_metric_drop)
-    config = replace(config or GradProbeConfig(), decision="threshold")
-    if config.order != "joint" or config.reconstruction != "none":
+    config = (config or GradProbeConfig()).varied(probes=2, rule="threshold", preset=None)
+    if config.order != "joint" or config.updates:
         raise ValueError(
-            "thresholds are measured on masks of the whole model: order='sequential' and a reconstruction have no part "
+            "thresholds are measured on masks of the whole model: order='sequential' and a weight update have no part "
             "in it; leave them unset."
         )
     wanted = [replace(config, gradient_threshold=one).gradient_threshold for one in thresholds]
     if not wanted:
         raise ValueError("thresholds is empty: there is nothing to try.")
-    with study(
+    request = RunRequest(
         model_or_id,
         config,
-        calibration=calibration,
-        processing_class=processing_class,
-        evaluation=evaluation,
-        loss_fn=loss_fn,
-        loading=loading,
+        calibration,
+        processing_class,
+        evaluation,
+        loss_fn,
+        from_pretrained_kwargs,
         progress=progress,
-    ) as (setting, held_out):
+    )
+    loaded = load_inputs(request)
+    check_evaluation(loaded)
+    with open_run(loaded) as context:
         for one in wanted:
-            thresholds_of(setting.targets, one)  # says which pattern does not fit, before any work
-        comparison, findings = Comparison(setting, held_out), Diagnostics()
-        dense = comparison.measured(PackedMasks(), {}, "dense")
-        trial = ProbePair(setting, setting.targets, findings)
-        trial.run(config.final_sparsity)
+            thresholds_of(context.targets, one)  # says which pattern does not fit, before any work
+        comparison, diagnostics = Comparison(context), Diagnostics()
+        dense = comparison.measured(None, "dense")
+        pair = ProbePair(context, context.targets, diagnostics)
+        pair.run(config.final_sparsity)
 
         def tried(threshold: GradientThreshold) -> ThresholdRow:
             label = f"threshold {threshold}"
-            verdict = PruningDecision(trial.masks_within(threshold), findings)
-            found = comparison.measured(verdict.masks, {}, label, is_trial=True)
-            row = comparison.describe(label, config, verdict, 0.0, found)
+            decision = PruningDecision(pair.masks_within(threshold), diagnostics)
+            found = comparison.measured(decision, label, allows_nan=True)
+            row = comparison.describe(label, config, decision, 0.0, found)
             return ThresholdRow(threshold, row.sparsity, row.zeros, row.loss, row.perplexity)
 
         rows = [tried(threshold) for threshold in wanted]

@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.training import Text, check_alike, train
 
-ASK = argparse.Namespace(steps=20, batch_size=2, learning_rate=1e-3, every=4)
+ARGS = argparse.Namespace(steps=20, batch_size=2, learning_rate=1e-3, every=4)
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("bytes") / "text.txt"
     path.write_text("some bytes to learn, again and again. " * 60, encoding="utf-8")
     text = Text(path, 32)
-    return [train(ASK, text, 0, saliency, 0.5 if saliency else 0.0) for saliency in (None, "magnitude", "state-fisher")]
+    return [train(ARGS, text, 0, saliency, 0.5 if saliency else 0.0) for saliency in (None, "magnitude", "state-fisher")]
 
 
 def test_runs_of_one_seed_differ_in_the_method_alone(runs):

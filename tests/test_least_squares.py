@@ -6,8 +6,8 @@ from itertools import combinations, product
 
 import torch
 
-from gradprobe_hf.reconstruction.least_squares import LeastSquares, in_groups, in_matrix, in_rows
-from gradprobe_hf.reconstruction.sweep import damped, fixed, inverse_factor, lowest, sweep
+from gradprobe_hf.updates.least_squares import LeastSquares, in_groups, in_matrix, in_rows
+from gradprobe_hf.updates.sweep import damped, fixed, inverse_factor, lowest, sweep
 from tests.reference.least_squares import error, normal_equations, problem
 
 DAMPING = 0.01

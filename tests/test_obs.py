@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradprobe_hf.reconstruction.sweep import (
+from gradprobe_hf.updates.sweep import (
     COLUMNS,
     by_group_saliency,
     by_saliency,

@@ -7,25 +7,27 @@ import sys
 
 import pytest
 
-from benchmarks import picture, quality, quality_tables
+from benchmarks import picture, quality, quality_peers, quality_rows, quality_tables
+from benchmarks.text_table import texts_table
 
+HALF = ("--columns", "0.5")
 METHODS = ("wanda", "sparsegpt", "two probes", "two probes + obs", "threshold rule")
 
-# Stands in for llm-compressor: prunes by magnitude, and notes the windows that it was given.
+# Stands in for llm-compressor: prunes by magnitude, and notes the windows it got. It imports nothing that is slow.
 PEER = """
-import json, sys, torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+import json, sys
+import numpy as np
+from safetensors.numpy import load_file, save_file
 model, windows, output = sys.argv[1:4]
 options = dict(zip(sys.argv[4::2], sys.argv[5::2]))
 changed = {}
-for name, module in AutoModelForCausalLM.from_pretrained(model, dtype=options["--dtype"]).named_modules():
-    if isinstance(module, torch.nn.Linear) and name != "lm_head":
-        weight = module.weight.detach()
-        lowest = weight.abs().flatten().argsort()[: round(float(options["--sparsity"]) * weight.numel())]
-        changed[name + ".weight"] = weight.flatten().index_fill(0, lowest, 0).view_as(weight)
-given = f"{options['--method']}, {list(load_file(windows)['input_ids'].shape)}"
-save_file(changed, output, {"told": json.dumps({"seconds": 1.5, "peak_bytes": 10, "versions": {"given": given}})})
+for name, weight in load_file(model + "/model.safetensors").items():
+    if ".layers." in name and weight.ndim == 2:
+        lowest = np.abs(weight).ravel().argsort(kind="stable")[: round(float(options["--sparsity"]) * weight.size)]
+        changed[name] = weight.copy()
+        changed[name].reshape(-1)[lowest] = 0
+given = f"{options['--method']}, {options['--dtype']}, {list(load_file(windows)['input_ids'].shape)}"
+save_file(changed, output, {"about": json.dumps({"seconds": 1.5, "peak_bytes": 10, "versions": {"given": given}})})
 """
 
 
@@ -56,6 +58,7 @@ def test_it_resumes_and_every_column_has_one_number_of_zeros(bench, monkeypatch)
     assert found["rows"][: len(first["rows"])] == first["rows"]
     same = {row["zeros"] for row in found["rows"] if row["column"] == "0.5" and "threshold rule" not in row["method"]}
     assert len(same) == 1
+    assert quality_tables.quality_table(found).count("**") == 2 * 2, "the best of each column"
     rule = [row["zeros"] for row in found["rows"] if "threshold rule" in row["method"]]
     assert len(rule) == 4, "the rule, and three others as sparse as it"
     assert rule[0] == rule[3], "Wanda rounds in every row and SparseGPT in every matrix, the probes nowhere"
@@ -64,7 +67,8 @@ def test_it_resumes_and_every_column_has_one_number_of_zeros(bench, monkeypatch)
 
 def test_the_columns_behind_the_main_ones_have_the_important_rows(bench, monkeypatch):
     few = ("wanda", "wanda + admm", "magnitude", "one probe")
-    monkeypatch.setattr(quality, "METHODS", {name: quality.METHODS[name] for name in few})
+    methods, columns = quality.TABLES["quality"]
+    monkeypatch.setitem(quality.TABLES, "quality", ({name: methods[name] for name in few}, columns))
 
     def made(*more):
         return sorted((row["method"], row["column"]) for row in bench(*more)["rows"])
@@ -77,7 +81,7 @@ def test_the_columns_behind_the_main_ones_have_the_important_rows(bench, monkeyp
 
 def test_another_text_is_another_benchmark(bench, text_file):
     wanda = bench("--methods", "wanda", "--columns", "0.5")
-    others = ("--methods", "sparsegpt", "--columns", "0.5", "--num-samples", "3")
+    others = ("--methods", "sparsegpt", *HALF, "--num-samples", "3")
     with pytest.raises(SystemExit, match="has cells of other settings"):
         bench(*others)
     assert bench("--methods", "wanda", "--columns", "0.5") == wanda, "nothing was lost"
@@ -88,14 +92,26 @@ def test_another_text_is_another_benchmark(bench, text_file):
 def test_a_peer_is_given_the_same_windows_and_measured_like_the_rest(bench, tmp_path, monkeypatch):
     script = tmp_path / "peer.py"
     script.write_text(PEER, encoding="utf-8")
-    monkeypatch.setattr(quality, "PEER", script)
-    monkeypatch.setitem(quality.METHODS, "magnitude", {"strategy": "magnitude", "decision": "none", "scope": "tensor"})
-    found = bench("--methods", "magnitude", *quality.PEERS, "--columns", "0.5", "--peers", sys.executable)
+    monkeypatch.setattr(quality_peers, "SCRIPT", script)
+    monkeypatch.setitem(quality_rows.METHODS, "magnitude", {"score": "magnitude", "scope": "tensor"})
+    found = bench("--methods", "magnitude", *quality_rows.PEERS, "--columns", "0.5", "--peers", sys.executable)
     own, sparsegpt, wanda = found["rows"]
     assert sparsegpt["perplexity"] == wanda["perplexity"] == pytest.approx(own["perplexity"], rel=1e-6)
     assert sparsegpt["zeros"] == own["zeros"]
     assert (wanda["seconds"], wanda["peak_bytes"], wanda["passes"]) == (1.5, 10, {})
-    assert found["versions"]["llm-compressor: given"] == "wanda, [4, 16]"
+    assert found["versions"]["llm-compressor: given"] == "wanda, float32, [4, 16]"
+
+
+def test_a_row_may_have_a_calibration_text_of_its_own(bench, monkeypatch):
+    sizes = dict(zip(quality_rows.TEXTS, (2, 4, 6, 4), strict=True))
+    rows = {name: {**quality_rows.TEXTS[name], "num_samples": size} for name, size in sizes.items()}
+    monkeypatch.setitem(quality.TABLES, "texts", (rows, ("0.5",)))
+    results = bench("--texts")
+    found = {row["method"]: next(iter(row["perplexity"].values())) for row in results["rows"]}
+    assert len(set(found.values())) == len(rows), "each is another text"
+    assert found["64 windows"] == _perplexity_of("two probes", bench("--fresh", "--methods", "two probes", *HALF))
+    shown = " | ".join(f"{value:.2f}" for value in found.values())
+    assert f"| 50% | {shown} |" in texts_table(results)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +124,7 @@ def test_a_method_that_cannot_be_made_is_refused_before_anything_is_read(bench, 
 
 
 def test_the_tables_say_what_the_results_say(bench):
-    results = bench("--methods", *METHODS, "--columns", "0.5", "2:4", seeds=("0", "1"))
+    results = bench("--methods", *METHODS, *HALF, seeds=("0", "1"))
     cells = {(row["method"], row["column"], row["seed"]): row for row in results["rows"]}
     text = next(iter(results["dense"]))
     values = [cells["two probes", "0.5", seed]["perplexity"][text] for seed in (0, 1)]
@@ -118,7 +134,7 @@ def test_the_tables_say_what_the_results_say(bench):
     grid = quality_tables.quality_table(results)
     assert f"{mean:,.2f} (" in grid
     assert "threshold rule" not in grid, "its sparsity is another"
-    assert grid.count("**") == 2 * 2, "the best of each column"
+    assert grid.count("**") == 2, "the best of the column"
     rule = cells["threshold rule", "0.5", 0]
     assert f"| {rule['zeros'] / rule['weights']:.2%} | threshold rule |" in quality_tables.rule_table(results)
     assert "| two probes + obs | 5, 2 |" in quality_tables.price_table({**results, "rows": _at_60(results["rows"])})
@@ -154,6 +170,10 @@ def test_the_picture_knows_what_it_shows(bench):
     assert drawn["sparsegpt"] == found["methods"]["sparsegpt"]["0.5"]
     again = json.loads(json.dumps(values).replace("sparsegpt", "sparse"))
     assert picture.digest(values) != picture.digest(again)
+
+
+def _perplexity_of(method, results):
+    return next(next(iter(row["perplexity"].values())) for row in results["rows"] if row["method"] == method)
 
 
 def _at_60(rows):

@@ -13,11 +13,11 @@ from transformers import AutoModelForCausalLM, SwitchTransformersConfig, SwitchT
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.model.targets import find_targets, is_routed
-from gradprobe_hf.reconstruction import least_squares
-from gradprobe_hf.reconstruction.blockwise import _Collected, reconstruct
-from gradprobe_hf.reconstruction.least_squares import LeastSquares, in_matrix
+from gradprobe_hf.updates import least_squares
+from gradprobe_hf.reconstruction.reconstruct import _Collected, reconstruct
+from gradprobe_hf.updates.least_squares import LeastSquares, in_matrix
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.reconstruction.sweep import by_saliency, fixed, inverse_factor, sweep
+from gradprobe_hf.updates.sweep import by_saliency, fixed, inverse_factor, sweep
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import Diagnostics, RunContext
 from gradprobe_hf.run.probe_pair import ProbePair

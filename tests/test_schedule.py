@@ -9,7 +9,7 @@ import torch
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run.blockwise import steps
+from gradprobe_hf.run.sequential import steps
 from gradprobe_hf.run.schedule import expected_passes
 from gradprobe_hf.selection.published_rule import thresholds
 from tests import cases

@@ -1,1 +1,4 @@
-"""A pruned model -> a checkpoint on disk or on the Hub, and back to its true sparsity."""
+"""A pruned model -> a checkpoint on disk (`write`) or on the Hub (`push`), and back to its zeros (`inspect`).
+
+`result` is what `prune_pretrained` returns.
+"""

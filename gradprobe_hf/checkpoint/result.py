@@ -13,7 +13,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.write import check_push, push_folder, write_checkpoint
+from gradprobe_hf.checkpoint.push import check_push, push_folder
+from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
@@ -38,7 +39,7 @@ class PruneResult:
         targets: the matrices the masks are for.
         processes: who took part. The main one writes. Of a model that FSDP2 shards, `masks` are those of this
             process's shards, and every process has to call `save_pretrained`.
-        updates: new values `[out, in]` of reconstructed matrices; empty once the model has them.
+        new_weights: new values `[out, in]` of reconstructed matrices; empty once the model has them.
     """
 
     model: PreTrainedModel
@@ -48,7 +49,7 @@ class PruneResult:
     processing_class: Any
     targets: tuple[Target, ...]
     processes: Processes = field(default_factory=Processes)
-    updates: NewWeights = field(default_factory=NewWeights)
+    new_weights: NewWeights = field(default_factory=NewWeights)
 
     def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
         """Write the pruned checkpoint, whole or not at all; with `apply=False` the model in memory stays as it is.
@@ -62,17 +63,9 @@ class PruneResult:
         """
         if not self.processes.is_main and not is_sharded(self.model):
             return
-        with applied(self.model, self.targets, self.masks, keep=False, updates=self.updates):
-            write_checkpoint(
-                directory,
-                self.model,
-                self.processing_class,
-                self.config,
-                self.report,
-                overwrite=overwrite,
-                where=repo_id,
-                writes=self.processes.is_main,
-            )
+        with applied(self.model, self.targets, self.masks, keep=False, new_weights=self.new_weights):
+            made = Checkpoint(self.model, self.processing_class, self.config, self.report)
+            write_checkpoint(directory, made, overwrite=overwrite, where=repo_id, writes=self.processes.is_main)
 
     def push_to_hub(
         self,

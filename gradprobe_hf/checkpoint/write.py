@@ -1,4 +1,4 @@
-"""Checkpoints on disk and on the Hub. What is written appears whole or not at all."""
+"""Writing a checkpoint: it appears whole or not at all."""
 
 from __future__ import annotations
 
@@ -9,13 +9,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from httpx2 import TransportError
-from huggingface_hub import HfApi
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-from huggingface_hub.utils._validators import validate_repo_id
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -70,16 +67,18 @@ def check_room(directory: str | Path, model: PreTrainedModel) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint is written of."""
+
+    model: PreTrainedModel
+    processing_class: Any
+    config: GradProbeConfig
+    report: Report
+
+
 def write_checkpoint(
-    directory: str | Path,
-    model: PreTrainedModel,
-    processing_class: Any,
-    config: GradProbeConfig,
-    report: Report,
-    *,
-    overwrite: bool = False,
-    where: str | None = None,
-    writes: bool = True,
+    directory: str | Path, made: Checkpoint, *, overwrite: bool = False, where: str | None = None, writes: bool = True
 ) -> None:
     """Weights, configuration, tokenizer, report, pictures and card, written beside `directory` and renamed.
 
@@ -93,19 +92,19 @@ def write_checkpoint(
     """
     path = Path(directory)
     if not writes:
-        save_in_shards(path, model, writes=False)
+        save_in_shards(path, made.model, writes=False)
         return
-    check_destination(directory, model.name_or_path, overwrite)
+    check_destination(directory, made.model.name_or_path, overwrite)
     with _replacing(path) as scratch:
-        save_weights(scratch, model)
-        _add_own_key(scratch / "config.json", config, report)
-        if processing_class is not None:
-            processing_class.save_pretrained(scratch)
-        config.save_pretrained(scratch)
-        report.save(scratch)
-        save_plots(report, scratch / "assets")
-        base = base_metadata(model.name_or_path)
-        build_card(report, config, base, where or path.name).save(scratch / "README.md")
+        save_weights(scratch, made.model)
+        _add_own_key(scratch / "config.json", made.config, made.report)
+        if made.processing_class is not None:
+            made.processing_class.save_pretrained(scratch)
+        made.config.save_pretrained(scratch)
+        made.report.save(scratch)
+        save_plots(made.report, scratch / "assets")
+        base = base_metadata(made.model.name_or_path)
+        build_card(made.report, made.config, base, where or path.name).save(scratch / "README.md")
 
 
 def save_weights(folder: Path, model: PreTrainedModel) -> None:
@@ -116,70 +115,6 @@ def save_weights(folder: Path, model: PreTrainedModel) -> None:
         model.save_pretrained(folder)
 
 
-def check_push(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
-    """Make sure, before any work, that the repository exists and can be written to; returns its full name.
-
-    Raises:
-        ValueError: not a repository name.
-        OSError: no token, or the Hub refuses; the message says what to do.
-    """
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"{repo_id!r} is not a repository name like 'user/model': {error}") from error
-    api = HfApi(token=token)
-    with _hub_errors(repo_id):
-        full_name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        api.auth_check(full_name, write=True)  # `exist_ok` is content with a repository that can only be read
-        if private and not api.repo_info(full_name).private:
-            raise OSError(f"{full_name} exists and is public: make it private in its settings, or choose another name.")
-        return full_name
-
-
-def push_folder(
-    folder: str | Path,
-    repo_id: str,
-    *,
-    revision: str | None = None,
-    create_pr: bool = False,
-    token: str | None = None,
-    message: str = "Upload pruned model",
-) -> str:
-    """Upload a checkpoint folder; returns the address of the commit."""
-    api = HfApi(token=token)
-    with _hub_errors(repo_id):
-        if revision is not None and not create_pr:
-            api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, revision=revision, create_pr=create_pr, commit_message=message
-        )
-    return str(commit.pr_url or commit.commit_url)
-
-
-@contextmanager
-def _hub_errors(repo_id: str) -> Iterator[None]:
-    """The Hub's refusals, with what to do about them. The token itself is in none of these messages."""
-    try:
-        yield
-    except LocalTokenNotFoundError as error:
-        raise OSError(f"no Hub token to push to {repo_id}: run `hf auth login`, or set HF_TOKEN.") from error
-    except TransportError as error:
-        raise OSError(f"the Hub cannot be reached to push to {repo_id}: {error}. Check the network.") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else None
-        if status == 401:
-            raise OSError(
-                f"the Hub does not accept this login for {repo_id} (401): run `hf auth login` with a token that can "
-                "write, or set HF_TOKEN."
-            ) from error
-        if status == 403:
-            raise OSError(
-                f"the Hub refuses to let you write to {repo_id} (403): use a name of your own, ask for access to the "
-                "organisation, or log in with a token that has write permission."
-            ) from error
-        raise OSError(f"the Hub answered {status} for {repo_id}: {error.server_message or error}") from error
-
-
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A scratch folder beside `path` that takes its place if the body succeeds, and vanishes if it does not."""
@@ -187,7 +122,7 @@ def _replacing(path: Path) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.partial-{secrets.token_hex(6)}")
     try:
-        scratch.mkdir()  # in here: an interrupt as soon as it is there must not leave it
+        scratch.mkdir()  # inside the try: an interrupt right after it must not leave the folder behind
         yield scratch
         _swap(scratch, path)
     except SafetensorError as error:  # safetensors reports a full disk as an error of its own
@@ -221,8 +156,9 @@ def _add_own_key(path: Path, config: GradProbeConfig, report: Report) -> None:
     values[CONFIG_KEY] = {
         "sparsity": report.sparsity,
         "pattern": config.pattern,
-        "strategy": config.strategy,
-        "decision": config.decision,
+        "score": config.score,
+        "probes": config.probes,
+        "update": config.update,
         "version": report.versions["gradprobe_hf"],
     }
     # json.dumps, not the configuration's own writer: transformers sorts keys and so do we, which keeps diffs small.

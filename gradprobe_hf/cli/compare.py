@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -18,7 +17,6 @@ from gradprobe_hf.cli.options import (
 from gradprobe_hf.cli.output import add_model_arguments, console, placement_of, print_comparison, print_json, source_of
 from gradprobe_hf.comparison import RESULT_NAME, Compared, baselines, compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.run.inputs import Loading
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.yaml_options import read_yaml
 
@@ -59,9 +57,10 @@ def run(options: argparse.Namespace) -> None:
         _chosen(config, options),
         calibration=options.calibration,
         evaluation=options.evaluation,
-        loading=Loading(**placement_of(options), others=source_of(options)),
         on_row=partial(_note, options) if join_processes().is_main else None,
         progress=not options.quiet,
+        **source_of(options),
+        **placement_of(options),
     )
     if not join_processes().is_main:
         return
@@ -85,7 +84,7 @@ def _note(options: argparse.Namespace, found: Compared) -> None:
 def _chosen(config: GradProbeConfig, options: argparse.Namespace) -> dict[str, GradProbeConfig]:
     """The configurations that were asked for by name, by options and by file; by default every baseline."""
     known = baselines(config)
-    if replace(config, preset=None) not in known.values():
+    if config.varied(preset=None) not in known.values():
         known[OWN] = config
     names = list(known) if options.methods is None else [name.strip() for name in options.methods.split(",")]
     for name in names:

@@ -1,4 +1,4 @@
-"""Tell what a run will take, before any of it: memory and disk, passes, time, and what fits here. No weight is read."""
+"""Tell what a run will take, before any of it: memory and disk, passes, and what fits here. No weight is read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_window_arguments(parser.add_argument_group("calibration windows"))
     add_accumulator_arguments(parser.add_argument_group("memory"))
     parser.add_argument("--resume", action="store_true", help="count the snapshots of a run that can be resumed")
-    parser.add_argument("--no-timing", action="store_true", help="do not measure this machine's speed (two seconds)")
     parser.add_argument("--quiet", action="store_true", help="errors only")
 
 
@@ -32,5 +31,5 @@ def run(options: argparse.Namespace) -> None:
     config = configuration(options)
     model = skeleton(load_config(options.model, **given(options, "revision", "trust_remote_code")), dtype=options.dtype)
     targets = find_targets(model, config.include, config.exclude)
-    found = estimate(model, targets, config, snapshots=options.resume, timing=not options.no_timing)
+    found = estimate(model, targets, config, snapshots=options.resume)
     print_json({"model": options.model, **found.to_dict()}) if options.json else print_estimate(found)

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gradprobe_hf.cli.output import console
-from gradprobe_hf.estimation.estimate import EFFICIENCY, Estimate
+from gradprobe_hf.estimation.estimate import Estimate
 from gradprobe_hf.estimation.footprint import DEVICES, Device, Placement, Stage
 
 
@@ -30,11 +30,6 @@ def print_estimate(found: Estimate) -> None:
     out.print(table)
     if any(work.bytes_read for work in found.work.values()):
         out.print("offloaded: weights stay on disk; the embedding or output head and one block of them are in memory")
-    if found.flops_per_second is not None:
-        low, high = EFFICIENCY
-        out.print(
-            f"time: passes reach {low:.0%} to {high:.0%} of a bare product's speed; loading and saving not counted"
-        )
     fitting = [one.name for one in found.placements if one.fits]
     out.print(f"fits here: {', '.join(fitting) or 'none of them'}", style="bold")
     for note in found.notes:
@@ -93,9 +88,6 @@ def _add_work(table: Table, found: Estimate) -> None:
     table.add_row("  floating-point operations", *(_scaled(work.flops, "FLOP") for work in works))
     if any(work.bytes_read for work in works):
         table.add_row("  weights read again", *(_size(work.bytes_read) if work.bytes_read else "-" for work in works))
-    if found.flops_per_second is not None:
-        measured = f"  time, where a product makes {_scaled(found.flops_per_second, 'FLOP/s')}"
-        table.add_row(measured, *(_duration(*work.seconds) if work.seconds else "-" for work in works))
 
 
 def _size(count: int) -> str:
@@ -107,9 +99,3 @@ def _scaled(number: float, unit: str) -> str:
         if number >= size:
             return f"{number / size:,.2f} {prefix}{unit}"
     return f"{number:,.0f} {unit}"
-
-
-def _duration(low: float, high: float) -> str:
-    units = (("days", 86400), ("h", 3600), ("min", 60))
-    unit, seconds = next((one for one in units if high >= 2 * one[1]), ("s", 1))
-    return f"{low / seconds:.1f} to {high / seconds:.1f} {unit}"

@@ -9,6 +9,7 @@ from gradprobe_hf.cli.output import add_model_arguments, placement_of, print_eva
 from gradprobe_hf.data.windows import load_batches
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.loading import load_model, load_processing_class
+from gradprobe_hf.probe.engine import Workload
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +36,6 @@ def run(options: argparse.Namespace) -> None:
         seed=0,
         progress=not options.quiet,
     )
-    found = measure(model, batches, progress=not options.quiet)
+    found = measure(Workload(model, batches, progress=not options.quiet))
     values = {"model": options.model, **found.to_dict(), **batches.describe()}
     print_json(values) if options.json else print_evaluation(values)

@@ -11,23 +11,25 @@ from typing import Any, get_args
 
 from gradprobe_hf.cli.output import given
 from gradprobe_hf.config import (
+    METHOD,
+    PROBES,
     AccumulatorDevice,
     AccumulatorDtype,
     BlockOrder,
-    Decision,
-    Fisher,
     GradProbeConfig,
     Order,
     Preset,
-    Reconstruction,
-    Scope,
-    Strategy,
 )
+from gradprobe_hf.decisions.table import RULES
 from gradprobe_hf.runtime.yaml_options import read_yaml
+from gradprobe_hf.scores.budget import Scope
+from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
+from gradprobe_hf.scores.table import SCORES
+from gradprobe_hf.updates.table import UPDATES
 
 # Options of the command that are fields of the configuration; a default of None means: what the configuration says.
 CONFIG_FIELDS = tuple(field.name for field in fields(GradProbeConfig))
-PRESET_FIELDS = ("preset", "strategy", "decision", "reconstruction", "dense_target")
+PRESET_FIELDS = ("preset", *METHOD, "dense_target")
 
 
 def add_method_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,25 +38,26 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--preset",
         choices=get_args(Preset),
-        help="one probe, two, or one and --reconstruction admm (default: balanced); for n:m SparseGPT, SparseGPT and "
+        help="one probe, two, or one and --update admm (default: balanced); for n:m SparseGPT, SparseGPT and "
         "admm, or one probe and admm (default: best)",
     )
     how.add_argument("--pattern", help="'unstructured' (default) or n:m; 2:4 keeps 2 of every 4 inputs")
+    how.add_argument("--score", choices=tuple(SCORES), help="how weights are ordered (default: fisher)")
     how.add_argument(
-        "--strategy",
-        choices=get_args(Strategy),
-        help="proposes the candidates; with --decision none it decides, and sparsegpt always does (default: fisher)",
+        "--probes", type=int, choices=PROBES, help="gradient measurements (default: 2 with fisher, else 0)"
     )
-    how.add_argument("--decision", choices=get_args(Decision), help="what the probes decide (default: path)")
+    how.add_argument("--rule", choices=RULES, help="how two probes decide (default: budget)")
     how.add_argument(
         "--scope", choices=get_args(Scope), help="over what one budget is spent (default: global, or the strategy's)"
     )
-    how.add_argument("--fisher", choices=get_args(Fisher), help="estimate of the squared gradient (default: blend)")
+    how.add_argument(
+        "--fisher", choices=tuple(FISHER_ESTIMATES), help="estimate of the squared gradient (default: blend)"
+    )
     how.add_argument(
         "--gradient-threshold",
         type=_threshold,
         metavar="X",
-        help="growth tolerated by 'threshold': a number, 'adaptive', or a JSON object from patterns (default: 0.0)",
+        help="growth tolerated by --rule threshold: a number, 'adaptive', or a JSON object from patterns (default: 0.0)",
     )
     how.add_argument("--min-matrix-sparsity", type=float, metavar="X", help="the least that goes of any matrix")
     how.add_argument("--max-matrix-sparsity", type=float, metavar="X", help="the most that goes of any matrix")
@@ -80,16 +83,16 @@ def add_method_arguments(parser: argparse.ArgumentParser) -> None:
         help="how much a sequence's gradient energy may grow between the probes (default: 2; 0: as it will)",
     )
     how.add_argument(
-        "--reconstruction",
-        choices=get_args(Reconstruction),
-        help="change the kept weights to keep each matrix's outputs: by a sweep (obs), as well as can be "
-        "(least_squares), or so and with another choice of what goes (admm); default: none, for n:m admm",
+        "--update",
+        choices=tuple(UPDATES),
+        help="change the kept weights to keep each matrix's outputs; sparsegpt chooses the mask too (default: none, for "
+        "n:m admm)",
     )
     how.add_argument(
         "--dense-target",
         type=float,
         metavar="X",
-        help="how far reconstruction goes towards the dense model's outputs, 0 to 1 (default: 0.25; obs: 0.5; "
+        help="how far an update goes towards the dense model's outputs, 0 to 1 (default: 0.25; obs: 0.5; "
         "sparsegpt alone: 0)",
     )
     how.add_argument("--damping", type=float, metavar="X", help="of reconstruction's Hessians (default: 0.01)")

@@ -12,8 +12,9 @@ from rich.console import Console
 from rich.table import Table
 
 from gradprobe_hf.checkpoint.inspect import Inspection
+from gradprobe_hf.comparison import ComparedRow
 from gradprobe_hf.evaluation.perplexity import Measurement
-from gradprobe_hf.report.report import ComparedRow, Group, Report, finite
+from gradprobe_hf.report.report import Group, Report, finite
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,11 +67,7 @@ def print_pruning(report: Report, output: str) -> None:
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
     out = console()
     out.print(table)
-    if report.comparison and report.evaluation:
-        rows = [ComparedRow(**row) for row in report.comparison]
-        dense = Measurement(**report.evaluation["dense"])
-        print_comparison(rows, dense, report.evaluation)
-    elif report.evaluation:
+    if report.evaluation:
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")

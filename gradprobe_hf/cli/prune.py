@@ -11,7 +11,7 @@ from gradprobe_hf.cli.options import (
     add_resume_arguments,
     configuration,
 )
-from gradprobe_hf.cli.output import add_model_arguments, given, placement_of, print_json, print_pruning, source_of
+from gradprobe_hf.cli.output import add_model_arguments, placement_of, print_json, print_pruning, source_of
 from gradprobe_hf.pruning import prune_pretrained
 
 
@@ -20,12 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="folder for the pruned checkpoint")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint in --output")
     add_method_arguments(parser)
-    data = add_data_arguments(parser, no_evaluation=", or 'none'")
-    data.add_argument(
-        "--compare-baselines",
-        action="store_true",
-        help="prune in the ways that `gradprobe compare` knows, too, and measure them",
-    )
+    add_data_arguments(parser, no_evaluation=", or 'none'")
     add_memory_arguments(parser.add_argument_group("memory"))
     add_resume_arguments(parser.add_argument_group("long runs"))
     hub = parser.add_argument_group("sharing")
@@ -40,17 +35,15 @@ def run(options: argparse.Namespace) -> None:
         configuration(options),
         calibration=options.calibration,
         evaluation=False if options.evaluation == "none" else options.evaluation,
-        compare_baselines=options.compare_baselines,
         apply=False,  # the checkpoint is what is asked for: the weights in memory, or offloaded, are let go
         output_dir=options.output,
         overwrite=options.overwrite,
-        push_to_hub=options.push_to_hub is not None,
-        hub_model_id=options.push_to_hub,
+        push_to_hub=options.push_to_hub or False,
         hub_private_repo=options.private or None,
         progress=not options.quiet,
         **source_of(options),
         **placement_of(options),
-        **given(options, "resume_dir", "save_every"),
+        resume_dir=options.resume_dir,
     )
     if not result.processes.is_main:
         return

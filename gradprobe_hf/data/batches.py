@@ -33,6 +33,11 @@ class Batches:
     protocol: str
     dataset_id: str | None = None
 
+    @classmethod
+    def none(cls) -> Batches:
+        """Of a run that reads no text: empty, and false in a condition."""
+        return cls((), "none", 0, 0, "no text")
+
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return iter(self.items)
 

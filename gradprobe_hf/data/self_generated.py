@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.loss import is_causal
+from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
 

@@ -19,6 +19,7 @@ from gradprobe_hf.data.batches import Batches, from_iterable, from_rows, from_wi
 from gradprobe_hf.data.pydoc_text import Part, manual_text
 from gradprobe_hf.data.self_generated import own_text
 from gradprobe_hf.data.sources import Source, is_dataset, is_streamed, is_tokenised, open_source, text_rows, texts_of
+from gradprobe_hf.model.families import text_attribute
 
 EVALUATION_SEED = 1
 SEPARATOR = "\n\n"
@@ -144,7 +145,7 @@ def _tokenised(opened: Source, samples: int, batch_size: int, seed: int, process
 
 
 def _check_length(model: PreTrainedModel, length: int) -> None:
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    longest = text_attribute(model.config, "max_position_embeddings")
     if longest is not None and length > longest:
         raise ValueError(
             f"sequence_length={length} is more than the {longest} positions of {type(model).__name__} "

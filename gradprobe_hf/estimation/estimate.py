@@ -12,22 +12,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.decisions.decision import evidence_needed
+from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.estimation.footprint import FLOAT32_BYTES, Device, Placement, PlacementName, Sizes, footprint_of
 from gradprobe_hf.estimation.formula import active_weights, loss_bytes
-from gradprobe_hf.estimation.machine import available_bytes, compute_device, free_disk_bytes, matmul_rate, process_bytes
+from gradprobe_hf.estimation.machine import available_bytes, compute_device, free_disk_bytes, process_bytes
 from gradprobe_hf.estimation.passes import PassCost, cost_of_batch
-from gradprobe_hf.model.targets import Target, block_of, is_routed
+from gradprobe_hf.model.families import block_of, text_attribute
+from gradprobe_hf.model.targets import Target, is_routed
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
-from gradprobe_hf.reconstruction.least_squares import ROUNDS, STEPS
-from gradprobe_hf.run.schedule import expected_passes
-
-MATRIX_TERMS = frozenset({"sequence", "token", "peak"})
-SOLVE_TENSORS = 10  # `[out, in]`, of least squares on a matrix and of revising its mask: measured peaks
-# A pass is slower than its products alone: norms, activation functions and the loss move memory and compute little.
-EFFICIENCY = (0.3, 0.9)
-# Bytes per second of weights that are read again in every pass: from a slow disk, or from the system's cache.
-READING = (0.5e9, 5e9)
+from gradprobe_hf.scores.evidence import MATRIX_TERMS
 
 
 @dataclass(frozen=True)
@@ -38,14 +31,12 @@ class Work:
         forwards, backwards: passes over the whole calibration set, recomputation included.
         flops: floating-point operations.
         bytes_read: weights that are read from disk on the way.
-        seconds: (low, high), None where the speed was not measured.
     """
 
     forwards: float
     backwards: float
     flops: int
     bytes_read: int = 0
-    seconds: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +49,7 @@ class Estimate:
         active_target_weights: of them those that a token passes; fewer in a mixture of experts.
         dtype, device: of the weights, and what they compute on.
         batches, rows, length: passes of `[rows, length]` tokens that make one walk over the calibration set.
-        placements, work: by name: memory and disk, passes and time.
-        flops_per_second: measured on one matrix product; None where it was not.
+        placements, work: by name: memory and disk, passes and operations.
         notes: what to know about the figures.
     """
 
@@ -76,7 +66,6 @@ class Estimate:
     length: int
     placements: tuple[Placement, ...]
     work: dict[PlacementName, Work]
-    flops_per_second: float | None = None
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +84,6 @@ def estimate(
     device: torch.device | None = None,
     base: int | None = None,
     snapshots: bool = False,
-    timing: bool = True,
 ) -> Estimate:
     """What `prune_pretrained` will take for this model and configuration.
 
@@ -105,21 +93,20 @@ def estimate(
         device: what the model will compute on; default: the first CUDA device, or the CPU.
         base: bytes of the process before it loads a model; default: those of this one.
         snapshots: the run will write its state, to be resumed.
-        timing: measure a matrix product for about two seconds, to turn operations into time.
     """
     device = device or compute_device()
     base = process_bytes() if base is None else base
-    needed = evidence_needed(config)
+    needed = config.needs
     rows = 1 if config.batch_size == "auto" or is_routed(targets) else min(config.batch_size, config.num_samples)
     length = config.sequence_length
     batches = math.ceil(config.num_samples / rows) if needed.passes != "none" else 0
     costs = {
         checkpoint: PassCost(0, 0, 0)
         if needed.passes == "none"
-        else cost_of_batch(model, targets, rows, length, checkpoint=checkpoint, backward=needed.passes == "probe")
+        else cost_of_batch(model, targets, rows, length, checkpoint=checkpoint, backward=needed.probes)
         for checkpoint in (False, True)
     }
-    loss = 0 if needed.passes != "probe" else loss_bytes(model, rows, length)
+    loss = 0 if not needed.probes else loss_bytes(model, rows, length)
     sizes = sizes_of(model, targets, config, base=base, loss=loss, snapshots=snapshots)
     room = room_of(device, base)
     names: dict[PlacementName, bool] = {"resident": False, "checkpointed": True, "offloaded": True}
@@ -131,7 +118,6 @@ def estimate(
     work["offloaded"] = replace(
         work["offloaded"], bytes_read=int(2 * work["offloaded"].backwards * batches * sizes.weights)
     )
-    rate = measured_rate(targets, rows * length, model.dtype, device) if timing and batches else None
     return Estimate(
         architecture=type(model).__name__,
         parameters=model.num_parameters(),
@@ -145,8 +131,7 @@ def estimate(
         rows=rows,
         length=length,
         placements=placements,
-        work={name: replace(one, seconds=seconds_of(one, rate)) for name, one in work.items()},
-        flops_per_second=rate,
+        work=work,
         notes=notes_on(config, targets, costs[False], placements, sizes),
     )
 
@@ -170,16 +155,16 @@ def sizes_of(
     stored = getattr(model.config, "dtype", None) or torch.float32
     ends = [weight.numel() for get in ("input", "output") if (weight := _embedding(model, get)) is not None]
     blocks = bytes_by_block(model)
-    squares = [FLOAT32_BYTES * target.shape[1] ** 2 for target in targets] if config.reconstructs else [0]
+    squares = [FLOAT32_BYTES * target.shape[1] ** 2 for target in targets] if config.updates else [0]
     by_block: dict[str, int] = {}
     for target, square in zip(targets, squares, strict=False):
         by_block[target.block] = by_block.get(target.block, 0) + square
     sets = 2 if config.dense_target else 1  # of a block's inputs: as pruned so far, and as they were
     tokens = config.num_samples * config.sequence_length
-    width = getattr(model.config.get_text_config(), "hidden_size", 0) or 0
+    width = text_attribute(model.config, "hidden_size", 0)
     return Sizes(
         base=base,
-        vocabulary=getattr(model.config.get_text_config(), "vocab_size", 0) or 0,
+        vocabulary=text_attribute(model.config, "vocab_size", 0),
         weights=sum(blocks.values()),
         stored=0 if stored == model.dtype else model.num_parameters() * stored.itemsize,
         block=max((size for name, size in blocks.items() if name), default=0),
@@ -194,14 +179,15 @@ def sizes_of(
         snapshots=snapshots,
         hessians=sets * max(by_block.values(), default=0),
         largest_hessian=max(squares),
-        solved=SOLVE_TENSORS * FLOAT32_BYTES * largest if config.solves_least_squares else 0,
-        hidden=sets * tokens * width * itemsize if config.reconstructs else 0,
+        solved=config.update_row.workspace * FLOAT32_BYTES * largest,
+        hidden=sets * tokens * width * itemsize if config.updates else 0,
     )
 
 
 def accumulator_bytes(config: GradProbeConfig, weights: int) -> int:
     """Bytes of the statistics `[out, in]`; the threshold decision compares those of two probes."""
-    kept = len(evidence_needed(config).terms & MATRIX_TERMS) + (config.decision == "threshold")
+    row = config.decision_row
+    kept = len(config.needs.terms & set(MATRIX_TERMS)) + len(row.terms) * row.keeps_second
     return round(kept * weights * BYTES_PER_WEIGHT[config.accumulator_dtype])
 
 
@@ -232,7 +218,7 @@ def work_of(
     checkpoint: bool,
 ) -> Work:
     """Passes and operations. A simulated pass makes every weight's gradient once; the terms say how many are needed."""
-    needed = evidence_needed(config)
+    needed = config.needs
     forwards, backwards = expected_passes(config, len({target.block for target in targets}))
     gradients = 2 * rows * config.sequence_length * active_weights(model, targets)
     products = bool(needed.terms & {"sequence", "peak"}) + ("token" in needed.terms)
@@ -244,30 +230,12 @@ def work_of(
 
 def reconstruction_operations(config: GradProbeConfig, targets: Sequence[Target]) -> int:
     """Hessians of all tokens, their factors, and the sweeps, or the steps of least squares."""
-    if not config.reconstructs:
+    if not config.updates:
         return 0
     tokens, sets = config.num_samples * config.sequence_length, 2 if config.dense_target else 1
     shapes = [target.shape for target in targets]
-    products = sets + STEPS * config.solves_least_squares + ROUNDS * (config.reconstruction == "admm")
+    products = sets + config.update_row.products
     return sum(2 * sets * tokens * inner**2 + 2 * inner**3 + 2 * products * out * inner**2 for out, inner in shapes)
-
-
-def measured_rate(targets: Sequence[Target], tokens: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Operations per second of the most usual matrix of the model."""
-    shapes = [target.shape for target in targets]
-    out, inner = max(set(shapes), key=lambda shape: shapes.count(shape) * shape[0] * shape[1])
-    return matmul_rate((tokens, inner, out), dtype, device)
-
-
-def seconds_of(work: Work, rate: float | None) -> tuple[float, float] | None:
-    """(low, high): at the best and the worst of what passes have been seen to reach of a bare product's speed."""
-    if rate is None:
-        return None
-    (slow, fast), (slow_disk, fast_disk) = EFFICIENCY, READING
-    return (
-        work.flops / (rate * fast) + work.bytes_read / fast_disk,
-        work.flops / (rate * slow) + work.bytes_read / slow_disk,
-    )
 
 
 def notes_on(

@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from gradprobe_hf.config import AccumulatorDevice
-from gradprobe_hf.model.parameters import FOLDED_ELEMENTS
 from gradprobe_hf.model.saving import LARGEST_SHARD, SHARDS, SMALLEST_SHARD
+from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS
 
 Device = Literal["host", "accelerator", "disk"]
 PlacementName = Literal["resident", "checkpointed", "offloaded"]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
-from gradprobe_hf.model.targets import Target, is_fused_experts
+from gradprobe_hf.model.families import chosen_experts, is_fused_experts
+from gradprobe_hf.model.targets import Target
 
 # Alive at the top of backward: the logits and their gradient; what is in float32 of them is a portion (loss.py).
 TENSORS_OF_THE_LOSS = 2
@@ -16,7 +17,6 @@ KEPT_PER_FEATURE = 2
 # Of a block of which only the width is known: `34 tokens * hidden` bytes in a dtype of two bytes, with fused attention
 # (Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", equation 2).
 KEPT_PER_HIDDEN = 17
-CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
 
 
 def loss_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
@@ -46,19 +46,5 @@ def share_of(model: PreTrainedModel, target: Target) -> float:
     """The share of the tokens that reach a matrix when experts are balanced, in (0, 1]."""
     if target.expert is None:
         return 1.0
-    config = model.config.get_text_config()
-    chosen = next((getattr(config, name) for name in CHOSEN_EXPERTS if getattr(config, name, None)), 1)
     experts = model.get_submodule(target.sites[0].module)
-    return min(1.0, chosen / experts.num_experts) if is_fused_experts(experts) else 1.0
-
-
-def bytes_by_width(config: PreTrainedConfig, rows: int, length: int, itemsize: int, checkpoint: bool) -> int:
-    """What a batch takes, where not even a skeleton of the model can be made: from its width, depth and vocabulary."""
-    text = config.get_text_config()
-    hidden, layers, vocabulary = (
-        getattr(text, name, None) or otherwise
-        for name, otherwise in (("hidden_size", 1024), ("num_hidden_layers", 24), ("vocab_size", 0))
-    )
-    block = KEPT_PER_HIDDEN * itemsize * rows * length * hidden
-    kept = block + layers * itemsize * rows * length * hidden if checkpoint else layers * block
-    return kept + TENSORS_OF_THE_LOSS * itemsize * rows * length * vocabulary
+    return min(1.0, chosen_experts(model.config) / experts.num_experts) if is_fused_experts(experts) else 1.0

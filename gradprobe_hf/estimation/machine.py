@@ -1,9 +1,8 @@
-"""The machine: how much memory is free here, and how fast a matrix product is."""
+"""The machine: how much memory and disk is free here."""
 
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 import psutil
@@ -31,29 +30,6 @@ def process_bytes() -> int:
 def compute_device() -> torch.device:
     """Where a model would be put: the first CUDA device, or the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-
-
-def matmul_rate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, seconds: float = 2.0) -> float:
-    """Floating-point operations per second of `[tokens, in] @ [in, out]`, measured for about `seconds`.
-
-    Args:
-        shape: (tokens, in, out).
-    """
-    tokens, inner, outer = shape
-    x = torch.randn(tokens, inner, device=device).to(dtype)
-    weight = torch.randn(outer, inner, device=device).to(dtype)
-
-    def products(count: int) -> float:
-        start = time.perf_counter()
-        for _ in range(count):
-            x @ weight.t()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    products(1)  # the first one builds its kernel
-    count = max(1, round(seconds / max(products(1), 1e-6)))
-    return 2.0 * tokens * inner * outer * count / products(count)
 
 
 def _container_room(root: Path, membership: Path) -> list[int]:

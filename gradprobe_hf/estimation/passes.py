@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, bytes_by_width, loss_bytes
+from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, loss_bytes
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, gradients_required, recomputed_blocks
 from gradprobe_hf.estimation.watch import Watch
+from gradprobe_hf.model.families import is_causal, sample_batch
 from gradprobe_hf.model.loading import skeleton
-from gradprobe_hf.model.loss import is_causal, summed_loss
+from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.patches import eval_mode, frozen
 from gradprobe_hf.model.targets import Target, find_targets, is_routed
 
@@ -55,10 +56,11 @@ def activation_bytes(
     sequence_length: int,
     dtype: torch.dtype,
     checkpointed: bool,
-) -> int:
+) -> int | None:
     """The most memory that a batch of a probe takes beside weights and statistics, in bytes.
 
-    Never raises: an architecture that cannot be simulated gets a formula. Answers are remembered.
+    An architecture that cannot be simulated gets a formula. None: not even a model without data can be made of it
+    (code of its own), so nothing is known. Answers are remembered.
 
     Args:
         config: of the model; its weights are not needed.
@@ -75,14 +77,14 @@ def activation_bytes(
 @lru_cache(maxsize=256)
 def _remembered(
     config_class: Any, values: str, cls: Any, rows: int, length: int, dtype: torch.dtype, checkpoint: bool
-) -> int:
+) -> int | None:
     config = config_class.from_dict(json.loads(values))
     try:
         model = skeleton(config, cls, dtype)
         targets = find_targets(model)
     except Exception as error:  # code of its own, or no blocks: the caller wants a number, not a reason
         logger.debug("no skeleton of %s: %s", config_class.__name__, error)
-        return bytes_by_width(config, rows, length, dtype.itemsize, checkpoint)
+        return None
     return cost_of_batch(model, targets, rows, length, checkpoint=checkpoint).peak_bytes
 
 
@@ -134,30 +136,6 @@ def by_formula(
     again = max(kept.values()) if checkpoint else 0
     flops = forward * (4 if checkpoint else 3)
     return PassCost(saved + loss // TENSORS_OF_THE_LOSS, saved + again + loss, flops, simulated=False)
-
-
-def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, Tensor]:
-    """A batch of the model's modality without data: what it has to be called with to return a loss."""
-    config, name = model.config, model.main_input_name
-    if name == "pixel_values":
-        vision = getattr(config, "vision_config", config)
-        size = vision.image_size if isinstance(vision.image_size, (list, tuple)) else (vision.image_size,) * 2
-        return {name: _values(model, rows, vision.num_channels, *size), "labels": _ids(rows)}
-    if name == "input_features":  # speech: as many frames as the encoder has positions, after a stride of two
-        frames = 2 * config.max_source_positions
-        return {name: _values(model, rows, config.num_mel_bins, frames), "labels": _ids(rows, length)}
-    if is_causal(model):
-        return {"input_ids": _ids(rows, length)}
-    whole = type(model).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
-    return {"input_ids": _ids(rows, length), "labels": _ids(rows) if whole else _ids(rows, length)}
-
-
-def _ids(*shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.long, device="meta")
-
-
-def _values(model: PreTrainedModel, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=model.dtype, device="meta")
 
 
 def _simulated(

@@ -17,7 +17,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gradprobe_hf.model.targets import Target, block_of, expert_parameters, is_fused_experts
+from gradprobe_hf.model.families import block_of, expert_parameters, is_fused_experts
+from gradprobe_hf.model.targets import Target
 
 
 @contextmanager

@@ -1,1 +1,1 @@
-"""Model and batches -> loss and perplexity."""
+"""Model and batches -> loss and perplexity. `metrics` holds measurements for the `evaluate` library."""

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded, resharded
-from gradprobe_hf.model.loss import Batch, LossFunction, is_causal, summed_loss
+from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
-from gradprobe_hf.probe.engine import share
-from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.probe.engine import Workload
+from gradprobe_hf.probe.steps import share
 
 
 @dataclass(frozen=True)
@@ -35,29 +34,23 @@ class Measurement:
 
 
 @torch.no_grad()
-def measure(
-    model: PreTrainedModel,
-    batches: Iterable[Batch],
-    loss_fn: LossFunction | None = None,
-    label: str = "evaluation",
-    progress: bool = True,
-    processes: Processes | None = None,
-    is_trial: bool = False,
-) -> Measurement:
+def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False) -> Measurement:
     """Mean loss over all batches: exp of the mean next-token loss inside the windows is their perplexity.
 
+    All processes share the batches and get the same result.
+
     Args:
-        processes: who shares the batches; all get the same result.
-        is_trial: a loss that is NaN is a result too, of a model that was pruned too far.
+        label: what the progress bar and errors say.
+        allows_nan: a loss that is NaN is a result too, of a model that was pruned too far.
 
     Raises:
         ValueError: no token was predicted, or the loss is NaN. An infinite loss is a result, and is reported.
     """
-    together = processes or Processes()
+    model, loss_fn = work.model, work.loss_fn
     device, losses, counts = input_device(model), [], []
     with resharded(model), eval_mode(model):
-        steps = share(list(batches), together, is_sharded(model))
-        for batch, counted in tqdm(steps, desc=label, unit="batch", disable=not progress):
+        steps = share(list(work.batches), work.processes, is_sharded(model))
+        for batch, counted in tqdm(steps, desc=label, unit="batch", disable=not work.progress):
             batch = send_to_device(batch, device)
             loss, count = (loss_fn(model, batch), row_count(batch)) if loss_fn else summed_loss(model, batch)
             if counted:
@@ -65,9 +58,9 @@ def measure(
                 counts.append(count)
     # In float64 on the host: not every accelerator has it.
     totals = torch.tensor([sum(map(float, losses)), sum(map(float, counts))], dtype=torch.float64)
-    total, terms = together.sum_(totals).tolist()
+    total, terms = work.processes.sum_(totals).tolist()
     terms = int(terms)
-    if not terms or (math.isnan(total) and not is_trial):
+    if not terms or (math.isnan(total) and not allows_nan):
         raise ValueError(f"{label}: the loss over {terms} terms is {total}; nothing can be concluded from it.")
     mean = total / terms
     return Measurement(mean, _exp(mean) if is_causal(model) and loss_fn is None else None, terms)

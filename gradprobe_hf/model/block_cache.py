@@ -18,6 +18,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
+from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.model.loss import Batch, forward_only
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode, put_back
@@ -118,10 +119,6 @@ class BlockOutputCache:
                 module = self.model.get_submodule(name)
                 _replace_forward(module, partial(forward, name, module.forward), stack)
             yield found
-
-
-def stack_of(block: str) -> str:
-    return block.rsplit(".", 1)[0]
 
 
 def blocks_in_order(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> list[str]:

@@ -27,6 +27,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from gradprobe_hf.model.families import names_causal_class
+
 logger = logging.getLogger(__name__)
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
@@ -162,8 +164,7 @@ def model_class(config: Any) -> Any:
     named = getattr(transformers, architecture, None)
     if named is not None and issubclass(named, PreTrainedModel) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return named
-    causal = not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel"))
-    return AutoModelForCausalLM if causal or named is None else named
+    return AutoModelForCausalLM if names_causal_class(architecture) or named is None else named
 
 
 def _dtype(name: torch.dtype | str) -> torch.dtype:

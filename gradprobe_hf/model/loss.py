@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from gradprobe_hf.model.families import is_causal, shifts_labels
 
 Batch = Mapping[str, Any]
 LossFunction = Callable[[PreTrainedModel, Batch], Tensor]
@@ -50,22 +51,6 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         )
     terms = _mean_over(model, batch)
     return loss * terms, terms
-
-
-def objective(model: PreTrainedModel) -> str | None:
-    """What the model is trained for, as transformers names its losses: "ForCausalLM", "ForMaskedLM", ...
-
-    transformers reads it off the class's name, which for GPT-2's `GPT2LMHeadModel` says nothing; the auto mapping does.
-    """
-    # FSDP2 renames the class of what it shards.
-    if type(model).__name__.removeprefix("FSDP") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
-        return "ForCausalLM"
-    return getattr(model, "loss_type", None)
-
-
-def is_causal(model: PreTrainedModel) -> bool:
-    """Whether the model predicts the next token from the ones before it."""
-    return objective(model) == "ForCausalLM" and not model.config.is_encoder_decoder
 
 
 def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -151,12 +136,6 @@ def _mean_over(model: PreTrainedModel, batch: Batch) -> Tensor:
         first = next(value for value in batch.values() if isinstance(value, Tensor))
         return torch.tensor(first.shape[0], device=first.device)
     if labels.ndim >= 2 and not labels.is_floating_point():
-        shifted = labels[:, 1:] if _shifts_labels(model) else labels
+        shifted = labels[:, 1:] if shifts_labels(model) else labels
         return (shifted != IGNORED).sum()
     return torch.tensor(labels.shape[0], device=labels.device)
-
-
-def _shifts_labels(model: PreTrainedModel) -> bool:
-    """Decoder-only models called `ForConditionalGeneration` (vision-language models) shift; encoder-decoders do not."""
-    causal = objective(model) in ("ForCausalLM", "ForConditionalGeneration")
-    return causal and not model.config.is_encoder_decoder

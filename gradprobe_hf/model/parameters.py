@@ -18,13 +18,6 @@ from torch import Tensor, nn
 
 from gradprobe_hf.model.fsdp import local
 
-# Elements of a matrix that are worked on at once: few, which stay in the cache, of scores and of what is added up or
-# served; of gradients more, because a product of few rows reads its other side again and again.
-CHUNK_ELEMENTS = 2**18
-CACHED_ELEMENTS = 2**19
-FOLDED_ELEMENTS = 2**21
-ROWS_IN_A_BLOCK = 64  # that int8 accumulators scale together
-
 
 class WeightsView(Mapping[str, Tensor]):
     """A hook's weights map, some of whose tensors are changed as they are read."""
@@ -145,17 +138,6 @@ def aliases(model: nn.Module) -> dict[str, str]:
         same = first.setdefault(id(model.get_parameter(name)), name)
         groups.setdefault(tied.get(name, tied.get(same, same)), []).append(name)
     return {name: names[0] for names in groups.values() for name in names[1:]}
-
-
-def row_chunks(shape: tuple[int, ...], elements: int = CHUNK_ELEMENTS) -> Iterator[slice]:
-    """Rows of a matrix `[out, in]`, about `elements` at a time: whole blocks of `ROWS_IN_A_BLOCK`, at least one.
-
-    >>> list(row_chunks((150, 4), elements=256))
-    [slice(0, 64, None), slice(64, 128, None), slice(128, 150, None)]
-    """
-    step = max(1, elements // max(1, shape[1]) // ROWS_IN_A_BLOCK) * ROWS_IN_A_BLOCK
-    for start in range(0, shape[0], step):
-        yield slice(start, min(start + step, shape[0]))
 
 
 def _hooks(module: nn.Module) -> list[AlignDevicesHook]:

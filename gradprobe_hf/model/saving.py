@@ -19,9 +19,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
+from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.fsdp import reshard, whole
 from gradprobe_hf.model.parameters import aliases, offloaded_parameter
-from gradprobe_hf.model.targets import block_of
 
 LARGEST_SHARD, SMALLEST_SHARD = 2**29, 2**26  # bytes
 SHARDS = 8  # that a model of middling size is written in: so much of it is in memory at once

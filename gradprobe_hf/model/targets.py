@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from gradprobe_hf.model.families import block_of, expert_parameters, is_expert, is_fused_experts
 from gradprobe_hf.model.fsdp import shard_layout
 from gradprobe_hf.model.parameters import aliases, read_weight
 
@@ -121,16 +122,7 @@ def find_targets(
 
 def is_routed(targets: Sequence[Target]) -> bool:
     """Whether a target is part of an expert, which sees tokens of any sequence in any order."""
-    return any("expert" in part for target in targets for part in target.name.split("."))
-
-
-def block_of(model: nn.Module, module_name: str) -> str:
-    """The outermost element of an `nn.ModuleList` around the module, like `model.layers.3`; `""` if there is none."""
-    parts = module_name.split(".")
-    for depth, part in enumerate(parts):
-        if part.isdigit() and isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList):
-            return ".".join(parts[: depth + 1])
-    return ""
+    return any(is_expert(target.name) for target in targets)
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -165,17 +157,6 @@ def _prunable(model: nn.Module) -> list[_Use]:
             for parameter in expert_parameters(module):
                 found.append(_Use(f"{name}.{parameter}", f"{name}.{parameter}", Site(name, "experts")))
     return found
-
-
-def is_fused_experts(module: nn.Module) -> bool:
-    """Experts as transformers fuses them (transformers/integrations/moe.py, `use_experts_implementation`)."""
-    described = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts"))
-    return described and not getattr(module, "_is_expert_parallel", False)
-
-
-def expert_parameters(module: nn.Module) -> tuple[str, str]:
-    """The names of the fused parameters, in the order in which a token passes them."""
-    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
 def _inside_blocks(model: nn.Module, uses: list[_Use]) -> set[str]:

@@ -1,52 +1,77 @@
-"""Row stores: where the parts of an accumulator are, in memory or in files, loaded and kept some rows at a time.
+"""Accumulator storage: the parts of an accumulator in memory or in files, loaded and saved a few rows at a time.
 
-A matrix is kept in one part or in several: most have a row for each of its rows, `bases` one for every `BLOCK` of them.
+An accumulator `[out, in]` has one part or more: `values` and `codes` have a row for each of its rows, `bases` has one
+for every block of `ROWS_IN_A_BLOCK`. All row slices below are rows of the accumulator, in whole blocks.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-from collections import deque
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 import torch
 from torch import Tensor
 
-from gradprobe_hf.model.parameters import ROWS_IN_A_BLOCK
+from gradprobe_hf.config import AccumulatorDevice, AccumulatorDtype
+from gradprobe_hf.probe.page_cache import PageCacheTrail
+from gradprobe_hf.runtime.row_chunks import ROWS_IN_A_BLOCK
 
-BLOCK = ROWS_IN_A_BLOCK
-PartSpecs = dict[str, tuple[tuple[int, int], torch.dtype]]  # of each part, its shape and what it is kept in
+PartSpecs = dict[str, tuple[tuple[int, int], torch.dtype]]  # part name -> (shape, dtype as stored)
+
+
+@dataclass(frozen=True)
+class AccumulatorStorage:
+    """Where accumulators are stored, and in which precision.
+
+    Attributes:
+        dtype: precision of the stored values.
+        device: "same" as the matrix, "cpu" or "disk".
+        folder: for their files; set if and only if `device` is "disk".
+        page_cache: drops their pages behind a pass; None where the page cache has room for all of them.
+    """
+
+    dtype: AccumulatorDtype = "float32"
+    device: AccumulatorDevice = "same"
+    folder: Path | None = None
+    page_cache: PageCacheTrail | None = None
+
+    def open(self, specs: PartSpecs, device: torch.device, name: str) -> RowStore:
+        """A store of zeros. `device` is the matrix's; `name` is the beginning of the file names."""
+        if self.folder is not None:
+            return FileStore(specs, self.folder / name, self.page_cache)
+        return MemoryStore(specs, torch.device("cpu") if self.device == "cpu" else device)
 
 
 class RowStore(Protocol):
-    """Rows are of the matrix, in whole blocks; a store begins with zeros."""
+    """The parts of one accumulator, all zero at the start."""
 
     def load(self, rows: slice) -> dict[str, Tensor]:
-        """Some rows of every part; not to be written to."""
+        """Some rows of every part; read-only."""
 
-    def keep(self, rows: slice, parts: Mapping[str, Tensor]) -> None:
-        """Replace these rows."""
+    def save(self, rows: slice, parts: Mapping[str, Tensor]) -> None:
+        """Overwrite some rows of these parts."""
 
     def clear(self) -> None:
-        """All zeros again."""
+        """Reset every part to zero."""
 
 
 class MemoryStore:
-    """Parts in the memory of a device."""
+    """Parts as tensors on one device."""
 
-    def __init__(self, layout: PartSpecs, device: torch.device) -> None:
-        self.parts = {name: torch.zeros(shape, dtype=kept, device=device) for name, (shape, kept) in layout.items()}
+    def __init__(self, specs: PartSpecs, device: torch.device) -> None:
+        self.parts = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
 
     def load(self, rows: slice) -> dict[str, Tensor]:
-        return {name: part[_own_rows(name, rows)] for name, part in self.parts.items()}
+        return {name: part[_rows_of_part(name, rows)] for name, part in self.parts.items()}
 
-    def keep(self, rows: slice, parts: Mapping[str, Tensor]) -> None:
+    def save(self, rows: slice, parts: Mapping[str, Tensor]) -> None:
         for name, part in parts.items():
-            self.parts[name][_own_rows(name, rows)].copy_(part)
+            self.parts[name][_rows_of_part(name, rows)].copy_(part)
 
     def clear(self) -> None:
         for part in self.parts.values():
@@ -54,100 +79,71 @@ class MemoryStore:
 
 
 class FileStore:
-    """Parts in files of their own, which are read and written. (Mapped into memory they took longer: the first touch of
-    each page is an interruption.)
+    """Parts in one file each.
+
+    Files are read and written, not memory-mapped: with a mapping the first touch of every page is a fault, which was
+    slower.
 
     Args:
-        path: what the names of the files begin with.
-        trail: of files that the page cache is not to fill with; None: it may.
+        path: folder and beginning of the file names.
+        page_cache: told when a pass reaches the last row.
     """
 
-    def __init__(self, layout: PartSpecs, path: Path, trail: PageCacheTrail | None) -> None:
-        self._layout, self._trail = layout, trail
-        self._height = max(rows for (rows, _), _ in layout.values())
-        self._paths = {name: path.with_name(f"{path.name}.{name}") for name in layout}
+    def __init__(self, specs: PartSpecs, path: Path, page_cache: PageCacheTrail | None) -> None:
+        self._specs, self._page_cache = specs, page_cache
+        self._height = max(rows for (rows, _), _ in specs.values())
+        self._paths = {name: path.with_name(f"{path.name}.{name}") for name in specs}
         self.clear()
 
     def clear(self) -> None:
-        for name, (shape, kept) in self._layout.items():
-            _reserve(self._paths[name], torch.Size(shape).numel() * kept.itemsize)
+        for name, (shape, dtype) in self._specs.items():
+            _allocate(self._paths[name], torch.Size(shape).numel() * dtype.itemsize)
 
     def load(self, rows: slice) -> dict[str, Tensor]:
-        found = {}
+        parts = {}
         with self._opened("rb", rows) as files:
             for name, file in files.items():
-                (_, width), kept = self._layout[name]
-                own = _own_rows(name, rows)
-                found[name] = torch.empty(own.stop - own.start, width, dtype=kept)
-                file.seek(own.start * width * kept.itemsize)
-                file.readinto(_bytes_of(found[name]))  # type: ignore[attr-defined]  # typeshed's BinaryIO lacks it
-        return found
+                (_, width), dtype = self._specs[name]
+                part_rows = _rows_of_part(name, rows)
+                parts[name] = torch.empty(part_rows.stop - part_rows.start, width, dtype=dtype)
+                file.seek(part_rows.start * width * dtype.itemsize)
+                file.readinto(_bytes_of(parts[name]))  # type: ignore[attr-defined]  # typeshed's BinaryIO lacks it
+        return parts
 
-    def keep(self, rows: slice, parts: Mapping[str, Tensor]) -> None:
+    def save(self, rows: slice, parts: Mapping[str, Tensor]) -> None:
         with self._opened("r+b", rows) as files:
             for name, part in parts.items():
-                (_, width), kept = self._layout[name]
-                files[name].seek(_own_rows(name, rows).start * width * kept.itemsize)
-                files[name].write(_bytes_of(part.to("cpu", kept)))
+                (_, width), dtype = self._specs[name]
+                files[name].seek(_rows_of_part(name, rows).start * width * dtype.itemsize)
+                files[name].write(_bytes_of(part.to("cpu", dtype)))
 
     @contextmanager
     def _opened(self, mode: str, rows: slice) -> Iterator[dict[str, BinaryIO]]:
+        # Opened for each access: a mixture of experts has thousands of these files, more than a process may hold open.
         with ExitStack() as stack:
             yield {name: stack.enter_context(open(path, mode)) for name, path in self._paths.items()}  # type: ignore[misc]
-        if self._trail is not None and rows.stop == self._height:
-            self._trail.leave(tuple(self._paths.values()))
+        if self._page_cache is not None and rows.stop == self._height:
+            self._page_cache.leave(tuple(self._paths.values()))
 
 
-class PageCacheTrail:
-    """The last of many files that are gone through again and again, and that are more than the page cache can keep.
-
-    Whatever it keeps of them is gone again when it would be of use, and it drops the model's own files for that, which
-    are read as often. So it is told to forget what is behind us.
-    """
-
-    LENGTH = 3  # matrices, of which there may be pages in the cache
-
-    def __init__(self) -> None:
-        self._behind: deque[tuple[Path, ...]] = deque()
-
-    def leave(self, paths: tuple[Path, ...]) -> None:
-        """These files have been read or written to their end.
-
-        Pages have to be on the disk before they can be forgotten, and asking for it starts writing them: it is asked
-        twice.
-        """
-        _forget(paths)
-        if paths in self._behind:
-            return
-        self._behind.append(paths)
-        if len(self._behind) > self.LENGTH:
-            _forget(self._behind.popleft())
-
-
-def _forget(paths: tuple[Path, ...]) -> None:
-    """See posix_fadvise(2); nothing where there is no such call."""
-    for path in paths if hasattr(os, "posix_fadvise") else ():
-        with suppress(FileNotFoundError), open(path, "rb") as file:  # a trial that is over has deleted its own
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _own_rows(name: str, rows: slice) -> slice:
-    """Rows of a matrix as those of one of its parts."""
+def _rows_of_part(name: str, rows: slice) -> slice:
+    """Rows of an accumulator -> the rows of one of its parts."""
     if name != "bases":
         return rows
-    assert rows.start % BLOCK == 0, "rows are worked on in whole blocks"
-    return slice(rows.start // BLOCK, -(-rows.stop // BLOCK))
+    assert rows.start % ROWS_IN_A_BLOCK == 0, "rows are processed in whole blocks"
+    return slice(rows.start // ROWS_IN_A_BLOCK, -(-rows.stop // ROWS_IN_A_BLOCK))
 
 
 def _bytes_of(part: Tensor) -> memoryview:
-    """Of a contiguous tensor, without a copy."""
+    """The memory of a contiguous tensor, without a copy. Through uint8, since NumPy has no bfloat16."""
     return part.view(torch.uint8).numpy().data
 
 
-def _reserve(path: Path, nbytes: int) -> None:
-    """A file of zeros whose blocks are on the disk: what does not fit is said before the first batch."""
+def _allocate(path: Path, nbytes: int) -> None:
+    """Create a file of zeros, its blocks allocated: a disk that is too small fails before the first batch."""
     try:
         with open(path, "wb") as file:
+            # truncate() alone would make a sparse file, which takes its blocks hours later, when rows are written.
             if hasattr(os, "posix_fallocate") and nbytes:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             else:

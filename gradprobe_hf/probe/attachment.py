@@ -1,7 +1,8 @@
-"""Attachment: a model whose targets are routed through measured maps, for the body of a `with`.
+"""Attachment: the modules of a model routed through measured maps, inside a `with` block.
 
-Under a hook of Accelerate a module's `forward` is the hook's, and what it wraps is `_old_forward`: the maps go there,
-inside the hook, so that it still loads the weight before and lets it go after.
+Accelerate's `add_hook_to_module` puts the hook's function into `module.forward` and the function it wraps into
+`module._old_forward`. The maps go into the inner slot, so that the hook still loads an offloaded weight before them and
+lets it go after them.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gradprobe_hf.model.families import expert_parameters
 from gradprobe_hf.model.fsdp import is_sharded, reshard
 from gradprobe_hf.model.patches import put_back
-from gradprobe_hf.model.targets import Site, Target, expert_parameters
-from gradprobe_hf.probe.folding import Masks, Probe
-from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear
+from gradprobe_hf.model.targets import Site, Target
+from gradprobe_hf.probe.folding import Folding
+from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear, MeasuredUse
+from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.runtime.interrupts import uninterrupted
-from gradprobe_hf.selection.packed_masks import SavedValues, multipliers_of
+from gradprobe_hf.selection.masked_values import SavedValues
+from gradprobe_hf.selection.packed_masks import multipliers_of
 
 OnInput = Callable[[Target, Site, Tensor], None]
 
@@ -30,32 +34,38 @@ OnInput = Callable[[Target, Site, Tensor], None]
 def serving(
     model: PreTrainedModel,
     targets: Sequence[Target],
-    masks: Masks,
+    masks: Mapping[str, Tensor],
     factor: float = 0.0,
-    replaced: Mapping[str, Tensor] | None = None,
+    new_weights: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
-    """Run the model as if its masked weights were multiplied by `factor`, and matrices `replaced`: forward only."""
+    """Run the model as if its masked weights were multiplied by `factor`: forward passes only, no weight is written.
+
+    Args:
+        masks: target name -> bool `[out, in]`.
+        new_weights: target name -> values `[out, in]` to use in place of the model's.
+    """
     with ExitStack() as stack:
-        served = stack.enter_context(shrinking(model, targets, masks, factor))
-        stack.enter_context(instrumented(model, targets, Probe(shrunk=served, factor=factor, replaced=replaced)))
+        masks_to_serve = stack.enter_context(shrinking(model, targets, masks, factor))
+        served = ServedWeights(masks_to_serve, factor, new_weights)
+        stack.enter_context(instrumented(model, targets, served))
         stack.enter_context(torch.no_grad())
         yield
 
 
 @contextmanager
 def shrinking(
-    model: PreTrainedModel, targets: Sequence[Target], masks: Masks | None, factor: float
-) -> Iterator[Masks | None]:
-    """What measured maps have to shrink in what they serve, for the body of the `with`.
+    model: PreTrainedModel, targets: Sequence[Target], masks: Mapping[str, Tensor] | None, factor: float
+) -> Iterator[Mapping[str, Tensor] | None]:
+    """Yield the masks that measured maps have to apply when they serve a weight.
 
-    Only FSDP2 shrinks the weights themselves: a map is given whole matrices, and the masks of whole matrices are
-    nowhere. The shards get their original bits back, whatever happens.
+    A sharded model is the exception, and None is yielded: FSDP2 hands a map the whole matrix, while each process knows
+    the mask of its own rows only. So the shards themselves are shrunk, and restored bit for bit on exit.
     """
     if masks is None or not is_sharded(model):
         yield masks
         return
     targets = [target for target in targets if target.name in masks]
-    reshard(model)
+    reshard(model)  # a parameter that is still gathered would hide what its shard is given
     originals = SavedValues({target.name: target.matrix(model) for target in targets}, masks)
     try:
         with torch.no_grad():
@@ -66,22 +76,25 @@ def shrinking(
     finally:
         with uninterrupted(), torch.no_grad():
             reshard(model)
-            originals.give_back()
+            originals.restore()
 
 
 @contextmanager
 def instrumented(
     model: PreTrainedModel,
     targets: Sequence[Target],
-    probe: Probe,
+    served: ServedWeights,
+    folding: Folding | None = None,
     on_input: OnInput | None = None,
     recomputed: Sequence[str] = (),
 ) -> Iterator[None]:
-    """Replace the forward of every module that uses a target; put all of them back at the end.
+    """Route every use of a target through a measured map; restore all forwards on exit.
 
     Args:
-        on_input: called with every input when gradients are off.
-        recomputed: the blocks that checkpointing computes again in backward.
+        served: the weights that the maps multiply with.
+        folding: where they fold what they measure; None: they only serve.
+        on_input: called with every input while gradients are off.
+        recomputed: blocks that checkpointing computes again in backward.
     """
     used: dict[Site, list[Target]] = {}
     for target in targets:
@@ -93,38 +106,47 @@ def instrumented(
             slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
             make = _experts_forward if site.kind == "experts" else _single_forward
             undo.callback(put_back, module, slot, module.__dict__.get(slot))
-            # A recomputed weight is loaded when its block is; any other offloaded one is fetched again in backward.
+            # Recomputing a block loads its weights again; an offloaded weight outside is fetched by its map.
             fetches = any(model.get_parameter(target.parameter).is_meta for target in owned) and not any(
                 site.module.startswith(f"{block}.") for block in recomputed
             )
-            setattr(module, slot, make(module, owned, _Router(model, probe, site, on_input, fetches)))
+            setattr(module, slot, make(module, owned, _Router(model, site, served, folding, on_input, fetches)))
         yield
 
 
 class _Router:
-    """Sends a use of a target's matrix through its measured map; without gradients, through what is served."""
+    """Sends each use of a matrix at one site through its measured map, or without gradients through a plain product."""
 
     def __init__(
-        self, model: PreTrainedModel, probe: Probe, site: Site, on_input: OnInput | None, fetches: bool
+        self,
+        model: PreTrainedModel,
+        site: Site,
+        served: ServedWeights,
+        folding: Folding | None,
+        on_input: OnInput | None,
+        fetches: bool,
     ) -> None:
-        self.model, self.probe, self.site, self.on_input, self.fetches = model, probe, site, on_input, fetches
-        self.anchor = torch.zeros((), requires_grad=probe.statistics is not None)
+        self.model, self.site, self.served, self.folding = model, site, served, folding
+        self.on_input, self.fetches = on_input, fetches
+        self.anchor = torch.zeros((), requires_grad=folding is not None)  # see `measured.py`
 
     def __call__(self, target: Target, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        embedding = self.site.kind == "embedding"
+        is_embedding = self.site.kind == "embedding"
         if torch.is_grad_enabled():
-            self.probe.count_use(target)
-            if embedding:
-                return MeasuredEmbedding.apply(x, weight, self.anchor, self.probe, target, self.site)
-            fetch = self._fetch(target, weight) if self.fetches else None
-            return MeasuredLinear.apply(x, weight, bias, self.anchor, self.probe, target, self.site, fetch)
+            if self.folding is not None:
+                self.folding.count_use(target)
+            fetch = self._fetch(target, weight) if self.fetches and not is_embedding else None
+            use = MeasuredUse(target, self.site, self.served, self.folding, fetch)
+            if is_embedding:
+                return MeasuredEmbedding.apply(x, weight, self.anchor, use)
+            return MeasuredLinear.apply(x, weight, bias, self.anchor, use)
         if self.on_input is not None:
             self.on_input(target, self.site, x)
-        weight = self.probe.served(target, weight)
-        return F.embedding(x, weight) if embedding else F.linear(x, weight, bias)
+        weight = self.served.of(target, weight)
+        return F.embedding(x, weight) if is_embedding else F.linear(x, weight, bias)
 
     def _fetch(self, target: Target, like: Tensor) -> Callable[[], Tensor]:
-        device, dtype = like.device, like.dtype  # not `like` itself: the point is to let it go
+        device, dtype = like.device, like.dtype  # not `like` itself: a closure over it would keep the weight alive
         return lambda: target.matrix(self.model).to(device, dtype)
 
 
@@ -132,23 +154,26 @@ def _single_forward(module: Any, owned: list[Target], route: _Router) -> Callabl
     (target,) = owned
 
     def forward(x: Tensor) -> Tensor:
+        # Looked up at each call: Accelerate and FSDP2 put another tensor there for every pass.
         return route(target, x, target.view(module.weight), getattr(module, "bias", None))
 
     return forward
 
 
 def _experts_forward(module: Any, owned: list[Target], route: _Router) -> Callable[..., Tensor]:
-    """The experts of transformers/integrations/moe.py, one after the other, each of its maps measured.
+    """The experts of transformers/integrations/moe.py, one after the other, each of their maps measured.
+
+    transformers may multiply with all experts in one grouped product, in which no single matrix can be measured.
 
     Shapes: hidden_states `[tokens, hidden]`, top_k_index and top_k_weights `[tokens, k]`.
     """
-    of = {(target.parameter.rsplit(".", 1)[1], target.expert): target for target in owned}
+    targets = {(target.parameter.rsplit(".", 1)[1], target.expert): target for target in owned}
     up_name, down_name = expert_parameters(module)
 
     def linear(name: str, expert: int, x: Tensor) -> Tensor:
         parameter = getattr(module, name)
         bias = getattr(module, f"{name}_bias")[expert] if module.has_bias else None
-        if target := of.get((name, expert)):
+        if target := targets.get((name, expert)):
             return route(target, x, target.view(parameter), bias)
         return F.linear(x, parameter[expert].t() if module.is_transposed else parameter[expert], bias)
 

@@ -1,12 +1,9 @@
-"""The engine: passes over the batches, each of which leaves the model as it was.
-
-Routed experts see tokens of any sequence in any order, so a model that has them is probed one sequence at a time.
-"""
+"""The engine: forward and backward passes over the batches. Each leaves the model exactly as it was."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -15,22 +12,27 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.model.block_cache import BlockOutputCache
-from gradprobe_hf.model.fsdp import is_sharded, resharded
+from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.loss import Batch, LossFunction, forward_only, summed_loss
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import checkpointed, checkpointed_layers, eval_mode, frozen
-from gradprobe_hf.model.targets import Target, is_routed
+from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented, shrinking
-from gradprobe_hf.probe.folding import Masks, Probe
+from gradprobe_hf.probe.folding import Folding
+from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.runtime.processes import Processes
 
 
 @dataclass
 class Tally:
-    """How far a pass has come: the loss of each batch of this process so far, in nats, and over how many terms."""
+    """How far a pass has got: the summed loss of each batch so far, in nats, and the number of its terms.
+
+    Scalars stay on their device until the pass ends: reading one would wait for the accelerator in every batch.
+    """
 
     losses: list[Tensor] = field(default_factory=list)
     terms: list[Tensor] = field(default_factory=list)
@@ -45,7 +47,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class ProbeLoss:
-    """The calibration loss of one probe: its sum in nats, and over how many tokens (or examples; None: unknown)."""
+    """The calibration loss of one probe: its sum in nats, and its terms: tokens, or examples; None: not known."""
 
     total: float
     terms: int | None
@@ -55,153 +57,144 @@ class ProbeLoss:
         return self.total / self.terms if self.terms else self.total
 
 
-def run_probe(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
-    batches: Iterable[Batch],
-    statistics: Statistics,
-    *,
-    shrunk: Masks | None = None,
-    factor: float = 1.0,
-    pruned: tuple[Sequence[Target], Masks] = ((), {}),
-    prefix: BlockOutputCache | None = None,
-    spike_limit: float = 0.0,
-    loss_fn: LossFunction | None = None,
-    checkpointing: bool = False,
-    processes: Processes | None = None,
-    tally: Tally | None = None,
-    after_batch: Callable[[], None] | None = None,
-    label: str = "probe",
-    progress: bool = True,
-) -> ProbeLoss:
-    """One forward and backward pass over this process's share of the batches, folded into `statistics`.
+@dataclass(frozen=True)
+class Workload:
+    """What every pass of a run has in common.
 
-    Args:
-        targets: what is measured.
-        batches: mappings for `model(**batch)`.
-        statistics: added to; the model itself is left as it was, whatever happens.
-        shrunk: masks `[out, in]` of the candidates to multiply by `factor` in what is served.
-        pruned: further targets, which are served with the weights under these masks at zero, and not measured.
-        prefix: finished blocks that are not computed again; its batches are this process's share of these.
-        spike_limit: how many times its energy in probe 0 a sequence's gradient may have at a matrix in probe 1, before
-            it is scaled down to that; 0: no limit, and energies are not remembered.
-        loss_fn: `loss_fn(model, batch)` returns the *summed* loss in place of the model's own.
+    Attributes:
+        batches: mappings for `model(**batch)`; those of all processes together.
+        loss_fn: `loss_fn(model, batch)` returns the *summed* loss; None: the model's own.
         checkpointing: recompute each block in backward instead of keeping its activations.
-        processes: who shares the batches; the loss that is returned is that of all of them.
-        tally: of a pass that was begun before, which goes on where it stopped.
+        processes: the processes that share the batches.
+        progress: show progress bars.
+    """
+
+    model: PreTrainedModel
+    batches: Batches | Sequence[Batch]
+    loss_fn: LossFunction | None = None
+    checkpointing: bool = False
+    processes: Processes = field(default_factory=Processes)
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class ProbePass:
+    """One probe.
+
+    Attributes:
+        targets: the matrices to measure.
+        statistics: of these targets; the probe adds to them.
+        shrunk: masks, bool `[out, in]`, of the weights that are multiplied by `factor` while probing; None: none.
+        pruned: further targets, and masks of their weights that are zero while probing; these are not measured.
+        cache: outputs of finished blocks, which are not computed again; its batches are this process's own.
+        spike_limit: how many times its energy in probe 0 a sequence's gradient may have at a matrix in probe 1, before
+            it is scaled down to that; 0: no limit (`spikes.py`).
+        tally: of an interrupted pass, which continues behind its last batch.
         after_batch: called when a batch is folded and tallied.
-        label: what the progress bar says.
+        label: for the progress bar.
+    """
+
+    targets: Sequence[Target]
+    statistics: Statistics
+    shrunk: Mapping[str, Tensor] | None = None
+    factor: float = 1.0
+    pruned: tuple[Sequence[Target], Mapping[str, Tensor]] = ((), {})
+    cache: BlockOutputCache | None = None
+    spike_limit: float = 0.0
+    tally: Tally = field(default_factory=Tally)
+    after_batch: Callable[[], None] = lambda: None
+    label: str = "probe"
+
+
+def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
+    """One forward and backward pass over this process's share of the batches, folded into `one.statistics`.
+
+    The model is restored on exit, also after an exception or a KeyboardInterrupt.
+
+    Returns:
+        The calibration loss over the batches of all processes.
 
     Raises:
         ValueError: a loss that is not finite or has no gradient, or sequences that cannot be told apart.
     """
-    processes, tally = processes or Processes(), Tally() if tally is None else tally
-    steps = prefix.steps if prefix else own_steps(model, targets, batches, processes)
-    device = input_device(model)
-    layers = checkpointed_layers(model) if checkpointing else []
+    tally = one.tally
+    steps = one.cache.steps if one.cache else own_steps(work.model, one.targets, work.batches, work.processes)
+    device = input_device(work.model)
+    with _measuring(work, one, first_sequence=sum(row_count(batch) for batch, _ in steps[: len(tally)])) as folding:
+        bar = tqdm(
+            total=len(steps), initial=len(tally), desc=one.label, unit="batch", disable=not work.progress, leave=True
+        )
+        # Resharded once more inside: `frozen` restores its flags before the outer `resharded` exits, and must set them
+        # on the shards, not on gathered parameters.
+        with bar, resharded(work.model):
+            for batch, counted in steps[len(tally) :]:
+                batch = send_to_device(batch, device)
+                folding.start_batch(batch, counted)
+                if one.cache is not None:
+                    one.cache.start_batch(len(tally))
+                loss, terms = _differentiated(work, batch, is_first=not len(tally), label=one.label)
+                folding.finish_batch()
+                tally.add(loss if counted else torch.zeros_like(loss), terms if counted else None)
+                bar.update()
+                one.after_batch()
+    return _total_loss(work, tally, one.label)
+
+
+@contextmanager
+def _measuring(work: Workload, one: ProbePass, first_sequence: int) -> Iterator[Folding]:
+    """Yield where the pass folds, with the model instrumented, frozen and in eval mode.
+
+    Contexts exit in the opposite order, and the order matters: parameters have to be shards before anything looks at
+    them, and maps have to be in place before the layers around them are wrapped for recomputation.
+    """
+    model = work.model
+    layers = checkpointed_layers(model) if work.checkpointing else []
+    folding = Folding(one.statistics, model.config.is_encoder_decoder, one.spike_limit, first_sequence)
     with ExitStack() as stack:
         stack.enter_context(resharded(model))
-        served = stack.enter_context(shrinking(model, targets, shrunk, factor))
-        probe = Probe(
-            statistics,
-            served,
-            factor,
-            model.config.is_encoder_decoder,
-            spike_limit=spike_limit,
-            begun=sum(row_count(batch) for batch, _ in steps[: len(tally)]),
-        )
+        shrunk = stack.enter_context(shrinking(model, one.targets, one.shrunk, one.factor))
         stack.enter_context(frozen(model))
         stack.enter_context(eval_mode(model))
-        stack.enter_context(instrumented(model, targets, probe, recomputed=layers))
-        gone = Probe(shrunk=stack.enter_context(shrinking(model, *pruned, 0.0)), factor=0.0)
-        stack.enter_context(instrumented(model, pruned[0], gone, recomputed=layers))
-        stack.enter_context(checkpointed(model, layers, probe.recomputing))
-        stack.enter_context(prefix.skipping() if prefix else nullcontext())
+        served = ServedWeights(shrunk, one.factor)
+        stack.enter_context(instrumented(model, one.targets, served, folding, recomputed=layers))
+        pruned = ServedWeights(stack.enter_context(shrinking(model, *one.pruned, factor=0.0)), factor=0.0)
+        stack.enter_context(instrumented(model, one.pruned[0], pruned, recomputed=layers))
+        stack.enter_context(checkpointed(model, layers, folding.recomputing))
+        stack.enter_context(one.cache.skipping() if one.cache else nullcontext())
         stack.enter_context(torch.enable_grad())
-        bar = stack.enter_context(
-            tqdm(total=len(steps), initial=len(tally), desc=label, unit="batch", disable=not progress)
-        )
-        stack.enter_context(resharded(model))  # before the frozen parameters get their flags back
-        for batch, counted in steps[len(tally) :]:
-            batch = send_to_device(batch, device)
-            probe.start_batch(batch, counted)
-            if prefix is not None:
-                prefix.start_batch(len(tally))
-            loss, terms = (loss_fn(model, batch), None) if loss_fn else summed_loss(model, batch)
-            _check_loss(loss, model)
-            if not len(tally):  # most bad losses are bad at once: one synchronisation here saves a long wait
-                _check_finite(loss.detach(), label)
-            loss.backward()
-            probe.finish_batch()
-            tally.add(loss if counted else torch.zeros_like(loss), terms if counted else None)
-            del loss  # and its graph, before the next batch makes another
-            bar.update()
-            if after_batch is not None:
-                after_batch()
-    sums = [sum(map(float, values)) for values in (tally.losses, tally.terms)]  # what was recalled is on the CPU
-    total = processes.sum_(torch.tensor(sums, dtype=torch.float64))
+        yield folding
+
+
+def _differentiated(work: Workload, batch: Batch, is_first: bool, label: str) -> tuple[Tensor, Tensor | None]:
+    """The loss of one batch after its backward pass, detached: its graph is freed before the next batch builds one."""
+    loss, terms = (work.loss_fn(work.model, batch), None) if work.loss_fn else summed_loss(work.model, batch)
+    _check_loss(loss, work.model)
+    if is_first:  # most bad losses are bad from the start: one synchronisation here can save a whole pass
+        _check_finite(loss.detach(), label)
+    loss.backward()
+    return loss.detach(), terms
+
+
+def _total_loss(work: Workload, tally: Tally, label: str) -> ProbeLoss:
+    # Summed as Python floats: what a snapshot has restored is on the CPU, the rest on the model's device.
+    sums = [sum(map(float, values)) for values in (tally.losses, tally.terms)]
+    total = work.processes.sum_(torch.tensor(sums, dtype=torch.float64))
     _check_finite(total[0], label)
-    return ProbeLoss(float(total[0]), None if loss_fn else int(total[1]))
+    return ProbeLoss(float(total[0]), None if work.loss_fn else int(total[1]))
 
 
 @torch.no_grad()
-def observe_inputs(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
-    batches: Iterable[Batch],
-    statistics: Statistics,
-    progress: bool,
-    processes: Processes | None = None,
-) -> None:
-    """One forward pass that sums the squared inputs of every target: all that Wanda needs."""
-    steps = own_steps(model, targets, batches, processes or Processes())
-    probe = Probe(statistics, has_encoder=model.config.is_encoder_decoder)
-    with resharded(model), eval_mode(model), instrumented(model, targets, probe, on_input=probe.fold_inputs):
-        for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not progress):
+def observe_inputs(work: Workload, targets: Sequence[Target], statistics: Statistics) -> None:
+    """One forward pass that folds the inputs' marginal of every target: `sum_t x_t^2`, `[in]`, all that Wanda needs."""
+    model = work.model
+    steps = own_steps(model, targets, work.batches, work.processes)
+    folding = Folding(statistics, model.config.is_encoder_decoder)
+    maps = instrumented(model, targets, ServedWeights(), on_input=folding.fold_inputs)
+    with resharded(model), eval_mode(model), maps:
+        for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not work.progress):
             batch = send_to_device(batch, input_device(model))
-            probe.start_batch(batch, counted)
+            folding.start_batch(batch, counted)
             forward_only(model, batch)
-
-
-def own_steps(
-    model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch], processes: Processes
-) -> list[tuple[Batch, bool]]:
-    """This process's batches in the order in which every pass goes through them, and whether each counts."""
-    return share(list(_routable(batches, targets)), processes, is_sharded(model))
-
-
-def share(steps: Sequence[Batch], processes: Processes, in_step: bool) -> list[tuple[Batch, bool]]:
-    """This process's batches, and whether each counts.
-
-    Args:
-        in_step: every process has to make the same number of passes, because they gather weights from each other;
-            one that has no batch left repeats one that does not count.
-    """
-    mine = [(step, True) for step in processes.mine(steps)]
-    rounds = -(-len(steps) // processes.count)
-    return mine + [(steps[0], False)] * (rounds - len(mine)) if in_step else mine
-
-
-def _routable(batches: Iterable[Batch], targets: Sequence[Target]) -> Iterator[Batch]:
-    """The batches; one sequence at a time where experts mix the tokens of a batch."""
-    for batch in batches:
-        if is_routed(targets):
-            yield from single_rows(batch)
-        else:
-            yield batch
-
-
-def single_rows(batch: Batch) -> Iterator[Batch]:
-    """One sequence at a time, its padding cut off: an expert that is sent padding cannot tell it from text."""
-    mask = batch.get("attention_mask")
-    for row in range(row_count(batch)):
-        single = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
-        if isinstance(mask, Tensor):
-            kept = mask[row].bool()
-            single = {
-                k: v[:, kept] if isinstance(v, Tensor) and v.shape == mask[:1].shape else v for k, v in single.items()
-            }
-        yield single
 
 
 def _check_loss(loss: Tensor, model: PreTrainedModel) -> None:

@@ -1,85 +1,77 @@
-"""Folding: what measured maps serve and fold into during one pass over the batches.
+"""Folding: inputs and output gradients of measured maps -> sums in the statistics, during one pass over the batches.
 
-Sequences are told apart by position: an input `[sequences, ...]`, or `[sequences * tokens, in]` where a model flattens
-(OPT).
+Everything is folded the moment backward reaches a matrix, so that no gradient outlives it. The exception are matrices
+that are used more than once (tied weights): the gradient of a sequence is the sum over all uses, and it can be squared
+only when the last of them is known.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from gradprobe_hf.data.batches import row_count
-from gradprobe_hf.model.loss import IGNORED, Batch
-from gradprobe_hf.model.parameters import CACHED_ELEMENTS, FOLDED_ELEMENTS, row_chunks
+from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.targets import Site, Target
 from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
+from gradprobe_hf.probe.padding import BatchLayout
+from gradprobe_hf.probe.sequence_gradients import embedding_gradients, linear_gradients
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS, row_chunks
 from gradprobe_hf.runtime.stopwatch import return_free_memory
-from gradprobe_hf.selection.packed_masks import multipliers_of
-
-Masks = Mapping[str, Tensor]
 
 
-class Probe:
-    """What measured maps serve and fold into, during one pass over the batches."""
+class Folding:
+    """Folds what measured maps see into `statistics`, batch by batch.
+
+    Shapes below: x `[sequences, tokens, in]` (an embedding's ids: `[sequences, tokens]`), d `[sequences, tokens, out]`.
+
+    Args:
+        has_encoder: whether the model is an encoder-decoder.
+        spike_limit: see `spikes.py`; 0: no limit, and energies are not recorded.
+        first_sequence: how many sequences of this pass an earlier run has folded already.
+    """
 
     def __init__(
-        self,
-        statistics: Statistics | None = None,
-        shrunk: Masks | None = None,
-        factor: float = 1.0,
-        has_encoder: bool = False,
-        replaced: Mapping[str, Tensor] | None = None,
-        spike_limit: float = 0.0,
-        begun: int = 0,
+        self, statistics: Statistics, has_encoder: bool, spike_limit: float = 0.0, first_sequence: int = 0
     ) -> None:
-        """
-        Args:
-            replaced: values `[out, in]` that are served in place of a matrix's own.
-            spike_limit: of the energy of a sequence's gradient, in its energy in probe 0; 0: none.
-            begun: sequences of this pass that were folded in an earlier run.
-        """
-        self.statistics, self.shrunk, self.factor, self.replaced = statistics, shrunk, factor, replaced or {}
-        self._spike_limit, self._first, self._sequences = spike_limit, begun, 0
-        self._has_encoder = has_encoder  # decoder-only OPT calls its blocks `decoder` too
+        self.statistics = statistics
+        self._has_encoder, self._spike_limit, self._first_sequence = has_encoder, spike_limit, first_sequence
+        self._layout = BatchLayout(sequences=0, tokens=0)
+        self._counted = True
         self._recomputing = False
         self._uses: Counter[str] = Counter()
-        self._unfinished: dict[str, list[Tensor]] = {}
-        self._room: dict[torch.dtype, Tensor] = {}  # for what is served, as large as the largest matrix so far
+        self._unfinished: dict[str, list[Tensor]] = {}  # of a matrix with several uses, each sequence's gradient so far
 
     def start_batch(self, batch: Batch, counted: bool = True) -> None:
         """Args: counted: False for a batch that only keeps the collectives of a sharded model in step."""
         self._counted = counted
-        self._first += self._sequences  # the number of the batch's first sequence
-        self._sequences = row_count(batch)
-        ids = batch.get("input_ids")
-        self._tokens = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1
-        self._masks = padding_masks(batch)
+        self._first_sequence += self._layout.sequences
+        self._layout = BatchLayout.of(batch, self._has_encoder)
         self._uses.clear()
 
     def finish_batch(self) -> None:
-        """Fold the matrices used more than once: a sequence's gradient is the sum over all uses, squared after it."""
+        """Fold the matrices that were used more than once."""
         for name, gradients in self._unfinished.items():
-            statistics = self._of(name)
-            if statistics.layout is not None:
-                statistics.add_shared_gradients(gradients)
+            statistics = self.statistics[name]
+            if statistics.shards is not None:
+                statistics.add_gradients_to_shards(gradients)
             else:
                 statistics.add_gradients(ALL, gradients)
         self._unfinished.clear()
         return_free_memory()
 
     def count_use(self, target: Target) -> None:
+        """Call in every forward, so that backward knows whether a gradient is the only one of its matrix."""
         if not self._recomputing:
             self._uses[target.name] += 1
 
     @contextmanager
     def recomputing(self) -> Iterator[None]:
-        """For the forward passes that checkpointing repeats: they use no matrix once more."""
+        """For a forward that checkpointing repeats: it is the same use once more, not a further one."""
         self._recomputing = True
         return_free_memory()
         try:
@@ -87,188 +79,80 @@ class Probe:
         finally:
             self._recomputing = False
 
-    def served(self, target: Target, weight: Tensor) -> Tensor:
-        """The weight, with the candidates multiplied by the factor.
-
-        On a CPU some rows are worked on at a time, so that what is between the bits and the result stays in the cache,
-        and the result is written where the last one was: it is for one product, and must not be kept.
-        """
-        if target.name in self.replaced:
-            weight = self.replaced[target.name].to(weight.device, weight.dtype)
-        if self.shrunk is None or target.name not in self.shrunk:
-            return weight
-        served = self._room_for(weight)
-        at_once = CACHED_ELEMENTS if weight.device.type == "cpu" else weight.numel()
-        for rows in row_chunks(weight.shape, at_once):
-            factors = multipliers_of(self.shrunk, target.name, rows, self.factor, weight.dtype, weight.device)
-            torch.mul(weight[rows], factors, out=served[rows])
-        return served
-
-    def _room_for(self, weight: Tensor) -> Tensor:
-        """Uninitialised, of the shape and layout of a weight. Fresh pages of a CPU cost more than what is written."""
-        if weight.device.type != "cpu":
-            return torch.empty_like(weight)
-        room = self._room.get(weight.dtype)
-        if room is None or room.numel() < weight.numel():
-            self._room[weight.dtype] = room = torch.empty(weight.numel(), dtype=weight.dtype)
-        strides = torch.empty_like(weight, device="meta").stride()
-        return room.as_strided(weight.shape, strides)
-
     def fold(self, target: Target, site: Site, inputs: Tensor, output_grad: Tensor) -> None:
-        if self.statistics is None:  # it only serves
-            return
-        statistics = self._of(target.name)
+        """Fold one use of a matrix into every term that its statistics have."""
+        statistics = self.statistics[target.name]
         statistics.reached |= self._counted
+        # A batch that does not count still takes part in the collectives of shards, with zeros.
         output_grad = output_grad if self._counted else torch.zeros_like(output_grad)
-        d = self._by_sequence(output_grad, output_grad.ndim - 1, target)
-        x = self._by_sequence(inputs, inputs.ndim - (site.kind != "embedding"), target)
-        d = self._limited(target, site, statistics, d)
+        d = self._layout.by_sequence(output_grad, 1, target.name)
+        x = self._layout.by_sequence(inputs, int(site.kind != "embedding"), target.name)
+        d = self._without_spikes(target, site, statistics, d)
         if statistics.terms & {"sequence", "peak"}:
             self._fold_gradients(target, site, statistics, x, d)
         if statistics.terms & {"token", "marginals"}:
             self._fold_squares(target, site, statistics, x, d.to(statistics.dtype).square())
 
-    def _limited(self, target: Target, site: Site, statistics: MatrixStatistics, d: Tensor) -> Tensor:
-        """The output gradients `[sequences, tokens, out]`, those of a sequence that has exploded scaled down.
+    def fold_inputs(self, target: Target, site: Site, inputs: Tensor) -> None:
+        """Fold the inputs' marginal alone, in a forward pass."""
+        if not self._counted:
+            return
+        statistics = self.statistics[target.name]
+        statistics.reached = True
+        x = self._layout.by_sequence(inputs, int(site.kind != "embedding"), target.name)
+        x_sq = self._layout.input_squares(target, site, x, statistics.dtype)
+        if site.kind == "embedding":
+            statistics.marginals.add(0, target.sites.index(site), x_sq, 0.0)
+        else:
+            statistics.marginals.add(0, target.sites.index(site), 0.0, x_sq.sum((0, 1)))
 
-        In a model that is shrunk half to death one sequence in many has a gradient that grows from block to block, up
-        to a hundred thousand times the others: sums of squares would then be about this sequence alone.
-        """
-        if not (self._spike_limit and self._counted and self.statistics):
+    def _without_spikes(self, target: Target, site: Site, statistics: MatrixStatistics, d: Tensor) -> Tensor:
+        """d, with the sequences that have exploded scaled down. In probe 0: record their energies."""
+        if not (self._spike_limit and self._counted):
             return d
         energies = torch.linalg.vector_norm(d, dim=(1, 2), dtype=statistics.dtype).square()
         index = target.sites.index(site)
         if self.statistics.probe == 0:
-            statistics.keep_energies(index, self._first, energies)
+            statistics.energies.add(index, self._first_sequence, energies)
             return d
-        factor = statistics.limiting(index, self._first, energies, self._spike_limit)
-        return d * factor[:, None, None].to(d.dtype)
-
-    def fold_inputs(self, target: Target, site: Site, inputs: Tensor) -> None:
-        """The inputs' marginal alone, from a forward pass."""
-        if not self._counted:
-            return
-        statistics = self._of(target.name)
-        statistics.reached = True
-        x = self._by_sequence(inputs, inputs.ndim - (site.kind != "embedding"), target)
-        x_sq = self._input_squares(x, site, target, statistics.dtype)
-        if site.kind == "embedding":
-            statistics.add_marginals(0, target.sites.index(site), site.kind, x_sq, 0.0)
-        else:
-            statistics.add_marginals(0, target.sites.index(site), site.kind, 0.0, x_sq.sum((0, 1)))
-
-    def tokens(self, target: Target, site: Site, inputs: Tensor) -> Tensor:
-        """The inputs of a linear map without padding, `[tokens, in]`, in float32 at least."""
-        x = self._by_sequence(inputs, inputs.ndim - 1, target)
-        keep = self._kept_tokens(site, x)
-        return (x.flatten(0, 1) if keep is None else x[keep.bool()]).to(torch.promote_types(x.dtype, torch.float32))
+        scale = statistics.energies.scale(index, self._first_sequence, energies, self._spike_limit)
+        return d * scale[:, None, None].to(d.dtype)
 
     def _fold_gradients(self, target: Target, site: Site, statistics: MatrixStatistics, x: Tensor, d: Tensor) -> None:
-        embedding = site.kind == "embedding"
-        if self._uses[target.name] <= 1:
-            if statistics.layout is not None:
-                gradients = _embedding_gradients(x, d, target) if embedding else _linear_gradients(x, d)
-                statistics.add_shared_gradients(gradients)
-            elif embedding:
-                statistics.add_gradients(ALL, _embedding_gradients(x, d, target))
-            else:
-                for rows in row_chunks(target.shape, FOLDED_ELEMENTS):
-                    statistics.add_gradients(rows, _linear_gradients(x, d[..., rows]))
+        """The sequence and peak terms."""
+        is_embedding, used_once = site.kind == "embedding", self._uses[target.name] <= 1
+        if used_once and statistics.shards is None and not is_embedding:
+            # Some rows of all sequences, not all rows of one: the accumulator's rows are decoded once a batch.
+            for rows in row_chunks(target.shape, FOLDED_ELEMENTS):
+                statistics.add_gradients(rows, linear_gradients(x, d[..., rows]))
             return
-        gradients = _embedding_gradients(x, d, target) if embedding else _linear_gradients(x, d)
-        if target.name in self._unfinished:
-            for kept, gradient in zip(self._unfinished[target.name], gradients, strict=True):
-                kept += gradient
+        gradients = embedding_gradients(x, d, target.shape) if is_embedding else linear_gradients(x, d)
+        if not used_once:
+            self._add_unfinished(target, gradients, statistics.dtype)
+        elif statistics.shards is not None:
+            statistics.add_gradients_to_shards(gradients)
         else:
-            self._unfinished[target.name] = [gradient.to(statistics.dtype) for gradient in gradients]
+            statistics.add_gradients(ALL, gradients)
+
+    def _add_unfinished(self, target: Target, gradients: Iterator[Tensor], dtype: torch.dtype) -> None:
+        if target.name in self._unfinished:
+            for total, gradient in zip(self._unfinished[target.name], gradients, strict=True):
+                total += gradient
+        else:
+            self._unfinished[target.name] = [gradient.to(dtype) for gradient in gradients]
 
     def _fold_squares(self, target: Target, site: Site, statistics: MatrixStatistics, x: Tensor, d_sq: Tensor) -> None:
-        x_sq = self._input_squares(x, site, target, statistics.dtype)
-        index, probe = target.sites.index(site), self.statistics.probe if self.statistics else 0
-        if site.kind == "embedding":
-            if "token" in statistics.terms:
-                statistics.add_tokens(x.flatten(), d_sq.flatten(0, 1))
-            if "marginals" in statistics.terms and self._counted:
-                statistics.add_marginals(probe, index, site.kind, x_sq, d_sq.sum((0, 1)))
-            return
-        if "token" in statistics.terms and statistics.layout is not None:
-            statistics.add_shared_products(d_sq.flatten(0, 1), x_sq.flatten(0, 1))
+        """The token term and the marginals."""
+        x_sq = self._layout.input_squares(target, site, x, statistics.dtype)
+        is_embedding = site.kind == "embedding"
+        if "token" in statistics.terms and is_embedding:
+            statistics.add_tokens(x.flatten(), d_sq.flatten(0, 1))
+        elif "token" in statistics.terms and statistics.shards is not None:
+            statistics.add_products_to_shards(d_sq.flatten(0, 1), x_sq.flatten(0, 1))
         elif "token" in statistics.terms:
             for rows in row_chunks(target.shape, FOLDED_ELEMENTS):
                 statistics.add_products(rows, d_sq[..., rows].flatten(0, 1), x_sq.flatten(0, 1))
         if "marginals" in statistics.terms and self._counted:
-            statistics.add_marginals(probe, index, site.kind, d_sq.sum((0, 1)), x_sq.sum((0, 1)))
-
-    def _input_squares(self, x: Tensor, site: Site, target: Target, dtype: torch.dtype) -> Tensor:
-        """x^2 with padding at zero, `[sequences, tokens, in]`; for an embedding how often each token occurs."""
-        keep = self._kept_tokens(site, x)
-        if site.kind == "embedding":
-            weights = torch.ones_like(x, dtype=dtype) if keep is None else keep.to(dtype)
-            counts = torch.zeros(target.shape[0], dtype=dtype, device=x.device)
-            return counts.index_add_(0, x.flatten(), weights.flatten())
-        x_sq = x.to(dtype).square()
-        return x_sq if keep is None else x_sq * keep[..., None]
-
-    def _kept_tokens(self, site: Site, x: Tensor) -> Tensor | None:
-        """Which of `x [sequences, tokens, ...]` are no padding, `[sequences, tokens]`; None: all."""
-        keep = self._masks["decoder" if self._has_encoder and in_decoder(site.module) else "encoder"]
-        return None if keep is None or keep.shape != x.shape[:2] else keep.to(x.device)
-
-    def _by_sequence(self, value: Tensor, leading: int, target: Target) -> Tensor:
-        """`[sequences, tokens, ...]` from whatever shape the module was called with."""
-        features = value.shape[leading:]
-        lead = value.shape[:leading]
-        known = (
-            self._sequences == 1
-            or (leading >= 2 and lead[0] == self._sequences)
-            or (leading == 1 and lead[0] in (self._sequences, self._sequences * self._tokens))
-        )
-        if not known:
-            raise ValueError(
-                f"{target.name} is used on a tensor of shape {tuple(value.shape)}, in which the {self._sequences} "
-                "sequences of the batch cannot be told apart; set batch_size=1 (or give batches of one row)."
-            )
-        return value.reshape(self._sequences, -1, *features)
-
-    def _of(self, name: str) -> MatrixStatistics:
-        assert self.statistics is not None, "a probe without statistics serves, it does not fold"
-        return self.statistics[name]
-
-
-def padding_masks(batch: Batch) -> dict[str, Tensor | None]:
-    """Which tokens count, `[sequences, tokens]`, for the inputs and for what a decoder makes of the labels."""
-    inputs, labels = batch.get("attention_mask"), batch.get("labels")
-    decoder = batch.get("decoder_attention_mask")
-    if decoder is None and isinstance(labels, Tensor) and labels.ndim == 2:
-        decoder = labels != IGNORED
-    return {
-        "encoder": inputs if isinstance(inputs, Tensor) and inputs.ndim == 2 else None,
-        "decoder": decoder,
-    }
-
-
-def in_decoder(module: str) -> bool:
-    """Whether a module of an encoder-decoder sees the decoder's tokens: cross-attention's keys and values do not.
-
-    >>> [in_decoder(f"decoder.block.0.layer.{name}") for name in ("0.SelfAttention.k", "1.EncDecAttention.k")]
-    [True, False]
-    """
-    parts = module.split(".")
-    crossing = any(part in ("EncDecAttention", "encoder_attn", "crossattention") for part in parts)
-    return "decoder" in parts and not (crossing and parts[-1] in ("k", "v", "k_proj", "v_proj", "key", "value"))
-
-
-def _linear_gradients(x: Tensor, d: Tensor) -> Iterator[Tensor]:
-    """The weight's gradient `[out, in]` of each sequence in turn: one at a time, so that only one is alive.
-
-    float16 would overflow at 65,504, which a summed loss reaches; bfloat16 has float32's range.
-    """
-    for x_s, d_s in zip(x, d, strict=True):
-        yield d_s.float().t() @ x_s.float() if d_s.dtype == torch.float16 else d_s.t() @ x_s
-
-
-def _embedding_gradients(ids: Tensor, d: Tensor, target: Target) -> Iterator[Tensor]:
-    """A token's rows are summed in float32 at least: a frequent token has thousands."""
-    dtype = torch.promote_types(d.dtype, torch.float32)
-    for ids_s, d_s in zip(ids, d, strict=True):
-        yield torch.zeros(target.shape, dtype=dtype, device=d.device).index_add_(0, ids_s, d_s.to(dtype))
+            d_sum = d_sq.sum((0, 1))
+            row_side, column_side = (x_sq, d_sum) if is_embedding else (d_sum, x_sq.sum((0, 1)))
+            statistics.marginals.add(self.statistics.probe, target.sites.index(site), row_side, column_side)

@@ -1,18 +1,24 @@
-"""Maps that measure themselves while they are differentiated.
+"""Measured maps: linear maps and embeddings that fold their statistics while they are differentiated.
 
-Each is an autograd Function: forward serves the weight (shrunk, if the probe says so), backward has the input and the
-output's gradient in its hands and folds the statistics on the spot. The weight takes no gradient, so none outlives its
-matrix; input and weight are saved through autograd, so that checkpointing can free and recompute them. A weight that is
-offloaded and not recomputed is not saved at all but fetched again: saving it would bring the model into memory. The
-served weight is made again in backward, never kept: keeping it would be a second copy of the model.
+Each is an autograd Function. Forward multiplies with the served weight; backward has the input and the output gradient
+at hand and folds them on the spot. What lives how long:
 
-`anchor` is a scalar that requires a gradient: it starts the graph at the first target, although every weight is frozen.
+- The weight takes no gradient, so that no `[out, in]` gradient outlives the backward of its own matrix.
+- x and the weight go through `save_for_backward`, not onto `ctx`: only so can checkpointing drop them after forward and
+  hand out recomputed ones.
+- The served weight is made again in backward. Keeping it would be a second copy of the model.
+- An offloaded weight that is not recomputed is not saved either, but fetched again: otherwise every weight of the model
+  would be in memory at the end of forward.
+
+With all parameters frozen nothing requires a gradient, and autograd would record no graph. `anchor`, a scalar that does
+require one, starts the graph at the first measured map.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,60 +26,66 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from gradprobe_hf.model.targets import Site, Target
+from gradprobe_hf.probe.folding import Folding
+from gradprobe_hf.probe.serving import ServedWeights
 
 
-class Folds(Protocol):
-    """What a measured map asks of its probe."""
+@dataclass(frozen=True)
+class MeasuredUse:
+    """One use of a matrix in a forward pass.
 
-    def served(self, target: Target, weight: Tensor) -> Tensor: ...
-    def fold(self, target: Target, site: Site, inputs: Tensor, output_grad: Tensor) -> None: ...
+    Attributes:
+        served: what the map multiplies with.
+        folding: where it folds what it measures; None: it only serves.
+        fetch: reads the weight again in backward; None: it is saved in forward.
+    """
+
+    target: Target
+    site: Site
+    served: ServedWeights
+    folding: Folding | None = None
+    fetch: Callable[[], Tensor] | None = None
+
+    def fold(self, x: Tensor, output_grad: Tensor) -> None:
+        if self.folding is not None:
+            self.folding.fold(self.target, self.site, x, output_grad)
 
 
 class MeasuredLinear(torch.autograd.Function):
     """`y = x W^T + b`. Shapes: x `[..., in]`, weight `[out, in]`, y `[..., out]`."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        anchor: Tensor,
-        probe: Folds,
-        target: Target,
-        site: Site,
-        fetch: Callable[[], Tensor] | None = None,
-    ) -> Tensor:
-        ctx.save_for_backward(x, *([weight] if fetch is None else []))
-        ctx.probe, ctx.target, ctx.site, ctx.fetch = probe, target, site, fetch
-        return F.linear(x, probe.served(target, weight), bias)
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, use: MeasuredUse) -> Tensor:
+        ctx.save_for_backward(x, *([weight] if use.fetch is None else []))
+        ctx.use, ctx.fetch = use, use.fetch
+        return F.linear(x, use.served.of(use.target, weight), bias)
 
+    # Folding is not differentiable, and `once_differentiable` runs backward without recording a graph of its own.
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, *saved = ctx.saved_tensors  # unpacked once: checkpointing computes a block again to answer
-        ctx.probe.fold(ctx.target, ctx.site, x, output_grad)
+        # Under checkpointing the first access recomputes the whole block, and a second access would raise.
+        x, *saved = ctx.saved_tensors
+        ctx.use.fold(x, output_grad)
         input_grad = None
-        if ctx.needs_input_grad[0]:
+        if ctx.needs_input_grad[0]:  # False at the first map of the model, whose input is data
             weight = ctx.fetch() if ctx.fetch else saved[0]
-            input_grad = output_grad @ ctx.probe.served(ctx.target, weight)
-        return input_grad, *(None,) * 7
+            input_grad = output_grad @ ctx.use.served.of(ctx.use.target, weight)
+        return input_grad, None, None, None, None
 
 
 class MeasuredEmbedding(torch.autograd.Function):
     """`y = W[ids]`. Shapes: ids `[...]`, weight `[tokens, features]`, y `[..., features]`."""
 
     @staticmethod
-    def forward(
-        ctx: Any, ids: Tensor, weight: Tensor, anchor: Tensor, probe: Folds, target: Target, site: Site
-    ) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, anchor: Tensor, use: MeasuredUse) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.probe, ctx.target, ctx.site = probe, target, site
-        return F.embedding(ids, probe.served(target, weight))
+        ctx.use = use
+        return F.embedding(ids, use.served.of(use.target, weight))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, output_grad: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
-        ctx.probe.fold(ctx.target, ctx.site, ids, output_grad)
-        return None, None, None, None, None, None
+        ctx.use.fold(ids, output_grad)
+        return None, None, None, None

@@ -1,4 +1,4 @@
-"""Updates: new values of whole matrices, kept beside the model until everything else has succeeded."""
+"""New weights: values of whole matrices, kept beside the model until everything else has succeeded."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class NewWeights(Mapping[str, Tensor]):
         if on_disk:
             if folder is not None:
                 Path(folder).mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="gradprobe-updates-", dir=folder))
+            self._folder = Path(tempfile.mkdtemp(prefix="gradprobe-weights-", dir=folder))
             weakref.finalize(self, shutil.rmtree, self._folder, True)
 
     def add(self, name: str, values: Tensor) -> None:
@@ -41,7 +41,8 @@ class NewWeights(Mapping[str, Tensor]):
             self._kept[name] = values
             return
         path = self._folder / f"{len(self._kept):05d}"
-        with open(path, "wb") as file:  # written, not mapped: a full disk raises here, and ends the process there
+        # Written, then mapped: on a full disk a write raises, where writing through a mapping ends the process (SIGBUS).
+        with open(path, "wb") as file:
             file.write(values.contiguous().cpu().view(torch.uint8).numpy().data)
         mapped = torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype)
         self._kept[name] = mapped.view(values.shape)

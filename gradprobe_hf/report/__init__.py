@@ -1,1 +1,1 @@
-"""A finished run -> its report, plots and model card."""
+"""A finished run -> what a person reads of it: `build` makes the `report`, `plots` and `card` show it."""

@@ -1,11 +1,11 @@
-"""Accounting: one finished run -> its report."""
+"""Build: one finished run -> its report."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,56 +15,48 @@ from transformers import PreTrainedModel
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, shared_rows
 from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loss import objective
-from gradprobe_hf.model.parameters import row_chunks
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.report.report import ComparedRow, MatrixRow, Report
+from gradprobe_hf.report.report import MatrixRow, Report
+from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
-from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.selection.packed_masks import rows_of
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 STATUS = Path("/proc/self/status")  # proc(5)
 
 
-def build_report(
-    model: PreTrainedModel,
-    targets: tuple[Target, ...],
-    config: GradProbeConfig,
-    verdict: PruningDecision,
-    calibration: Batches | None,
-    held_out: Batches | None,
-    measured: dict[str, Measurement],
-    timings: dict[str, float],
-    processing_class: Any = None,
-    execution: dict[str, str] | None = None,
-    processes: Processes | None = None,
-    comparison: Sequence[ComparedRow] = (),
-) -> Report:
-    """Everything that a reader of the card or the JSON may want to know. The model still has its original weights."""
-    rows = matrix_rows(model, targets, config, verdict, processes or Processes())
+def build_report(context: RunContext, decision: PruningDecision, measured: Mapping[str, Measurement]) -> Report:
+    """Everything that a reader of the card or the JSON may want to know. The model still has its original weights.
+
+    Args:
+        measured: the loss of the `"dense"` and the `"pruned"` model, where something was measured.
+    """
+    model, targets, config = context.model, context.targets, context.config
+    rows = matrix_rows(context, decision)
     evaluation = {name: found.to_dict() for name, found in measured.items()}
+    diagnostics = decision.diagnostics
     return Report(
-        model={**_describe(model, targets), "processing_class": type(processing_class).__name__},
+        model={**_describe(model, targets), "processing_class": type(context.processing_class).__name__},
         config=config.to_dict(),
         matrices=rows,
-        calibration=calibration.describe() if calibration else None,
-        evaluation={**held_out.describe(), **evaluation} if held_out else None,
-        probes=verdict.findings.probe_losses,
-        passes=verdict.findings.passes,
-        curve=verdict.findings.curve,
-        comparison=[row.to_dict() for row in comparison],
-        timings=timings,
-        memory={**peak_memory(), "accumulator_bytes": verdict.findings.accumulator_bytes},
-        execution=execution or {},
+        calibration=context.calibration.describe() if context.calibration else None,
+        evaluation={**context.evaluation.describe(), **evaluation} if context.evaluation else None,
+        probes=diagnostics.probe_losses,
+        passes=diagnostics.passes,
+        curve=diagnostics.curve,
+        timings=dict(context.stopwatch.seconds),
+        memory={**peak_memory(), "accumulator_bytes": diagnostics.accumulator_bytes},
+        execution=context.notes,
         versions=versions(),
         warnings=[
-            *_about_text(calibration, held_out),
-            *_about_evidence(verdict, len(targets)),
-            *_about_damping(verdict, config),
-            *_about_budget(rows, config, verdict),
-            *_about_promise(config, verdict),
+            *_about_text(context.calibration, context.evaluation),
+            *_about_evidence(decision, len(targets)),
+            *_about_damping(decision, config),
+            *_about_budget(rows, config, decision),
+            *_about_search(config, decision),
         ],
     )
 
@@ -117,18 +109,13 @@ def _describe(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, 
     }
 
 
-def matrix_rows(
-    model: PreTrainedModel,
-    targets: tuple[Target, ...],
-    config: GradProbeConfig,
-    verdict: PruningDecision,
-    processes: Processes,
-) -> list[MatrixRow]:
+def matrix_rows(context: RunContext, decision: PruningDecision) -> list[MatrixRow]:
     """One row a matrix; of a sharded model every process counts its shards."""
-    blind = verdict.findings.without_evidence
-    counts = torch.tensor([[*_counts(model, target, verdict), blind.get(target.name, 0)] for target in targets])
+    model, targets = context.model, context.targets
+    blind, ranges = decision.diagnostics.without_evidence, decision.diagnostics.score_ranges
+    counts = torch.tensor([[*_counts(model, target, decision), blind.get(target.name, 0)] for target in targets])
     if is_sharded(model):
-        processes.sum_(counts)
+        context.processes.sum_(counts)
     return [
         MatrixRow(
             name=target.name,
@@ -136,64 +123,68 @@ def matrix_rows(
             role=target.role,
             shape=target.shape,
             weights=target.numel,
-            budget=round((config.sparsity or 0.0) * target.numel),
+            budget=round(context.config.final_sparsity * target.numel),
             pruned=pruned,
             zeros_before=before,
             zeros_after=after,
-            score_min=verdict.findings.score_ranges.get(target.name, (None, None))[0],
-            score_max=verdict.findings.score_ranges.get(target.name, (None, None))[1],
+            score_min=ranges.get(target.name, (None, None))[0],
+            score_max=ranges.get(target.name, (None, None))[1],
             no_evidence=no_evidence,
         )
         for target, (pruned, before, after, no_evidence) in zip(targets, counts.tolist(), strict=True)
     ]
 
 
-def _counts(model: PreTrainedModel, target: Target, verdict: PruningDecision) -> tuple[int, int, int]:
+def _counts(model: PreTrainedModel, target: Target, decision: PruningDecision) -> tuple[int, int, int]:
     """Weights that go, that are zero already, and that will be zero."""
     matrix = target.matrix(model)
     pruned = before = after = 0
     for rows in row_chunks(matrix.shape):
-        mask, zero = rows_of(verdict.masks, target.name, rows), matrix[rows] == 0
+        mask, zero = rows_of(decision.masks, target.name, rows), matrix[rows] == 0
         pruned, before = pruned + int(mask.sum()), before + int(zero.sum())
-        updated = verdict.updates.get(target.name)
+        updated = decision.new_weights.get(target.name)
         after += int((mask.to(zero.device) | zero if updated is None else updated[rows] == 0).sum())
     return pruned, before, after
 
 
-def _about_text(calibration: Batches | None, held_out: Batches | None) -> list[str]:
-    shared = shared_rows(calibration, held_out) if calibration and held_out else 0
-    if not shared or held_out is None:
+def _about_text(calibration: Batches, evaluation: Batches) -> list[str]:
+    shared = shared_rows(calibration, evaluation)
+    if not shared:
         return []
-    return [f"{shared} of the {held_out.samples} evaluation windows were also calibrated on; evaluate on another text."]
-
-
-def _about_evidence(verdict: PruningDecision, targets: int) -> list[str]:
-    if not verdict.unreached:
-        return []
-    sample = ", ".join(f"`{name}`" for name in verdict.unreached[:3]) + (", ..." if len(verdict.unreached) > 3 else "")
     return [
-        f"The calibration loss does not depend on {len(verdict.unreached)} of {targets} matrices ({sample}): without "
+        f"{shared} of the {evaluation.samples} evaluation windows were also calibrated on; evaluate on another text."
+    ]
+
+
+def _about_evidence(decision: PruningDecision, targets: int) -> list[str]:
+    if not decision.unreached:
+        return []
+    sample = ", ".join(f"`{name}`" for name in decision.unreached[:3]) + (
+        ", ..." if len(decision.unreached) > 3 else ""
+    )
+    return [
+        f"The calibration loss does not depend on {len(decision.unreached)} of {targets} matrices ({sample}): without "
         "evidence they go last and by magnitude. Exclude them, or calibrate on what reaches them."
     ]
 
 
-def _about_damping(verdict: PruningDecision, config: GradProbeConfig) -> list[str]:
-    if not verdict.damping:
+def _about_damping(decision: PruningDecision, config: GradProbeConfig) -> list[str]:
+    if not decision.damping:
         return []
-    name, most = max(verdict.damping.items(), key=lambda item: item[1])
+    name, most = max(decision.damping.items(), key=lambda item: item[1])
     return [
-        f"The Hessians of {len(verdict.damping)} matrices could not be inverted with damping={config.damping:g}; it "
+        f"The Hessians of {len(decision.damping)} matrices could not be inverted with damping={config.damping:g}; it "
         f"was raised, at most to {most:g} (`{name}`). More calibration text would help."
     ]
 
 
-def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, verdict: PruningDecision) -> list[str]:
-    asked, pruned = config.sparsity or 0.0, sum(row.pruned for row in rows)
+def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, decision: PruningDecision) -> list[str]:
+    asked, pruned = config.final_sparsity, sum(row.pruned for row in rows)
     zeros, weights = sum(row.zeros_after for row in rows), sum(row.weights for row in rows)
-    if config.decision == "threshold":
+    if config.decision_row.filters is not None:
         return [
-            f"The threshold decision reached {zeros / weights:.2%} of at most {asked:.2%}; it gave back "
-            f"{sum(verdict.findings.without_evidence.values()):,} candidates for want of evidence."
+            f"The threshold rule reached {zeros / weights:.2%} of at most {asked:.2%}; it gave back "
+            f"{sum(decision.diagnostics.without_evidence.values()):,} candidates for want of evidence."
         ]
     if zeros > pruned:
         return [
@@ -203,9 +194,9 @@ def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, verdict: Pruni
     return []
 
 
-def _about_promise(config: GradProbeConfig, verdict: PruningDecision) -> list[str]:
+def _about_search(config: GradProbeConfig, decision: PruningDecision) -> list[str]:
     """Where the metric did not end the search."""
-    within = [point["within"] for point in verdict.findings.curve]
+    within = [point["within"] for point in decision.diagnostics.curve]
     if config.max_metric_drop is None or len(set(within)) != 1:
         return []
     if not within[0]:

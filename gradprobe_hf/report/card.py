@@ -13,37 +13,13 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from gradprobe_hf.config import GradientThreshold, GradProbeConfig
+from gradprobe_hf.model.families import CAUSAL, PIPELINE_TAGS
 from gradprobe_hf.report.plots import has_perplexities
 from gradprobe_hf.report.report import Report
+from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 
 logger = logging.getLogger(__name__)
 
-PIPELINE_TAGS = {
-    "ForCausalLM": "text-generation",
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForImageClassification": "image-classification",
-}
-
-ESTIMATES = {
-    "blend": "the geometric mean of its squared gradient summed over sequences and of that sum's factored estimate",
-    "sequence": "its squared gradient, summed over sequences",
-    "token": "its squared gradient, summed over tokens",
-    "factored": "the product of its input's and its output gradient's energy",
-}
-# What became of the kept weights.
-KEPT = {
-    "none": "No other weight was changed.",
-    "obs": "Then the kept weights were changed, block by block, to keep each matrix's outputs on the calibration "
-    "inputs (SparseGPT's sweep under this mask).",
-    "least_squares": "Then the kept weights were changed, block by block, to those that keep each matrix's outputs on "
-    "the calibration inputs best (conjugate gradients on this mask).",
-    "admm": "Then, block by block, it was chosen again which weights of each matrix go, as many as before, so that the "
-    "others can keep its outputs on the calibration inputs best (ADMM), and these were changed to do so (conjugate "
-    "gradients).",
-}
 UNITS = {"global": "the whole model", "block": "each block", "tensor": "each matrix", "row": "each row"}
 
 
@@ -66,7 +42,6 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         snippet=_snippet(report, where),
         evaluation=_evaluation(report),
         metric_name=_metric(report),
-        comparison=_comparison(report),
         calibration=report.calibration,
         config=yaml.safe_dump(config.to_dict(), sort_keys=False).strip(),
         sparsity=report.sparsity,
@@ -132,7 +107,7 @@ def _schedule(config: GradProbeConfig) -> list[str]:
             f"The sparsity is the largest that was found whose metric is within {config.max_metric_drop} of the dense "
             f"model's, up to {config.final_sparsity:.0%}."
         )
-    if config.reconstructs and config.dense_target:
+    if config.updates and config.dense_target:
         said.append(
             f"The outputs to keep were taken {config.dense_target:.0%} of the way from the model as pruned so far to "
             "the dense model."
@@ -144,44 +119,27 @@ def _schedule(config: GradProbeConfig) -> list[str]:
 
 
 def _decision(config: GradProbeConfig) -> str:
-    unit = UNITS[config.decision_scope]
-    if config.order == "sequential" and config.decision_scope == "global":
+    """The sentences of the method's rows, with what the configuration sets in them."""
+    unit = UNITS[config.budget_scope]
+    if config.order == "sequential" and config.budget_scope == "global":
         unit = "the blocks of each step"
     if config.group:
         unit = f"every group of {config.group[1]} inputs, of which {config.group[0]} are kept"
-    kept = KEPT[config.reconstruction or "none"]
-    if config.strategy == "sparsegpt":
-        masked = (
-            "SparseGPT: block by block on the activations of the model as pruned so far, the weights whose removal "
-            "costs least were set to zero, and the kept weights behind them changed to keep each matrix's outputs on "
-            f"the calibration inputs, with one exact budget over {unit}."
-        )
-        return f"{masked} {kept}" if config.solves_least_squares else masked
-    if config.decision == "path":
-        return (
-            "The loss gradient was measured twice over the calibration data: at the original weights, and with the "
-            f"candidates tentatively multiplied by {config.reduction_factor:g}. Each weight was scored by its square "
-            f"times {ESTIMATES[config.fisher]}, added over both probes: an estimate of the loss that removing it adds. "
-            f"{_limit(config)}The lowest scores were set to zero, with one exact budget over {unit}. {kept}"
-        )
-    if config.decision == "threshold":
-        return (
-            f"Candidates were proposed by `{config.strategy}` with a budget over {UNITS[config.candidate_scope]}, and "
-            f"tentatively multiplied by {config.reduction_factor:g}. A candidate was set to zero if its "
-            "gradient's largest magnitude grew by "
-            f"no more than {_threshold(config.gradient_threshold)}; the others were given back, so the budget is "
-            f"an upper bound. {kept}"
-        )
-    if config.strategy == "fisher":
-        return (
-            "The loss gradient was measured over the calibration data. Each weight was scored by its square times "
-            f"{ESTIMATES[config.fisher]}: an estimate of the loss that removing it adds. The lowest scores were set to "
-            f"zero, with one exact budget over {unit}. {kept}"
-        )
-    return (
-        f"Weights were scored by `{config.strategy}` and the lowest set to zero, with one exact budget over {unit}. "
-        f"{kept}"
+    fisher = FISHER_ESTIMATES[config.fisher].sentence
+    updated = config.update_row.sentence.format(unit=unit)
+    if config.score_row is None:
+        return updated
+    decided = config.decision_row.sentence.format(
+        score=config.score_row.sentence.format(fisher=fisher),
+        score_name=config.score,
+        fisher=fisher,
+        unit=unit,
+        candidate_unit=UNITS[config.candidate_scope],
+        threshold=_threshold(config.gradient_threshold),
+        limit=_limit(config),
+        reduction_factor=f"{config.reduction_factor:g}",
     )
+    return f"{decided} {updated}"
 
 
 def _limit(config: GradProbeConfig) -> str:
@@ -251,15 +209,6 @@ def _evaluation(report: Report) -> dict[str, Any] | None:
     }
 
 
-def _comparison(report: Report) -> list[dict[str, Any]]:
-    rows = []
-    for row in report.comparison:
-        value, passes = row[_key(report)], row["passes"]
-        text = "not finite" if value is None else f"{value:,.4f}"
-        rows.append({**row, "value": text, "passes": f"{passes['forward']:g} + {passes['backward']:g}"})
-    return rows
-
-
 def _key(report: Report) -> str:
     assert report.evaluation is not None
     return "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
@@ -286,7 +235,7 @@ def _short_name(model: dict[str, Any]) -> str:
 
 
 def _snippet(report: Report, where: str) -> str:
-    if report.model["objective"] == "ForCausalLM" and report.model["processing_class"] != "NoneType":
+    if report.model["objective"] == CAUSAL and report.model["processing_class"] != "NoneType":
         return (
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
             f'tokenizer = AutoTokenizer.from_pretrained("{where}")\n'

@@ -26,9 +26,6 @@ def save_plots(report: Report, directory: Path) -> list[Path]:
     figures = {"sparsity.png": sparsity_figure(report)}
     if has_perplexities(report):
         figures["perplexity.png"] = perplexity_figure(report)
-    if report.comparison and report.evaluation:
-        measured = report.evaluation
-        figures["comparison.png"] = comparison_figure(report.comparison, measured["dense"], measured["source"])
     paths = []
     for name, figure in figures.items():
         FigureCanvasAgg(figure)

@@ -59,36 +59,21 @@ class Group:
 
 
 @dataclass(frozen=True)
-class ComparedRow:
-    """One configuration of a comparison.
+class Report:
+    """What happened in one run.
 
     Attributes:
-        sparsity: the true share of zeros in the target matrices.
-        perplexity: None for a model that has none.
-        seconds: that it takes alone, without the evaluation: a first probe that was shared counts in every row.
-        passes: forward and backward passes over the calibration data, counted in the same way.
+        model: name, class, sizes.
+        config: as plain data.
+        matrices: one row each.
+        calibration, evaluation: source, protocol and fingerprint of the texts; dense and pruned measurements.
+        probes: mean calibration loss of each probe, in nats.
+        passes: forward and backward passes over the calibration data, in whole ones.
+        curve: sparsity, metric and its limit at each attempt of a search.
+        timings: seconds per stage.
+        memory: bytes.
+        execution: how it was run and why so; no result depends on it.
     """
-
-    method: str
-    sparsity: float
-    zeros: int
-    weights: int
-    loss: float
-    perplexity: float | None
-    seconds: float
-    passes: dict[str, float]
-
-    def to_dict(self) -> dict[str, Any]:
-        return finite(asdict(self))
-
-
-@dataclass(frozen=True)
-class Report:
-    """Attributes: `model` (name, class, sizes), `config`, `matrices`, `calibration` and `evaluation` (source, protocol,
-    fingerprint; dense and pruned measurements), `probes` (mean calibration loss), `passes` (over the calibration
-    data, in whole ones), `curve` (sparsity, metric and its limit of every trial), `comparison` (with the
-    baselines, see `ComparedRow`), `timings` (seconds per stage), `memory` (bytes), `execution` (how it was run, and why
-    so: it changes no result), `versions`, `warnings`."""
 
     model: dict[str, Any]
     config: dict[str, Any]
@@ -98,7 +83,6 @@ class Report:
     probes: dict[str, float] = field(default_factory=dict)
     passes: dict[str, float] = field(default_factory=dict)
     curve: list[dict[str, Any]] = field(default_factory=list)
-    comparison: list[dict[str, Any]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
     execution: dict[str, str] = field(default_factory=dict)

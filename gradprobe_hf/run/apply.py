@@ -1,4 +1,4 @@
-"""Application: the result into the model, at the very end, and back again if anything after it fails.
+"""Apply: write a pruning decision into the model at the very end, and take it back if anything after it fails.
 
 Weights in memory (the model's own, or those `cpu_offload` keeps) are written in place. Weights on disk are masked as
 they are read, and written to Accelerate's store only when all else has succeeded: so a checkpoint is saved, or a dry
@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from gradprobe_hf.model.fsdp import reshard
 from gradprobe_hf.model.offload_store import replace_on_disk
-from gradprobe_hf.model.parameters import WeightsView, aliases, is_on_disk, offloaded_parameter, row_chunks, settle
+from gradprobe_hf.model.parameters import WeightsView, aliases, is_on_disk, offloaded_parameter, settle
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.runtime.interrupts import uninterrupted
-from gradprobe_hf.selection.packed_masks import SavedValues, rows_of
+from gradprobe_hf.runtime.row_chunks import row_chunks
+from gradprobe_hf.selection.masked_values import SavedValues
+from gradprobe_hf.selection.packed_masks import rows_of
 
 Change = Callable[[Tensor], Tensor]
 
@@ -31,48 +33,48 @@ def applied(
     targets: Sequence[Target],
     masks: Mapping[str, Tensor],
     keep: bool = True,
-    updates: NewWeights | None = None,
+    new_weights: NewWeights | None = None,
 ) -> Iterator[None]:
-    """Zero the masked weights, and write the updates, for the body of the `with`.
+    """Zero the masked weights, and write the new ones, for the body of the `with`.
 
-    They stay afterwards if `keep` is set and the body returned; `updates` is empty then. If it raised, or was
-    interrupted, every weight has its original bits again: the originals of the pruned weights in memory are kept until
-    then, and an update changes places with what it replaces.
+    They stay if `keep` is set and the body returns; `new_weights` is then empty. If the body raises or is interrupted,
+    every weight gets its original bits back: the originals of pruned weights in memory are kept until then, and new
+    weights change places with what they replace.
 
     Raises:
         OSError: the store of offloaded weights cannot be written; every weight has its original bits again.
     """
     settle(model)
-    updates = NewWeights() if updates is None else updates
+    new_weights = NewWeights() if new_weights is None else new_weights
     in_memory = [target for target in targets if not is_on_disk(model, target.parameter)]
-    changes = _changes([target for target in targets if is_on_disk(model, target.parameter)], masks, updates)
-    pending = updates.pending  # without those that a `with` around this one has written
+    changes = _changes([target for target in targets if is_on_disk(model, target.parameter)], masks, new_weights)
+    pending = new_weights.pending  # without those that a `with` around this one has written
     with (
-        _exchanged(model, [target for target in in_memory if target.name in pending], updates, keep),
-        _zeroed(model, [target for target in in_memory if target.name not in updates], masks, keep),
+        _exchanged(model, [target for target in in_memory if target.name in pending], new_weights, keep),
+        _zeroed(model, [target for target in in_memory if target.name not in new_weights], masks, keep),
     ):
         with _read_through(model, changes):
             yield
         if keep:
             replace_on_disk(model, changes)
     if keep:
-        updates.clear()
+        new_weights.clear()
 
 
 @contextmanager
-def _exchanged(model: nn.Module, targets: Sequence[Target], updates: NewWeights, keep: bool) -> Iterator[None]:
+def _exchanged(model: nn.Module, targets: Sequence[Target], new_weights: NewWeights, keep: bool) -> Iterator[None]:
     keeping = False
     try:
         with torch.no_grad():
             for target in targets:
-                updates.install(target.name, target.matrix(model))
+                new_weights.install(target.name, target.matrix(model))
         yield
         keeping = keep
     finally:
         if not keeping:
             with uninterrupted(), torch.no_grad():
                 for target in targets:
-                    updates.withdraw(target.name, target.matrix(model))
+                    new_weights.withdraw(target.name, target.matrix(model))
 
 
 @contextmanager
@@ -91,23 +93,23 @@ def _zeroed(model: nn.Module, targets: Sequence[Target], masks: Mapping[str, Ten
         if not keeping:
             with uninterrupted(), torch.no_grad():
                 reshard(model)
-                originals.give_back()
+                originals.restore()
 
 
-def _changes(targets: Sequence[Target], masks: Mapping[str, Tensor], updates: NewWeights) -> dict[str, Change]:
+def _changes(targets: Sequence[Target], masks: Mapping[str, Tensor], new_weights: NewWeights) -> dict[str, Change]:
     """Parameter name -> what gives its new values; the slices of a fused parameter are one change."""
     by_parameter: dict[str, list[Target]] = {}
     for target in targets:
         by_parameter.setdefault(target.parameter, []).append(target)
-    return {name: partial(_changed, same, masks, updates) for name, same in by_parameter.items()}
+    return {name: partial(_changed, same, masks, new_weights) for name, same in by_parameter.items()}
 
 
-def _changed(targets: Sequence[Target], masks: Mapping[str, Tensor], updates: NewWeights, stored: Tensor) -> Tensor:
+def _changed(targets: Sequence[Target], masks: Mapping[str, Tensor], new_weights: NewWeights, stored: Tensor) -> Tensor:
     changed = stored.detach().clone()
     for target in targets:
         matrix = target.view(changed)
-        if target.name in updates:
-            matrix.copy_(updates[target.name])
+        if target.name in new_weights:
+            matrix.copy_(new_weights[target.name])
             continue
         for rows in row_chunks(target.shape):
             matrix[rows].masked_fill_(rows_of(masks, target.name, rows).to(matrix.device), 0)

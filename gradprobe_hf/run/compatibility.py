@@ -1,4 +1,4 @@
-"""Checks: whether the matrices of a model can be pruned as configured. What would fail later fails here."""
+"""Compatibility: whether the matrices of a model can be pruned as configured. What would fail later fails here."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.model.families import block_of, shares_keys_across_blocks
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
-from gradprobe_hf.model.targets import Target, block_of
+from gradprobe_hf.model.targets import Target
 from gradprobe_hf.selection.published_rule import thresholds
 
 
@@ -22,20 +22,20 @@ def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbe
     if config.group is not None:
         check_group(targets, *config.group)
         check_rows(model, targets, f"pattern={config.pattern!r}")
-    if config.reconstructs or config.order == "sequential":
+    if config.updates or config.order == "sequential":
         _check_in_blocks(model, targets)
-    if config.reconstructs:
+    if config.updates:
         _check_reconstruction(model, targets)
-    if config.decision == "threshold":
+    if config.decision_row.filters is not None:
         thresholds(targets, config.gradient_threshold)
     whole = {"order='sequential'": config.order == "sequential", "bounds on matrices": config.bounds is not None}
     for option, used in whole.items():
         if used and is_sharded(model):
             raise ValueError(
-                f"{option} cannot be had of a model that FSDP2 shards: prune it on one process with device_map='auto' "
+                f"{option} is not available for a model that FSDP2 shards: prune it on one process with device_map='auto' "
                 "or 'disk', or with one whole model per process."
             )
-    if config.group is None and "row" in (config.candidate_scope, config.decision_scope):
+    if config.group is None and "row" in (config.candidate_scope, config.budget_scope):
         check_rows(model, targets, "scope='row'")
 
 
@@ -73,36 +73,36 @@ def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None
 
 
 def _check_in_blocks(model: nn.Module, targets: Sequence[Target]) -> None:
-    if isinstance(model, PreTrainedModel) and getattr(model.config.get_text_config(), "num_kv_shared_layers", None):
+    if shares_keys_across_blocks(model):
         raise ValueError(
             f"blocks of {type(model).__name__} read keys and values that others have computed (num_kv_shared_layers), "
-            "so they cannot be worked on one after the other: use order='joint' without reconstruction."
+            "so they cannot be worked on one after the other: use order='joint' without a weight update."
         )
     for target in targets:
         if not target.block:
             raise ValueError(
                 f"{target.name} lies outside of the blocks, which are worked on one after the other here: leave it out "
-                "of include, or use order='joint' without reconstruction."
+                "of include, or use order='joint' without a weight update."
             )
         users = sorted({block_of(model, site.module) for site in target.sites})
         if len(users) > 1:
             raise ValueError(
                 f"{target.name} is shared by {len(users)} blocks ({', '.join(users)}), which are worked on one after "
-                "the other here: exclude it, or use order='joint' without reconstruction."
+                "the other here: exclude it, or use order='joint' without a weight update."
             )
 
 
 def _check_reconstruction(model: nn.Module, targets: Sequence[Target]) -> None:
     if is_sharded(model):
         raise ValueError(
-            "reconstruction needs whole matrices, and FSDP2 shards this model: prune it on one process with "
+            "a weight update needs whole matrices, and FSDP2 shards this model: prune it on one process with "
             "device_map='auto' or 'disk', or with one whole model per process."
         )
     for target in targets:
         if any(site.kind == "embedding" for site in target.sites):
             raise ValueError(
                 f"{target.name} is an embedding: its outputs are no linear map of inputs that could be reconstructed. "
-                "Exclude it, or leave reconstruction out."
+                "Exclude it, or leave update unset."
             )
 
 

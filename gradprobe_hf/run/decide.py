@@ -1,4 +1,7 @@
-"""The verdict: what goes, what the kept weights become, and why. A loaded model and batches -> masks."""
+"""The pruning decision: which weights go, what the kept ones become, and what is known about why.
+
+The model is left as it was throughout.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.evaluation.perplexity import Measurement, measure
 from gradprobe_hf.model.block_cache import blocks_in_order
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.probe.attachment import serving
-from gradprobe_hf.reconstruction.blockwise import reconstruct, reconstruction_passes
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.run.blockwise import decide_in_order
-from gradprobe_hf.run.context import Diagnostics, RunContext
-from gradprobe_hf.run.schedule import decide_in_rounds, iterate
+from gradprobe_hf.reconstruction.reconstruct import FinishedBlock, Reconstruction, reconstruct, reconstruction_passes
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.run.schedule import decide_in_rounds, search
+from gradprobe_hf.run.sequential import decide_in_order
+from gradprobe_hf.run.snapshots import Snapshots, Step
 from gradprobe_hf.selection.packed_masks import PackedMasks
 
 Metric = Callable[[Any], float]
@@ -32,95 +36,155 @@ class PruningDecision:
 
     Attributes:
         masks: parameter name -> bool `[out, in]`, True = pruned.
-        findings: of the trials that led there.
+        diagnostics: of the probe pairs that led there.
         unreached: matrices the calibration loss does not depend on.
-        updates: new values of the matrices, where kept weights were reconstructed.
+        new_weights: of the matrices whose kept weights change.
         damping: what it was raised to in the matrices whose Hessian could not be inverted otherwise.
     """
 
     masks: Mapping[str, Tensor]
-    findings: Diagnostics = field(default_factory=Diagnostics)
+    diagnostics: Diagnostics = field(default_factory=Diagnostics)
     unreached: tuple[str, ...] = ()
-    updates: NewWeights = field(default_factory=NewWeights)
+    new_weights: NewWeights = field(default_factory=NewWeights)
     damping: dict[str, float] = field(default_factory=dict)
 
 
-def reach_verdict(
-    setting: RunContext, held_out: Batches | None = None, metric: Metric | None = None
-) -> PruningDecision:
-    """Decide what to prune; the model is left as it was.
+def decide_pruning(context: RunContext, metric: Metric | None = None) -> PruningDecision:
+    """Decide what to prune.
 
     Args:
-        held_out: what `max_metric_drop` is measured on.
-        metric: of the model, higher is better, in place of its perplexity (or loss) there.
+        metric: of the model, higher is better: what `max_metric_drop` is about in place of perplexity (or loss).
 
     Raises:
         ValueError: a calibration loss or scores that are not finite, or blocks that do not run one after the other.
         ConnectionError: another process ended.
     """
-    findings = Diagnostics()
-    return conclude(setting, decide(setting, findings, held_out, metric), findings)
+    diagnostics = Diagnostics()
+    snapshots = context.snapshots
+    known = snapshots.latest() if snapshots else None
+    decided = Step.of("decision")
+    if snapshots is not None and known is not None and known >= decided:
+        masks = _recall(snapshots, diagnostics)
+    else:
+        masks = decide_masks(context, diagnostics, metric)
+        if snapshots is not None:
+            _save(snapshots, masks, diagnostics)
+    return conclude(context, masks, diagnostics, snapshots)
 
 
-def decide(
-    setting: RunContext, findings: Diagnostics, held_out: Batches | None, metric: Metric | None
-) -> PackedMasks | None:
-    """The masks; None where a sweep chooses them while it reconstructs."""
-    config = setting.config
-    if config.reconstructs:  # before the probes: it takes one batch to know that blocks run one after the other
-        assert setting.batches is not None, "the caller read them for this"
-        blocks_in_order(setting.model, setting.targets, next(iter(setting.batches)))
-    if config.strategy == "sparsegpt":
+def decide_masks(context: RunContext, diagnostics: Diagnostics, metric: Metric | None = None) -> PackedMasks | None:
+    """The masks; None where a weight update chooses them."""
+    config = context.config
+    if config.updates:
+        # One batch tells whether blocks run one after the other; better before the probes than after them.
+        blocks_in_order(context.model, context.targets, next(iter(context.calibration)))
+    if config.update_row.chooses_mask:
         return None
     if config.order == "sequential":
-        masks = decide_in_order(setting, findings)
+        masks = decide_in_order(context, diagnostics)
     elif config.max_metric_drop is not None:
-        score = _Measured(setting, findings, held_out, metric)
-        masks = iterate(setting, findings, score, score(PackedMasks()))
-        for point in findings.curve:
-            point |= {name: score.sign * point[name] for name in ("metric", "limit")}
+        measured = _Measured(context, diagnostics, metric)
+        masks = search(context, diagnostics, measured, measured(PackedMasks()))
+        for point in diagnostics.curve:
+            point |= {name: measured.sign * point[name] for name in ("metric", "limit")}
     else:
-        masks = decide_in_rounds(setting, findings)
-    _check_agreement(setting, masks)
+        masks = decide_in_rounds(context, diagnostics)
+    _check_agreement(context, masks)
     return masks
 
 
-def conclude(setting: RunContext, masks: PackedMasks | None, findings: Diagnostics) -> PruningDecision:
-    """The verdict under masks that are decided: kept weights are reconstructed, if they are to be."""
-    if masks is not None and not setting.config.reconstructs:
-        return PruningDecision(masks, findings, _unreached(setting, findings))
-    assert setting.batches is not None, "the caller read them for this"
-    with setting.stopwatch("reconstruction"):
+def conclude(
+    context: RunContext, masks: PackedMasks | None, diagnostics: Diagnostics, snapshots: Snapshots | None = None
+) -> PruningDecision:
+    """The decision under masks that are known: kept weights are reconstructed, if they are to be.
+
+    Args:
+        snapshots: where every finished block is saved, and known from.
+    """
+    if masks is not None and not context.config.updates:
+        return PruningDecision(masks, diagnostics, _unreached(context, diagnostics))
+    with context.stopwatch("reconstruction"):
         found = reconstruct(
-            setting.model,
-            setting.targets,
-            setting.batches,
-            masks,
-            setting.config,
-            row_fisher=findings.row_fisher,
-            folder=setting.folder,
-            processes=setting.processes,
-            progress=setting.progress and setting.processes.is_main,
+            Reconstruction(
+                context.workload,
+                context.targets,
+                context.config,
+                masks,
+                diagnostics.row_fisher,
+                context.folder,
+                _blocks_before(context, snapshots),
+                None if snapshots is None else _BlockSaver(snapshots),
+            )
         )
-    findings.count("forward", reconstruction_passes(setting.config))
-    unreached = _unreached(setting, findings) if masks is not None else ()
-    return PruningDecision(found.masks, findings, unreached, found.updates, found.damping)
+    diagnostics.count("forward", reconstruction_passes(context.config))
+    unreached = _unreached(context, diagnostics) if masks is not None else ()
+    return PruningDecision(found.masks, diagnostics, unreached, found.new_weights, found.damping)
 
 
-def _unreached(setting: RunContext, findings: Diagnostics) -> tuple[str, ...]:
+def evaluate(
+    context: RunContext, decision: PruningDecision | None, label: str, allows_nan: bool = False
+) -> Measurement:
+    """The loss of the model as a decision would leave it, or as it is; its weights are untouched.
+
+    Args:
+        label: what the progress bar says.
+        allows_nan: as in `measure`.
+    """
+    made = decision or PruningDecision({})
+    with serving(context.model, context.targets, made.masks, new_weights=made.new_weights):
+        return measure(context.workload_on(context.evaluation), f"evaluation ({label})", allows_nan)
+
+
+def _save(snapshots: Snapshots, masks: PackedMasks | None, diagnostics: Diagnostics) -> None:
+    values = {"diagnostics": diagnostics.to_dict(), "columns": None if masks is None else masks.all_columns}
+    snapshots.enter(Step.of("decision"), values, [("masks", {} if masks is None else masks.all_packed)])
+
+
+def _recall(snapshots: Snapshots, diagnostics: Diagnostics) -> PackedMasks | None:
+    kept = snapshots.read(Step.of("decision"))
+    diagnostics.load(kept.values["diagnostics"])
+    columns = kept.values["columns"]
+    return None if columns is None else PackedMasks.from_packed(kept.part("masks"), columns)
+
+
+@dataclass(frozen=True)
+class _BlockSaver:
+    """Saves every block that reconstruction has finished."""
+
+    snapshots: Snapshots
+
+    def __call__(self, number: int, block: FinishedBlock) -> None:
+        values = {"columns": block.masks.all_columns, "damping": block.damping}
+        parts = [("weights", block.new_weights), ("masks", block.masks.all_packed)]
+        self.snapshots.record(Step.of("block", number), values, parts)
+
+
+def _blocks_before(context: RunContext, snapshots: Snapshots | None) -> list[FinishedBlock]:
+    """The blocks that an earlier run has finished, in all processes."""
+    latest = snapshots.latest() if snapshots else None
+    if snapshots is None or latest is None or latest.stage != Step.of("block").stage:
+        return []
+    found = []
+    for number in range(latest.number + 1):
+        kept = snapshots.read(Step.of("block", number))
+        masks = PackedMasks.from_packed(kept.part("masks"), kept.values["columns"])
+        found.append(FinishedBlock(kept.part("weights"), masks, kept.values["damping"]))
+    return found
+
+
+def _unreached(context: RunContext, diagnostics: Diagnostics) -> tuple[str, ...]:
     """Where anything was measured at all, the matrices that nothing was seen of."""
-    if not findings.reached:
+    if not diagnostics.reached:
         return ()
-    return tuple(target.name for target in setting.targets if target.name not in findings.reached)
+    return tuple(target.name for target in context.targets if target.name not in diagnostics.reached)
 
 
 @dataclass(frozen=True)
 class _Measured:
     """The metric of what masks lead to, kept weights reconstructed if they are to be; lower is better."""
 
-    setting: RunContext
-    findings: Diagnostics
-    held_out: Batches | None
+    context: RunContext
+    diagnostics: Diagnostics
     metric: Metric | None
 
     @property
@@ -129,31 +193,23 @@ class _Measured:
         return 1 if self.metric is None else -1
 
     def __call__(self, masks: PackedMasks) -> float:
-        setting = self.setting
-        verdict = conclude(setting, masks, self.findings) if masks else PruningDecision(masks)
-        view = serving(setting.model, setting.targets, verdict.masks, replaced=verdict.updates)
-        with setting.stopwatch("evaluate trials"), view:
+        context = self.context
+        made = conclude(context, masks, self.diagnostics) if masks else PruningDecision(masks)
+        view = serving(context.model, context.targets, made.masks, new_weights=made.new_weights)
+        with context.stopwatch("evaluate attempts"), view:
             if self.metric is not None:
-                with eval_mode(setting.model):
-                    value = float(self.metric(setting.model))
-                return self.sign * float(setting.processes.agree(value))  # all go on with the same
-            assert self.held_out is not None, "checked before"
-            found = measure(
-                setting.model,
-                self.held_out,
-                setting.loss_fn,
-                "evaluation",
-                setting.progress,
-                setting.processes,
-                is_trial=bool(masks),
-            )
+                with eval_mode(context.model):
+                    value = float(self.metric(context.model))
+                # Rounding may differ between processes, and with it the branch that each would take.
+                return self.sign * float(context.processes.broadcast(value))
+            found = measure(context.workload_on(context.evaluation), "evaluation", allows_nan=bool(masks))
         return found.loss if found.perplexity is None else found.perplexity
 
 
-def _check_agreement(setting: RunContext, masks: PackedMasks) -> None:
+def _check_agreement(context: RunContext, masks: PackedMasks) -> None:
     """Processes that hold whole models have to end with one mask: a digest of it tells."""
-    processes = setting.processes
-    if processes.count == 1 or is_sharded(setting.model):
+    processes = context.processes
+    if processes.count == 1 or is_sharded(context.model):
         return
     digest = sha256()
     for name in masks:

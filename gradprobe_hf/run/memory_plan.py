@@ -1,4 +1,4 @@
-"""Execution: what decides where and in what portions a run is computed, and never what comes out of it.
+"""The memory plan: what decides where and in what portions a run is computed, and never what comes out of it.
 
 Whether blocks are recomputed, how many sequences make a batch, where accumulators are kept; and what to say when memory
 is not enough.
@@ -11,7 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -21,21 +21,21 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, row_count
-from gradprobe_hf.decisions.decision import evidence_needed
 from gradprobe_hf.estimation.estimate import accumulator_bytes
 from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.passes import activation_bytes
 from gradprobe_hf.model.fsdp import is_sharded, plain_class
-from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.model.parameters import input_device, is_offloaded, is_on_disk
 from gradprobe_hf.model.patches import checkpointed_layers
 from gradprobe_hf.model.targets import Target, is_routed
-from gradprobe_hf.probe.accumulator_storage import PageCacheTrail
-from gradprobe_hf.probe.engine import run_probe
-from gradprobe_hf.probe.matrix import AccumulatorStorage, Term
+from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
+from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
+from gradprobe_hf.probe.page_cache import PageCacheTrail
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.scores.evidence import MATRIX_TERMS, Term
+from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 
 logger = logging.getLogger(__name__)
 
@@ -45,67 +45,66 @@ ACTIVATIONS_SHARE = 0.6  # of free memory: the rest is for temporaries, and for 
 
 
 @dataclass(frozen=True)
-class Plan:
+class MemoryPlan:
     """How a run is computed.
 
     Attributes:
-        batches: in their final portions; None when nothing is read.
+        calibration: the batches in their final sizes; empty when nothing is read.
         checkpointing: whether blocks are recomputed in backward.
         notes: what was chosen and why, for the report.
         remedies: what would take less memory, the cheapest first.
     """
 
-    batches: Batches | None
+    calibration: Batches
     checkpointing: bool
     notes: dict[str, str]
     remedies: list[str]
 
 
-def plan_execution(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
-    config: GradProbeConfig,
-    batches: Batches | None,
-    *,
-    loss_fn: LossFunction | None = None,
-    folder: str | Path | None = None,
-    rows: int | None = None,
-    is_shared: bool = False,
-    processes: Processes,
-    stopwatch: Stopwatch,
-) -> Plan:
-    """Decide from memory alone.
+@contextmanager
+def open_run(
+    context: RunContext, plan_for: GradProbeConfig | None = None, rows: int | None = None, shares_probe: bool = False
+) -> Iterator[RunContext]:
+    """The context with batches that fit into memory and a place for accumulators, for the body of the `with`.
 
     Args:
-        folder: for accumulators on disk.
+        plan_for: what has to fit, where other configurations share the context; default: its own.
         rows: sequences in a batch, where an earlier part of the run has found that out.
-        is_shared: the first probe's statistics are kept for other configurations, beside those of each.
+        shares_probe: the first probe's statistics are kept for other configurations, beside those of each.
 
     Raises:
         ValueError: fewer batches than processes, or checkpointing of a model that has no layers for it.
-        MemoryError: not even one sequence fits.
+        MemoryError: not even one sequence fits; or the body has run out of memory.
     """
-    offloaded = is_offloaded(model)
+    planned = replace(context, config=plan_for or context.config)
+    plan = plan_memory(planned, rows, shares_probe)
+    with (
+        memory_errors(context.stopwatch, plan.remedies),
+        accumulator_files(context.model, context.targets, context.config, context.folder) as storage,
+    ):
+        yield replace(
+            context,
+            calibration=plan.calibration,
+            checkpointing=plan.checkpointing,
+            notes=plan.notes,
+            storage=storage,
+        )
+
+
+def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool = False) -> MemoryPlan:
+    """Decide from memory alone; arguments and errors are those of `open_run`."""
+    model, config, processes = context.model, context.config, context.processes
+    batches, offloaded = context.calibration, is_offloaded(model)
     notes = {"placement": _placement(model), "processes": str(processes.count)}
-    if batches is None:
-        return Plan(None, False, notes, remedies_for(config, 1, False, offloaded))
-    has_backward = evidence_needed(config).passes == "probe"
+    if not batches:
+        return MemoryPlan(batches, False, notes, remedies_for(config, 1, False, offloaded))
     if rows is not None:
         batches, notes["batch_size"] = batches.in_batches_of(rows), f"{rows} (as before)"
-    elif config.batch_size == "auto" and has_backward:
+    elif config.batch_size == "auto" and config.needs.probes:
         remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)
-        with memory_errors(stopwatch, remedies), stopwatch("batch size"):
-            batches, notes["batch_size"] = largest_batch(
-                model,
-                targets,
-                config,
-                batches,
-                loss_fn=loss_fn,
-                folder=folder,
-                is_shared=is_shared,
-                processes=processes,
-            )
-    passes = batches.samples if is_routed(targets) else len(batches)
+        with memory_errors(context.stopwatch, remedies), context.stopwatch("batch size"):
+            batches, notes["batch_size"] = largest_batch(context, shares_probe)
+    passes = batches.samples if is_routed(context.targets) else len(batches)
     if passes < processes.count:
         raise ValueError(
             f"{processes.count} processes and {passes} calibration batches: every process needs one. Set a "
@@ -113,10 +112,10 @@ def plan_execution(
         )
     most = max(map(row_count, batches))
     checkpointing = False
-    if has_backward:
+    if config.needs.probes:
         checkpointing, notes["checkpointing"] = choose_checkpointing(model, config, most, batches.longest)
         logger.info("checkpointing is %s", notes["checkpointing"])
-    return Plan(batches, checkpointing, notes, remedies_for(config, most, checkpointing, offloaded))
+    return MemoryPlan(batches, checkpointing, notes, remedies_for(config, most, checkpointing, offloaded))
 
 
 def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: int, length: int) -> tuple[bool, str]:
@@ -140,6 +139,8 @@ def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: 
         return True, "on, as asked"
     free = available_bytes(input_device(model))
     needed = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=False)
+    if needed is None:
+        return True, "on: what activations would take cannot be told for this architecture"
     sizes = f"activations of {rows} x {length} tokens take about {_gb(needed)}, and {_gb(free)} are free"
     if needed > ACTIVATIONS_SHARE * free:
         return True, f"on: {sizes}"
@@ -148,33 +149,20 @@ def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: 
     return False, f"off: {sizes}"
 
 
-def largest_batch(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
-    config: GradProbeConfig,
-    batches: Batches,
-    *,
-    loss_fn: LossFunction | None = None,
-    folder: str | Path | None = None,
-    is_shared: bool = False,
-    processes: Processes,
-) -> tuple[Batches, str]:
-    """The same rows in the largest batches that one pass has memory for, and what was tried.
-
-    Args:
-        folder: for accumulators on disk.
-        is_shared: as `plan_execution`.
-        processes: every one of them gets the same batches.
+def largest_batch(context: RunContext, shares_probe: bool = False) -> tuple[Batches, str]:
+    """The same rows in the largest batches that one pass has memory for, and what was tried; alike in all processes.
 
     Raises:
         MemoryError: there is not even room for one sequence.
     """
+    model, targets, config, batches = context.model, context.targets, context.config, context.calibration
+    processes = context.processes
     start = int(processes.min_(torch.tensor(first_guess(model, config, batches.samples, batches.longest))))
     if is_sharded(model):  # a process that runs out of memory would leave the others waiting for its shards
         return batches.in_batches_of(start), f"{start} (by estimate)"
-    terms = evidence_needed(config).terms
-    # A second probe that does not add to the first, or adds to a copy of it.
-    second: frozenset[Term] = frozenset({"peak"}) if config.decision == "threshold" else frozenset()
+    row, terms = config.decision_row, config.needs.terms
+    # A second probe that keeps its own, or a shared first one that the others add to in a copy.
+    second: frozenset[Term] = frozenset(row.terms if row.keeps_second else ())
     tried: list[int] = []
 
     def attempt(batch_size: int) -> int:
@@ -182,10 +170,11 @@ def largest_batch(
         first = batches.in_batches_of(batch_size).items[0]
         checkpointing, _ = choose_checkpointing(model, config, row_count(first), batches.longest)
         # Everything is in memory that the probe will have there.
-        with accumulator_files(model, targets, config, folder) as keeping:
-            statistics = Statistics(targets, terms, model, keeping)
-            beside = Statistics(targets, terms if is_shared else second, model, keeping)
-            run_probe(model, targets, [first], statistics, loss_fn=loss_fn, checkpointing=checkpointing, progress=False)
+        with accumulator_files(model, targets, config, context.folder) as storage:
+            statistics = Statistics(targets, terms, model, storage)
+            beside = Statistics(targets, terms if shares_probe else second, model, storage)
+            work = Workload(model, [first], context.loss_fn, checkpointing, progress=False)
+            run_probe(work, ProbePass(targets, statistics))
             del statistics, beside
         return batch_size
 
@@ -204,18 +193,20 @@ def first_guess(model: PreTrainedModel, config: GradProbeConfig, samples: int, l
     """The largest power of two whose activations fit by estimate: a CPU does not fail to allocate, it is killed."""
     free = ACTIVATIONS_SHARE * available_bytes(input_device(model))
     recomputed = config.checkpointing is True or is_offloaded(model)
+
+    def fits(rows: int) -> bool:
+        taken = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=recomputed)
+        return taken is not None and taken <= free
+
     size = 1
-    while 2 * size <= min(samples, LARGEST_BATCH) and (
-        activation_bytes(model.config, plain_class(model), 2 * size, length, model.dtype, checkpointed=recomputed)
-        <= free
-    ):
+    while 2 * size <= min(samples, LARGEST_BATCH) and fits(2 * size):
         size *= 2
     return size
 
 
 @contextmanager
 def accumulator_files(
-    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, folder: str | Path | None
+    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, folder: Path | None
 ) -> Iterator[AccumulatorStorage]:
     """How accumulators are kept; their files, if they are on disk, are gone afterwards.
 
@@ -226,11 +217,11 @@ def accumulator_files(
         yield AccumulatorStorage(config.accumulator_dtype, config.accumulator_device)
         return
     if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     own = Path(tempfile.mkdtemp(prefix="gradprobe-accumulators-", dir=folder))
     try:
-        trail = PageCacheTrail() if outgrows_cache(model, targets, config) else None
-        yield AccumulatorStorage(config.accumulator_dtype, "disk", own, trail)
+        page_cache = PageCacheTrail() if outgrows_cache(model, targets, config) else None
+        yield AccumulatorStorage(config.accumulator_dtype, "disk", own, page_cache)
     finally:
         shutil.rmtree(own, ignore_errors=True)
 
@@ -277,8 +268,9 @@ def remedies_for(config: GradProbeConfig, batch_size: int, checkpointing: bool, 
         found.append("device_map='disk' (--device-map disk)")
     if config.accumulator_device != "disk":
         found.append("accumulator_device='disk' (--accumulator-device disk)")
-    if config.fisher != "factored":
-        found.append("fisher='factored' (--fisher factored)")
+    lean = [name for name, row in FISHER_ESTIMATES.items() if not set(row.terms) & set(MATRIX_TERMS)]
+    if config.uses_fisher and config.fisher not in lean:
+        found += [f"fisher={name!r} (--fisher {name})" for name in lean]
     return [*found, "a shorter sequence_length (--sequence-length)"]
 
 

@@ -1,12 +1,13 @@
-"""Resume: the state of a run in a folder, so that a run that was killed goes on where it was and ends the same.
+"""Snapshots: the state of a run in a folder, so that a run that was killed goes on where it was and ends the same.
 
-    <folder>/process-<rank>/<stage>-<batches>/     one complete state; it appears by a rename, whole or not at all
-        progress.json       stage, batches done, losses so far, and what the run was of
-        candidates.safetensors, served.safetensors: masks
-        <role>-<number>.safetensors for the sums of each matrix
+    <folder>/process-<rank>/<stage>-<number>-<position>/     one complete state: it appears by a rename, whole or not
+        state.json                  what the run is of, and the JSON values of the state
+        <part>.safetensors          its tensors, in as many parts as the stage likes to write one after the other
 
-Every process keeps its own state, because each has probed other batches. The state of a stage is dropped only when all
-processes have one of the next, so that there always is a stage that all of them can go on from.
+A run passes its stages in the order of `STAGES`. A probe is saved every so many batches, its position; the decision
+once; reconstruction once for each block, beside the decision. Every process keeps states of its own, because each has
+probed other batches. The states of a stage are dropped only when all processes have one of the next, so that there
+always is a step that all of them can go on from.
 """
 
 from __future__ import annotations
@@ -14,63 +15,73 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.engine import Tally
-from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.runtime.processes import Processes
-from gradprobe_hf.selection.packed_masks import PackedMasks
 
-MASKS = ("served", "candidates")
+STAGES = ("probe", "decision", "block")
+STATE_NAME = "state.json"
 SAMPLED_ROWS = 2  # of each matrix: enough to tell two models apart, and not to read 14 GB
+_NUMBERS = 10**6  # more than a stage has steps
+
+# The tensors of a state, in parts that need not be in memory together.
+Parts = Iterable[tuple[str, Mapping[str, Tensor]]]
 
 
-@dataclass
-class ProbeState:
-    """Where a run is.
+@dataclass(frozen=True, order=True)
+class Step:
+    """A step of a run; steps order as a run passes them.
 
     Attributes:
-        number: which probe of the run is under way, or finished with the decision after it still open.
-        tally: the losses of its batches so far.
-        statistics: every set of statistics by its role ("first", or "after" of the threshold decision).
-        candidates: the masks the second probe of a trial shrinks.
-        served: the masks of what is pruned already.
-        notes: JSON values of the stages before, for the report.
+        stage: index into `STAGES`.
+        number: which probe, or which block.
     """
 
-    number: int
-    tally: Tally
-    statistics: dict[str, Statistics]
-    candidates: PackedMasks | None = None
-    served: PackedMasks = field(default_factory=PackedMasks)
-    notes: dict[str, Any] = field(default_factory=dict)
+    stage: int
+    number: int = 0
+
+    @classmethod
+    def of(cls, stage: str, number: int = 0) -> Step:
+        return cls(STAGES.index(stage), number)
 
     @property
-    def stage(self) -> str:
-        return f"probe {self.number}"
+    def name(self) -> str:
+        return f"{STAGES[self.stage]}-{self.number}"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A complete state that was read: its JSON `values`, and its parts when they are asked for."""
+
+    path: Path
+    values: dict[str, Any]
+
+    def part(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a part; none of a part that had none."""
+        path = self.path / f"{name}.safetensors"
+        return load_file(path) if path.exists() else {}
 
 
 class Snapshots:
-    """Writes and reads the state of one process.
+    """Writes and reads the states of one process.
 
     Args:
         folder: shared by all processes.
-        identity: what the run is of, as JSON values: a state of anything else is refused.
-        save_every: batches between two states.
+        identity: what the run is of, as JSON values: the states of anything else are refused.
+        save_every: batches of a probe between two states.
         in_step: whether a batch is a matter of all processes, as of a sharded model: then all go on from one position.
     """
 
@@ -84,7 +95,7 @@ class Snapshots:
     def check(self) -> None:
         """Raise ValueError when the folder holds the state of another run, naming the first difference."""
         for state in self._states():
-            kept = json.loads((state / "progress.json").read_text(encoding="utf-8"))["identity"]
+            kept = _read(state)["identity"]
             for name in [*self.identity, *kept]:
                 before, now = kept.get(name), self.identity.get(name)
                 if before != now:
@@ -93,41 +104,31 @@ class Snapshots:
                         "Go on with the same settings, or choose another resume_dir (--resume-dir), or delete it."
                     )
 
-    def latest(self) -> int | None:
-        """The number of the probe that every process can go on from; None when one of them has no state."""
-        own = max((_number_of(state) for state in self._states()), default=-1)
-        number = int(self.processes.min_(torch.tensor(own)))
-        return None if number < 0 else number
+    def latest(self) -> Step | None:
+        """The last step that every process has a state of; None when one of them has none. A collective."""
+        own = max((_step_of(state) for state in self._states()), default=None)
+        code = -1 if own is None else own.stage * _NUMBERS + own.number
+        agreed = int(self.processes.min_(torch.tensor(code)))
+        return None if agreed < 0 else Step(*divmod(agreed, _NUMBERS))
 
-    def masks(self, number: int) -> tuple[PackedMasks, PackedMasks | None]:
-        """What was pruned already when a probe began, and the candidates that were known then."""
-        return self._masks(max((s for s in self._states() if _number_of(s) == number), key=_position))
-
-    def _masks(self, state: Path) -> tuple[PackedMasks, PackedMasks | None]:
-        found = [_load_masks(path) if (path := state / f"{name}.safetensors").exists() else None for name in MASKS]
-        return found[0] or PackedMasks(), found[1]
-
-    def recall(self, progress: ProbeState) -> None:
-        """Fill `progress`, made for its stage by the caller, with the newest state of that stage."""
-        states = {_position(state): state for state in self._states() if _stage_of(state) == progress.stage}
+    def read(self, step: Step) -> Snapshot:
+        """The newest state of a step. A collective where processes go on in step."""
+        states = {_position(state): state for state in self._states() if _step_of(state) == step}
         position = max(states)
         if self.in_step:
             position = int(self.processes.min_(torch.tensor(position)))
             for later in (state for at, state in states.items() if at > position):
                 _drop(later)  # it will be made again
-        state = states[position]
-        kept = json.loads((state / "progress.json").read_text(encoding="utf-8"))
-        for loss, terms in zip(kept["losses"], kept["terms"], strict=True):
-            progress.tally.add(torch.tensor(float.fromhex(loss), dtype=torch.float64), torch.tensor(terms))
-        progress.notes.update(kept["notes"])
-        for role, statistics in progress.statistics.items():
-            statistics.load_state(kept["statistics"][role], partial(_load_matrix, state, role))
-        progress.served, progress.candidates = self._masks(state)
+        return Snapshot(states[position], _read(states[position])["values"])
 
-    def record(self, progress: ProbeState) -> None:
-        """Write a state beside the last one, then drop the last one of the same stage."""
+    def record(self, step: Step, values: Mapping[str, Any], parts: Parts, position: int = 0) -> None:
+        """Write a state of a step, then drop the earlier ones of the same step.
+
+        Raises:
+            OSError: it cannot be written; the earlier ones are still there.
+        """
         self.own.mkdir(parents=True, exist_ok=True)
-        path = self.own / f"{progress.stage}-{len(progress.tally)}"
+        path = self.own / f"{step.name}-{position}"
         if path.exists():
             return
         for unfinished in self.own.glob("*.partial"):
@@ -135,7 +136,7 @@ class Snapshots:
         scratch = path.with_name(path.name + ".partial")
         try:
             scratch.mkdir()
-            self._write(progress, scratch)
+            self._write(scratch, values, parts)
         except BaseException as error:
             shutil.rmtree(scratch, ignore_errors=True)
             if isinstance(error, SafetensorError):  # what a full disk is to safetensors
@@ -144,39 +145,20 @@ class Snapshots:
                     "(--resume-dir)."
                 ) from error
             raise
-        older = [state for state in self._states() if _stage_of(state) == progress.stage]
-        scratch.rename(path)
-        if self.in_step:  # nobody lets go of what another may have to go back to
-            self.processes.wait()
+        older = [state for state in self._states() if _step_of(state) == step]
+        scratch.rename(path)  # atomic: a state is there whole or not at all
+        if self.in_step:
+            # A process that is killed before its own rename has to find the position before in all others.
+            self.processes.barrier()
         for state in older:
             _drop(state)
 
-    def _write(self, progress: ProbeState, scratch: Path) -> None:
-        for name, masks in zip(MASKS, (progress.served, progress.candidates), strict=True):
-            if masks:
-                _save_masks(masks, scratch / f"{name}.safetensors")
-        described = {}
-        for role, statistics in progress.statistics.items():
-            described[role], tensors = statistics.state()
-            for index, parts in enumerate(tensors):
-                if parts:
-                    save_file(parts, scratch / f"{role}-{index}.safetensors")
-        values = {
-            "identity": self.identity,
-            "losses": [float(loss).hex() for loss in progress.tally.losses],
-            "terms": [int(terms) for terms in progress.tally.terms],
-            "notes": progress.notes,
-            "statistics": described,
-        }
-        (scratch / "progress.json").write_text(json.dumps(values), encoding="utf-8")
-        _flush(scratch)
-
-    def enter(self, progress: ProbeState) -> None:
-        """Record the beginning of a stage; when every process has, drop the stage before."""
-        self.record(progress)
-        self.processes.wait()
+    def enter(self, step: Step, values: Mapping[str, Any], parts: Parts) -> None:
+        """Record the beginning of a step; when every process has, drop all steps before. A collective."""
+        self.record(step, values, parts)
+        self.processes.barrier()
         for state in self._states():
-            if _stage_of(state) != progress.stage:
+            if _step_of(state) < step:
                 _drop(state)
 
     def finish(self) -> None:
@@ -184,6 +166,14 @@ class Snapshots:
         with uninterrupted(), suppress(OSError):
             shutil.rmtree(self.own, ignore_errors=True)
             self.folder.rmdir()  # not where others are not done with theirs, or have just done this
+
+    def _write(self, scratch: Path, values: Mapping[str, Any], parts: Parts) -> None:
+        for name, tensors in parts:
+            if tensors:
+                save_file(dict(tensors), scratch / f"{name}.safetensors")
+        state = {"identity": self.identity, "values": dict(values)}
+        (scratch / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
+        _flush(scratch)
 
     def _states(self) -> list[Path]:
         return _states_in(self.own)
@@ -198,7 +188,8 @@ def run_identity(
 ) -> dict[str, Any]:
     """What a state belongs to: configuration, calibration data, model and number of processes."""
     return {
-        **{f"config.{name}": value for name, value in config.items()},
+        # How often a state is saved may change between two runs.
+        **{f"config.{name}": value for name, value in config.items() if name != "save_every"},
         "calibration": f"{batches.source} ({batches.fingerprint})",
         "batches": len(batches),
         "rows at once": max(map(row_count, batches)),
@@ -208,25 +199,24 @@ def run_identity(
     }
 
 
-def kept_rows(folder: str | Path, processes: Processes) -> int | None:
+def rows_at_once(folder: str | Path, processes: Processes) -> int | None:
     """How many sequences a batch has in the run whose state is in the folder; None where there is none."""
-    states = _states_in(_folder_of(folder, processes))
-    kept = json.loads((states[0] / "progress.json").read_text(encoding="utf-8"))["identity"] if states else {}
+    states = _states_in(_folder_of(Path(folder), processes))
+    kept = _read(states[0])["identity"] if states else {}
     return int(processes.max_(torch.tensor(kept.get("rows at once", 0)))) or None
 
 
-def _folder_of(folder: str | Path, processes: Processes) -> Path:
-    return Path(folder) / f"process-{processes.rank}"
+def _folder_of(folder: Path, processes: Processes) -> Path:
+    return folder / f"process-{processes.rank}"
 
 
 def _states_in(own: Path) -> list[Path]:
     """The complete ones."""
-    return [path for path in own.glob("*-*") if path.suffix != ".partial"] if own.is_dir() else []
+    return [path for path in own.glob("*-*-*") if path.suffix != ".partial"] if own.is_dir() else []
 
 
-def check_save_every(save_every: int) -> None:
-    if not isinstance(save_every, int) or isinstance(save_every, bool) or save_every < 1:
-        raise ValueError(f"save_every must be a whole number of batches >= 1, got {save_every!r}.")
+def _read(state: Path) -> dict[str, Any]:
+    return json.loads((state / STATE_NAME).read_text(encoding="utf-8"))
 
 
 def _weights_fingerprint(model: nn.Module, targets: Sequence[Target]) -> str:
@@ -237,24 +227,6 @@ def _weights_fingerprint(model: nn.Module, targets: Sequence[Target]) -> str:
         sample = matrix[:SAMPLED_ROWS].contiguous().cpu()
         digest.update(sample.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
-
-
-def _load_matrix(state: Path, role: str, index: int) -> dict[str, Tensor]:
-    return load_file(state / f"{role}-{index}.safetensors")
-
-
-def _save_masks(masks: PackedMasks, path: Path) -> None:
-    columns = json.dumps({name: masks.columns(name) for name in masks})
-    save_file({name: masks.packed(name) for name in masks}, path, metadata={"columns": columns})
-
-
-def _load_masks(path: Path) -> PackedMasks:
-    masks = PackedMasks()
-    with safe_open(path, framework="pt") as file:
-        columns = json.loads(file.metadata()["columns"])
-        for name, width in columns.items():  # in the order in which they were selected
-            masks.add_packed(name, file.get_tensor(name).clone(), width)
-    return masks
 
 
 def _flush(folder: Path) -> None:
@@ -271,12 +243,9 @@ def _drop(state: Path) -> None:
     shutil.rmtree(unfinished)
 
 
-def _stage_of(state: Path) -> str:
-    return state.name.rsplit("-", 1)[0]
-
-
-def _number_of(state: Path) -> int:
-    return int(_stage_of(state).split()[1])
+def _step_of(state: Path) -> Step:
+    stage, number, _ = state.name.rsplit("-", 2)
+    return Step.of(stage, int(number))
 
 
 def _position(state: Path) -> int:

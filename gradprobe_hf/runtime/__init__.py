@@ -1,1 +1,4 @@
-"""What any long-running program needs, with no knowledge of pruning: processes, stopwatch, interrupts, YAML options."""
+"""What any long-running program needs, with no knowledge of pruning.
+
+`processes` (collectives), `stopwatch` (seconds per stage), `interrupts` (Ctrl-C), `yaml_options`, `row_chunks`.
+"""

@@ -1,4 +1,4 @@
-"""Interrupts: what puts weights back is not left half-way by an impatient Ctrl-C."""
+"""Interrupts: code that restores weights runs to its end before a KeyboardInterrupt is raised."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from contextlib import contextmanager
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Ctrl-C has to wait until the body has ended; then it does what it would have done."""
-    # Only the main thread is interrupted, and only a handler that Python knows can be put back.
+    """Defer SIGINT until the block exits."""
+    # Python delivers signals to the main thread alone, and only there can handlers be set. getsignal() returns None for
+    # a handler that was not set from Python: it could not be restored.
     if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
-    came: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    received: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
-        if came:
-            signal.raise_signal(signal.SIGINT)
+        signal.signal(signal.SIGINT, handler)
+        if received:
+            signal.raise_signal(signal.SIGINT)  # once, however often the key was pressed

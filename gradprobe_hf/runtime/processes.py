@@ -1,6 +1,7 @@
-"""Processes: the other processes that prune the same model, as `accelerate launch` and torchrun start them.
+"""Processes: those that prune the same model together, as `accelerate launch` or torchrun starts them.
 
-Every collective of the package is made here, and counted: their number must not grow with the number of batches.
+Collectives go through here and are counted, so that a test can show that their number does not grow with that of the
+batches. Sharded models are the exception: FSDP2 makes its own in every pass, and `model/fsdp.py` reduces to its shards.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ Item = TypeVar("Item")
 
 @dataclass
 class Processes:
-    """This process among `count`; alone, every collective does nothing.
+    """This process among `count`. Alone, every collective returns its input.
+
+    All processes have to make the same collectives in the same order; one that makes another hangs the rest.
 
     Attributes:
-        rank: which one this is, from 0; 0 is the main one, which writes files.
+        rank: of this process, from 0; 0 is the main process, which writes files.
         count: how many there are.
-        collectives: how many collectives were made so far.
+        collectives: how many were made so far.
     """
 
     rank: int = 0
@@ -38,105 +41,97 @@ class Processes:
         return self.rank == 0
 
     def mine(self, items: Sequence[Item]) -> list[Item]:
-        """This process's share: every item belongs to exactly one process."""
+        """This process's share: every item belongs to exactly one process.
+
+        >>> Processes(rank=1, count=2).mine("abcde")
+        ['b', 'd']
+        """
         return list(items[self.rank :: self.count])
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, in place."""
-        return self._reduce(tensor, dist.ReduceOp.SUM)
+        return self._all_reduce(tensor, dist.ReduceOp.SUM)
 
     def max_(self, tensor: Tensor) -> Tensor:
-        return self._reduce(tensor, dist.ReduceOp.MAX)
+        """The maximum over all processes, in place."""
+        return self._all_reduce(tensor, dist.ReduceOp.MAX)
 
     def min_(self, tensor: Tensor) -> Tensor:
-        return self._reduce(tensor, dist.ReduceOp.MIN)
+        """The minimum over all processes, in place."""
+        return self._all_reduce(tensor, dist.ReduceOp.MIN)
 
-    def gather(self, tensor: Tensor) -> list[Tensor]:
-        """The same tensor of every process, by rank."""
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all processes, of one shape, by rank."""
         if self.count == 1:
             return [tensor]
-        sent = _where_they_talk(tensor)
-        found = [torch.empty_like(sent) for _ in range(self.count)]
-        with self._talking():
-            dist.all_gather(found, sent)
-        return [one.to(tensor.device) for one in found]
+        sent = _on_backend_device(tensor)
+        received = [torch.empty_like(sent) for _ in range(self.count)]
+        with self._collective():
+            dist.all_gather(received, sent)
+        return [one.to(tensor.device) for one in received]
 
-    def scatter_rows(self, matrix: Tensor) -> Tensor:
-        """The sum of `matrix [rows, columns]` over all processes, of which each gets its own rows.
-
-        Rows are dealt as `torch.chunk` does, which is how FSDP2 shards: the last processes may get fewer, or none.
-        """
-        if self.count == 1:
-            return matrix
-        share = -(-matrix.shape[0] // self.count)
-        padded = torch.nn.functional.pad(matrix, (0, 0, 0, share * self.count - matrix.shape[0]))
-        own = torch.empty(share, matrix.shape[1], dtype=matrix.dtype, device=matrix.device)
-        with self._talking():
-            dist.reduce_scatter_tensor(own, padded)
-        return own[: len(range(matrix.shape[0])[self.rank * share : (self.rank + 1) * share])]
-
-    def agree(self, value: Any, source: int = 0) -> Any:
-        """The value of process `source`, in all of them."""
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """The value of process `source`, in all of them; it is pickled."""
         if self.count == 1:
             return value
         box = [value]
-        with self._talking():
+        with self._collective():
             dist.broadcast_object_list(box, src=source)
         return box[0]
 
     def on_main(self, check: Callable[[], None]) -> None:
-        """Run a check in the main process; what it raises is raised in all of them."""
+        """Run a check in the main process; its ValueError or OSError is raised in all of them."""
+        # Raised in one process alone it would leave the others waiting in their next collective.
         failure = None
         if self.is_main:
             try:
                 check()
             except (ValueError, OSError) as error:
                 failure = error
-        failure = self.agree(failure)
+        failure = self.broadcast(failure)
         if failure is not None:
             raise failure
 
-    def wait(self) -> None:
-        """Until every process is here."""
+    def barrier(self) -> None:
+        """Wait until every process is here."""
         if self.count > 1:
-            with self._talking():
+            with self._collective():
                 dist.barrier()
 
-    def _reduce(self, tensor: Tensor, operation: Any) -> Tensor:
+    def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.count > 1:
-            sent = _where_they_talk(tensor)
-            with self._talking():
+            sent = _on_backend_device(tensor)
+            with self._collective():
                 dist.all_reduce(sent, operation)
             if sent is not tensor:
                 tensor.copy_(sent)
         return tensor
 
     @contextmanager
-    def _talking(self) -> Iterator[None]:
+    def _collective(self) -> Iterator[None]:
         self.collectives += 1
         try:
             yield
-        except RuntimeError as error:  # what gloo and nccl raise when the other side is gone, or too late
+        except RuntimeError as error:  # what gloo and nccl raise when a peer is gone or a timeout has passed
             raise ConnectionError(
                 f"process {self.rank} of {self.count} lost the others: {error}. One of them ended or hangs; its own "
                 "message says why. Nothing was written, and the weights of this process are as they were."
             ) from error
 
 
-def _where_they_talk(tensor: Tensor) -> Tensor:
+def _on_backend_device(tensor: Tensor) -> Tensor:
     """The tensor on a device that the process group has a backend for: nccl alone has none for the CPU."""
-    talking = {pair.split(":")[0] for pair in dist.get_backend_config().split(",")}
-    if tensor.device.type in talking or not torch.accelerator.is_available():
+    supported = {pair.split(":")[0] for pair in dist.get_backend_config().split(",")}
+    if tensor.device.type in supported or not torch.accelerator.is_available():
         return tensor
     return tensor.to(torch.accelerator.current_accelerator())
 
 
 def join_processes() -> Processes:
-    """The processes this one was launched with; starts the process group if nothing has yet."""
+    """The processes this one was launched with. Starts the process group if nothing has yet."""
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        PartialState(
-            cpu=not torch.accelerator.is_available()
-        )  # left to itself it would take no notice of CPU processes
+        # Without `cpu=True` PartialState ignores the launcher's variables on a machine that has no accelerator.
+        PartialState(cpu=not torch.accelerator.is_available())
     if not dist.is_initialized():
         return Processes()
     return Processes(dist.get_rank(), dist.get_world_size())

@@ -11,23 +11,27 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_MALLOC_TRIM: Any = None  # of another C library
+_MALLOC_TRIM: Any = None  # glibc's; other C libraries have none
 with suppress(OSError, AttributeError, TypeError):
     _MALLOC_TRIM = ctypes.CDLL(None).malloc_trim
 
 
 def return_free_memory() -> None:
-    """Give freed memory back to the system: glibc keeps blocks below 32 MB, hundreds of MB after a probe."""
+    """Return freed heap memory to the system.
+
+    glibc serves blocks below its mmap threshold, which grows to 32 MB, from a heap that it does not shrink: after a
+    probe it holds hundreds of MB that nobody uses.
+    """
     if _MALLOC_TRIM is not None:
         _MALLOC_TRIM(0)
 
 
 class Stopwatch:
-    """`with stopwatch("probe 0"): ...` adds to `seconds["probe 0"]`, and announces the stage when it begins."""
+    """`with stopwatch("probe 0"): ...` logs the stage and adds its time to `seconds["probe 0"]`."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self.failed: str | None = None  # the innermost stage that an exception ended
+        self.failed: str | None = None  # the innermost stage that an exception has left
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
@@ -36,7 +40,7 @@ class Stopwatch:
         try:
             yield
         except BaseException:
-            self.failed = self.failed or stage
+            self.failed = self.failed or stage  # the innermost stage sees the exception first
             raise
         finally:
             return_free_memory()

@@ -1,7 +1,7 @@
-"""Masks: which weights of each matrix go, one bit per weight.
+"""Packed masks: which weights of each matrix are pruned, one bit per weight.
 
-A mask is bool `[out, in]`, True = pruned. It is kept as packed bits `[out, ceil(in / 8)]`, lowest bit first: 0.125
-bytes per weight, where bool takes 1; a 7B model's masks are 0.9 GB instead of 7.
+A mask is bool `[out, in]`, True = pruned. It is stored as bits `[out, ceil(in / 8)]`, uint8, lowest bit first: 0.125
+bytes per weight where bool takes 1; the masks of a 7B model are 0.9 GB instead of 7.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class PackedMasks(Mapping[str, Tensor]):
-    """Matrix name -> bool `[out, in]`, unpacked when it is asked for."""
+    """Target name -> bool `[out, in]`, unpacked at each access."""
 
     def __init__(self, masks: Mapping[str, Tensor] | None = None) -> None:
         self._packed: dict[str, Tensor] = {}
@@ -24,10 +24,11 @@ class PackedMasks(Mapping[str, Tensor]):
             self.add(name, [mask])
 
     def add(self, name: str, rows: list[Tensor]) -> None:
-        """Keep a mask, given as one tensor `[out, in]` or as consecutive chunks of its rows."""
+        """Add a mask, given as consecutive chunks of its rows: it never has to be in memory unpacked."""
         self.add_packed(name, torch.cat([pack(part) for part in rows]), rows[0].shape[1])
 
     def add_packed(self, name: str, packed: Tensor, columns: int) -> None:
+        """Add bits `[out, ceil(columns / 8)]` as they are."""
         self._packed[name], self._columns[name] = packed, columns
 
     def __getitem__(self, name: str) -> Tensor:
@@ -37,6 +38,22 @@ class PackedMasks(Mapping[str, Tensor]):
         """Some rows of a mask, bool."""
         return unpack(self._packed[name][rows], self._columns[name])
 
+    @classmethod
+    def from_packed(cls, packed: Mapping[str, Tensor], columns: Mapping[str, int]) -> PackedMasks:
+        """The inverse of `all_packed` and `all_columns`, in the order of `columns`."""
+        masks = cls()
+        for name, width in columns.items():
+            masks.add_packed(name, packed[name], width)
+        return masks
+
+    @property
+    def all_packed(self) -> dict[str, Tensor]:
+        return dict(self._packed)
+
+    @property
+    def all_columns(self) -> dict[str, int]:
+        return dict(self._columns)
+
     def packed(self, name: str) -> Tensor:
         return self._packed[name]
 
@@ -44,7 +61,7 @@ class PackedMasks(Mapping[str, Tensor]):
         return self._columns[name]
 
     def __contains__(self, name: object) -> bool:
-        return name in self._packed  # a Mapping's own would unpack the mask
+        return name in self._packed  # Mapping's own calls __getitem__, which would unpack the mask
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._packed)
@@ -53,74 +70,16 @@ class PackedMasks(Mapping[str, Tensor]):
         return len(self._packed)
 
 
-# The bits of every byte `[256, 8]`, and each eight bytes as one number: looking these up is five times as fast as
-# `np.unpackbits`.
-_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-_EIGHT_BITS = torch.from_numpy(_BITS.view(np.int64).ravel())
-
-
-class SavedValues:
-    """The values under the masks of some matrices, in one tensor for each device and dtype.
-
-    Many small tensors, each made among the large temporaries of `masked_select`, would leave the heap full of holes:
-    with SmolLM2 up to a gigabyte.
-
-    Args:
-        matrices: name -> the matrix `[out, in]` as it is now.
-        masks: of these matrices.
-    """
-
-    def __init__(self, matrices: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
-        self.matrices, self.masks = matrices, masks
-        counts = {name: int(masks[name].sum()) for name in matrices}
-        totals: dict[tuple[torch.device, torch.dtype], int] = {}
-        for name, matrix in matrices.items():
-            kind = (matrix.device, matrix.dtype)
-            totals[kind] = totals.get(kind, 0) + counts[name]
-        free = {(device, dtype): torch.empty(n, device=device, dtype=dtype) for (device, dtype), n in totals.items()}
-        self._values: dict[str, Tensor] = {}
-        for name, matrix in matrices.items():
-            kind = (matrix.device, matrix.dtype)
-            own, free[kind] = free[kind][: counts[name]], free[kind][counts[name] :]
-            self._values[name] = own.copy_(matrix.masked_select(masks[name].to(matrix.device)))
-
-    def give_back(self) -> None:
-        for name, values in self._values.items():
-            matrix = self.matrices[name]
-            matrix.masked_scatter_(self.masks[name].to(matrix.device), values)
-
-
-_SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def zero_masked_(matrix: Tensor, mask: Tensor) -> Tensor:
-    """Set what is under the mask to 0.0, whatever it is, NaN too; in place.
-
-    On a CPU as an AND of bits: three times as fast as `masked_fill_`, which branches at every element.
-
-    >>> zero_masked_(torch.tensor([[-1.0, 2.0, torch.nan]]), torch.tensor([[True, False, True]]))
-    tensor([[0., 2., 0.]])
-    """
-    if matrix.device.type != "cpu":
-        return matrix.masked_fill_(mask, 0)
-    integers = _SAME_SIZE[matrix.element_size()]
-    kept = mask.view(torch.uint8).to(integers).sub_(1)  # 1 becomes 0, and 0 becomes -1: all bits
-    matrix.view(integers).bitwise_and_(kept)
-    return matrix
-
-
 def rows_of(masks: Mapping[str, Tensor], name: str, rows: slice) -> Tensor:
-    """Some rows of a mask, whether it is packed or not."""
+    """Some rows of a mask, packed or not, bool."""
     return masks.rows(name, rows) if isinstance(masks, PackedMasks) else masks[name][rows]
 
 
 def multipliers_of(
     masks: Mapping[str, Tensor], name: str, rows: slice, factor: float, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """What shrinks some rows: `factor` where the mask is, 1 elsewhere, `[rows, in]`.
-
-    Of packed bits on a CPU, eight are looked up at a time, in half the time of unpacking and casting them.
-    """
+    """What to multiply rows of a matrix by: `factor` under the mask, 1 elsewhere, `[rows, in]`."""
+    # On a CPU each packed byte is looked up as eight multipliers: half the time of unpacking and casting the bits.
     if isinstance(masks, PackedMasks) and device.type == masks.packed(name).device.type == "cpu":
         packed = masks.packed(name)[rows]
         looked_up = _eight_multipliers(factor, dtype).index_select(0, packed.flatten().int())
@@ -131,9 +90,14 @@ def multipliers_of(
 
 @cache
 def _eight_multipliers(factor: float, dtype: torch.dtype) -> Tensor:
-    """Those of every byte, `[256, 8]`."""
+    """The multipliers of every byte, `[256, 8]`."""
     bits = torch.from_numpy(_BITS)
     return torch.where(bits.bool(), factor, torch.ones(256, 8, dtype=torch.float64)).to(dtype)
+
+
+# The bits of every byte as 0 or 1, `[256, 8]`, and each row of eight as one int64.
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+_EIGHT_BITS = torch.from_numpy(_BITS.view(np.int64).ravel())
 
 
 def pack(mask: Tensor) -> Tensor:
@@ -146,7 +110,7 @@ def pack(mask: Tensor) -> Tensor:
         return torch.from_numpy(np.packbits(mask.contiguous().numpy(), axis=1, bitorder="little"))
     padded = torch.nn.functional.pad(mask.to(torch.uint8), (0, -mask.shape[1] % 8))
     bits = padded.view(mask.shape[0], padded.shape[1] // 8, 8) << _shifts(mask.device)
-    return bits.sum(-1, dtype=torch.uint8)
+    return bits.sum(-1, dtype=torch.uint8)  # the bits of a byte are distinct powers of two: their sum is their OR
 
 
 def unpack(packed: Tensor, columns: int) -> Tensor:
@@ -156,6 +120,7 @@ def unpack(packed: Tensor, columns: int) -> Tensor:
     tensor([[ True, False,  True]])
     """
     if packed.device.type == "cpu":
+        # One int64 gather per byte, whose eight bytes are then read as eight bools: five times as fast as unpackbits.
         looked_up = _EIGHT_BITS.index_select(0, packed.flatten().int()).view(torch.bool)
         return looked_up.view(len(packed), 8 * packed.shape[1])[:, :columns]
     bits = (packed[..., None] >> _shifts(packed.device)) & 1

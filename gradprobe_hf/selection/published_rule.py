@@ -1,4 +1,4 @@
-"""Thresholds: how much a gradient may grow in each matrix, for the threshold decision."""
+"""The published rule's thresholds: how much a gradient may grow in each matrix before its weights are given back."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ from gradprobe_hf.model.targets import Target, matches
 
 
 def thresholds(targets: Sequence[Target], gradient_threshold: GradientThreshold) -> list[float]:
-    """The threshold of each target: one for all; by name pattern; or `"adaptive"`, `sqrt(numel / mean numel)`.
+    """The threshold of each target, a factor of growth minus 1.
+
+    Args:
+        gradient_threshold: one number for all; name pattern -> number; or `"adaptive"`: `sqrt(numel / mean numel)`, so
+            that larger matrices tolerate more.
 
     Raises:
-        ValueError: a target that no pattern names, or a pattern that names none.
+        ValueError: a target that no pattern names, or a pattern that names no target.
     """
     if gradient_threshold == "adaptive":
         mean = sum(target.numel for target in targets) / len(targets)
@@ -29,8 +33,8 @@ def thresholds(targets: Sequence[Target], gradient_threshold: GradientThreshold)
             raise ValueError(
                 f"gradient_threshold has no pattern for {target.name}; add one, or '*' as the last for all the rest."
             )
-        used.add(hits[0])  # the first that matches, so that '*' can stand last
+        used.add(hits[0])  # the first match wins, so that '*' can stand last
         found.append(float(gradient_threshold[hits[0]]))
     if unused := [pattern for pattern in gradient_threshold if pattern not in used]:
-        raise ValueError(f"gradient_threshold pattern {unused[0]!r} decides about none of the matrices to prune.")
+        raise ValueError(f"gradient_threshold pattern {unused[0]!r} matches none of the matrices to prune.")
     return found

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.fsdp import is_sharded, local
-from gradprobe_hf.model.targets import block_of, matches
+from gradprobe_hf.model.targets import matches
 from gradprobe_hf.training.callback import StepCallback, logger
 
 Grouping = Literal["block", "matrix"] | Sequence[str]

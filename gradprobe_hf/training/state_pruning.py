@@ -19,11 +19,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from gradprobe_hf.model.fsdp import is_sharded, local
-from gradprobe_hf.model.parameters import row_chunks
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.runtime.processes import Processes, join_processes
+from gradprobe_hf.runtime.row_chunks import row_chunks
+from gradprobe_hf.scores.budget import Budget
+from gradprobe_hf.selection.keys import Keys, score_keys
 from gradprobe_hf.selection.packed_masks import PackedMasks
-from gradprobe_hf.selection.select import Keys, score_keys, select_masks
+from gradprobe_hf.selection.select import select_masks
 from gradprobe_hf.training.callback import StepCallback, logger
 from gradprobe_hf.training.keeper import MaskKeeper, load_masks
 from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, Saliency, reads
@@ -196,7 +198,7 @@ class StatePruningCallback(StepCallback):
 
         def chosen(saliency: Saliency) -> PackedMasks:
             keys = self._keys(saliency)
-            return select_masks(self.targets, keys, sparsity, self.scope, processes=processes, sharded=sharded)
+            return select_masks(self.targets, keys, Budget(sparsity, self.scope), processes, sharded)
 
         masks = chosen(self.saliency)
         first = sparsity > 0 and all(update.sparsity == 0 for update in self.history)

@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gradprobe_hf.updates.problem import MatrixProblem, Solution
+
 COLUMNS = 128  # swept before the columns behind are updated: one matrix product in place of many outer products
 SAMPLED = 61  # one value of so many; prime, so that the sample has all columns of a matrix
 SMALLEST_SAMPLE = 1000  # of fewer values, ordering all takes no time
@@ -25,6 +27,28 @@ DAMPING = 0.01  # of the mean of H's diagonal, added to it: SparseGPT's default
 # Which weights of the next columns go: called with their values now `[in, out]`, their diagonal of U `[in]`, and the
 # first of them; returns bool `[in, out]`.
 Choose = Callable[[Tensor, Tensor, int], Tensor]
+
+
+def solve_obs(problem: MatrixProblem, mask: Tensor | None) -> Solution:
+    """The sweep under a given mask."""
+    assert mask is not None, "this update chooses none"
+    return _swept(problem, fixed(mask), COLUMNS)
+
+
+def solve_sparsegpt(problem: MatrixProblem, mask: Tensor | None) -> Solution:  # noqa: ARG001 - it chooses its own
+    """The sweep that chooses the mask on the way: SparseGPT."""
+    if problem.budget.group is not None:
+        return _swept(problem, by_group_saliency(*problem.budget.group), problem.budget.group[1])
+    return _swept(problem, by_saliency(problem.budget.sparsity), COLUMNS)
+
+
+def _swept(problem: MatrixProblem, choose: Choose, columns_at_once: int) -> Solution:
+    factor, damping = inverse_factor(problem.hessian, problem.damping)
+    start = problem.weight
+    if problem.drift is not None:
+        # Towards the least-squares weights for the dense outputs, W + W D H^-1.
+        start = start + problem.dense_target * (start @ problem.drift @ factor.t() @ factor)
+    return Solution(*sweep(start, factor, choose, columns_at_once), damping)
 
 
 def sweep(weight: Tensor, factor: Tensor, choose: Choose, columns_at_once: int = COLUMNS) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,76 @@
+"""Pushing a checkpoint to the Hub; what the Hub refuses is said with what to do about it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from httpx2 import TransportError
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+from huggingface_hub.utils._validators import validate_repo_id
+
+
+def check_push(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+    """Make sure, before any work, that the repository exists and can be written to; returns its full name.
+
+    Raises:
+        ValueError: not a repository name.
+        OSError: no token, or the Hub refuses; the message says what to do.
+    """
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"{repo_id!r} is not a repository name like 'user/model': {error}") from error
+    api = HfApi(token=token)
+    with _hub_errors(repo_id):
+        full_name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        api.auth_check(full_name, write=True)  # `exist_ok` is content with a repository that can only be read
+        if private and not api.repo_info(full_name).private:
+            raise OSError(f"{full_name} exists and is public: make it private in its settings, or choose another name.")
+        return full_name
+
+
+def push_folder(
+    folder: str | Path,
+    repo_id: str,
+    *,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | None = None,
+    message: str = "Upload pruned model",
+) -> str:
+    """Upload a checkpoint folder; returns the address of the commit."""
+    api = HfApi(token=token)
+    with _hub_errors(repo_id):
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, revision=revision, create_pr=create_pr, commit_message=message
+        )
+    return str(commit.pr_url or commit.commit_url)
+
+
+@contextmanager
+def _hub_errors(repo_id: str) -> Iterator[None]:
+    """The Hub's refusals, with what to do about them. The token itself is in none of these messages."""
+    try:
+        yield
+    except LocalTokenNotFoundError as error:
+        raise OSError(f"no Hub token to push to {repo_id}: run `hf auth login`, or set HF_TOKEN.") from error
+    except TransportError as error:
+        raise OSError(f"the Hub cannot be reached to push to {repo_id}: {error}. Check the network.") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code if error.response is not None else None
+        if status == 401:
+            raise OSError(
+                f"the Hub does not accept this login for {repo_id} (401): run `hf auth login` with a token that can "
+                "write, or set HF_TOKEN."
+            ) from error
+        if status == 403:
+            raise OSError(
+                f"the Hub refuses to let you write to {repo_id} (403): use a name of your own, ask for access to the "
+                "organisation, or log in with a token that has write permission."
+            ) from error
+        raise OSError(f"the Hub answered {status} for {repo_id}: {error.server_message or error}") from error

@@ -1,0 +1,46 @@
+"""What a method has to measure before it can decide, from the rows of the three tables."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from gradprobe_hf.decisions.table import Decision
+from gradprobe_hf.scores.evidence import Term
+from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
+from gradprobe_hf.scores.table import Score
+from gradprobe_hf.updates.table import WeightUpdate
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Attributes: `terms` of the first probe's statistics (or of a forward pass), and the kind of `passes`: none over
+    any text, forward passes alone, or probes."""
+
+    terms: frozenset[Term]
+    passes: Literal["none", "forward", "probe"]
+
+    @property
+    def probes(self) -> bool:
+        return self.passes == "probe"
+
+
+def needs_of(score: Score | None, decision: Decision, update: WeightUpdate, fisher: str) -> Needs:
+    """The least that the candidates, the decision and the update can be made from.
+
+    Args:
+        score: None where the update chooses the mask.
+        fisher: a key of `FISHER_ESTIMATES`.
+    """
+    terms: set[Term] = {*decision.terms, *(score.terms if score else ())}
+    if uses_fisher(score, decision):
+        terms.update(FISHER_ESTIMATES[fisher].terms)
+    measured = score.measured if score else "weights"
+    if decision.has_second_probe or measured == "gradients":
+        return Needs(frozenset(terms), "probe")
+    reads_text = measured == "inputs" or update.function is not None
+    return Needs(frozenset(terms), "forward" if reads_text else "none")
+
+
+def uses_fisher(score: Score | None, decision: Decision) -> bool:
+    return decision.uses_fisher or (score is not None and score.uses_fisher)

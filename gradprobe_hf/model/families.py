@@ -1,0 +1,151 @@
+"""Families: every fact about model architectures that this package relies on, in one place.
+
+What an expert, a block and a decoder are called, which loss a model is trained with, what a batch of it looks like. A
+new family that differs in any of these is a change to this file alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+# The task of the Hub that belongs to each objective.
+PIPELINE_TAGS = {
+    "ForCausalLM": "text-generation",
+    "ForMaskedLM": "fill-mask",
+    "ForSequenceClassification": "text-classification",
+    "ForTokenClassification": "token-classification",
+    "ForQuestionAnswering": "question-answering",
+    "ForImageClassification": "image-classification",
+}
+CAUSAL = "ForCausalLM"
+# Configurations call the number of experts that a token is sent to by one of these.
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
+# Cross-attention: its keys and values are made of the encoder's tokens, everything else of the decoder's.
+_CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention")
+_KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
+
+
+def objective(model: PreTrainedModel) -> str | None:
+    """What the model is trained for, as transformers names its losses: "ForCausalLM", "ForMaskedLM", ...
+
+    transformers reads it off the class's name, which for GPT-2's `GPT2LMHeadModel` says nothing; the auto mapping does.
+    """
+    # FSDP2 renames the class of what it shards.
+    if type(model).__name__.removeprefix("FSDP") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+        return CAUSAL
+    return getattr(model, "loss_type", None)
+
+
+def is_causal(model: PreTrainedModel) -> bool:
+    """Whether the model predicts the next token from the ones before it."""
+    return objective(model) == CAUSAL and not model.config.is_encoder_decoder
+
+
+def shifts_labels(model: PreTrainedModel) -> bool:
+    """Decoder-only models called `ForConditionalGeneration` (vision-language models) shift; encoder-decoders do not."""
+    return objective(model) in (CAUSAL, "ForConditionalGeneration") and not model.config.is_encoder_decoder
+
+
+def names_causal_class(architecture: str) -> bool:
+    """Whether a checkpoint's architecture is a causal language model; one that names none is taken for one."""
+    return not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def labels_whole_sequences(model: PreTrainedModel) -> bool:
+    """Whether a batch has one label for each sequence, not for each token."""
+    return type(model).__name__.endswith(("ForSequenceClassification", "ForMultipleChoice"))
+
+
+def block_of(model: nn.Module, module_name: str) -> str:
+    """The outermost element of an `nn.ModuleList` around the module, like `model.layers.3`; `""` if there is none."""
+    parts = module_name.split(".")
+    for depth, part in enumerate(parts):
+        if part.isdigit() and isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList):
+            return ".".join(parts[: depth + 1])
+    return ""
+
+
+def stack_of(block: str) -> str:
+    """The `nn.ModuleList` of a block: a decoder has one, an encoder-decoder two."""
+    return block.rsplit(".", 1)[0]
+
+
+def shares_keys_across_blocks(model: nn.Module) -> bool:
+    """Whether blocks read keys and values that other blocks have computed, so that none can be run by itself."""
+    shared = "num_kv_shared_layers"
+    return isinstance(model, PreTrainedModel) and bool(getattr(model.config.get_text_config(), shared, None))
+
+
+def in_decoder(module: str) -> bool:
+    """Whether a module of an encoder-decoder sees the decoder's tokens: cross-attention's keys and values do not.
+
+    >>> [in_decoder(f"decoder.block.0.layer.{name}") for name in ("0.SelfAttention.k", "1.EncDecAttention.k")]
+    [True, False]
+    """
+    parts = module.split(".")
+    crossing = any(part in _CROSS_ATTENTION for part in parts)
+    return "decoder" in parts and not (crossing and parts[-1] in _KEYS_AND_VALUES)
+
+
+def is_expert(name: str) -> bool:
+    """Whether a matrix is part of an expert, which sees tokens of any sequence in any order."""
+    return any("expert" in part for part in name.split("."))
+
+
+def is_compared_by_token(name: str) -> bool:
+    """Whether a matrix sees the same tokens in the pruned and in the dense model.
+
+    A router may send an expert others there; one that is shared is sent all.
+    """
+    return not is_expert(name) or "shared" in name
+
+
+def is_fused_experts(module: nn.Module) -> bool:
+    """Experts as transformers fuses them (transformers/integrations/moe.py, `use_experts_implementation`)."""
+    described = all(hasattr(module, name) for name in ("has_gate", "has_bias", "is_transposed", "num_experts"))
+    return described and not getattr(module, "_is_expert_parallel", False)
+
+
+def expert_parameters(module: Any) -> tuple[str, str]:
+    """The names of the fused parameters, in the order in which a token passes them."""
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
+
+
+def chosen_experts(config: PreTrainedConfig) -> int:
+    """How many experts a token is sent to."""
+    text = config.get_text_config()
+    return next((getattr(text, name) for name in _CHOSEN_EXPERTS if getattr(text, name, None)), 1)
+
+
+def text_attribute(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+    """A value of the language part's configuration (`hidden_size`, `max_position_embeddings`, ...), if it has it."""
+    return getattr(config.get_text_config(), name, None) or default
+
+
+def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """A batch of the model's modality on the meta device: what it has to be called with to return a loss."""
+    config, name = model.config, model.main_input_name
+    if name == "pixel_values":
+        vision = getattr(config, "vision_config", config)
+        size = vision.image_size if isinstance(vision.image_size, (list, tuple)) else (vision.image_size,) * 2
+        return {name: _values(model, rows, vision.num_channels, *size), "labels": _ids(rows)}
+    if name == "input_features":  # speech: as many frames as the encoder has positions, after a stride of two
+        frames = 2 * config.max_source_positions
+        return {name: _values(model, rows, config.num_mel_bins, frames), "labels": _ids(rows, length)}
+    if is_causal(model):
+        return {"input_ids": _ids(rows, length)}
+    labels = _ids(rows) if labels_whole_sequences(model) else _ids(rows, length)
+    return {"input_ids": _ids(rows, length), "labels": labels}
+
+
+def _ids(*shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.long, device="meta")
+
+
+def _values(model: PreTrainedModel, *shape: int) -> torch.Tensor:
+    return torch.empty(shape, dtype=model.dtype, device="meta")

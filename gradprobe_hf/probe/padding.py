@@ -1,0 +1,90 @@
+"""Padding: which tokens of a batch count, and which sequence each of them belongs to.
+
+Modules see a batch as `[sequences, tokens, features]`, or as `[sequences * tokens, features]` in models that flatten
+it (OPT). Sequences are told apart by their position alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.model.families import in_decoder
+from gradprobe_hf.model.loss import IGNORED, Batch
+from gradprobe_hf.model.targets import Site, Target
+
+
+@dataclass(frozen=True)
+class BatchLayout:
+    """How the tokens of one batch lie in the tensors that modules are called with.
+
+    Attributes:
+        sequences: rows of the batch.
+        tokens: columns of `input_ids`; 1 for a batch without them.
+        encoder_mask: 0 at padding of the inputs, `[sequences, tokens]`; None: every token counts.
+        decoder_mask: the same for the tokens that a decoder makes of the labels; only an encoder-decoder's.
+    """
+
+    sequences: int
+    tokens: int
+    encoder_mask: Tensor | None = None
+    decoder_mask: Tensor | None = None
+
+    @classmethod
+    def of(cls, batch: Batch, has_encoder: bool) -> BatchLayout:
+        ids, inputs, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
+        encoder_mask = inputs if isinstance(inputs, Tensor) and inputs.ndim == 2 else None
+        decoder_mask = batch.get("decoder_attention_mask")
+        if decoder_mask is None and isinstance(labels, Tensor) and labels.ndim == 2:
+            decoder_mask = labels != IGNORED  # transformers shifts these labels to make the decoder's inputs
+        return cls(
+            row_count(batch),
+            ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1,
+            encoder_mask,
+            # Decoder-only OPT calls its blocks `decoder` too; its tokens are those of `attention_mask`.
+            decoder_mask if has_encoder else encoder_mask,
+        )
+
+    def by_sequence(self, value: Tensor, features: int, name: str) -> Tensor:
+        """`[sequences, tokens, ...]` from whatever shape a module was called with.
+
+        Args:
+            features: trailing dimensions that are no tokens: 1, or 0 for the ids that an embedding is called with.
+            name: of the target, for the error.
+
+        Raises:
+            ValueError: a shape in which sequences cannot be told apart.
+        """
+        leading = value.shape[: value.ndim - features]
+        flattened = len(leading) == 1 and leading[0] in (self.sequences, self.sequences * self.tokens)
+        if self.sequences != 1 and not flattened and not (len(leading) >= 2 and leading[0] == self.sequences):
+            raise ValueError(
+                f"{name} is used on a tensor of shape {tuple(value.shape)}, in which the {self.sequences} sequences of "
+                "the batch cannot be told apart; set batch_size=1 (or give batches of one row)."
+            )
+        return value.reshape(self.sequences, -1, *value.shape[len(leading) :])
+
+    def token_mask(self, site: Site, x: Tensor) -> Tensor | None:
+        """0 at the padding of `x [sequences, tokens, ...]`, `[sequences, tokens]`; None: every token counts."""
+        mask = self.decoder_mask if in_decoder(site.module) else self.encoder_mask
+        # A mask of another shape is not about these tokens: patches of an image, say, or one pooled token a sequence.
+        return None if mask is None or mask.shape != x.shape[:2] else mask.to(x.device)
+
+    def unpadded_inputs(self, target: Target, site: Site, inputs: Tensor) -> Tensor:
+        """The inputs of a linear map without padding, `[tokens, in]`, in float32 or float64."""
+        x = self.by_sequence(inputs, 1, target.name)
+        mask = self.token_mask(site, x)
+        return (x.flatten(0, 1) if mask is None else x[mask.bool()]).to(torch.promote_types(x.dtype, torch.float32))
+
+    def input_squares(self, target: Target, site: Site, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """x^2 with padding at zero, `[sequences, tokens, in]`; for an embedding the count of each token, `[tokens]`."""
+        mask = self.token_mask(site, x)
+        if site.kind == "embedding":
+            weights = torch.ones_like(x, dtype=dtype) if mask is None else mask.to(dtype)
+            counts = torch.zeros(target.shape[0], dtype=dtype, device=x.device)
+            return counts.index_add_(0, x.flatten(), weights.flatten())
+        x_sq = x.to(dtype).square()
+        return x_sq if mask is None else x_sq * mask[..., None]

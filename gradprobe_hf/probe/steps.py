@@ -1,0 +1,52 @@
+"""Steps: which batches this process runs, in which order, and which of them count.
+
+Routed experts see tokens of any sequence in any order, so a model that has them is probed one sequence at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loss import Batch
+from gradprobe_hf.model.targets import Target, is_routed
+from gradprobe_hf.runtime.processes import Processes
+
+
+def own_steps(
+    model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch], processes: Processes
+) -> list[tuple[Batch, bool]]:
+    """This process's batches in the order of every pass, each with whether it counts."""
+    if is_routed(targets):
+        batches = [single for batch in batches for single in single_rows(batch)]
+    return share(list(batches), processes, is_sharded(model))
+
+
+def share(batches: Sequence[Batch], processes: Processes, in_step: bool) -> list[tuple[Batch, bool]]:
+    """This process's batches, each with whether it counts.
+
+    Args:
+        in_step: every process has to make the same number of passes. FSDP2 gathers weights from all processes in each
+            of them, and would wait for ever; a process that has run out repeats a batch that does not count.
+    """
+    mine = [(batch, True) for batch in processes.mine(batches)]
+    rounds = -(-len(batches) // processes.count)
+    return mine + [(batches[0], False)] * (rounds - len(mine)) if in_step else mine
+
+
+def single_rows(batch: Batch) -> Iterator[Batch]:
+    """One sequence at a time, its padding cut off: an expert that is sent padding cannot tell it from text."""
+    mask = batch.get("attention_mask")
+    for row in range(row_count(batch)):
+        single = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
+        if isinstance(mask, Tensor):
+            counted = mask[row].bool()
+            single = {
+                name: value[:, counted] if isinstance(value, Tensor) and value.shape == mask[:1].shape else value
+                for name, value in single.items()
+            }
+        yield single

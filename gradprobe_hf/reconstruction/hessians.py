@@ -1,0 +1,104 @@
+"""Hessians: what reconstruction collects of the inputs of one block's matrices.
+
+`H = sum_t x_t x_t^T`, `[in, in]`, over the tokens that are no padding; and, where the dense model runs beside,
+`D = sum_t (x'_t - x_t) x_t^T` with x' its inputs for the same tokens. float32 (float64 for a float64 model).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.model.families import is_compared_by_token
+from gradprobe_hf.model.loss import Batch
+from gradprobe_hf.model.parameters import execution_device
+from gradprobe_hf.model.targets import Site, Target
+from gradprobe_hf.probe.padding import BatchLayout
+from gradprobe_hf.runtime.processes import Processes
+
+
+class BlockHessians:
+    """H and D of each matrix of a block.
+
+    Args:
+        has_drift: whether the dense model runs beside: each batch first there (`as_dense`), then here.
+    """
+
+    def __init__(self, model: PreTrainedModel, processes: Processes, has_drift: bool) -> None:
+        self._layout = BatchLayout(sequences=0, tokens=0)
+        self._model, self._processes, self._has_drift = model, processes, has_drift
+        self._hessians: dict[str, Tensor] = {}
+        self._drifts: dict[str, Tensor] = {}
+        self._dense: dict[str, list[Tensor]] = {}  # of one batch, in the order in which they are used
+        self._is_dense = False
+        # Queries, keys and values are given one and the same tensor: what was made of the last one is kept.
+        self._last_dense: tuple[Tensor, Tensor] | None = None
+        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
+
+    def start_batch(self, batch: Batch) -> None:
+        self._layout = BatchLayout.of(batch, self._model.config.is_encoder_decoder)
+
+    @contextmanager
+    def as_dense(self) -> Iterator[None]:
+        """What is added in the body are the dense model's inputs, of the batch that is added after it."""
+        self._dense.clear()
+        self._is_dense = True
+        try:
+            yield
+        finally:
+            self._is_dense, self._last_dense, self._last = False, None, None
+
+    def add(self, target: Target, site: Site, inputs: Tensor) -> None:
+        if self._is_dense:
+            self._add_dense(target, site, inputs)
+            return
+        others = self._dense.get(target.name)
+        other = others.pop(0) if others else None
+        known = self._last
+        if known is None or known[0] is not inputs or (known[2] is None) != (other is None):
+            x = self._layout.unpadded_inputs(target, site, inputs)
+            self._last = known = inputs, x.t() @ x, None if other is None else (other - x).t() @ x
+        _add(self._hessians, target.name, known[1])
+        if known[2] is not None:
+            _add(self._drifts, target.name, known[2])
+
+    def _add_dense(self, target: Target, site: Site, inputs: Tensor) -> None:
+        if not self._is_compared(target):
+            return
+        if self._last_dense is None or self._last_dense[0] is not inputs:
+            self._last_dense = inputs, self._layout.unpadded_inputs(target, site, inputs)
+        self._dense.setdefault(target.name, []).append(self._last_dense[1])
+
+    def of(self, target: Target) -> tuple[Tensor, Tensor | None]:
+        """H and D over the tokens of all processes. Collectives."""
+        self._last = None
+        self._dense.clear()
+        hessian = self._sum(self._hessians, target)
+        if not torch.isfinite(hessian).all():
+            raise ValueError(
+                f"the inputs of {target.name} are not finite: look for NaN in the weights before it, or a dtype that "
+                "overflows (float16: try bfloat16). Nothing was changed."
+            )
+        return hessian, self._sum(self._drifts, target) if self._is_compared(target) else None
+
+    def _is_compared(self, target: Target) -> bool:
+        return self._has_drift and is_compared_by_token(target.name)
+
+    def _sum(self, sums: dict[str, Tensor], target: Target) -> Tensor:
+        found = sums.pop(target.name, None)
+        if found is None:  # an expert that was sent nothing here, or a process without such a batch
+            dtype = torch.promote_types(self._model.dtype, torch.float32)
+            device = execution_device(self._model, target.parameter)
+            found = torch.zeros(target.shape[1], target.shape[1], dtype=dtype, device=device)
+        return self._processes.sum_(found)
+
+
+def _add(sums: dict[str, Tensor], name: str, more: Tensor) -> None:
+    if name in sums:
+        sums[name] += more
+    else:
+        sums[name] = more.clone()  # `more` is that of several matrices, and the processes sum in place

@@ -1,0 +1,46 @@
+"""Bounds: the least and the most that may be pruned of each matrix, where one budget is spent over several."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.selection.cut import Below, Cut, find_cut
+from gradprobe_hf.selection.keys import LAST, Keys
+
+
+def bounded(keys: Keys, bounds: tuple[float, float], unit: Sequence[Target], budget: int) -> Keys:
+    """Keys under which any cut of the unit respects the bounds.
+
+    In each matrix the lowest keys, as many as the lower bound asks for, become 0 and are pruned first; the highest,
+    which the upper bound keeps, become `LAST` and are pruned last. Those between keep their order across matrices.
+
+    Args:
+        bounds: the least and the most to prune of each matrix, as fractions of it.
+        budget: how many weights of the unit are pruned.
+    """
+    cuts: dict[str, tuple[Cut, Cut]] = {}
+    # Bounds are rounded to whole weights, inwards. Over many small matrices rounded lower bounds may add up to more
+    # than the budget, or upper ones to less; then that side is rounded outwards, and the budget can be met exactly.
+    rounds_down = sum(math.ceil(bounds[0] * target.numel) for target in unit) > budget
+    rounds_up = sum(math.floor(bounds[1] * target.numel) for target in unit) < budget
+
+    def cuts_of(target: Target) -> tuple[Cut, Cut]:
+        lower, upper = bounds[0] * target.numel, bounds[1] * target.numel
+        least = math.floor(lower) if rounds_down else math.ceil(lower)
+        most = math.ceil(upper) if rounds_up else math.floor(upper)
+        return find_cut(lambda: keys(target), least), find_cut(lambda: keys(target), most)
+
+    def changed(target: Target) -> Iterator[Tensor]:
+        if target.name not in cuts:  # keys are streamed several times
+            cuts[target.name] = cuts_of(target)
+        pruned_first, pruned_at_all = (Below(cut) for cut in cuts[target.name])
+        for chunk in keys(target):
+            # Key 0 now stands for the least alone. Weights that are zero already and not part of it get key 1: they
+            # are still the first of the rest, but no longer pruned before the least of every other matrix.
+            yield chunk.clamp_min(1).masked_fill_(~pruned_at_all(chunk), LAST).masked_fill_(pruned_first(chunk), 0)
+
+    return changed

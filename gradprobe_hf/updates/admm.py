@@ -1,0 +1,104 @@
+"""ADMM on one matrix: which of its weights go is revised, so that the others can keep its outputs best.
+
+By the alternating direction method of multipliers, with V near Z, Z the weights of V that the budget allows, and U what
+has been between them (units and names as in `least_squares.py`):
+
+    V = (S H + r (Z - U)) (H + r)^-1        Z = V + U, projected on the budget        U += V - Z
+
+Least squares under the mask of Z follow. Sources: Boža (arXiv:2401.02938), who prunes in these units; Meng et al., ALPS
+(arXiv:2406.07831). That rows of a matrix compete by their Fisher information is ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.scores.budget import Budget
+from gradprobe_hf.updates.least_squares import LeastSquares
+from gradprobe_hf.updates.problem import MatrixProblem, Solution
+from gradprobe_hf.updates.sweep import lowest
+
+ROUNDS = 20  # of the alternating directions
+PENALTY = 0.7  # r, where the mean eigenvalue of H is one; one that grows does no better (docs/method.md)
+IMPORTANCE_POWER = 0.25  # of a row's Fisher information; 0.5 would be its share in the loss: see docs/method.md
+
+# Which weights go: called with their values now, `[out, in]`; returns bool `[out, in]`.
+Projection = Callable[[Tensor], Tensor]
+
+
+def solve_admm(problem: MatrixProblem, mask: Tensor | None) -> Solution:
+    """The mask revised within its budget, and the best weights under it."""
+    assert mask is not None, "it is revised, not chosen"
+    system = LeastSquares.of(problem)
+    revised = revised_mask(system, mask, projection_on(problem.budget, mask, problem.row_fisher))
+    return Solution(system.solved(revised), revised, problem.damping)
+
+
+def revised_mask(system: LeastSquares, mask: Tensor, project: Projection) -> Tensor:
+    """A mask `[out, in]` under which, as a rule, less error is left.
+
+    Args:
+        mask: where to begin.
+        project: what goes, so that the budget is met.
+    """
+    near = system.gram + PENALTY * torch.eye(len(system.gram), dtype=system.gram.dtype, device=system.gram.device)
+    inverse = torch.cholesky_inverse(torch.linalg.cholesky(near))
+    del near  # `[in, in]`, and not needed again
+    kept, between = system.weight.masked_fill(mask, 0), torch.zeros_like(system.weight)
+    for _ in range(ROUNDS):
+        between += kept.sub_(between).mul_(PENALTY).add_(system.wanted) @ inverse
+        mask = project(between)
+        kept = between.masked_fill(mask, 0)
+        between -= kept
+    return mask
+
+
+def projection_on(budget: Budget, mask: Tensor, row_fisher: Tensor | None) -> Projection:
+    """What keeps the budget of a mask: of its groups, of its rows, or of the whole matrix."""
+    if budget.group is not None:
+        return in_groups(*budget.group)
+    return in_rows(mask) if budget.scope == "row" else in_matrix(mask, row_fisher)
+
+
+def in_groups(n: int, m: int) -> Projection:
+    """Of every m inputs the n largest stay."""
+
+    def project(values: Tensor) -> Tensor:
+        sizes = values.abs().unflatten(1, (-1, m))
+        order = sizes.argsort(dim=2, stable=True)[..., : m - n]
+        return torch.zeros_like(sizes, dtype=torch.bool).scatter_(2, order, True).flatten(1)
+
+    return project
+
+
+def in_rows(mask: Tensor) -> Projection:
+    """Each row loses as many as in this mask, its smallest."""
+    counts = mask.sum(1, keepdim=True)
+
+    def project(values: Tensor) -> Tensor:
+        order = values.abs().argsort(dim=1, stable=True)
+        goes = torch.arange(values.shape[1], device=values.device) < counts
+        return torch.empty_like(mask).scatter_(1, order, goes)
+
+    return project
+
+
+def in_matrix(mask: Tensor, fisher: Tensor | None = None) -> Projection:
+    """The matrix loses as many as in this mask, those that are least.
+
+    Args:
+        fisher: mean Fisher information of the weights of each row, `[out]`; rows count alike without it.
+    """
+    budget = int(mask.sum())
+    importance = None if fisher is None else fisher.clamp_min(torch.finfo(fisher.dtype).tiny) ** IMPORTANCE_POWER
+
+    def project(values: Tensor) -> Tensor:
+        sizes = values.abs()
+        if importance is not None:
+            sizes *= importance[:, None]
+        return lowest(sizes, budget)
+
+    return project

@@ -1,0 +1,76 @@
+"""Least squares on one matrix: kept weights that make up for the pruned ones as well as they can.
+
+The error of a matrix's outputs on the calibration inputs is `tr((V - S) H (V - S)^T)`, with its new weights V, the
+weights S to imitate, and `H = sum_t x_t x_t^T`, `[in, in]`. Everything here is in units in which H has ones on its
+diagonal: a weight is then as large as its own share in the outputs.
+
+Under a mask every row is a linear system, `V H = S H` on the inputs that it keeps. Conjugate gradients solve all rows
+at once, with one product `[out, in] x [in, in]` a step. (The sweep of `sweep.py` lets only the inputs behind a pruned
+one make up for it.)
+
+Source: Meng et al., ALPS (arXiv:2406.07831), for conjugate gradients under a fixed mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.runtime.row_chunks import row_chunks
+from gradprobe_hf.updates.problem import MatrixProblem, Solution
+from gradprobe_hf.updates.sweep import DAMPING, damped
+
+STEPS = 20  # of conjugate gradients
+
+
+class LeastSquares:
+    """The problem of one matrix.
+
+    Args:
+        weight: `[out, in]`, float32 or float64.
+        hessian: H, `[in, in]`, of the same dtype.
+        drift: `D = sum_t (x'_t - x_t) x_t^T`, `[in, in]`, to the inputs x' of the dense model.
+        share: how far S is towards the least-squares weights for the dense outputs, `W + W D H^-1`.
+        damping: fraction of the mean of H's diagonal, added to it.
+    """
+
+    def __init__(
+        self, weight: Tensor, hessian: Tensor, drift: Tensor | None = None, share: float = 0.0, damping: float = DAMPING
+    ) -> None:
+        whole = damped(hessian, damping)
+        wanted = weight @ whole if drift is None else weight @ (whole + share * drift)
+        self.unit = whole.diagonal().sqrt()
+        self.gram = whole.div_(self.unit[:, None]).div_(self.unit)
+        self.wanted = wanted.div_(self.unit)  # S H
+        self.weight = weight * self.unit
+
+    @classmethod
+    def of(cls, problem: MatrixProblem) -> LeastSquares:
+        return cls(problem.weight, problem.hessian, problem.drift, problem.dense_target, problem.damping)
+
+    def solved(self, mask: Tensor) -> Tensor:
+        """The best weights `[out, in]` that are zero where the mask is."""
+        found = torch.empty_like(self.weight)
+        for rows in row_chunks(mask.shape):
+            found[rows] = self._solved(rows, mask[rows])
+        return found
+
+    def _solved(self, rows: slice, mask: Tensor) -> Tensor:
+        values = self.weight[rows].masked_fill(mask, 0)
+        residual = (self.wanted[rows] - values @ self.gram).masked_fill_(mask, 0)
+        direction, tiny = residual.clone(), torch.finfo(values.dtype).tiny
+        left = residual.square().sum(1, keepdim=True)
+        for _ in range(STEPS):
+            image = (direction @ self.gram).masked_fill_(mask, 0)
+            length = left / (direction * image).sum(1, keepdim=True).clamp_min(tiny)
+            values.addcmul_(length, direction)
+            residual.addcmul_(length, image, value=-1)
+            before, left = left, residual.square().sum(1, keepdim=True)
+            direction.mul_(left / before.clamp_min(tiny)).add_(residual)
+        return values.div_(self.unit)
+
+
+def solve_least_squares(problem: MatrixProblem, mask: Tensor | None) -> Solution:
+    """The best weights under a given mask."""
+    assert mask is not None, "this update chooses none"
+    return Solution(LeastSquares.of(problem).solved(mask), mask, problem.damping)

@@ -1,0 +1,287 @@
+"""Does the suite bite? Single-line breaks of the package, each made once in a copy, and the fast suite's answer.
+
+usage: python -m tests.breaks [--only PATTERN] [--jobs N]
+
+A break is caught if a test fails. The tests named beside it run first, because they are the likeliest to; if they pass,
+the whole fast suite runs. Exit code 1 if a break is not caught, or if its line is not in the file any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COPIED = ("gradprobe_hf", "tests", "benchmarks", "examples", "model_cards", "pyproject.toml", "setup.cfg", "README.md")
+
+
+@dataclass(frozen=True)
+class Break:
+    """Attributes: `file` in the package, its line `old` and what it becomes, and the `tests` that run first."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+BREAKS = [
+    Break(
+        "a score without its square",
+        "scores/fisher.py",
+        "return weight.square() * fisher",
+        "return weight.abs() * fisher",
+        "test_scores.py test_probe.py",
+    ),
+    Break(
+        "Wanda with squared norms",
+        "scores/wanda.py",
+        "weight.abs() * input_sq.sqrt()",
+        "weight.abs() * input_sq",
+        "test_scores.py test_decisions.py",
+    ),
+    Break(
+        "a budget that is one too large",
+        "selection/select.py",
+        "count = round(budget.sparsity * sum(target.numel for target in unit))",
+        "count = round(budget.sparsity * sum(target.numel for target in unit)) + 1",
+        "test_selection.py",
+    ),
+    Break(
+        "ties that are all taken",
+        "selection/cut.py",
+        ".flatten()[: self.ties_left]",
+        ".flatten()[:]",
+        "test_selection.py",
+    ),
+    Break(
+        "one too many in every group",
+        "selection/groups.py",
+        "< m - n).view",
+        "<= m - n).view",
+        "test_selection.py",
+    ),
+    Break(
+        "the published rule, strictly",
+        "decisions/threshold.py",
+        "(after <= before * (1 + threshold))",
+        "(after < before * (1 + threshold))",
+        "test_decisions.py",
+    ),
+    Break(
+        "candidates that are not shrunk in backward",
+        "probe/measured.py",
+        "input_grad = output_grad @ ctx.probe.served(ctx.target, weight)",
+        "input_grad = output_grad @ weight",
+        "test_probe.py",
+    ),
+    Break(
+        "a hook that stays",
+        "probe/attachment.py",
+        "undo.callback(put_back, module, slot, module.__dict__.get(slot))",
+        "pass",
+        "test_probe.py",
+    ),
+    Break(
+        "parameters that stay frozen",
+        "model/patches.py",
+        "model.get_parameter(name).requires_grad_(True)",
+        "pass",
+        "test_probe.py",
+    ),
+    Break(
+        "a batch that counts twice",
+        "probe/engine.py",
+        "for batch, counted in steps[len(tally) :]:",
+        "for batch, counted in [*steps[len(tally) :], *steps[:1]]:",
+        "test_probe.py",
+    ),
+    Break(
+        "a second probe that forgets that it is one",
+        "run/probe_pair.py",
+        "self.first.probe = 1",
+        "self.first.probe = 0",
+        "test_decisions.py test_probe.py",
+    ),
+    Break(
+        "sums that every process brings along",
+        "run/probe_pair.py",
+        "self.first.yield_to_main(context.processes)",
+        "pass",
+        "test_processes.py",
+    ),
+    Break(
+        "labels that are shifted by none",
+        "model/loss.py",
+        "labels = F.pad(_labels(batch).to(logits.device)[:, 1:], (0, 1), value=IGNORED)",
+        "labels = _labels(batch).to(logits.device)",
+        "test_probe.py test_evaluation.py",
+    ),
+    Break(
+        "a mean over one term more",
+        "evaluation/perplexity.py",
+        "mean = total / terms",
+        "mean = total / (terms + 1)",
+        "test_evaluation.py",
+    ),
+    Break(
+        "a sweep in the wrong direction",
+        "updates/sweep.py",
+        "error, alpha=-1)",
+        "error, alpha=1)",
+        "test_sweep.py",
+    ),
+    Break(
+        "ADMM without its dual step",
+        "updates/admm.py",
+        "between -= kept",
+        "pass",
+        "test_least_squares.py test_reconstruction.py",
+    ),
+    Break(
+        "a drift with the wrong sign",
+        "reconstruction/hessians.py",
+        "(other - x).t() @ x",
+        "(x - other).t() @ x",
+        "test_reconstruction.py",
+    ),
+    Break(
+        "originals that are not given back",
+        "run/apply.py",
+        "originals.give_back()",
+        "pass",
+        "test_pruning.py",
+    ),
+    Break(
+        "an offload store that is not put back",
+        "model/offload_store.py",
+        "for step in reversed(undo):",
+        "for step in ():",
+        "test_offload.py",
+    ),
+    Break(
+        "a zero that is not kept after a step",
+        "training/sparsity.py",
+        "if self.keeper:\n            self.keeper.mask_weights()",
+        "pass",
+        "test_training.py",
+    ),
+    Break(
+        "a tally that is not read from a snapshot",
+        "run/probe_state.py",
+        "self.tally.add(torch.tensor(float.fromhex(loss), dtype=torch.float64), torch.tensor(terms))",
+        "pass",
+        "test_resume.py",
+    ),
+    Break(
+        "finished blocks that are not known after a kill",
+        "run/decide.py",
+        "for number in range(latest.number + 1):",
+        "for number in range(0):",
+        "test_resume.py",
+    ),
+    Break(
+        "bits that are packed from the other end",
+        "selection/packed_masks.py",
+        'torch.from_numpy(np.packbits(mask.contiguous().numpy(), axis=1, bitorder="little"))',
+        'torch.from_numpy(np.packbits(mask.contiguous().numpy(), axis=1, bitorder="big"))',
+        "test_selection.py",
+    ),
+    Break(
+        "statistics that are rounded down",
+        "probe/accumulators.py",
+        "piece.add_(table[place : place + len(piece)])",
+        "pass",
+        "test_accumulators.py",
+    ),
+    Break(
+        "evaluation on the calibration's windows",
+        "data/windows.py",
+        'seed = EVALUATION_SEED if part == "evaluation" else seed',
+        "seed = seed",
+        "test_calibration.py",
+    ),
+    Break(
+        "a preset that is another",
+        "config.py",
+        '"best": {"probes": 1, "update": "admm"},  # ADMM',
+        '"best": {"probes": 2, "update": "admm"},  # ADMM',
+        "test_config.py",
+    ),
+    Break(
+        "zeros that the report invents",
+        "report/build.py",
+        "after += int(",
+        "after += 1 + int(",
+        "test_pruning.py test_hub.py",
+    ),
+    Break(
+        "a checkpoint that half remains",
+        "checkpoint/write.py",
+        "shutil.rmtree(scratch, ignore_errors=True)",
+        "pass",
+        "test_hub.py",
+    ),
+]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default="*", metavar="PATTERN", help="breaks whose name matches")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="breaks at a time (default: 2)")
+    options = parser.parse_args()
+    chosen = [one for one in BREAKS if fnmatch.fnmatch(one.name, options.only)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        found = list(pool.map(answered, chosen))
+    missed = [one.name for one, answer in zip(chosen, found, strict=True) if answer is None]
+    print(f"{len(chosen) - len(missed)} of {len(chosen)} breaks are caught" + (f"; not: {missed}" if missed else ""))
+    return bool(missed)
+
+
+def answered(one: Break) -> str | None:
+    """The first test that fails with the break; None if none does."""
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for name in COPIED:
+            source = ROOT / name
+            copied = shutil.copytree if source.is_dir() else shutil.copy
+            copied(source, copy / name)
+        path = copy / "gradprobe_hf" / one.file
+        text = path.read_text(encoding="utf-8")
+        if one.old not in text:
+            print(f"{one.name:50} STALE: {one.file} has no {one.old!r}", flush=True)
+            return None
+        path.write_text(text.replace(one.old, one.new, 1), encoding="utf-8")
+        named = [f"tests/{name}" for name in one.tests.split()]
+        failed = _first_failure(copy, named) or _first_failure(copy, ["tests"])
+    said = f"caught by {failed}" if failed else "NOT CAUGHT"
+    print(f"{one.name:50} {said} ({time.perf_counter() - began:.0f} s)", flush=True)
+    return failed
+
+
+def _first_failure(copy: Path, tests: list[str]) -> str | None:
+    command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", "-o", "addopts=", "-q"]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    ran = subprocess.run(
+        [*command, "-m", "not slow", *tests], cwd=copy, env=environment, capture_output=True, text=True, check=False
+    )
+    if ran.returncode not in (0, 1):  # no test ran: that catches nothing
+        raise RuntimeError(f"pytest ended with {ran.returncode}: {(ran.stdout + ran.stderr)[-500:]}")
+    found = re.search(r"^(?:FAILED|ERROR) (\S+)", ran.stdout, re.MULTILINE)
+    return found[1] if found else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
