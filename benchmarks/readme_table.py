@@ -1,6 +1,6 @@
 """Write the measured tables of the README and of docs/ from `benchmarks/results/*.json`, between their markers.
 
-A marker that no table is called by, and a table that no page shows, are errors.
+A marker that no table is called by, and a table that no page shows, are errors. What was not measured yet stays empty.
 
 usage: python -m benchmarks.readme_table [--check]     (--check: fail if a page is not what the results say)
 """
@@ -25,6 +25,7 @@ from benchmarks.quality_tables import (
     stories_table,
     variants_table,
 )
+from benchmarks.text_table import texts_table
 from benchmarks.training import check_alike
 from gradprobe_hf.config import AccumulatorDtype
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
@@ -214,6 +215,7 @@ TABLES = {  # marker -> result file, what makes the table
     "price": ("quality", price_table),
     "stories": ("stories", stories_table),
     "variants": ("variants", variants_table),
+    "texts": ("texts", texts_table),
     "speed": ("speed", speed_table),
     "accumulators": ("accumulators", accumulators_table),
     "memory": ("memory", memory_table),
@@ -228,7 +230,10 @@ def rendered(page: str) -> str:
 
     def made(found: re.Match[str]) -> str:
         file, table = TABLES[found["name"]]
-        text = table(json.loads((RESULTS / f"{file}.json").read_text()))
+        results = RESULTS / f"{file}.json"
+        if not results.exists():
+            return found[0]
+        text = table(json.loads(results.read_text()))
         return f"<!-- {found['name']} -->\n{text}\n<!-- /{found['name']} -->"
 
     return re.sub(r"<!-- (?P<name>[\w ]+) -->\n.*?<!-- /(?P=name) -->", made, page, flags=re.S)

@@ -6,6 +6,8 @@ brings its own styles, and formulas become MathML, which browsers draw by themse
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 from docutils import nodes
@@ -13,6 +15,8 @@ from docutils.utils.math import MathError
 from docutils.utils.math.latex2mathml import tex2mathml
 from sphinx.application import Sphinx
 from sphinx.util import logging
+
+sys.path.insert(0, str(Path(__file__).parent))  # for command_line.py
 
 project = "gradprobe_hf"
 author = "the gradprobe_hf authors"
@@ -55,6 +59,7 @@ logger = logging.getLogger(__name__)
 
 def setup(app: Sphinx) -> dict[str, Any]:
     app.add_html_math_renderer("mathml", inline_renderers=(draw_formula, None), block_renderers=(draw_formula, None))
+    app.connect("autodoc-process-docstring", indent_fences)
     app.connect("doctree-resolved", set_dashes)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
 
@@ -69,6 +74,20 @@ def draw_formula(translator: Any, node: nodes.Element) -> None:
         formula = translator.encode(node.astext())
     translator.body.append(f'<div class="formula">{formula}</div>' if is_block else formula)
     raise nodes.SkipNode
+
+
+def indent_fences(app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
+    """Docstrings fence code as Markdown does; Sphinx reads a directive with its body indented."""
+    fence = None
+    for number, line in enumerate(lines):
+        if not line.strip().startswith("```"):
+            lines[number] = line if fence is None else f"   {line}"
+        elif fence is None:
+            fence = line.replace("```", "").strip() or "text"
+            lines[number] = f"{line[: line.index('`')]}.. code-block:: {fence}\n"
+        else:
+            fence, lines[number] = None, ""
+    lines[:] = "\n".join(lines).split("\n")
 
 
 def set_dashes(app: Sphinx, tree: nodes.document, page: str) -> None:
