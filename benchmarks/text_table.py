@@ -22,9 +22,11 @@ def texts_table(results: dict[str, Any]) -> str:
         lines.append("")
     length = settings["calibration"].split(" of ")[0].split(" x ")[1]
     measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
+    draws = len({row["seed"] for row in results["rows"]})
+    brackets = "; in brackets each draw of the windows" if draws > 1 else ""
     note = (
-        f"{settings['model']}, {settings['dtype']}; two probes; windows of {length} tokens; evaluation {measured}; in "
-        "brackets each draw of the windows. Made by `make bench-texts`."
+        f"{settings['model']}, {settings['dtype']}; two probes; windows of {length} tokens; evaluation "
+        f"{measured}{brackets}. Made by `make bench-texts`."
     )
     return "\n".join([*lines, note])
 

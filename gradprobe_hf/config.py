@@ -61,65 +61,70 @@ class GradProbeConfig:
     """How to prune.
 
     Args:
-        sparsity: fraction of the target weights to remove, in [0, 1). Default 0.5, or what `pattern` implies.
-        pattern: `"unstructured"`, or `"n:m"`: of every m consecutive inputs of a row keep at most n
-            (`"2:4"` keeps 2 of 4, as NVIDIA counts).
-        preset: `"fast"` (`probes=1`), `"balanced"` (`probes=2`, the default) or `"best"` (`probes=1, update="admm"`).
-            With an n:m pattern: `update="sparsegpt"`, `update="sparsegpt+admm"`, or `probes=1, update="admm"` (the
-            default there). Options that are given win over a preset.
-        score: how weights are ordered: `"fisher"` (default), `"wanda"`, `"magnitude"` or `"random"`.
-        probes: gradient measurements over the calibration data. 1: the score decides. 2 (default with
-            `score="fisher"`): the loss gradient is measured again with the weights that the score would remove
-            shrunk. 0 (default with every other score): the score decides, without any gradient.
-        rule: how two probes decide: `"budget"` (default) scores every weight by both and meets the budget exactly;
-            `"threshold"` is the published GradProbe rule, whose sparsity is what comes out, at most the budget.
-        scope: over what one budget is spent: `"global"`, `"block"`, `"tensor"` or `"row"`. Default: global for
-            `"fisher"` and for two probes, else the scope the score was published with (Wanda: row, magnitude and
-            random: tensor).
-        fisher: estimate of the squared gradient: `"blend"` (sequence x factored), `"sequence"`, `"token"` or
-            `"factored"`.
-        update: how kept weights are changed, block by block, so that each matrix's outputs on the calibration inputs
-            stay what they were. `"none"` (default, unless the preset has another). `"obs"`: SparseGPT's sweep under
-            the mask that was decided. `"least_squares"`: the best weights under it. `"admm"`: these, after revising
-            the mask within each matrix (row, group). `"sparsegpt"` chooses the mask itself, without score or probe;
-            `"sparsegpt+least_squares"` and `"sparsegpt+admm"` go on from there.
-        dense_target: which outputs those are, from 0, of the matrix as it is on the inputs of the model as pruned so
-            far, to 1, of the dense model. Default 0.25; with `"obs"` 0.5, with `"sparsegpt"` 0, as published.
-        damping: added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
-        min_matrix_sparsity: the least fraction of any matrix that goes, where one budget is spent over several.
-        max_matrix_sparsity: the most, so that no matrix is emptied.
-        gradient_threshold: relative growth of a gradient that `rule="threshold"` tolerates, >= 0; or one for each
-            pattern of matrices, `{"*.mlp.*": 0.5, "*": 0.1}`, the first that matches; or `"adaptive"`, by size:
-            `sqrt(weights / mean weights of a matrix)`.
-        reduction_factor: what the second probe multiplies candidates by, in [0, 1).
-        spike_limit: how many times its energy of the first probe the gradient of one sequence may have at one matrix in
-            the second, >= 0, before it is scaled down to that; 0: no limit.
-        order: `"joint"`: all matrices are decided together, two probes whatever the depth. `"sequential"`: one step of
-            blocks after the other, each probed on the model as pruned so far, and with its share of the budget.
-        block_order: of a sequential order: `"forward"` from the first block, `"reverse"` from the last, or `"size"`,
-            the largest first.
-        blocks_per_step: blocks that a sequential step decides together.
-        rounds: sparsities of several rounds, the last of which is `sparsity`: each probes the model as the one before
-            would prune it, and decides anew about every weight.
-        max_metric_drop: prune as far as the metric of the evaluation allows, at most to `sparsity`: perplexity up by
-            this much, absolute (`1.5`) or relative (`"5%"`).
-        initial_sparsity: of the first attempt on that way, at most `sparsity`; default: `sparsity_step`.
-        sparsity_step: between two attempts on that way, before bisection.
-        include: patterns of modules to prune: an exact name, the end of one (`"q_proj"`), a glob, or `"re:..."`.
-            When given, only what they match is pruned, embeddings and output head included if matched.
-        exclude: patterns of modules to leave alone.
+        sparsity: fraction of the target weights to remove, in [0, 1). Default: 0.5, or what `pattern` implies.
+        pattern: `"unstructured"`, or n:m, such as `"2:4"`, to keep at most n of every m consecutive inputs of a row.
+            NVIDIA counts so, too.
+        preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
+            update="admm"`). With an n:m pattern: `update="sparsegpt"`, `update="sparsegpt+admm"`, or `probes=1,
+            update="admm"`. Options that are given win over a preset. Default: `"balanced"`; with an n:m pattern
+            `"best"`.
+        score: criterion that ranks the weights. One of `"fisher"`, `"wanda"`, `"magnitude"` and `"random"`. Default:
+            `"fisher"`.
+        probes: how often the loss gradient is measured over the calibration data. 1: the score decides. 2: the
+            gradient is measured again with the weights that the score would remove shrunk. 0: the score decides,
+            without any gradient. Default: 2 with `score="fisher"`, else 0.
+        rule: how two probes decide: by an exact `"budget"`, or by the `"threshold"` of the original GradProbe. With the
+            former every weight is scored by both probes; with the latter the budget is an upper bound. Default:
+            `"budget"`.
+        scope: what one budget is spent over. One of `"global"`, `"block"`, `"tensor"` and `"row"`. Default:
+            `"global"` with `score="fisher"` or two probes, else the scope the score was published with. That is row
+            for Wanda, tensor for magnitude and random.
+        fisher: estimate of the squared gradient. `"sequence"`, `"token"`, `"factored"`, or `"blend"`, the geometric
+            mean of sequence and factored.
+        update: how the kept weights change to preserve each matrix's outputs on the calibration inputs. `"none"`: not
+            at all. `"obs"`: by SparseGPT's sweep under the mask that was decided. `"least_squares"`: to the best
+            weights under it. `"admm"`: to these, after revising the mask within each matrix (row, group).
+            `"sparsegpt"` chooses the mask itself, without score or probe; `"sparsegpt+least_squares"` and
+            `"sparsegpt+admm"` go on from there. Default: `"none"`, unless the preset has another.
+        dense_target: which outputs an update preserves, from 0 (as pruned so far) to 1 (of the dense model). As
+            pruned so far: those of the original matrix on the inputs that the pruned blocks before it give. Default:
+            0.25; 0.5 with `update="obs"`, 0 with `update="sparsegpt"`, as published.
+        damping: what is added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
+        min_matrix_sparsity: least fraction to remove from any matrix, where one budget covers several.
+        max_matrix_sparsity: largest fraction to remove from any matrix, so that none is emptied.
+        gradient_threshold: relative growth of a gradient that `rule="threshold"` tolerates, >= 0. A dict has one for
+            each pattern of matrices, `{"*.mlp.*": 0.5, "*": 0.1}`, of which the first that matches counts.
+            `"adaptive"` goes by size: `sqrt(weights / mean weights of a matrix)`.
+        reduction_factor: factor that candidates are shrunk by for the second probe, in [0, 1).
+        spike_limit: largest growth of one sequence's gradient energy at a matrix between the probes, >= 0 (0: no
+            limit). What grows more is scaled down to it.
+        order: decide about all blocks at once (`"joint"`), or step by step (`"sequential"`). Joint takes two probes
+            whatever the depth. In a sequential order each step of blocks is probed on the model as pruned so far, and
+            has its share of the budget.
+        block_order: where a sequential order begins: at the first block (`"forward"`), the last (`"reverse"`), or the
+            largest (`"size"`).
+        blocks_per_step: blocks that one step of a sequential order decides about.
+        rounds: rising sparsities, each probed on the model as the one before would prune it. The last is `sparsity`;
+            every round decides anew about every weight.
+        max_metric_drop: prune as much as possible, up to `sparsity`, without perplexity rising by more than this,
+            absolute (`1.5`) or relative (`"5%"`). `prune_pretrained` takes another metric as its `metric_fn`.
+        initial_sparsity: sparsity of the first attempt with `max_metric_drop`. Default: `sparsity_step`.
+        sparsity_step: distance between two attempts with `max_metric_drop`, before bisection.
+        include: patterns of modules to prune: exact names, ends of names (`"q_proj"`), globs, or `"re:..."`. When
+            given, only what they match is pruned, embeddings and output head included if matched.
+        exclude: patterns of modules to leave dense.
         num_samples: calibration windows, or rows of an already tokenised dataset.
         sequence_length: tokens in a window.
         evaluation_samples: windows to measure perplexity on.
-        seed: draws the calibration windows, random scores and the model's own text.
+        seed: seed of calibration windows, random scores and generated text.
         batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
-        checkpointing: recompute each block in backward instead of keeping its activations. `"auto"`: where they would
-            not fit in memory.
-        accumulator_dtype: what statistics `[out, in]` are kept in, in bytes per weight and term: `"float32"` 4,
-            `"bfloat16"` 2, `"int8"` (block-scaled, logarithmic) 1.03; both small ones are rounded stochastically.
-        accumulator_device: where: on the weight's device (`"same"`), in the memory of the host (`"cpu"`), or in
+        checkpointing: recompute each block in the backward pass instead of storing its activations. `"auto"`: where
+            they would not fit in memory.
+        accumulator_dtype: type that statistics are stored in: 4, 2 or about 1 byte per weight and term. `"int8"` is
+            block-scaled and logarithmic (1.03 bytes); it and `"bfloat16"` are rounded stochastically.
+        accumulator_device: where statistics are stored: with the weights (`"same"`), in host memory (`"cpu"`), or in
             files (`"disk"`).
-        save_every: batches between two snapshots of a run with a `resume_dir`.
+        save_every: batches between two snapshots of a run with `resume_dir`.
     """
 
     # The target.
@@ -181,7 +186,7 @@ class GradProbeConfig:
 
     def _check_types(self) -> None:
         """Values that are wrong by themselves."""
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             if getattr(self, name) is not None:
                 one_of(name, getattr(self, name), tuple(choices))
         if isinstance(self.probes, bool):
@@ -305,8 +310,8 @@ class GradProbeConfig:
         for name, (has_effect, belongs_to) in _BELONGS.items():
             if getattr(self, name) != _DEFAULTS[name] and not has_effect(self):
                 raise ValueError(
-                    f"{name}={getattr(self, name)!r} has no effect here: it belongs to {belongs_to}. Set that, or leave "
-                    f"{name} unset."
+                    f"{name}={getattr(self, name)!r} has no effect here: it belongs to {belongs_to}. Set that, or "
+                    f"leave {name} unset."
                 )
 
     def _resolved_sparsity(self) -> float:
@@ -457,7 +462,7 @@ class GradProbeConfig:
         return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
-_CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
+CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
     "preset": get_args(Preset),
     "score": SCORES,
     "probes": PROBES,

@@ -1,9 +1,10 @@
-"""Tiny real models, made from their own configurations, and a byte tokenizer to go with them."""
+"""Tiny real models made from their own configurations, a byte tokenizer to go with them, and short ways to use them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -27,6 +28,9 @@ from transformers import (
     ViTConfig,
     ViTForImageClassification,
 )
+
+from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
+from gradprobe_hf.probe.engine import Workload
 
 VOCABULARY = 260
 SPECIAL = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258}
@@ -196,3 +200,43 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )
+
+
+def workload(model: PreTrainedModel, batches: Sequence[dict], **options: Any) -> Workload:
+    """Passes over these batches, without a progress bar."""
+    return Workload(model, batches, progress=False, **options)
+
+
+def prune(
+    model: PreTrainedModel, calibration: Any, *, evaluation: Any = False, apply: bool = False, **options: Any
+) -> PruneResult:
+    """`prune_pretrained` in the terms of most tests: options of the configuration, or of the call; a dry run."""
+    of_call = {name: options.pop(name) for name in [*options] if name in _CALL_OPTIONS}
+    return prune_pretrained(
+        model,
+        GradProbeConfig(**options),
+        calibration=calibration,
+        evaluation=evaluation,
+        apply=apply,
+        progress=False,
+        **of_call,
+    )
+
+
+_CALL_OPTIONS = ("loss_fn", "metric_fn", "output_dir", "offload_folder", "processing_class", "resume_dir")
+
+
+def bits(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A copy of every weight and buffer."""
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def changed(model: PreTrainedModel, before: dict[str, torch.Tensor]) -> list[str]:
+    """The names of those that have other bits now."""
+    return [name for name, value in model.state_dict().items() if not torch.equal(value, before[name])]
+
+
+def differing(masks: Mapping[str, torch.Tensor], others: Mapping[str, torch.Tensor]) -> int:
+    """The number of weights that one set of masks prunes and the other does not; both are of the same matrices."""
+    assert list(masks) == list(others)
+    return sum(int((masks[name] ^ others[name]).sum()) for name in masks)

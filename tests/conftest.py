@@ -7,17 +7,25 @@ import os
 # Before anything imports the Hub's client: it reads these once. No test may reach the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+# Before torch: matrices are tiny, the cores have a worker each, and no fork may find the lock of a thread pool held.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from hypothesis import settings
 from tqdm.std import TqdmDefaultWriteLock, tqdm
 
-from tests import cases
+from tests import cases, launch, scripts
+from tests.loopback_hub import running_hub
 
 # Progress bars share a semaphore with forked children: one that is killed holding it would stop the tests for ever.
 # Nor may a fork find the lock of the threads held, by the one that watches the bars.
 TqdmDefaultWriteLock.mp_lock = None
 tqdm.monitor_interval = 0
+
+settings.register_profile("shared machine", deadline=None)  # an example may wait for a core
+settings.load_profile("shared machine")
 
 TEXT = " ".join(
     f"The {i}th of many plain sentences, each a little unlike the {i * 7 % 13} before it." for i in range(400)
@@ -27,6 +35,12 @@ TEXT = " ".join(
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)  # tiny matrices: a second thread only waits
+
+
+@pytest.fixture(scope="session", autouse=True)
+def teams():
+    yield
+    launch.stop_teams()
 
 
 @pytest.fixture(scope="session")
@@ -50,3 +64,26 @@ def other_text_file(tmp_path_factory):
     path = tmp_path_factory.mktemp("text") / "other.txt"
     path.write_text(TEXT[::-1], encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def hub_and_user(tmp_path_factory):
+    """A Hub, and an interpreter that knows it: the client reads its endpoint once, when it is imported."""
+    home = tmp_path_factory.mktemp("home")
+    with (
+        running_hub() as hub,
+        scripts.interpreter(HF_ENDPOINT=hub.url, HF_HOME=str(home), HF_HUB_OFFLINE="0") as user,
+    ):
+        yield hub, user
+
+
+@pytest.fixture
+def hub(hub_and_user):
+    """The Hub, with nothing on it."""
+    hub_and_user[0].clear()
+    return hub_and_user[0]
+
+
+@pytest.fixture
+def user(hub_and_user):
+    return hub_and_user[1]

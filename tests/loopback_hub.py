@@ -43,6 +43,31 @@ class Hub:
     large: dict[str, bytes] = field(default_factory=dict)
     datasets: dict[str, Repository] = field(default_factory=dict)
     unknown: list[str] = field(default_factory=list)
+    server: ThreadingHTTPServer | None = None
+
+    def clear(self) -> None:
+        """As a new one: nothing on it, and nothing asked."""
+        for kept in (self.repositories, self.large, self.datasets, self.unknown):
+            kept.clear()
+
+    def start(self, port: int = 0) -> None:
+        self.server = ThreadingHTTPServer(("127.0.0.1", port), type("BoundHandler", (Handler,), {"hub": self}))
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, daemon=True).start()
+
+    def stop(self) -> None:
+        self.server.shutdown()  # returns when the thread's loop has ended
+        self.server.server_close()
+
+    @contextmanager
+    def unreachable(self) -> Iterator[None]:
+        """Nobody answers at its address for the body of the `with`."""
+        port = self.server.server_address[1]
+        self.stop()
+        try:
+            yield
+        finally:
+            self.start(port)
 
     def named(self, kind: str, name: str) -> Repository | None:
         return (self.datasets if kind == "datasets" else self.repositories).get(name)
@@ -223,13 +248,8 @@ ROUTES = (
 @contextmanager
 def running_hub() -> Iterator[Hub]:
     hub = Hub()
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("BoundHandler", (Handler,), {"hub": hub}))
-    hub.url = f"http://127.0.0.1:{server.server_address[1]}"
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
+    hub.start()
     try:
         yield hub
     finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+        hub.stop()

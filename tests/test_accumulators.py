@@ -11,17 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gradprobe_hf.probe import row_stores
-from gradprobe_hf.probe.accumulator_storage import PageCacheTrail
-from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT, Accumulator, decode_int8, encode_int8, round_bfloat16
-from gradprobe_hf.probe.matrix import AccumulatorStorage
+from gradprobe_hf.probe import page_cache
+from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
+from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT, Accumulator
+from gradprobe_hf.probe.page_cache import PageCacheTrail
+from gradprobe_hf.probe.reduced_precision import decode_int8, encode_int8, round_bfloat16
 
 CPU = torch.device("cpu")
 SHAPE = (96, 200)
 
 
 def made(kind, tmp_path=None, shape=SHAPE, dtype=torch.float32):
-    return Accumulator(shape, kind, dtype, CPU, None if tmp_path is None else tmp_path / "sum")
+    return Accumulator(shape, dtype, CPU, AccumulatorStorage(kind, folder=tmp_path), "sum")
 
 
 def squares(count, shape=SHAPE, seed=0):
@@ -162,9 +163,10 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, monkey
 def test_a_trail_changes_nothing_but_what_the_page_cache_keeps(kind, tmp_path, monkeypatch):
     """Six matrices, gone through twice: each file is asked to be forgotten at its end, and once more later."""
     asked = Counter()
-    monkeypatch.setattr(row_stores, "_forget", lambda paths: asked.update(path.name for path in paths))
+    monkeypatch.setattr(page_cache, "_drop_pages", lambda paths: asked.update(path.name for path in paths))
     trail, plain = PageCacheTrail(), added(made(kind), squares(2))
-    matrices = [Accumulator(SHAPE, kind, torch.float32, CPU, tmp_path / str(n), trail) for n in range(6)]
+    storage = AccumulatorStorage(kind, "disk", tmp_path, trail)
+    matrices = [Accumulator(SHAPE, torch.float32, CPU, storage, str(n)) for n in range(6)]
     for value in squares(2):
         for matrix in matrices:
             before = asked.total()
@@ -184,9 +186,9 @@ def test_forgetting_keeps_what_was_written_and_survives_a_deleted_file(system, t
     if system == "without":
         monkeypatch.delattr("os.posix_fadvise", raising=False)
     trail = PageCacheTrail()
+    storage = AccumulatorStorage("int8", "disk", tmp_path, trail)
     matrices = [
-        Accumulator(SHAPE, "int8", torch.float32, CPU, tmp_path / str(number), trail)
-        for number in range(PageCacheTrail.LENGTH + 2)
+        Accumulator(SHAPE, torch.float32, CPU, storage, str(number)) for number in range(PageCacheTrail.LENGTH + 2)
     ]
     for matrix in matrices[: PageCacheTrail.LENGTH]:
         added(matrix, squares(3))

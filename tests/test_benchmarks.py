@@ -18,7 +18,8 @@ def runs(tmp_path_factory):
     path = tmp_path_factory.mktemp("bytes") / "text.txt"
     path.write_text("some bytes to learn, again and again. " * 60, encoding="utf-8")
     text = Text(path, 32)
-    return [train(ARGS, text, 0, saliency, 0.5 if saliency else 0.0) for saliency in (None, "magnitude", "state-fisher")]
+    ways = {None: 0.0, "magnitude": 0.5, "state-fisher": 0.5}
+    return [train(ARGS, text, 0, saliency, sparsity) for saliency, sparsity in ways.items()]
 
 
 def test_runs_of_one_seed_differ_in_the_method_alone(runs):

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +16,7 @@ from gradprobe_hf.data.pydoc_text import manual_text
 from gradprobe_hf.data.windows import load_batches
 from tests import cases
 from tests.conftest import TEXT
-from tests.loopback_hub import Repository, running_hub
+from tests.loopback_hub import Repository
 
 ROOT = Path(__file__).parent.parent
 
@@ -83,9 +80,9 @@ def test_the_fingerprint_is_of_the_tokens_not_of_the_batches(text_file):
 
 
 def test_a_stream_is_read_only_as_far_as_needed(tmp_path, monkeypatch, text_file):
-    from gradprobe_hf.calibration import texts
+    from gradprobe_hf.data import sources
 
-    monkeypatch.setattr(texts, "STREAMED_FROM_BYTES", 1)
+    monkeypatch.setattr(sources, "STREAMED_FROM_BYTES", 1)
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join(f"line {i} of a long file" for i in range(500)))
     found = load(str(lines), samples=3)
@@ -161,9 +158,10 @@ def test_what_cannot_be_read_is_refused(source, error, message):
 
 
 HUB_SCRIPT = """
-import sys
-from gradprobe_hf.calibration import load_batches
+import datasets.config
+from gradprobe_hf.data.windows import load_batches
 from tests import cases
+datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1  # it waits five seconds wherever a stream is not read to its end
 for part, source in (("calibration", "me/prose"), ("evaluation", "me/prose"), ("calibration", "me/prose:default:test")):
     found = load_batches(source, part=part, model=cases.build("llama"), processing_class=cases.tokenizer(), samples=2,
                          sequence_length=16, batch_size=2, seed=0)
@@ -172,18 +170,15 @@ for part, source in (("calibration", "me/prose"), ("evaluation", "me/prose"), ("
 """
 
 
-def test_a_hub_dataset_by_id_config_and_split(tmp_path):
+def test_a_hub_dataset_by_id_config_and_split(hub, user):
     def parquet(word):
         stored = io.BytesIO()
         Dataset.from_dict({"text": [f"{word} " * 30] * 3}).to_parquet(stored)
         return stored.getvalue()
 
     files = {f"data/{split}-00000-of-00001.parquet": parquet(split.upper()) for split in ("train", "test")}
-    with running_hub() as hub:
-        hub.datasets["me/prose"] = Repository(revisions={"main": files | {"README.md": b"---\nlicense: mit\n---\n"}})
-        environment = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
-        command = [sys.executable, "-c", HUB_SCRIPT]
-        ran = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    hub.datasets["me/prose"] = Repository(revisions={"main": files | {"README.md": b"---\nlicense: mit\n---\n"}})
+    ran = user.run(HUB_SCRIPT, cwd=ROOT)
     assert hub.unknown == []
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.splitlines() == [

@@ -1,71 +1,103 @@
-"""The command, as a subprocess: exact spellings, clean standard output, exit codes, and what is left after Ctrl-C."""
+"""The command: exact spellings, clean standard output, exit codes, and what is left after Ctrl-C.
+
+Most cases call `main` in this interpreter; what only a process of its own shows is shown by few of them.
+"""
 
 from __future__ import annotations
 
-import contextlib
+import argparse
 import json
+import logging
 import os
+import re
 import signal
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 
+import datasets
 import pytest
+import transformers
 
+import gradprobe_hf
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.cli.main import main, parser
-from gradprobe_hf.cli.options import configuration
+from gradprobe_hf.cli.config_options import HEADINGS, configuration, help_of
+from gradprobe_hf.cli.main import VERBS, main, parser
+from gradprobe_hf.cli.options import OPTIONS
 from gradprobe_hf.model import loading
 from gradprobe_hf.report.build import versions
+from gradprobe_hf.scores.table import SCORES
+from gradprobe_hf.updates.table import UPDATES
 
 GRADPROBE = [sys.executable, "-m", "gradprobe_hf"]
 SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "4"]
+PRUNE = ["prune", "model", "--output", "out"]
 
 
-def gradprobe(*arguments, **options):
-    return subprocess.run([*GRADPROBE, *map(str, arguments)], capture_output=True, text=True, check=False, **options)
+@pytest.fixture(autouse=True)
+def logs_as_before():
+    """`main` configures the process that it has to itself elsewhere."""
+    root, own = logging.getLogger(), logging.getLogger("gradprobe_hf")
+    handlers, level, own_level = root.handlers[:], root.level, own.level
+    verbosity = transformers.logging.get_verbosity()
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    own.setLevel(own_level)
+    transformers.logging.set_verbosity(verbosity)
+    transformers.logging.enable_progress_bar()
+    datasets.enable_progress_bars()
 
 
-def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path):
+@pytest.fixture
+def gradprobe(capsys):
+    """Runs the command here: exit code, standard output, standard error."""
+
+    def run(*arguments):
+        capsys.readouterr()
+        try:
+            code = main([str(argument) for argument in arguments])
+        except SystemExit as end:  # argparse's own
+            code = end.code or 0
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def configured(*arguments):
+    return configuration(parser("prune").parse_args([*PRUNE, *map(str, arguments)]))
+
+
+def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path, gradprobe):
     out = tmp_path / "out"
-    ran = gradprobe(
-        "prune",
-        checkpoint,
-        "--output",
-        out,
-        "--sparsity",
-        0.6,
-        "--calibration",
-        text_file,
-        "--evaluation",
-        "pydoc",
-        *SMALL,
-    )
-    assert ran.returncode == 0, ran.stderr
-    assert "60.00" in ran.stdout
-    assert "perplexity" in ran.stdout
-    assert "probe 0" in ran.stderr  # progress goes to standard error
-    assert "probe 0 (original" not in ran.stdout
-    seen = gradprobe("inspect", out)
-    assert "60.00" in seen.stdout
-    assert "model.layers.2" in seen.stdout
-    assert "n:m patterns that hold in every matrix: none" in seen.stdout
-    found = gradprobe("evaluate", out, "--data", "pydoc", "--num-samples", 4, "--sequence-length", 16, "--json")
+    texts = ["--calibration", text_file, "--evaluation", "pydoc"]
+    code, said, progress = gradprobe("prune", checkpoint, "--output", out, "--sparsity", 0.6, *texts, *SMALL)
+    assert code == 0, progress
+    assert "60.00" in said
+    assert "perplexity" in said
+    assert "probe 0" in progress  # which goes to standard error
+    assert "probe 0 (original" not in said
+    _, seen, _ = gradprobe("inspect", out)
+    assert "60.00" in seen
+    assert "model.layers.2" in seen
+    assert "n:m patterns that hold in every matrix: none" in seen
+    data = ["--data", "pydoc", "--num-samples", 4, "--sequence-length", 16]
+    _, found, _ = gradprobe("evaluate", out, *data, "--json")
     report = json.loads((out / "gradprobe_report.json").read_text())
-    assert json.loads(found.stdout)["perplexity"] == pytest.approx(
-        report["evaluation"]["pruned"]["perplexity"], rel=1e-6
-    )
+    assert json.loads(found)["perplexity"] == pytest.approx(report["evaluation"]["pruned"]["perplexity"], rel=1e-6)
+    _, shown, _ = gradprobe("evaluate", out, *data)
+    assert f"{json.loads(found)['perplexity']:,.4f}" in shown
 
 
-def test_prune_from_disk_with_everything_small(checkpoint, tmp_path):
+def test_prune_from_disk_with_everything_small(checkpoint, tmp_path, gradprobe):
     """The flags have the names of the arguments, and the result is that of a run in memory."""
     common = ["prune", checkpoint, "--sparsity", 0.5, "--evaluation", "none", "--json", *SMALL]
-    memory = gradprobe(*common, "--output", tmp_path / "memory", "--batch-size", "auto")
+    _, memory, _ = gradprobe(*common, "--output", tmp_path / "memory", "--batch-size", "auto")
     flags = ["--device-map", "disk", "--offload-folder", tmp_path / "off", "--accumulator-device", "disk"]
     flags += ["--checkpointing", "on", "--resume-dir", tmp_path / "state", "--save-every", 1]
-    disk = gradprobe(*common, "--output", tmp_path / "disk", *flags)
-    assert memory.returncode == disk.returncode == 0, disk.stderr
-    first, second = json.loads(memory.stdout), json.loads(disk.stdout)
+    _, disk, _ = gradprobe(*common, "--output", tmp_path / "disk", *flags)
+    first, second = json.loads(memory), json.loads(disk)
     assert second["execution"]["placement"] == "offloaded by Accelerate"
     assert second["execution"]["checkpointing"] == "on, as asked"
     assert "tried" in first["execution"]["batch_size"]
@@ -75,149 +107,219 @@ def test_prune_from_disk_with_everything_small(checkpoint, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "code", "said"),
     [
-        (["--device-map", '{"model.layerz": "disk"}'], "no such module"),
-        (["--checkpointing", "maybe"], "is not 'on', 'off' or 'auto'"),
-        (["--max-memory", "8GiB"], "is not a JSON object"),
-        (["--save-every", "0"], "save_every must be a whole number"),
-        (["--accumulator-dtype", "fp8"], "invalid choice"),
+        (["--device-map", '{"model.layerz": "disk"}'], 1, "no such module"),
+        (["--checkpointing", "maybe"], 2, "is not 'on', 'off' or 'auto'"),
+        (["--max-memory", "8GiB"], 2, "is not a JSON object"),
+        (["--save-every", "0"], 1, "save_every must be a whole number"),
+        (["--accumulator-dtype", "fp8"], 2, "invalid choice"),
+        (["--sparsity", "1.5"], 1, "sparsity must be a fraction in [0, 1)"),
+        (["--sparsity", "0.6", "--pattern", "2:4"], 1, "contradicts pattern='2:4'"),
+        (["--pattern", "2:64"], 1, "not divisible by 64"),
+        (["--include", "nothing"], 1, "matches no prunable module"),
+        (["--calibration", "no/such/file.txt"], 1, "no such file or folder"),
+        (["--sequence-length", "4096"], 1, "max_position_embeddings"),
+        (["--num-samples", "99999"], 1, "full windows"),
+        (["--config", "/no/recipe.yaml"], 1, "/no/recipe.yaml"),
+        (["--dtype", "int7"], 1, "int7"),
+        (["--rounds", "0.2;0.5"], 2, "--rounds: '0.2;0.5' is not a list of numbers, like 0.2,0.35"),
+        (["--max-metric-drop", "five"], 1, "max_metric_drop must be a number >= 0, or a share like '5%'"),
+        (["--gradient-threshold", "much"], 2, "'much' is not a number, a JSON object or 'adaptive'"),
+        (["--batch-size", "many"], 2, "'many' is not a whole number or 'auto'"),
+        (["--probes", "3"], 2, "argument --probes: invalid choice: 3"),
+        (["--sparsity", "half"], 2, "argument --sparsity: 'half' is not a number"),
     ],
 )
-def test_what_is_wrong_about_memory_is_said_in_one_line(flags, said, checkpoint, tmp_path, capsys):
-    with contextlib.suppress(SystemExit):  # what argparse refuses
-        assert main(["prune", str(checkpoint), "--output", str(tmp_path / "out"), *SMALL, *flags]) == 1
-    assert said in capsys.readouterr().err
-    assert not list(tmp_path.iterdir())
+def test_wrong_input_is_one_readable_line(flags, code, said, checkpoint, tmp_path, gradprobe):
+    """Code 2, as argparse has it, where the text cannot be read; 1 where what it says is wrong."""
+    ended, out, err = gradprobe("prune", checkpoint, "--output", tmp_path / "out", *SMALL, *flags)
+    assert ended == code
+    assert said in err.splitlines()[-1]
+    assert "Traceback" not in err
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_json_is_the_whole_of_standard_output(checkpoint, tmp_path):
-    ran = gradprobe("prune", checkpoint, "--output", tmp_path / "out", "--pattern", "2:4", "--json", *SMALL)
-    assert json.loads(ran.stdout)["sparsity"] == 0.5
-    seen = gradprobe("inspect", tmp_path / "out", "--json")
-    assert json.loads(seen.stdout)["patterns"] == ["2:4", "4:8"]
-    assert len(json.loads(seen.stdout)["matrices"]) == 21
-    quiet = gradprobe("prune", checkpoint, "--output", tmp_path / "b", "--quiet", "--json", *SMALL)
-    assert json.loads(quiet.stdout)["output"] == str(tmp_path / "b")
-    assert quiet.stderr == ""
+def test_json_is_the_whole_of_standard_output(checkpoint, tmp_path, gradprobe):
+    _, said, _ = gradprobe("prune", checkpoint, "--output", tmp_path / "out", "--pattern", "2:4", "--json", *SMALL)
+    assert json.loads(said)["sparsity"] == 0.5
+    _, seen, _ = gradprobe("inspect", tmp_path / "out", "--json")
+    assert json.loads(seen)["patterns"] == ["2:4", "4:8"]
+    assert len(json.loads(seen)["matrices"]) == 21
+
+
+def test_quiet_is_silent_in_a_process_of_its_own(checkpoint, tmp_path):
+    """Whatever a library writes past Python's streams would be seen here."""
+    command = [*GRADPROBE, "prune", checkpoint, "--output", tmp_path / "out", "--quiet", "--json", *SMALL]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert json.loads(ran.stdout)["output"] == str(tmp_path / "out")
+    assert ran.stderr == ""
+    assert ran.returncode == 0
 
 
 def test_every_option_has_the_spelling_that_was_promised():
     line = (
-        "prune m --output o --sparsity 0.5 --strategy fisher --decision path --scope global --fisher blend "
-        "--gradient-threshold 0.0 --reduction-factor 0.1 --calibration c --num-samples 128 --sequence-length 512 "
-        "--batch-size 2 --dtype bfloat16 --include a --include b --exclude c --evaluation e --evaluation-samples 3 "
-        "--seed 0 --config f --push-to-hub r --private --overwrite --quiet --json --pattern 2:4"
+        "prune m --output o --preset best --sparsity 0.5 --pattern 2:4 --score fisher --probes 2 --rule budget "
+        "--scope global --fisher blend --update admm --dense-target 0.25 --damping 0.01 --min-matrix-sparsity 0.1 "
+        "--max-matrix-sparsity 0.9 --gradient-threshold 0.0 --reduction-factor 0.1 --spike-limit 2 --order joint "
+        "--block-order size --blocks-per-step 2 --rounds 0.2,0.5 --max-metric-drop 5% --initial-sparsity 0.1 "
+        "--sparsity-step 0.1 --include a --include b --exclude c --calibration c --evaluation e "
+        "--evaluation-samples 3 --num-samples 128 --sequence-length 512 --seed 0 --batch-size 2 --checkpointing auto "
+        "--accumulator-dtype int8 --accumulator-device cpu --device-map auto --max-memory {} --offload-folder f "
+        "--resume-dir r --save-every 4 --dtype bfloat16 --revision v --trust-remote-code --gguf-file g --config f "
+        "--push-to-hub r --private --overwrite --quiet --json"
     )
-    options = parser().parse_args(line.split())
-    assert options.include == ["a", "b"]
+    options = vars(parser("prune").parse_args(line.split()))
+    assert options["include"] == ["a", "b"]
+    assert {name for name, value in options.items() if value is None} == set()
+    asked = re.findall(r"--([\w-]+)", line)
+    assert {name.replace("-", "_") for name in asked} == options.keys() - {"verb", "run", "model"}
     for flag, choices in {
-        "--strategy": ["fisher", "wanda", "magnitude", "random"],
-        "--decision": ["path", "threshold", "none"],
+        "--score": ["fisher", "wanda", "magnitude", "random"],
+        "--rule": ["budget", "threshold"],
         "--scope": ["global", "block", "tensor", "row"],
         "--fisher": ["blend", "sequence", "token", "factored"],
+        "--update": ["none", "obs", "least_squares", "admm", "sparsegpt", "sparsegpt+admm"],
     }.items():
         for choice in choices:
-            parser().parse_args(["prune", "m", "--output", "o", flag, choice])
+            parser("prune").parse_args([*PRUNE, flag, choice])
 
 
-def test_a_file_of_options_and_the_command_line_over_it(checkpoint, tmp_path, capsys):
-    (tmp_path / "recipe.yaml").write_text("sparsity: 0.3\nstrategy: magnitude\ndecision: none\ninclude: [q_proj]\n")
-    main(
-        [
-            "prune",
-            str(checkpoint),
-            "--output",
-            str(tmp_path / "out"),
-            "--config",
-            str(tmp_path / "recipe.yaml"),
-            "--sparsity",
-            "0.25",
-            "--evaluation",
-            "none",
-            "--json",
-        ]
-    )
-    report = json.loads(capsys.readouterr().out)
+def test_every_field_is_one_option_with_a_sentence_and_its_default():
+    assert set(HEADINGS.values()) <= set(OPTIONS)
+    said = " ".join(parser_of("prune").format_help().split())
+    for field in fields(GradProbeConfig):
+        assert f"--{field.name.replace('_', '-')} " in said
+        sentence = help_of(field)
+        assert sentence, f"{field.name} has no entry in the docstring"
+        assert "`" not in sentence
+        assert " ".join(sentence.replace("%%", "%").split()) in said
+        if field.default not in (None, ()):
+            assert f"(default: {field.default})" in sentence
+    assert "(default: 0.5, or what --pattern implies)" in said
+    assert "(default: 2 with --score fisher, else 0)" in said
+
+
+def parser_of(verb):
+    """The verb's own parser, in one wide column."""
+    (verbs,) = (action for action in parser(verb)._actions if isinstance(action, argparse._SubParsersAction))
+    found = verbs.choices[verb]
+    found.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=10_000)
+    return found
+
+
+def test_help_stands_under_headings():
+    """Options of the configuration and of the command side by side, and no heading without an option."""
+    headings = re.findall(r"^(\w.*):\n", parser_of("prune").format_help(), flags=re.MULTILINE)
+    assert headings == ["positional arguments", *OPTIONS]
+    said = parser_of("prune").format_help()
+    assert said.index("\ndata:") < said.index("--calibration") < said.index("--num-samples") < said.index("\nmemory:")
+    assert re.findall(r"^(\w.*):\n", parser_of("inspect").format_help(), flags=re.MULTILINE)[1:] == ["options"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_each_verb_has_help(verb, gradprobe):
+    code, said, _ = gradprobe(verb, "--help")
+    assert code == 0
+    assert said.startswith(f"usage: gradprobe {verb} {VERBS[verb][0]}")
+    assert " ".join(said.split()).count(VERBS[verb][1]) == 1
+    assert VERBS[verb][1] in " ".join(gradprobe("--help")[1].split())
+
+
+def test_a_new_row_is_a_choice(monkeypatch, gradprobe):
+    monkeypatch.setitem(SCORES, "my score", SCORES["magnitude"])
+    monkeypatch.setitem(UPDATES, "my update", UPDATES["obs"])
+    assert configured("--score", "my score", "--update", "my update").update == "my update"
+    said = gradprobe("prune", "--help")[1]
+    assert "my score" in said
+    assert "my update" in said
+
+
+def test_values_are_read_by_their_types():
+    found = configured("--rounds", "0.2,0.35", "--batch-size", "auto", "--checkpointing", "off")
+    assert (found.rounds, found.batch_size, found.checkpointing) == ((0.2, 0.35), "auto", False)
+    assert configured("--max-metric-drop", "5%").max_metric_drop == "5%"
+    assert configured("--max-metric-drop", "1.5", "--checkpointing", "auto").max_metric_drop == 1.5
+    for text, value in {
+        "0.5": 0.5,
+        "adaptive": "adaptive",
+        '{"*.mlp.*": 0.5, "*": 0}': {"*.mlp.*": 0.5, "*": 0},
+    }.items():
+        assert configured("--rule", "threshold", "--gradient-threshold", text).gradient_threshold == value
+    options = parser("prune").parse_args([*PRUNE, "--device-map", '{"model": 0}', "--max-memory", '{"0": "1GiB"}'])
+    assert options.device_map == {"model": 0}
+    assert options.max_memory == {0: "1GiB"}
+
+
+def test_a_file_of_options_and_the_command_line_over_it(checkpoint, tmp_path, gradprobe):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("sparsity: 0.3\nscore: magnitude\ninclude: [q_proj]\n")
+    flags = ["--config", recipe, "--sparsity", 0.25, "--evaluation", "none", "--json"]
+    report = json.loads(gradprobe("prune", checkpoint, "--output", tmp_path / "out", *flags)[1])
     assert report["sparsity"] == 0.25
     assert {row["role"] for row in report["matrices"]} == {"self_attn.q_proj"}
     assert report["calibration"] is None
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--sparsity", "1.5"], "sparsity must be a fraction in [0, 1)"),
-        (["--sparsity", "0.6", "--pattern", "2:4"], "contradicts pattern='2:4'"),
-        (["--pattern", "2:64"], "not divisible by 64"),
-        (["--include", "nothing"], "matches no prunable module"),
-        (["--calibration", "no/such/file.txt"], "no such file or folder"),
-        (["--sequence-length", "4096"], "max_position_embeddings"),
-        (["--num-samples", "99999"], "full windows"),
-        (["--config", "/no/recipe.yaml"], "/no/recipe.yaml"),
-        (["--dtype", "int7"], "int7"),
-    ],
-)
-def test_wrong_input_is_one_readable_line(arguments, message, checkpoint, tmp_path, capsys):
-    assert main(["prune", str(checkpoint), "--output", str(tmp_path / "out"), *SMALL, *arguments]) == 1
-    said = capsys.readouterr()
-    assert message in said.err
-    assert said.out == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("flag", "value", "said"),
-    [
-        ("--rounds", "0.2;0.5", "'0.2;0.5' is not a list of fractions"),
-        ("--max-metric-drop", "five", "'five' is not a number, or a share like 5%"),
-        ("--gradient-threshold", "much", "'much' is not a number, 'adaptive', or a JSON object"),
-        ("--batch-size", "many", "'many' is not a whole number or 'auto'"),
-    ],
-)
-def test_an_argument_that_cannot_be_read_is_named_with_what_it_should_be(flag, value, said, capsys):
-    with pytest.raises(SystemExit):
-        main(["prune", "model", "--output", "out", flag, value])
-    assert said in capsys.readouterr().err
+    recipe.write_text("pattern: 2:4\ndamping: 1e-3\n")
+    assert configured("--config", recipe).group == (2, 4)
+    assert configured("--damping", 0.5, "--config", recipe).damping == 0.5  # wherever it stands
 
 
 def test_a_preset_wins_over_what_another_came_to_in_a_file(tmp_path):
-    GradProbeConfig(preset="balanced", num_samples=7).to_yaml(tmp_path / "balanced.yaml")
-    command = ["prune", "model", "--output", "out", "--config", str(tmp_path / "balanced.yaml")]
-    found = configuration(parser().parse_args([*command, "--preset", "best", "--dense-target", "0.5"]))
-    assert (found.decision, found.reconstruction, found.dense_target) == ("none", "admm", 0.5)
+    recipe = tmp_path / "balanced.yaml"
+    GradProbeConfig(preset="balanced", num_samples=7).to_yaml(recipe)
+    found = configured("--config", recipe, "--preset", "best", "--dense-target", "0.5")
+    assert (found.probes, found.update, found.dense_target) == (1, "admm", 0.5)
     assert found.num_samples == 7
-    assert configuration(parser().parse_args(command)).decision == "path"
+    assert configured("--config", recipe).probes == 2
 
 
-def test_an_unknown_model_is_one_readable_line(tmp_path):
-    ran = gradprobe("prune", "nobody/no-such-model", "--output", tmp_path / "out")
-    assert ran.returncode == 1
-    assert "nobody/no-such-model" in ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert main(["inspect", str(tmp_path)]) == 1
+def test_an_unknown_model_is_one_readable_line(tmp_path, gradprobe):
+    code, out, err = gradprobe("prune", "nobody/no-such-model", "--output", tmp_path / "out")
+    assert code == 1
+    assert "nobody/no-such-model" in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert gradprobe("inspect", tmp_path)[0] == 1
+
+
+class Interrupt(logging.Handler):
+    """Sends this process a real SIGINT as soon as a stage is announced."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage, self.sent = stage, False
+
+    def emit(self, record):
+        if record.getMessage().startswith(self.stage) and not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+LONG = ["--num-samples", "60", "--sequence-length", "16", "--batch-size", "1", "--evaluation-samples", "60"]
 
 
 @pytest.mark.parametrize("stage", ["read data ...", "probe 0 ...", "probe 1 ...", "evaluate dense ...", "save ..."])
-def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path):
-    """A real SIGINT, sent as soon as the stage is announced."""
-    command = [
-        *GRADPROBE,
-        "prune",
-        str(checkpoint),
-        "--output",
-        str(tmp_path / "out"),
-        "--num-samples",
-        "60",
-        "--sequence-length",
-        "16",
-        "--batch-size",
-        "1",
-        "--evaluation-samples",
-        "60",
-    ]
+def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path, gradprobe):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
+    handler = Interrupt(stage)
+    logging.getLogger("gradprobe_hf").addHandler(handler)
+    try:
+        code, out, err = gradprobe("prune", checkpoint, "--output", tmp_path / "out", *LONG)
+    finally:
+        logging.getLogger("gradprobe_hf").removeHandler(handler)
+        signal.signal(signal.SIGINT, before)
+    assert handler.sent, err
+    assert code == 130
+    assert "interrupted; no unfinished checkpoint" in err
+    assert "Traceback" not in err
+    assert out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ctrl_c_ends_a_process_of_its_own(checkpoint, tmp_path):
     process = subprocess.Popen(
-        command,
+        [*GRADPROBE, "prune", str(checkpoint), "--output", str(tmp_path / "out"), *LONG],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -226,7 +328,7 @@ def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path):
     )
     announced = False
     for line in process.stderr:
-        if line.startswith(stage):
+        if line.startswith("probe 1 ..."):
             announced = True
             process.send_signal(signal.SIGINT)
             break
@@ -238,6 +340,28 @@ def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+LIGHT = """
+import contextlib, io, json, sys
+from gradprobe_hf.cli import main
+heavy = {"torch", "transformers", "datasets", "matplotlib", "huggingface_hub", "accelerate", "numpy", "rich"}
+found = {"import": sorted(heavy & set(sys.modules))}
+for line in ("--help", "--version", "nonsense", "inspect --help", "evaluate --help", "prune --help", "estimate --help"):
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+        main(line.split())
+    found[line] = sorted(heavy & set(sys.modules))
+print(json.dumps(found))
+"""
+
+
+def test_nothing_heavy_is_imported_before_a_verb_needs_it():
+    ran = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, check=True)
+    found = json.loads(ran.stdout)
+    for line in ("import", "--help", "--version", "nonsense", "inspect --help", "evaluate --help"):
+        assert found[line] == [], line
+    for line in ("prune --help", "estimate --help"):  # these have read the configuration
+        assert not {"transformers", "datasets", "matplotlib", "accelerate", "rich"} & set(found[line]), line
+
+
 def installed(script):
     path = Path(sys.executable).parent / script
     if not path.exists():
@@ -246,8 +370,9 @@ def installed(script):
 
 
 def test_the_entry_points_start():
-    for script in ("gradprobe", "hf-gradprobe"):
-        ran = subprocess.run([installed(script), "--help"], capture_output=True, text=True, check=False)
+    for command in ([installed("gradprobe")], [installed("hf-gradprobe")], GRADPROBE):
+        ran = subprocess.run([*command, "--help"], capture_output=True, text=True, check=False)
+        assert ran.returncode == 0
         assert "prune" in ran.stdout
 
 
@@ -266,10 +391,9 @@ def test_which_model_it_is_reaches_the_loader(monkeypatch, tmp_path):
         assert seen == {"revision": "v2", "trust_remote_code": True}, verb
 
 
-def test_the_version_is_the_packages(capsys):
-    with pytest.raises(SystemExit):
-        main(["--version"])
-    assert capsys.readouterr().out == f"gradprobe_hf {versions()['gradprobe_hf']}\n"
+def test_the_version_is_the_packages(gradprobe):
+    assert gradprobe("--version") == (0, f"gradprobe_hf {versions()['gradprobe_hf']}\n", "")
+    assert gradprobe_hf.__version__ == versions()["gradprobe_hf"]
 
 
 def test_hf_gradprobe_is_the_same_command(checkpoint, tmp_path):

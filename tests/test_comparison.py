@@ -5,17 +5,15 @@ from __future__ import annotations
 import json
 import logging
 
-import gradprobe_hf.run.probe_pair as trial
 import pytest
 import torch
 
-import gradprobe_hf.comparison as comparison
-from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
-from gradprobe_hf.cli.main import main
+from gradprobe_hf import GradProbeConfig, compare_pretrained, comparison, prune_pretrained
+from gradprobe_hf.cli import main
 from gradprobe_hf.comparison import BASELINES, Comparison, baselines
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run import probe_pair
 from tests import cases
-
-TEXT = {"num_samples": 6, "sequence_length": 16}
 
 
 def compared(model, config=None, configs=None, **options):
@@ -25,42 +23,37 @@ def compared(model, config=None, configs=None, **options):
 
 def alone(config):
     """The same, by a run of its own on a fresh model."""
-    return prune_pretrained(
-        cases.build("llama"),
-        config,
-        calibration=cases.batches("llama"),
-        evaluation=cases.batches("llama", seed=9),
-        progress=False,
-    ).report
+    text = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9), "progress": False}
+    return prune_pretrained(cases.build("llama"), config, apply=False, **text).report
 
 
 CONFIGS = {
-    "random": GradProbeConfig(strategy="random", decision="none"),
-    "wanda": GradProbeConfig(strategy="wanda", decision="none"),
-    "sparsegpt": GradProbeConfig(strategy="sparsegpt"),
-    "one probe": GradProbeConfig(decision="none"),
-    "threshold": GradProbeConfig(decision="threshold", gradient_threshold=0.5),
-    "path": GradProbeConfig(),
-    "path, token": GradProbeConfig(fisher="token"),
-    "path, obs": GradProbeConfig(reconstruction="obs"),
-    "path, admm": GradProbeConfig(reconstruction="admm"),
-    "path of wanda": GradProbeConfig(strategy="wanda"),
+    "random": GradProbeConfig(score="random"),
+    "wanda": GradProbeConfig(score="wanda"),
+    "sparsegpt": GradProbeConfig(update="sparsegpt"),
+    "one probe": GradProbeConfig(probes=1),
+    "threshold": GradProbeConfig(rule="threshold", gradient_threshold=0.5),
+    "two probes": GradProbeConfig(),
+    "two probes, token": GradProbeConfig(fisher="token"),
+    "two probes, obs": GradProbeConfig(update="obs"),
+    "two probes, admm": GradProbeConfig(update="admm"),
+    "two probes, wanda": GradProbeConfig(score="wanda", probes=2),
     "rounds": GradProbeConfig(rounds=(0.3, 0.5)),
     "sequential": GradProbeConfig(order="sequential"),
     "2:4": GradProbeConfig(pattern="2:4"),
     "bounds": GradProbeConfig(max_matrix_sparsity=0.55),
     "sparser": GradProbeConfig(sparsity=0.7),
-    "path again": GradProbeConfig(reduction_factor=0.1),
-    "path, int8": GradProbeConfig(accumulator_dtype="int8"),
-    "path, tight limit": GradProbeConfig(spike_limit=0.3),
+    "two probes again": GradProbeConfig(reduction_factor=0.1),
+    "two probes, int8": GradProbeConfig(accumulator_dtype="int8"),
+    "two probes, tight limit": GradProbeConfig(spike_limit=0.3),
 }
 
 
 def test_every_row_is_what_a_run_of_its_own_gives():
     model = cases.build("llama")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = cases.bits(model)
     found = compared(model, configs=CONFIGS)
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert cases.changed(model, before) == []
     assert [row.method for row in found.rows] == list(CONFIGS)
     for row in found.rows:
         wanted = alone(CONFIGS[row.method])
@@ -68,73 +61,55 @@ def test_every_row_is_what_a_run_of_its_own_gives():
         assert row.loss == pytest.approx(wanted.evaluation["pruned"]["loss"], rel=1e-6), row.method
         assert row.passes == wanted.passes, row.method
     losses = {row.method: row.loss for row in found.rows}
-    assert len({losses["path"], losses["path, int8"], losses["path, tight limit"]}) == 3
+    assert len({losses["two probes"], losses["two probes, int8"], losses["two probes, tight limit"]}) == 3
     assert found.dense.loss == pytest.approx(wanted.evaluation["dense"]["loss"], rel=1e-6)
 
 
 def test_what_reads_no_text_can_be_compared():
-    configs = {name: GradProbeConfig(strategy=name, decision="none") for name in ("magnitude", "random")}
+    configs = {name: GradProbeConfig(score=name) for name in ("magnitude", "random")}
     assert [row.passes["forward"] for row in compared(cases.build("llama"), configs=configs).rows] == [0, 0]
 
 
 def test_nothing_is_measured_twice(monkeypatch):
     probes = []
-    for module in (comparison, trial):
+    for module in (comparison, probe_pair):
         real = module.run_probe
 
-        def counted(*args, real=real, **kwargs):
-            probes.append(kwargs["label"])
-            return real(*args, **kwargs)
+        def counted(work, one, real=real):
+            probes.append(one.label)
+            return real(work, one)
 
         monkeypatch.setattr(module, "run_probe", counted)
-    names = ("one probe", "path", "path, obs", "sparser", "threshold")
-    others = {"other obs": GradProbeConfig(reconstruction="obs", dense_target=0.0, damping=0.1)}
+    names = ("one probe", "two probes", "two probes, obs", "sparser", "threshold")
+    others = {"other obs": GradProbeConfig(update="obs", dense_target=0.0, damping=0.1)}
     compared(cases.build("llama"), configs={name: CONFIGS[name] for name in names} | others)
     assert probes == ["probe 0 (shared)", *["probe 1 (candidates shrunk)"] * 3]
 
 
 def test_the_baselines_are_at_the_sparsity_and_pattern_of_the_run():
-    config = GradProbeConfig(max_metric_drop="5%", max_matrix_sparsity=0.9, reconstruction="obs", seed=3)
+    config = GradProbeConfig(max_metric_drop="5%", max_matrix_sparsity=0.9, update="obs", seed=3)
     for name, found in baselines(config, 0.31).items():
         assert found.sparsity == 0.31
         assert found.seed == 3
         assert found.max_metric_drop is found.bounds is found.scope is None
-        assert found.reconstruction == BASELINES[name].get("reconstruction", "none")
+        assert found.update == BASELINES[name].get("update", "none")
     assert {found.pattern for found in baselines(GradProbeConfig(pattern="2:4")).values()} == {"2:4"}
     assert {found.sparsity for found in baselines(GradProbeConfig(rounds=(0.2, 0.4))).values()} == {0.4}
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"decision": "threshold", "gradient_threshold": 0.2},
-        {"pattern": "2:4"},
-        {"strategy": "magnitude", "decision": "none"},
-    ],
-)
-def test_a_run_with_its_baselines(options, tmp_path):
-    run = {
-        "calibration": cases.batches("llama"),
-        "evaluation": cases.batches("llama", seed=9),
-        "progress": False,
-    }
+@pytest.mark.parametrize("options", [{"sparsity": 0.31}, {"pattern": "2:4"}], ids=str)
+def test_the_baselines_meet_one_budget(options, tmp_path):
     config = GradProbeConfig(**options)
-    single = prune_pretrained(cases.build("llama"), config, **run)
-    result = prune_pretrained(cases.build("llama"), config, **run, compare_baselines=True, output_dir=tmp_path / "out")
-    assert all(torch.equal(mask, result.masks[name]) for name, mask in single.masks.items())
-    rows = {row["method"]: row for row in result.report.comparison}
-    assert list(rows) == [*BASELINES, "this model"]
-    for row in rows.values():  # what is spent in every row (wanda) or matrix is rounded there
-        units = {"wanda": sum(m.shape[0] for m in result.report.matrices), "one probe": 0, "two probes": 0}
-        assert abs(row["zeros"] - result.report.zeros) <= units.get(row["method"], len(result.report.matrices)) / 2
-    assert rows["this model"]["loss"] == result.report.evaluation["pruned"]["loss"]
-    assert rows["this model"]["passes"] == single.report.passes
-    if not options:
-        assert rows["two probes"]["loss"] == pytest.approx(rows["this model"]["loss"], rel=1e-6)
-    card = (tmp_path / "out" / "README.md").read_text()
-    assert "| sparsegpt | " in card
-    assert (tmp_path / "out" / "assets" / "comparison.png").stat().st_size > 10_000
+    found = compared(cases.build("llama"), config)
+    assert [row.method for row in found.rows] == list(BASELINES)
+    targets = find_targets(cases.build("llama"))
+    units = {"wanda": sum(target.shape[0] for target in targets), "one probe": 0, "two probes": 0}
+    for row in found.rows:  # what is spent in every row (wanda) or matrix is rounded there
+        exact = config.final_sparsity * sum(target.numel for target in targets)
+        assert abs(row.zeros - exact) <= max(1, units.get(row.method, len(targets))) / 2, row.method
+    found.save(tmp_path)
+    assert json.loads((tmp_path / "comparison.json").read_text()) == found.to_dict()
+    assert (tmp_path / "comparison.png").stat().st_size > 10_000
 
 
 def test_a_baseline_that_cannot_be_is_left_out_and_named(caplog):
@@ -151,20 +126,10 @@ def with_a_block_that_never_runs():
     return model
 
 
-def test_a_baseline_that_turns_out_not_to_be_is_left_out_and_named(caplog, tmp_path):
+def test_a_baseline_that_turns_out_not_to_be_is_left_out_and_named(caplog):
     found = compared(with_a_block_that_never_runs())
     assert [row.method for row in found.rows] == ["magnitude", "wanda", "one probe", "two probes"]
     assert "one probe + admm is left out of the comparison: model.layers.2 runs 0 times" in caplog.text
-    result = prune_pretrained(
-        with_a_block_that_never_runs(),
-        calibration=cases.batches("llama"),
-        evaluation=cases.batches("llama", seed=9),
-        compare_baselines=True,
-        output_dir=tmp_path / "out",
-        progress=False,
-    )
-    assert [row["method"] for row in result.report.comparison][-2:] == ["two probes", "this model"]
-    assert (tmp_path / "out" / "model.safetensors").exists()
 
 
 def test_a_comparison_of_nothing_is_an_error():
@@ -188,24 +153,12 @@ def test_a_comparison_of_nothing_is_an_error():
 
 def test_blocks_that_cannot_be_reconstructed_are_found_before_any_probe():
     with pytest.raises(ValueError, match=r"model\.layers\.2 runs 0 times"):
-        prune_pretrained(
+        cases.prune(
             with_a_block_that_never_runs(),
-            GradProbeConfig(preset="best"),
-            calibration=cases.batches("llama"),
-            evaluation=False,
+            cases.batches("llama"),
+            preset="best",
             loss_fn=lambda *_: pytest.fail("work began"),
         )
-
-
-def test_a_run_that_resumes_keeps_its_own_probes(tmp_path):
-    options = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9), "progress": False}
-    single = prune_pretrained(cases.build("llama"), **options)
-    found = prune_pretrained(
-        cases.build("llama"), **options, compare_baselines=True, resume_dir=tmp_path / "state", save_every=1
-    )
-    assert all(torch.equal(mask, found.masks[name]) for name, mask in single.masks.items())
-    assert len(found.report.comparison) == len(BASELINES) + 1
-    assert not (tmp_path / "state").exists()
 
 
 @pytest.mark.parametrize(
@@ -221,11 +174,6 @@ def test_wrong_input_is_refused_before_any_pass(options, message, monkeypatch):
     monkeypatch.setattr(comparison, "run_probe", lambda *_, **__: pytest.fail("work began"))
     with pytest.raises(ValueError, match=message):
         compared(cases.build("llama"), **options)
-
-
-def test_baselines_need_something_to_measure():
-    with pytest.raises(ValueError, match="compare_baselines needs something to measure"):
-        prune_pretrained(cases.build("llama"), calibration=cases.batches("llama"), compare_baselines=True)
 
 
 SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "2", "--quiet"]
@@ -277,10 +225,10 @@ def test_rows_that_are_made_are_kept_when_a_later_one_fails(checkpoint, tmp_path
     assert [one["method"] for one in kept["rows"]] == ["magnitude", "wanda"]
 
 
-def test_a_promise_is_kept_by_each_reconstruction_by_itself():
-    """Configurations that differ in reconstruction share masks, but not where the metric decides about them."""
+def test_a_promise_is_kept_by_each_weight_update_by_itself():
+    """Configurations that differ in their weight update share masks, but not where the metric decides about them."""
     promise = {"max_metric_drop": "1%", "sparsity": 0.9, "sparsity_step": 0.3}
-    configs = {how: GradProbeConfig(reconstruction=how, **promise) for how in ("none", "obs")}
+    configs = {how: GradProbeConfig(update=how, **promise) for how in ("none", "obs")}
     found = compared(cases.build("llama"), configs=configs)
     alone = {how: compared(cases.build("llama"), configs={how: config}).rows[0] for how, config in configs.items()}
     assert {row.method: row.zeros for row in found.rows} == {how: row.zeros for how, row in alone.items()}

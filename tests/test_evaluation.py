@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradprobe_hf.data.windows import load_batches
-from gradprobe_hf.evaluation import metrics
+from gradprobe_hf.evaluation import metrics, perplexity
 from gradprobe_hf.evaluation.perplexity import measure
 from tests import cases
 
@@ -31,10 +31,10 @@ def test_perplexity_is_exp_of_the_mean_token_loss():
         for position in range(len(window) - 1):
             total -= math.log(probabilities[position, window[position + 1]])
             tokens += 1
-    found = measure(model, cases.batches("llama"), progress=False)
+    found = measure(cases.workload(model, cases.batches("llama")))
     assert found.perplexity == pytest.approx(math.exp(total / tokens), rel=1e-9)
     assert found.terms == tokens
-    assert measure(model, cases.batches("llama", batch_size=3), progress=False).loss == pytest.approx(
+    assert measure(cases.workload(model, cases.batches("llama", batch_size=3))).loss == pytest.approx(
         found.loss, rel=1e-12
     )
     measurement = evaluate.load(metrics.path("perplexity"))
@@ -43,10 +43,17 @@ def test_perplexity_is_exp_of_the_mean_token_loss():
 
 def test_models_with_other_losses_have_no_perplexity():
     for name in ("bert", "vit", "t5"):
-        found = measure(cases.build(name), cases.batches(name), progress=False)
+        found = measure(cases.workload(cases.build(name), cases.batches(name)))
         assert found.perplexity is None
         assert math.isfinite(found.loss)
-    assert measure(cases.build("vit"), cases.batches("vit"), progress=False).terms == 6
+    assert measure(cases.workload(cases.build("vit"), cases.batches("vit"))).terms == 6
+
+
+def test_an_infinite_loss_of_the_pruned_model_is_reported_not_raised():
+    model, batches = cases.build("llama"), cases.batches("llama")
+    found = measure(cases.workload(model, batches, loss_fn=lambda model, batch: torch.tensor(torch.inf)))
+    assert found.loss == math.inf
+    assert perplexity._exp(1e6) == math.inf
 
 
 def test_an_unknown_measurement_is_refused():

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from accelerate.commands.config.config_args import load_config_from_file
 
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
-from tests.loopback_hub import TOKEN, running_hub
+from tests import scripts
+from tests.loopback_hub import TOKEN
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def run(script, *arguments, check=True, **environment):
-    command = [sys.executable, str(EXAMPLES / script), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=check, env={**os.environ, **environment})
+def run(script, *arguments):
+    ran = scripts.run(EXAMPLES / script, *arguments)
+    assert ran.returncode == 0, ran.stderr
+    return ran
 
 
 def test_local(checkpoint, text_file, tmp_path):
@@ -36,18 +40,10 @@ def test_demo(checkpoint, tmp_path):
         assert said in ran.stdout
 
 
-def test_push(checkpoint, tmp_path):
-    with running_hub() as hub:
-        run(
-            "push_to_hub.py",
-            checkpoint,
-            "me/tiny-24",
-            HF_ENDPOINT=hub.url,
-            HF_TOKEN=TOKEN,
-            HF_HOME=str(tmp_path),
-            HF_HUB_OFFLINE="0",
-        )
-        card = hub.repositories["me/tiny-24"].revisions["main"]["README.md"].decode()
+def test_push(hub, user, checkpoint):
+    ran = user.run(EXAMPLES / "push_to_hub.py", checkpoint, "me/tiny-24", environment={"HF_TOKEN": TOKEN})
+    assert ran.returncode == 0, ran.stderr
+    card = hub.repositories["me/tiny-24"].revisions["main"]["README.md"].decode()
     assert "sparsity-2-4" in card
     assert "every group of 4 inputs, of which 2 are kept" in card
 
@@ -59,28 +55,68 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+def check_distributed(output, printed, placed):
+    assert printed.count(f"50.00% zeros, 2 processes, {placed}") == 1
+    assert inspect_checkpoint(output).sparsity == pytest.approx(0.5, abs=1e-4)
+    assert not Path(f"{output}-state").exists()
+
+
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        pytest.param("torchrun", marks=pytest.mark.slow),
+        pytest.param("accelerate", marks=pytest.mark.slow),
+        "accelerate, FSDP2",
+    ],
+)
 def test_distributed(launcher, checkpoint, text_file, tmp_path):
     command = [*LAUNCHERS[launcher], EXAMPLES / "prune_distributed.py", checkpoint, tmp_path / "out", text_file]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     ran = subprocess.run(
         [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "MASTER_PORT": str(port)},
     )
     assert ran.returncode == 0, ran.stderr
-    placed = "sharded by FSDP2" if "FSDP2" in launcher else "in memory"
-    assert ran.stdout.count(f"50.00% zeros, 2 processes, {placed}") == 1
-    assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-4)
-    assert not (tmp_path / "out-state").exists()
+    check_distributed(tmp_path / "out", ran.stdout, "sharded by FSDP2" if "FSDP2" in launcher else "in memory")
 
 
-def test_each_says_how_it_is_used():
-    for script in EXAMPLES.glob("*.py"):
-        ran = run(script.name, check=False)
-        assert ran.returncode != 0
-        assert "usage" in ran.stderr
+def test_what_a_launcher_starts_joins_by_itself(checkpoint, text_file, tmp_path):
+    """Two processes with the variables that torchrun sets, and nothing else."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+    started = [
+        scripts.start(
+            EXAMPLES / "prune_distributed.py",
+            *(checkpoint, tmp_path / "out", text_file),
+            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    ran = [one.wait() for one in started]
+    for one in ran:
+        assert one.returncode == 0, one.stderr
+    check_distributed(tmp_path / "out", "".join(one.stdout for one in ran), "in memory")
+
+
+@pytest.mark.parametrize("kind", ["processes", "fsdp2"])
+def test_accelerate_reads_its_configurations(kind):
+    config = load_config_from_file(str(EXAMPLES / f"accelerate_{kind}.yaml"))
+    assert config.num_processes == 2
+    assert bool(config.fsdp_config) == (kind == "fsdp2")
+
+
+@pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.py")))
+def test_each_says_how_it_is_used(script):
+    ran = scripts.run(EXAMPLES / script)
+    assert ran.returncode != 0
+    assert "usage" in ran.stderr
 
 
 def test_recover(checkpoint, text_file, other_text_file, tmp_path):

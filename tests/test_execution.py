@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import gradprobe_hf.run.memory_plan as execution
 import pytest
 import torch
 
+import gradprobe_hf.run.memory_plan as execution
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.data.batches import from_iterable
+from gradprobe_hf.data.batches import Batches, from_iterable
 from gradprobe_hf.model.loss import SummedCrossEntropy
 from gradprobe_hf.model.patches import checkpointed, checkpointed_layers
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.probe.engine import run_probe
+from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.memory_plan import choose_checkpointing, largest_batch, remedies_for
-from gradprobe_hf.runtime.processes import Processes
 from tests import cases
 
 OUT_OF_MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
@@ -38,7 +38,8 @@ def test_recomputing_changes_no_bit(name):
     found = []
     for checkpointing in (False, True):
         statistics = Statistics(targets, frozenset({"sequence", "token", "marginals"}), model)
-        loss = run_probe(model, targets, cases.batches(name), statistics, progress=False, checkpointing=checkpointing)
+        work = cases.workload(model, cases.batches(name), checkpointing=checkpointing)
+        loss = run_probe(work, ProbePass(targets, statistics))
         found.append((loss, statistics))
     assert found[0][0] == found[1][0]
     for target in targets:
@@ -110,11 +111,10 @@ def limited(rows):
     """A loss that runs out of memory above so many rows, as torch says it."""
     real = execution.run_probe
 
-    def call(model, targets, batches, *args, **kwargs):
-        batches = list(batches)
-        if max(len(batch["input_ids"]) for batch in batches) > rows:
+    def call(work, one):
+        if max(len(batch["input_ids"]) for batch in work.batches) > rows:
             raise RuntimeError(OUT_OF_MEMORY)
-        return real(model, targets, batches, *args, **kwargs)
+        return real(work, one)
 
     return call
 
@@ -135,9 +135,9 @@ def test_auto_batches_start_from_what_the_estimate_allows(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("decision", "is_shared", "kept"), [("path", False, 1), ("path", True, 2), ("threshold", False, 3)]
+    ("rule", "shares_probe", "kept"), [("budget", False, 1), ("budget", True, 2), ("threshold", False, 3)]
 )
-def test_auto_batches_have_all_statistics_beside_them(monkeypatch, decision, is_shared, kept):
+def test_auto_batches_have_all_statistics_beside_them(monkeypatch, rule, shares_probe, kept):
     """A copy of a shared first probe is what the second adds to; the threshold's peaks are of each probe."""
     real, held, sizes = execution.run_probe, [], []
 
@@ -153,9 +153,9 @@ def test_auto_batches_have_all_statistics_beside_them(monkeypatch, decision, is_
     monkeypatch.setattr(execution, "run_probe", weighed)
     model = cases.build("llama")
     targets = find_targets(model)
-    config = GradProbeConfig(batch_size="auto", decision=decision, fisher="sequence")
+    config = GradProbeConfig(batch_size="auto", rule=rule, fisher="sequence")
     batches = from_iterable(cases.batches("llama", rows=8), "rows")
-    largest_batch(model, targets, config, batches, is_shared=is_shared, processes=Processes())
+    largest_batch(RunContext(model, None, targets, config, batches, Batches.none()), shares_probe)
     assert sizes == [kept * 4 * sum(target.numel for target in targets)]
 
 
@@ -227,15 +227,15 @@ def test_the_page_cache_is_left_to_the_model_where_both_do_not_fit(from_disk, tm
     fits = files / execution.CACHE_SHARE
     for free, forgets in ((0.99 * fits, True), (1.01 * fits, False)):
         monkeypatch.setattr(execution, "available_bytes", lambda device, free=free: free)
-        with execution.accumulator_files(loaded, targets, config, tmp_path) as keeping:
-            assert (keeping.trail is not None) is forgets
-            assert keeping.folder.is_dir()
-        assert not keeping.folder.exists()
+        with execution.accumulator_files(loaded, targets, config, tmp_path) as storage:
+            assert (storage.page_cache is not None) is forgets
+            assert storage.folder.is_dir()
+        assert not storage.folder.exists()
 
 
 def test_what_the_page_cache_forgets_changes_no_mask(monkeypatch):
     forgotten = []
-    monkeypatch.setattr("gradprobe_hf.probe.accumulator_storage._forget", forgotten.append)
+    monkeypatch.setattr("gradprobe_hf.probe.page_cache._drop_pages", forgotten.append)
     monkeypatch.setattr(execution, "CACHE_SHARE", 0.0)
     on_disk, in_memory = (
         prune(parts=cases.batches("llama", rows=4), accumulator_dtype="int8", accumulator_device=device).masks

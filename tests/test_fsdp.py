@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,6 +18,7 @@ from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.run import decide, probe_pair
 from tests import cases
 from tests.launch import together
 from tests.test_offload import tensors_in
@@ -68,11 +71,11 @@ CASES = {
     "recomputed": ("llama", {"sparsity": 0.5, "checkpointing": True}, 5),
     "tied, embeddings": ("tied", {"sparsity": 0.5, "include": ["embed_tokens", "*_proj"], "fisher": "token"}, 4),
     "conv1d": ("gpt2", {"sparsity": 0.37}, 4),
-    "threshold": ("llama", {"sparsity": 0.6, "decision": "threshold", "gradient_threshold": 0.3}, 4),
-    "wanda rows": ("llama", {"sparsity": 0.5, "strategy": "wanda", "decision": "none"}, 4),
-    "random": ("gpt2", {"sparsity": 0.5, "strategy": "random", "decision": "none"}, 4),
-    "2:4": ("llama", {"pattern": "2:4", "reconstruction": "none"}, 4),
-    "magnitude by block": ("opt", {"sparsity": 0.5, "strategy": "magnitude", "decision": "none", "scope": "block"}, 4),
+    "threshold": ("llama", {"sparsity": 0.6, "rule": "threshold", "gradient_threshold": 0.3}, 4),
+    "wanda rows": ("llama", {"sparsity": 0.5, "score": "wanda"}, 4),
+    "random": ("gpt2", {"sparsity": 0.5, "score": "random"}, 4),
+    "2:4": ("llama", {"pattern": "2:4", "update": "none"}, 4),
+    "magnitude by block": ("opt", {"sparsity": 0.5, "score": "magnitude", "scope": "block"}, 4),
 }
 
 
@@ -84,7 +87,7 @@ def test_shards_end_as_the_whole_model(case):
     for one in (first, second):
         assert one["report"][0] == wanted["report"][0]
         assert one["report"][1] == pytest.approx(wanted["report"][1], rel=1e-9)
-        for state in ("dense", "pruned") if options.get("strategy") != "random" else ():
+        for state in ("dense", "pruned") if options.get("score") != "random" else ():
             loss = wanted["report"][2][state]["loss"]
             assert one["report"][2][state]["loss"] == pytest.approx(loss, rel=1e-9)
         for key, value in wanted["state"].items():
@@ -146,23 +149,17 @@ def test_shards_are_compared_in_the_ways_that_need_no_whole_matrix():
 
 def failing(stage):
     """The bits and the state of the shards after a failure in a stage."""
-    import gradprobe_hf.run.probe_pair as trial
-
-    import gradprobe_hf.pruning as pruning
-
     model = sharded("llama")
     before = whole_state(model)
-    owner = trial if hasattr(trial, stage) else pruning
+    owner = probe_pair if hasattr(probe_pair, stage) else decide
     calls, real = [], getattr(owner, stage)
 
     def broken(*args, **kwargs):
         calls.append(1)
         if len(calls) == 2:
-            loss_fn = kwargs.get("loss_fn")
-            assert loss_fn is None
             if stage == "run_probe":  # in the middle of a pass, with weights gathered
-                kwargs["loss_fn"] = lambda m, batch: m(**batch).logits.sum() / 0 * float("nan")
-                return real(*args, **kwargs)
+                work = replace(args[0], loss_fn=lambda m, batch: m(**batch).logits.sum() / 0 * float("nan"))
+                return real(work, *args[1:], **kwargs)
             raise RuntimeError("on purpose")
         return real(*args, **kwargs)
 
@@ -186,7 +183,7 @@ def refusals():
     said = []
     for name, options in {
         "mixtral": {"sparsity": 0.5},
-        "gpt2": {"pattern": "2:4", "reconstruction": "none"},
+        "gpt2": {"pattern": "2:4", "update": "none"},
     }.items():
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             outcome(sharded(name, torch.float32), name, options, 4)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.model.targets import find_targets
 from tests import cases
@@ -31,24 +30,16 @@ def test_it_counts_the_zeros_of_the_files(name, shard, tmp_path):
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_it_sees_a_pattern_along_the_inputs(name, tmp_path):
     model = cases.build(name)
-    prune_pretrained(
-        model,
-        GradProbeConfig(pattern="2:4"),
-        calibration=cases.batches(name),
-        output_dir=tmp_path / "a",
-        progress=False,
-    )
+    cases.prune(model, cases.batches(name), apply=True, pattern="2:4", output_dir=tmp_path / "a")
     assert inspect_checkpoint(tmp_path / "a").patterns == ["2:4", "4:8"]
     model = cases.build(name)
-    prune_pretrained(model, calibration=cases.batches(name), output_dir=tmp_path / "b", progress=False)
+    cases.prune(model, cases.batches(name), apply=True, output_dir=tmp_path / "b")
     assert inspect_checkpoint(tmp_path / "b").patterns == []
 
 
 def test_it_looks_where_the_configuration_says(tmp_path):
-    config = GradProbeConfig(include=["lm_head"], sparsity=0.25)
-    prune_pretrained(
-        cases.build("tied"), config, calibration=cases.batches("tied"), output_dir=tmp_path / "a", progress=False
-    )
+    options = {"include": ["lm_head"], "sparsity": 0.25, "output_dir": tmp_path / "a"}
+    cases.prune(cases.build("tied"), cases.batches("tied"), apply=True, **options)
     found = inspect_checkpoint(tmp_path / "a")
     assert [row.name for row in found.rows] == ["model.embed_tokens.weight"]
     assert found.sparsity == 0.25

@@ -6,7 +6,8 @@ from itertools import combinations, product
 
 import torch
 
-from gradprobe_hf.updates.least_squares import LeastSquares, in_groups, in_matrix, in_rows
+from gradprobe_hf.updates.admm import in_groups, in_matrix, in_rows, revised_mask
+from gradprobe_hf.updates.least_squares import LeastSquares
 from gradprobe_hf.updates.sweep import damped, fixed, inverse_factor, lowest, sweep
 from tests.reference.least_squares import error, normal_equations, problem
 
@@ -45,7 +46,7 @@ def test_an_input_that_is_always_zero_is_left_alone():
     hessian[3], hessian[:, 3] = 0, 0
     found = LeastSquares(weight, hessian)
     torch.testing.assert_close(found.solved(mask)[:, 3], weight[:, 3].masked_fill(mask[:, 3], 0))
-    revised = found.revised(mask, in_matrix(mask))
+    revised = revised_mask(found, mask, in_matrix(mask))
     assert torch.isfinite(found.solved(revised)).all()
 
 
@@ -53,7 +54,7 @@ def test_nothing_was_seen_of_a_matrix():
     weight, hessian, mask = problem()
     found = LeastSquares(weight, torch.zeros_like(hessian))
     torch.testing.assert_close(found.solved(mask), weight.masked_fill(mask, 0))
-    assert int(found.revised(mask, in_matrix(mask)).sum()) == int(mask.sum())
+    assert int(revised_mask(found, mask, in_matrix(mask)).sum()) == int(mask.sum())
 
 
 def best_of_all(weight, hessian, masks):
@@ -70,7 +71,7 @@ def test_a_revised_mask_of_small_rows_is_on_the_way_to_the_best_there_is():
         whole = damped(hessian, DAMPING)
         mask = lowest(weight.abs() * whole.diagonal().sqrt(), 4)
         least = LeastSquares(weight, hessian, damping=DAMPING)
-        revised = least.revised(mask, in_rows(mask))
+        revised = revised_mask(least, mask, in_rows(mask))
         assert int(revised.sum()) == 4
         begun += error(weight, normal_equations(weight, whole, mask), whole)
         found += error(weight, normal_equations(weight, whole, revised), whole)
@@ -90,7 +91,7 @@ def test_groups_are_revised_within_themselves():
         whole = damped(hessian, DAMPING)
         cut = in_groups(2, 4)
         mask = cut(weight * whole.diagonal().sqrt())
-        revised = LeastSquares(weight, hessian, damping=DAMPING).revised(mask, cut)
+        revised = revised_mask(LeastSquares(weight, hessian, damping=DAMPING), mask, cut)
         assert revised.view(2, 4).sum(1).tolist() == [2, 2]
         begun += error(weight, normal_equations(weight, whole, mask), whole)
         found += error(weight, normal_equations(weight, whole, revised), whole)

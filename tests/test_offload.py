@@ -9,8 +9,6 @@ import tempfile
 import weakref
 from contextlib import contextmanager
 
-import gradprobe_hf.checkpoint.write as hub
-import gradprobe_hf.model.offload_store as store
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
@@ -18,19 +16,27 @@ from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import gradprobe_hf.checkpoint.write as hub
+import gradprobe_hf.model.offload_store as store
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.model.parameters import aliases, input_device, is_offloaded, read_weight
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe import measured
-from gradprobe_hf.probe.engine import run_probe
+from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.compatibility import check_editable
 from tests import cases
-from tests.test_probe import TERMS, candidates
+from tests.grids import grid
 
+TERMS = frozenset({"sequence", "token", "marginals", "peak"})
 CPU = torch.device("cpu")
+
+
+def candidates(targets):
+    generator = torch.Generator().manual_seed(3)
+    return {target.name: torch.rand(target.shape, generator=generator) < 0.4 for target in targets}
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +97,10 @@ def both_probes(model, name, checkpointing):
     targets = find_targets(model)
     check_editable(model, targets)
     statistics = Statistics(targets, TERMS, model)
-    losses = [run_probe(model, targets, cases.batches(name), statistics, progress=False, checkpointing=checkpointing)]
+    work = cases.workload(model, cases.batches(name), checkpointing=checkpointing)
+    losses = [run_probe(work, ProbePass(targets, statistics))]
     statistics.probe = 1
-    shrunk = {"shrunk": candidates(targets), "factor": 0.1}
-    losses.append(
-        run_probe(
-            model, targets, cases.batches(name), statistics, progress=False, checkpointing=checkpointing, **shrunk
-        )
-    )
+    losses.append(run_probe(work, ProbePass(targets, statistics, shrunk=candidates(targets), factor=0.1)))
     return targets, statistics, losses
 
 
@@ -109,8 +111,7 @@ def assert_same_statistics(found, wanted, targets):
         assert torch.equal(found[target.name].factored(), wanted[target.name].factored()), target.name
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@grid("placement, checkpointing", list(PLACEMENTS), {"recomputed": True, "kept": False})
 def test_every_placement_gives_the_same_bits(placement, checkpointing, saved, tmp_path):
     targets, wanted, losses = both_probes(load(saved("llama")), "llama", False)
     model = PLACEMENTS[placement](saved("llama"), tmp_path)
@@ -125,8 +126,7 @@ def test_every_placement_gives_the_same_bits(placement, checkpointing, saved, tm
     assert {name: module.__dict__.get("forward") for name, module in model.named_modules()} == forwards
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["tied", "gpt2", "opt", "mixtral"])
+@grid("name, dtype", ["tied", "gpt2", "opt", "mixtral"], [torch.float32, torch.bfloat16])
 def test_every_family_from_disk_gives_the_same_bits(name, dtype, saved, tmp_path):
     folder = saved(name, dtype)
     targets, wanted, _ = both_probes(load(folder), name, False)
@@ -201,7 +201,7 @@ def test_weights_alive_at_once_stay_near_one_block(checkpointing, tmp_path):
     gc.disable()  # what is let go must be let go by reference counts alone
     try:
         with counted_weights(model) as most:
-            run_probe(model, targets, ids, statistics, progress=False, checkpointing=checkpointing)
+            run_probe(cases.workload(model, ids, checkpointing=checkpointing), ProbePass(targets, statistics))
     finally:
         gc.enable()
     assert 0.02 < most[0] / total <= 0.30, f"{most[0] / total:.2f} of the model was alive at once"
@@ -216,8 +216,7 @@ def some_masks(model):
     return targets, candidates(targets)
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "gpt2", "mixtral"])
-@pytest.mark.parametrize("placement", ["cpu_offload", "disk_offload", "device_map disk"])
+@grid("name, placement", ["llama", "tied", "gpt2", "mixtral"], ["device_map disk", "disk_offload", "cpu_offload"])
 def test_zeros_go_to_the_store_and_never_to_the_checkpoint(name, placement, saved, tmp_path):
     before = digest(saved(name))
     model = PLACEMENTS[placement](saved(name), tmp_path)
@@ -432,7 +431,7 @@ def test_what_an_interrupted_pass_left_in_the_model_is_not_taken_for_the_weights
         model(**cases.batches("llama")[0])
     module._old_forward = real
     assert any(not model.get_parameter(name).is_meta for name in names), "it was left there"
-    config = GradProbeConfig(strategy="magnitude", decision="none")
+    config = GradProbeConfig(score="magnitude")
     result = prune_pretrained(model, config, evaluation=False, progress=False)
     for target in result.targets:
         assert int((target.matrix(model) == 0).sum()) == int(result.masks[target.name].sum())

@@ -5,27 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.decisions.decision import fisher_of
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.attachment import serving
-from gradprobe_hf.probe.engine import observe_inputs, run_probe
+from gradprobe_hf.probe.engine import ProbePass, observe_inputs, run_probe
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.scores.fisher import estimated_fisher
 from tests import cases
 from tests.reference import naive
 
 TERMS = frozenset({"sequence", "token", "marginals", "peak"})
 ORACLE_CASES = ["llama", "tied", "gpt2", "opt", "gpt_neox", "bert", "t5", "vit"]
-
-
-def bits(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
-
-
-def assert_same_bits(model, before):
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name]), name
 
 
 def candidates(targets, seed=3):
@@ -37,10 +27,20 @@ def as_double(parts):
     return [{k: v.double() if v.is_floating_point() else v for k, v in part.items()} for part in parts]
 
 
-def probed(model, targets, parts, **options):
+def probed(model, targets, parts, loss_fn=None, **options):
+    """The statistics of one probe, and its loss."""
     statistics = Statistics(targets, TERMS, model)
-    loss = run_probe(model, targets, as_double(parts), statistics, progress=False, **options)
-    return statistics, loss
+    return statistics, folded(statistics, model, targets, parts, loss_fn, **options)
+
+
+def folded(statistics, model, targets, parts, loss_fn=None, **options):
+    """The loss of one more probe, which is added to the statistics."""
+    work = cases.workload(model, as_double(parts), loss_fn=loss_fn)
+    return run_probe(work, ProbePass(targets, statistics, **options))
+
+
+def fisher_of(statistics, estimate):
+    return estimated_fisher(statistics, estimate, slice(None))
 
 
 @pytest.mark.parametrize("name", ORACLE_CASES)
@@ -88,9 +88,9 @@ def test_two_probes_add_up():
     targets = find_targets(model)
     masks = candidates(targets)
     statistics = Statistics(targets, TERMS, model)
-    run_probe(model, targets, cases.batches("llama"), statistics, progress=False)
+    folded(statistics, model, targets, cases.batches("llama"))
     statistics.probe = 1
-    run_probe(model, targets, cases.batches("llama"), statistics, shrunk=masks, factor=0.1, progress=False)
+    folded(statistics, model, targets, cases.batches("llama"), shrunk=masks, factor=0.1)
     names = [target.name for target in targets]
     first, _ = naive.statistics(model, cases.batches("llama", batch_size=1), names)
     second, _ = naive.statistics(model, cases.batches("llama", batch_size=1), names, masks, 0.1)
@@ -115,9 +115,9 @@ def test_a_gradient_that_explodes_is_limited(name, batch_size):
     limit = float(growth.median())  # so that half of them are limited
     second, _ = naive.statistics(model, cases.batches(name, batch_size=1), names, masks, 0.1, first, limit)
     statistics = Statistics(targets, TERMS, model)
-    run_probe(model, targets, as_double(rows), statistics, progress=False, spike_limit=limit)
+    folded(statistics, model, targets, rows, spike_limit=limit)
     statistics.probe = 1
-    run_probe(model, targets, as_double(rows), statistics, shrunk=masks, factor=0.1, progress=False, spike_limit=limit)
+    folded(statistics, model, targets, rows, shrunk=masks, factor=0.1, spike_limit=limit)
     for target in targets:
         for kind in ("sequence", "token", "factored"):
             wanted = first[target.name][kind] + second[target.name][kind]
@@ -128,13 +128,11 @@ def test_a_gradient_that_explodes_is_limited(name, batch_size):
 
 def test_a_limit_of_zero_is_none():
     model = cases.build("llama", torch.float64)
-    options = {"calibration": cases.batches("llama"), "evaluation": False, "apply": False, "progress": False}
-    unlimited, huge = (
-        prune_pretrained(model, GradProbeConfig(sparsity=0.7, spike_limit=limit), **options) for limit in (0.0, 1e9)
+    unlimited, huge, limited = (
+        cases.prune(model, cases.batches("llama"), sparsity=0.7, spike_limit=limit).masks for limit in (0.0, 1e9, 0.1)
     )
-    limited = prune_pretrained(model, GradProbeConfig(sparsity=0.7, spike_limit=0.1), **options)
-    assert all(torch.equal(mask, huge.masks[name]) for name, mask in unlimited.masks.items())
-    assert any(not torch.equal(mask, limited.masks[name]) for name, mask in unlimited.masks.items())
+    assert not cases.differing(unlimited, huge)
+    assert cases.differing(unlimited, limited)
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
@@ -250,7 +248,7 @@ def test_inputs_alone_equal_the_probe_s_inputs():
         model = cases.build(name, torch.float64)
         targets = find_targets(model)
         statistics = Statistics(targets, frozenset({"marginals"}), model)
-        observe_inputs(model, targets, cases.batches(name), statistics, progress=False)
+        observe_inputs(cases.workload(model, cases.batches(name)), targets, statistics)
         full, _ = probed(model, targets, cases.batches(name))
         for target in targets:
             torch.testing.assert_close(statistics[target.name].input_sq(), full[target.name].input_sq())
@@ -262,11 +260,11 @@ def test_the_model_is_left_as_it_was(name):
     model.get_parameter(next(iter(dict(model.named_parameters())))).requires_grad_(False)
     required = {n: p.requires_grad for n, p in model.named_parameters()}
     targets = find_targets(model)
-    before = bits(model)
+    before = cases.bits(model)
     probed(model, targets, cases.batches(name), shrunk=candidates(targets), factor=0.1)
     with serving(model, targets, candidates(targets)):
         pass
-    assert_same_bits(model, before)
+    assert cases.changed(model, before) == []
     assert model.training
     assert all(module.training for module in model.modules())
     assert {n: p.requires_grad for n, p in model.named_parameters()} == required
@@ -289,7 +287,7 @@ def test_weights_never_require_a_gradient_in_a_probe():
 
 def test_everything_is_put_back_after_an_exception():
     model = cases.build("llama").train()
-    before = bits(model)
+    before = cases.bits(model)
     calls = []
 
     def fails_in_the_second_batch(model, batch):
@@ -301,7 +299,7 @@ def test_everything_is_put_back_after_an_exception():
     targets = find_targets(model)
     with pytest.raises(KeyboardInterrupt):
         probed(model, targets, cases.batches("llama"), loss_fn=fails_in_the_second_batch, shrunk=candidates(targets))
-    assert_same_bits(model, before)
+    assert cases.changed(model, before) == []
     assert model.training
     assert not any("forward" in module.__dict__ for module in model.modules())
 
@@ -323,12 +321,12 @@ def test_nothing_of_a_matrix_s_size_outlives_it():
     model = cases.build("llama")
     targets = find_targets(model)
     statistics = Statistics(targets, frozenset({"marginals"}), model)
-    run_probe(model, targets, cases.batches("llama"), statistics, progress=False)
+    folded(statistics, model, targets, cases.batches("llama"))
     assert statistics.nbytes == 0
     sizes = {target.name: target.numel for target in targets}
     for name, numel in sizes.items():
         kept = statistics[name]
-        held = [t for m in kept.marginals.values() for t in (m.rows, m.columns) if isinstance(t, torch.Tensor)]
+        held = [t for m in kept.marginals.of.values() for t in (m.rows, m.columns) if isinstance(t, torch.Tensor)]
         assert sum(t.numel() for t in held) < numel / 4
 
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 
-import gradprobe_hf.runtime.processes as processes
 import pytest
 import torch
 
+import gradprobe_hf.runtime.processes as processes
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from tests import cases
-from tests.launch import files_of, in_child, survivors, together
+from tests.grids import grid
+from tests.launch import TeamError, files_of, in_child, survivors, together
 
 
 def parts_of(name, dtype, rows=6, batch_size=1):
@@ -48,12 +50,12 @@ CONFIGURATIONS = {
     "path": {"sparsity": 0.5},
     "sequence, int8": {"sparsity": 0.4, "fisher": "sequence", "accumulator_dtype": "int8"},
     "token by block": {"sparsity": 0.3, "fisher": "token", "scope": "block"},
-    "threshold": {"sparsity": 0.6, "decision": "threshold", "gradient_threshold": 0.3},
-    "wanda": {"strategy": "wanda", "decision": "none", "sparsity": 0.45},
+    "threshold": {"sparsity": 0.6, "rule": "threshold", "gradient_threshold": 0.3},
+    "wanda": {"score": "wanda", "sparsity": 0.45},
     "2:4": {"pattern": "2:4"},
-    "obs": {"reconstruction": "obs"},
-    "admm": {"reconstruction": "admm"},
-    "sparsegpt": {"strategy": "sparsegpt"},
+    "obs": {"update": "obs"},
+    "admm": {"update": "admm"},
+    "sparsegpt": {"update": "sparsegpt"},
     "rounds": {"rounds": (0.3, 0.5)},
     "iterate": {"max_metric_drop": 0.0, "sparsity_step": 0.2},
     "sequential": {"order": "sequential"},
@@ -80,13 +82,13 @@ def test_two_processes_end_with_the_masks_of_one(kind):
 def reconstructed(name, dtype, rows):
     result = prune_pretrained(
         cases.build(name, dtype),
-        GradProbeConfig(strategy="magnitude", decision="none", reconstruction="obs"),
+        GradProbeConfig(score="magnitude", update="obs"),
         calibration=parts_of(name, dtype, rows),
         evaluation=False,
         apply=False,
         progress=False,
     )
-    return {key: result.updates[key].clone() for key in result.updates}
+    return {key: result.new_weights[key].clone() for key in result.new_weights}
 
 
 @pytest.mark.parametrize(
@@ -101,8 +103,7 @@ def test_two_processes_reconstruct_the_weights_of_one(name, dtype, close):
             torch.testing.assert_close(one[key], values, rtol=close, atol=close)
 
 
-@pytest.mark.parametrize("name", ["llama", "mixtral", "gpt2"])
-@pytest.mark.parametrize("rows", [5, 2], ids=["uneven", "one each"])
+@grid("name, rows", ["llama", "mixtral", "gpt2"], {"uneven": 5, "one each": 2})
 def test_float32_masks_overlap_and_are_the_same_everywhere(name, rows):
     alone = pruned(name, torch.float32, rows, {"sparsity": 0.5})
     first, second = together(pruned, name, torch.float32, rows, {"sparsity": 0.5})
@@ -116,8 +117,7 @@ def test_float32_masks_overlap_and_are_the_same_everywhere(name, rows):
     assert (first["main"], second["main"]) == (True, False)
 
 
-@pytest.mark.parametrize("accumulators", ["int8", "bfloat16"])
-@pytest.mark.parametrize("name", ["llama", "mixtral"])
+@grid("accumulators, name", ["int8", "bfloat16"], ["mixtral", "llama"])
 def test_sums_that_are_rounded_are_the_same_everywhere(name, accumulators):
     """Though processes have made different numbers of updates: batches do not divide, and experts see what they see."""
     options = {"sparsity": 0.5, "accumulator_dtype": accumulators}
@@ -131,9 +131,9 @@ def test_what_is_on_the_cpu_goes_where_the_group_can_talk(monkeypatch):
     monkeypatch.setattr(processes.dist, "get_backend_config", lambda: "cuda:nccl")
     monkeypatch.setattr(processes.torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(processes.torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
-    assert processes._where_they_talk(tensor).device.type == "meta"
+    assert processes._on_backend_device(tensor).device.type == "meta"
     monkeypatch.setattr(processes.dist, "get_backend_config", lambda: "cpu:gloo,cuda:nccl")
-    assert processes._where_they_talk(tensor) is tensor
+    assert processes._on_backend_device(tensor) is tensor
 
 
 def test_three_processes():
@@ -211,7 +211,7 @@ def one_dies(folder):
 
 def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
     start = time.monotonic()
-    assert survivors(one_dies, tmp_path) == [0, 7]
+    assert survivors(one_dies, tmp_path).codes == [0, 7]
     assert time.monotonic() - start < 60, "the survivor hung until a timeout"
     assert not files_of(tmp_path)
 
@@ -222,7 +222,7 @@ def different_models():
     with pytest.raises(RuntimeError, match="different masks"):
         prune_pretrained(
             model,
-            GradProbeConfig(strategy="magnitude", decision="none"),
+            GradProbeConfig(score="magnitude"),
             calibration=cases.batches("llama"),
             evaluation=False,
             progress=False,
@@ -234,14 +234,32 @@ def test_processes_with_different_models_are_told_so():
     assert together(different_models) == [True, True]
 
 
+def ends(how):
+    if torch.distributed.get_rank() == 1:
+        if how == "exit":
+            os._exit(3)
+        raise ValueError("on purpose")
+    torch.distributed.barrier()  # the other does not come
+
+
+@pytest.mark.parametrize(("how", "said"), [("exit", "ended"), ("raise", "in process 1.*on purpose")])
+def test_a_function_that_fails_in_one_process_fails_its_test_and_no_other(how, said):
+    """Of these tests' own processes: the failure is told at once, and what comes next has new ones."""
+    start = time.monotonic()
+    with pytest.raises(TeamError, match=re.compile(said, re.S)):
+        together(ends, how)
+    assert time.monotonic() - start < 30
+    assert together(torch.distributed.get_world_size) == [2, 2]
+
+
 def test_alone_every_collective_does_nothing():
     processes = Processes()
     tensor = torch.arange(3)
     assert processes.sum_(tensor) is tensor
-    assert processes.gather(tensor)[0] is tensor
-    assert processes.agree("x") == "x"
+    assert processes.all_gather(tensor)[0] is tensor
+    assert processes.broadcast("x") == "x"
     assert processes.mine([1, 2, 3]) == [1, 2, 3]
-    processes.wait()
+    processes.barrier()
     assert processes.collectives == 0
 
 

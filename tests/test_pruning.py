@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import gradprobe_hf.run.inputs as preparation
-import gradprobe_hf.checkpoint.result as result_module
-import gradprobe_hf.run.probe_pair as trial
-import gradprobe_hf.run.decide as verdict
+from itertools import cycle
+
 import pytest
 import torch
 
-import gradprobe_hf.pruning as pruning
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import GradProbeConfig, prune_pretrained, pruning
 from gradprobe_hf.checkpoint.inspect import pattern_holds
+from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.run import decide, inputs, probe_pair
+from gradprobe_hf.run.apply import applied
 from tests import cases
 
 
-def prune(model, name, *, apply=True, batch_size=2, evaluation=False, **options):
-    return prune_pretrained(
-        model,
-        GradProbeConfig(**options),
-        calibration=cases.batches(name, batch_size=batch_size),
-        evaluation=evaluation,
-        apply=apply,
-        progress=False,
-    )
+def prune(model, name, *, apply=True, batch_size=2, **options):
+    return cases.prune(model, cases.batches(name, batch_size=batch_size), apply=apply, **options)
 
 
 def zeros(model, targets):
@@ -34,7 +28,7 @@ def zeros(model, targets):
 @pytest.mark.parametrize("name", cases.CASES)
 def test_every_family_is_pruned_exactly_and_only_where_it_should_be(name):
     model = cases.build(name)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = cases.bits(model)
     result = prune(model, name, sparsity=0.37, evaluation=cases.batches(name, seed=9))
     total = cases.CASES[name].targets
     assert result.report.zeros == zeros(model, result.targets) == round(0.37 * total)
@@ -44,16 +38,28 @@ def test_every_family_is_pruned_exactly_and_only_where_it_should_be(name):
         stored = target.view(before[target.parameter])
         assert (weight[mask] == 0).all()
         assert torch.equal(weight[~mask], stored[~mask])
-    untouched = set(before) - {target.parameter for target in result.targets} - set(model.all_tied_weights_keys)
-    assert all(torch.equal(model.state_dict()[key], before[key]) for key in untouched)
+    allowed = {target.parameter for target in result.targets} | set(model.all_tied_weights_keys)
+    assert set(cases.changed(model, before)) <= allowed
     assert result.report.evaluation["pruned"]["loss"] != result.report.evaluation["dense"]["loss"]
 
 
-@pytest.mark.parametrize("scope", ["global", "block", "tensor", "row"])
-@pytest.mark.parametrize("strategy", ["fisher", "wanda", "magnitude", "random"])
-def test_the_budget_is_exact_in_every_unit(scope, strategy):
-    model = cases.build("llama")
-    result = prune(model, "llama", sparsity=0.43, scope=scope, strategy=strategy, decision="none")
+@pytest.mark.parametrize(
+    ("scope", "score"),
+    [
+        ("global", "fisher"),
+        ("block", "fisher"),
+        ("row", "fisher"),
+        ("block", "wanda"),
+        ("tensor", "wanda"),
+        ("global", "magnitude"),
+        ("row", "magnitude"),
+        ("tensor", "random"),
+        ("global", "random"),
+    ],
+)
+def test_the_budget_is_exact_in_every_unit(scope, score):
+    probes = 1 if score == "fisher" else 0
+    result = prune(cases.build("llama"), "llama", sparsity=0.43, scope=scope, score=score, probes=probes)
     sizes = {}
     for target in result.targets:
         mask = result.masks[target.name]
@@ -66,12 +72,13 @@ def test_the_budget_is_exact_in_every_unit(scope, strategy):
         assert all(pruned == round(0.43 * weights) for pruned, weights in sizes.values())
 
 
-@pytest.mark.parametrize("pattern", ["2:4", "4:8", "1:4"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("decision", ["path", "none"])
-def test_a_pattern_holds_in_every_matrix(pattern, name, decision):
+@pytest.mark.parametrize(
+    ("pattern", "name", "probes"),
+    [("2:4", "llama", 2), ("2:4", "gpt2", 1), ("4:8", "gpt2", 2), ("4:8", "llama", 1), ("1:4", "llama", 2)],
+)
+def test_a_pattern_holds_in_every_matrix(pattern, name, probes):
     model = cases.build(name)
-    result = prune(model, name, pattern=pattern, decision=decision)
+    result = prune(model, name, pattern=pattern, probes=probes)
     n, m = map(int, pattern.split(":"))
     for target in result.targets:
         assert pattern_holds(target.matrix(model), n, m)
@@ -79,50 +86,33 @@ def test_a_pattern_holds_in_every_matrix(pattern, name, decision):
 
 
 def test_one_seed_one_mask_and_batching_changes_nothing():
-    reference = prune(cases.build("llama", torch.float64), "llama", sparsity=0.5)
+    reference = prune(cases.build("llama", torch.float64), "llama").masks
     for batch_size in (2, 1, 3, 6):
-        other = prune(cases.build("llama", torch.float64), "llama", sparsity=0.5, batch_size=batch_size)
-        assert all(torch.equal(mask, other.masks[name]) for name, mask in reference.masks.items())
+        other = prune(cases.build("llama", torch.float64), "llama", batch_size=batch_size).masks
+        assert not cases.differing(reference, other)
 
 
-@pytest.mark.parametrize("strategy", ["fisher", "random"])
-def test_two_runs_with_one_seed_give_identical_masks(strategy, text_file):
+@pytest.mark.parametrize("score", ["fisher", "random"])
+def test_two_runs_with_one_seed_give_identical_masks(score, text_file):
     def run(seed):
-        config = GradProbeConfig(
-            sparsity=0.5,
-            strategy=strategy,
-            num_samples=4,
-            sequence_length=16,
-            seed=seed,
-            decision="none" if strategy == "random" else "path",
-        )
-        return prune_pretrained(
-            cases.build("llama"),
-            config,
-            calibration=str(text_file),
-            evaluation=False,
-            processing_class=cases.tokenizer(),
-            progress=False,
-        ).masks
+        text = {"num_samples": 4, "sequence_length": 16, "processing_class": cases.tokenizer()}
+        return cases.prune(cases.build("llama"), str(text_file), score=score, seed=seed, **text).masks
 
     first, again, other = run(0), run(0), run(1)
-    assert all(torch.equal(mask, again[name]) for name, mask in first.items())
-    assert any(not torch.equal(mask, other[name]) for name, mask in first.items())
+    assert not cases.differing(first, again)
+    assert cases.differing(first, other)
 
 
-def test_apply_false_changes_nothing_and_measures_the_same(text_file):
+def test_apply_false_changes_nothing_and_measures_the_same():
     held_out = cases.batches("llama", seed=9)
     kept, changed = cases.build("llama"), cases.build("llama")
-    before = {key: value.clone() for key, value in kept.state_dict().items()}
+    before = cases.bits(kept)
     dry = prune(kept, "llama", apply=False, evaluation=held_out)
     wet = prune(changed, "llama", evaluation=held_out)
-    assert all(torch.equal(value, before[key]) for key, value in kept.state_dict().items())
-    assert all(torch.equal(mask, wet.masks[name]) for name, mask in dry.masks.items())
+    assert cases.changed(kept, before) == []
+    assert not cases.differing(dry.masks, wet.masks)
     assert dry.report.evaluation == wet.report.evaluation
-    with torch.no_grad():
-        really = sum(float(pruning.measure(changed, [batch], progress=False).loss) for batch in held_out) / len(
-            held_out
-        )
+    really = sum(measure(cases.workload(changed, [batch])).loss for batch in held_out) / len(held_out)
     assert really == pytest.approx(wet.report.evaluation["pruned"]["loss"], rel=1e-5)
 
 
@@ -141,30 +131,32 @@ def test_zeros_that_are_there_count_and_are_reported():
 
 
 def test_text_on_both_sides_is_pointed_out(text_file):
-    config = GradProbeConfig(num_samples=40, sequence_length=16, evaluation_samples=1000)
-    result = prune_pretrained(
-        cases.build("llama"),
-        config,
-        calibration=str(text_file),
-        evaluation=str(text_file),
-        processing_class=cases.tokenizer(),
-        progress=False,
-    )
+    options = {"num_samples": 40, "sequence_length": 16, "evaluation_samples": 1000, "score": "wanda"}
+    text = {"evaluation": str(text_file), "processing_class": cases.tokenizer()}
+    result = cases.prune(cases.build("llama"), str(text_file), **options, **text)
     assert "of the 1000 evaluation windows were also calibrated on" in result.report.warnings[0]
 
 
-# Every stage, at each of the calls a run makes of it.
-CALLS = {"load_batches": 2, "observe_inputs": 1, "run_probe": 2, "select_masks": 2, "measure": 2}
-CALLS |= {"write_checkpoint": 1, "applied": 1}
-MOMENTS = [(stage, call) for stage, calls in CALLS.items() for call in range(1, calls + 1)]
+# Every stage, at each of the calls a run makes of it: where it is looked up, what else it takes to come there.
+CALLS = {
+    "load_batches": (inputs, 2, {}),
+    "observe_inputs": (probe_pair, 1, {"score": "wanda"}),
+    "run_probe": (probe_pair, 2, {}),
+    "select_masks": (probe_pair, 2, {}),
+    "reconstruct": (decide, 1, {"update": "obs"}),
+    "measure": (decide, 2, {}),
+    "write_checkpoint": (pruning, 1, {}),
+    "applied": (pruning, 1, {}),
+}
+MOMENTS = [(stage, call) for stage, (_, calls, _) in CALLS.items() for call in range(1, calls + 1)]
+ERRORS = cycle([KeyboardInterrupt, RuntimeError, MemoryError])
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, MemoryError])
-@pytest.mark.parametrize(("stage", "call"), MOMENTS)
+@pytest.mark.parametrize(("stage", "call", "error"), [(*moment, next(ERRORS)) for moment in MOMENTS])
 def test_a_failure_at_any_stage_leaves_the_model_and_the_disk_alone(
     stage, call, error, monkeypatch, tmp_path, text_file
 ):
-    owner = next(module for module in (pruning, preparation, trial, verdict, result_module) if hasattr(module, stage))
+    owner, _, options = CALLS[stage]
     real, calls = getattr(owner, stage), []
 
     def failing(*args, **kwargs):
@@ -175,37 +167,72 @@ def test_a_failure_at_any_stage_leaves_the_model_and_the_disk_alone(
 
     monkeypatch.setattr(owner, stage, failing)
     model = cases.build("llama").train()
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    strategy = {"strategy": "wanda", "decision": "none"} if stage == "observe_inputs" else {}
-    config = GradProbeConfig(num_samples=4, sequence_length=16, evaluation_samples=2, **strategy)
-
+    before = cases.bits(model)
+    text = {"num_samples": 4, "sequence_length": 16, "evaluation_samples": 2, "processing_class": cases.tokenizer()}
     with pytest.raises(error, match="on purpose"):
-        prune_pretrained(
-            model,
-            config,
-            calibration=str(text_file),
-            evaluation="pydoc",
-            processing_class=cases.tokenizer(),
-            output_dir=tmp_path / "out",
-            progress=False,
+        cases.prune(
+            model, str(text_file), evaluation="pydoc", apply=True, output_dir=tmp_path / "out", **text, **options
         )
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert cases.changed(model, before) == []
     assert model.training
     assert not any("forward" in module.__dict__ for module in model.modules())
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_while_weights_are_zeroed_gives_them_back():
-    from gradprobe_hf.run.apply import applied
+class Interrupted(dict):
+    """Masks that cannot be had any more once half of the model is zero; asked again, they are there."""
 
-    model = cases.build("llama")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    targets = find_targets(model)
-    masks = {target.name: torch.ones(target.shape, dtype=torch.bool) for target in targets}
-    masks[targets[5].name] = torch.ones(3, 3, dtype=torch.bool)  # the sixth matrix fails half-way through
-    with pytest.raises((RuntimeError, IndexError)), applied(model, targets, masks):
+    def __init__(self, model, targets):
+        super().__init__({target.name: torch.ones(target.shape, dtype=torch.bool) for target in targets})
+        self.model, self.first, self.last, self.raised = model, targets[: len(targets) // 2], targets[-1], False
+
+    def __getitem__(self, name):
+        if not self.raised and all(not target.matrix(self.model).any() for target in self.first):
+            assert self.last.matrix(self.model).any(), "in the middle"
+            self.raised = True
+            raise KeyboardInterrupt("half-way through")
+        return super().__getitem__(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_an_interrupt_while_weights_are_zeroed_gives_them_back(name):
+    model = cases.build(name)
+    targets, before = find_targets(model), cases.bits(model)
+    masks = Interrupted(model, targets)
+    with pytest.raises(KeyboardInterrupt, match="half-way"), applied(model, targets, masks):
         raise AssertionError("not reached")
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert masks.raised
+    assert cases.changed(model, before) == []
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_interrupt_while_new_weights_are_written_gives_the_old_ones_back(when, monkeypatch):
+    """Just before a matrix changes places with its new values, or just after."""
+    model = cases.build("llama")
+    targets, before = find_targets(model), cases.bits(model)
+    new_weights = NewWeights()
+    for target in targets:
+        new_weights.add(target.name, torch.full(target.shape, 7.0))
+    real, written = NewWeights.install, []
+
+    def failing(self, name, matrix):
+        fails = len(written) == len(targets) // 2
+        if not fails or when == "after":
+            real(self, name, matrix)
+        written.append(name)
+        if fails:
+            raise KeyboardInterrupt("half-way through")
+
+    monkeypatch.setattr(NewWeights, "install", failing)
+    masks = {target.name: torch.zeros(target.shape, dtype=torch.bool) for target in targets}
+    with (
+        pytest.raises(KeyboardInterrupt, match="half-way"),
+        applied(model, targets, masks, new_weights=new_weights),
+    ):
+        raise AssertionError("not reached")
+    assert len(written) == len(targets) // 2 + 1
+    assert cases.changed(model, before) == []
+    assert all((new_weights[target.name] == 7).all() for target in targets), "they can be installed again"
 
 
 @pytest.mark.parametrize(
@@ -214,12 +241,12 @@ def test_an_interrupt_while_weights_are_zeroed_gives_them_back():
         ({"calibration": ["short"]}, "full windows"),
         ({"config": GradProbeConfig(pattern="3:16")}, "not divisible by 16"),
         ({"config": GradProbeConfig(include=["nothing"])}, "matches no prunable module"),
-        ({"push_to_hub": True}, "needs hub_model_id"),
+        ({"push_to_hub": True}, "push_to_hub=True names the repository after output_dir"),
         ({"dtype": "bfloat16"}, "is loaded already"),
     ],
 )
 def test_wrong_input_is_refused_before_any_pass(arguments, message, monkeypatch):
-    monkeypatch.setattr(trial, "run_probe", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr(probe_pair, "run_probe", lambda *_, **__: pytest.fail("work began"))
     config = arguments.pop("config", GradProbeConfig(num_samples=4, sequence_length=16))
     with pytest.raises(ValueError, match=message):
         prune_pretrained(cases.build("llama"), config, processing_class=cases.tokenizer(), progress=False, **arguments)

@@ -71,9 +71,9 @@ def test_two_probes_beat_one_and_both_beat_wanda(smollm2):
         assert found.report.sparsity == pytest.approx(0.6, abs=1e-3)
         return found.report.evaluation["pruned"]["perplexity"]
 
-    two, one = perplexity(), perplexity(decision="none")
-    wanda = perplexity(strategy="wanda", decision="none")
-    magnitude = perplexity(strategy="magnitude", decision="none")
+    two, one = perplexity(), perplexity(probes=1)
+    wanda = perplexity(score="wanda")
+    magnitude = perplexity(score="magnitude")
     assert two < one < wanda < magnitude
     assert two < 0.7 * wanda
 

@@ -5,24 +5,30 @@ from __future__ import annotations
 import copy
 import dataclasses
 from functools import partial
+from itertools import cycle
 
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM, SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import GradProbeConfig
+from gradprobe_hf.data.batches import Batches, from_iterable
+from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets, is_routed
-from gradprobe_hf.updates import least_squares
-from gradprobe_hf.reconstruction.reconstruct import _Collected, reconstruct
-from gradprobe_hf.updates.least_squares import LeastSquares, in_matrix
+from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.updates.sweep import by_saliency, fixed, inverse_factor, sweep
+from gradprobe_hf.reconstruction.reconstruct import Reconstruction, reconstruct
 from gradprobe_hf.run.apply import applied
-from gradprobe_hf.run.context import Diagnostics, RunContext
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.probe_pair import ProbePair
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.updates import least_squares
+from gradprobe_hf.updates.admm import in_matrix, revised_mask
+from gradprobe_hf.updates.least_squares import LeastSquares
+from gradprobe_hf.updates.sweep import by_saliency, fixed, inverse_factor, sweep
 from tests import cases
 from tests.reference.least_squares import normal_equations
 
@@ -69,28 +75,29 @@ def really_changed(dense, batches, masks, config):
             start = torch.lerp(weight, best, config.dense_target)
             choose = by_saliency(config.sparsity) if masks is None else fixed(masks[target.name])
             swept, mask = sweep(start, factor, choose)
-            if config.reconstruction == "admm":
+            if config.update.endswith("admm"):
                 drift = (wanted[target.name] - x).t() @ x
                 problem = LeastSquares(weight, hessian, drift, config.dense_target, config.damping)
-                mask = problem.revised(mask, in_matrix(mask))
+                mask = revised_mask(problem, mask, in_matrix(mask))
             best = normal_equations(start, hessian + ridge * torch.eye(len(hessian)), mask)
-            weight.copy_(best if config.solves_least_squares else swept)
+            weight.copy_(swept if config.update in ("obs", "sparsegpt") else best)
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "gpt_neox", "llama_tied"])
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {"reconstruction": "obs"},
-        {"reconstruction": "obs", "dense_target": 0.0},
-        {"strategy": "sparsegpt"},
-        {"strategy": "sparsegpt", "dense_target": 0.8},
-        {"reconstruction": "least_squares"},
-        {"strategy": "sparsegpt", "reconstruction": "least_squares"},
-        {"strategy": "sparsegpt", "reconstruction": "admm"},
+        ("llama", {"update": "obs"}),
+        ("gpt2", {"update": "obs", "dense_target": 0.0}),
+        ("opt", {"update": "sparsegpt"}),
+        ("gpt_neox", {"update": "sparsegpt", "dense_target": 0.8}),
+        ("llama_tied", {"update": "least_squares"}),
+        ("gpt2", {"update": "least_squares"}),
+        ("opt", {"update": "sparsegpt+least_squares"}),
+        ("llama", {"update": "sparsegpt+admm"}),
+        ("gpt_neox", {"update": "sparsegpt+admm", "dense_target": 0.0}),
     ],
-    ids=lambda options: ", ".join(f"{key}={value}" for key, value in options.items()),
+    ids=str,
 )
 def test_it_equals_a_model_that_is_really_changed(name, options, monkeypatch):
     monkeypatch.setattr(least_squares, "STEPS", 200)  # of so few tokens the Hessians are badly conditioned
@@ -98,39 +105,37 @@ def test_it_equals_a_model_that_is_really_changed(name, options, monkeypatch):
     model = (cases.llama(tie=True) if tied else cases.build(name)).double().eval()
     batches = [{"input_ids": batch["input_ids"]} for batch in cases.batches(name, rows=6, batch_size=2)]
     config = GradProbeConfig(sparsity=0.5, **options)
-    result = prune_pretrained(model, config, calibration=batches, evaluation=False, apply=False, progress=False)
+    result = cases.prune(model, batches, sparsity=0.5, **options)
     decided = None
-    if config.strategy != "sparsegpt":
-        alone = GradProbeConfig(sparsity=0.5)
-        decided = prune_pretrained(
-            model, alone, calibration=batches, evaluation=False, apply=False, progress=False
-        ).masks
-        assert all(torch.equal(decided[key], result.masks[key]) for key in decided)
+    if config.score is not None:
+        decided = cases.prune(model, batches, sparsity=0.5).masks
+        assert not cases.differing(decided, result.masks)
     wanted = really_changed(model, batches, decided, config)
     for target in find_targets(model):
-        torch.testing.assert_close(result.updates[target.name], target.matrix(wanted), rtol=1e-5, atol=1e-7)
-        assert bool((result.updates[target.name][result.masks[target.name]] == 0).all())
+        torch.testing.assert_close(result.new_weights[target.name], target.matrix(wanted), rtol=1e-5, atol=1e-7)
+        assert bool((result.new_weights[target.name][result.masks[target.name]] == 0).all())
 
 
 def test_a_revised_mask_weighs_rows_by_both_probes_and_keeps_every_budget():
     model, batches = cases.build("llama").double().eval(), cases.batches("llama", rows=6)
-    config = GradProbeConfig(sparsity=0.5, reconstruction="admm")
-    text = {"calibration": batches, "evaluation": False, "apply": False, "progress": False}
-    decided = prune_pretrained(model, GradProbeConfig(sparsity=0.5), **text)
-    result = prune_pretrained(model, config, **text)
+    config = GradProbeConfig(sparsity=0.5, update="admm")
+    decided = cases.prune(model, batches)
+    result = cases.prune(model, batches, update="admm")
     targets = find_targets(model)
-    findings = Diagnostics()
-    trial = ProbePair(RunContext(model, targets, config, batches, progress=False), targets, findings)
-    masks = trial.run(0.5)
+    diagnostics = Diagnostics()
+    read = from_iterable(batches, "these")
+    context = RunContext(model, None, targets, config, read, Batches.none(), progress=False)
+    pair = ProbePair(context, targets, diagnostics)
+    masks = pair.run(0.5)
     for target in targets:
-        known = trial.first[target.name]
+        known = pair.first[target.name]
         wanted = (known.read("sequence") * known.factored()).sqrt().mean(1)
-        torch.testing.assert_close(torch.tensor(findings.row_fisher[target.name]).double(), wanted)
-    by_hand = reconstruct(model, targets, batches, masks, config, row_fisher=findings.row_fisher, progress=False)
-    rows_alike = reconstruct(model, targets, batches, masks, config, progress=False)
+        torch.testing.assert_close(torch.tensor(diagnostics.row_fisher[target.name]).double(), wanted)
+    rows_alike = Reconstruction(cases.workload(model, batches), targets, config, masks)
+    by_hand = dataclasses.replace(rows_alike, row_fisher=diagnostics.row_fisher)
     names = [target.name for target in targets]
-    assert all(torch.equal(by_hand.masks[name], result.masks[name]) for name in names)
-    assert any(not torch.equal(rows_alike.masks[name], result.masks[name]) for name in names)
+    assert not cases.differing(reconstruct(by_hand).masks, result.masks)
+    assert cases.differing(reconstruct(rows_alike).masks, result.masks)
     assert all(result.masks[name].sum() == decided.masks[name].sum() for name in names)
 
 
@@ -138,37 +143,36 @@ def test_a_revised_mask_weighs_rows_by_both_probes_and_keeps_every_budget():
     ("options", "axis"),
     [
         ({"scope": "row"}, 1),
-        ({"strategy": "wanda", "decision": "none"}, 1),
-        ({"strategy": "magnitude", "decision": "none"}, (0, 1)),
-        ({"pattern": "2:4"}, None),
+        ({"score": "wanda"}, 1),
+        ({"score": "magnitude"}, (0, 1)),
+        ({"pattern": "2:4", "probes": 1}, None),
     ],
 )
 def test_a_mask_is_revised_within_what_the_budget_is_of(options, axis):
-    model, text = cases.build("llama"), {"calibration": cases.batches("llama"), "evaluation": False, "apply": False}
-    before = prune_pretrained(model, GradProbeConfig(**options, reconstruction="none"), **text, progress=False)
-    after = prune_pretrained(model, GradProbeConfig(**options, reconstruction="admm"), **text, progress=False)
-    assert any(not torch.equal(before.masks[name], after.masks[name]) for name in after.masks)
+    model, batches = cases.build("llama"), cases.batches("llama")
+    before = cases.prune(model, batches, **options, update="none")
+    after = cases.prune(model, batches, **options, update="admm")
+    assert cases.differing(before.masks, after.masks)
     for name in after.masks:
         if axis is None:
             assert bool((after.masks[name].unflatten(1, (-1, 4)).sum(2) == 2).all())
         else:
             assert torch.equal(before.masks[name].sum(axis), after.masks[name].sum(axis))
-        assert bool((after.updates[name][after.masks[name]] == 0).all())
+        assert bool((after.new_weights[name][after.masks[name]] == 0).all())
 
 
-@pytest.mark.parametrize("kind", ["obs", "admm"])
-@pytest.mark.parametrize("name", sorted(cases.CASES))
+@pytest.mark.parametrize(("name", "kind"), list(zip(sorted(cases.CASES), cycle(["obs", "admm"]), strict=False)))
 def test_every_family_is_reconstructed_and_left_alone(name, kind):
     model = cases.build(name)
-    before = {key: value.clone() for key, value in model.state_dict().items()}
-    config = GradProbeConfig(sparsity=0.5, reconstruction=kind, strategy="magnitude", decision="none")
-    result = prune_pretrained(
-        model, config, calibration=cases.batches(name), evaluation=cases.batches(name), apply=False, progress=False
-    )
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    before = cases.bits(model)
+    batches = cases.batches(name)
+    result = cases.prune(model, batches, evaluation=batches, update=kind, score="magnitude")
+    assert cases.changed(model, before) == []
     assert not any("forward" in module.__dict__ for module in model.modules())
-    assert set(result.updates) == {target.name for target in result.targets}
-    changed = [not torch.equal(result.updates[t.name], t.matrix(model) * ~result.masks[t.name]) for t in result.targets]
+    assert set(result.new_weights) == {target.name for target in result.targets}
+    changed = [
+        not torch.equal(result.new_weights[t.name], t.matrix(model) * ~result.masks[t.name]) for t in result.targets
+    ]
     assert sum(changed) > 0.5 * len(changed)
     assert result.report.zeros == sum(int(mask.sum()) for mask in result.masks.values())
 
@@ -176,63 +180,54 @@ def test_every_family_is_reconstructed_and_left_alone(name, kind):
 @pytest.mark.parametrize("kind", ["obs", "admm"])
 def test_what_is_evaluated_applied_saved_and_loaded_is_one_model(kind, tmp_path):
     model = cases.build("llama")
-    config = GradProbeConfig(sparsity=0.5, reconstruction=kind)
-    text = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=3)}
-    result = prune_pretrained(model, config, **text, output_dir=tmp_path / "out", progress=False)
-    assert len(result.updates) == 0, "the model has them"
+    calibration, evaluation = cases.batches("llama"), cases.batches("llama", seed=3)
+    options = {"evaluation": evaluation, "update": kind, "output_dir": tmp_path / "out"}
+    result = cases.prune(model, calibration, apply=True, probes=1, **options)
+    assert len(result.new_weights) == 0, "the model has them"
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
-    again = prune_pretrained(
-        loaded, GradProbeConfig(sparsity=0.0), **text, apply=False, progress=False
-    ).report.evaluation["dense"]
-    assert again["loss"] == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-6)
+    assert cases.changed(loaded, model.state_dict()) == []
+    again = measure(cases.workload(loaded, evaluation))
+    assert again.loss == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-6)
     result.save_pretrained(tmp_path / "again")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
-    assert all(torch.equal(value, model.state_dict()[key]) for key, value in loaded.state_dict().items())
+    assert cases.changed(loaded, model.state_dict()) == []
 
 
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("place", ["resident", "cpu", "disk"])
 def test_updates_reach_the_model_wherever_it_is(place, keep, tmp_path):
     model = cases.build("llama")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = cases.bits(model)
     targets = find_targets(model)
     if place == "cpu":
         cpu_offload(model)
     if place == "disk":
         disk_offload(model, tmp_path / "store")
-    updates = NewWeights(tmp_path, on_disk=place == "disk")
+    new_weights = NewWeights(tmp_path, on_disk=place == "disk")
     masks = {target.name: torch.zeros(target.shape, dtype=torch.bool) for target in targets}
     wanted = {}
     for number, target in enumerate(targets):
         wanted[target.name] = torch.full(target.shape, float(number + 1))
-        updates.add(target.name, wanted[target.name].clone())
-    with applied(model, targets, masks, keep=keep, updates=updates):
+        new_weights.add(target.name, wanted[target.name].clone())
+    with applied(model, targets, masks, keep=keep, new_weights=new_weights):
         assert all(torch.equal(t.matrix(model), wanted[t.name]) for t in targets)
     for target in targets:
         expected = wanted[target.name] if keep else target.view(before[target.parameter])
         assert torch.equal(target.matrix(model), expected), target.name
-    assert len(updates) == (0 if keep else len(targets))
-    with pytest.raises(RuntimeError, match="on purpose"), applied(model, targets, masks, updates=updates):
+    assert len(new_weights) == (0 if keep else len(targets))
+    with pytest.raises(RuntimeError, match="on purpose"), applied(model, targets, masks, new_weights=new_weights):
         raise RuntimeError("on purpose")
     assert all(torch.equal(t.matrix(model), wanted[t.name] if keep else t.view(before[t.parameter])) for t in targets)
 
 
 @pytest.mark.parametrize("kind", ["obs", "admm"])
 def test_an_offloaded_model_ends_with_the_same_weights(kind, tmp_path):
-    config = GradProbeConfig(sparsity=0.5, reconstruction=kind)
     resident, offloaded = cases.build("llama"), cases.build("llama")
     disk_offload(offloaded, tmp_path / "store")
     found = []
     for model in (resident, offloaded):
-        result = prune_pretrained(
-            model,
-            config,
-            calibration=cases.batches("llama"),
-            evaluation=False,
-            offload_folder=tmp_path / "scratch",
-            progress=False,
-        )
+        options = {"update": kind, "probes": 1, "offload_folder": tmp_path / "scratch"}
+        result = cases.prune(model, cases.batches("llama"), apply=True, **options)
         found.append({target.name: target.matrix(model).clone() for target in result.targets})
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
     del result
@@ -249,44 +244,22 @@ def test_how_often_a_block_is_computed_and_no_other_with_it(share, passes):
             module.register_forward_hook(partial(count_call, ran, name))
     targets = find_targets(model)
     masks = PackedMasks({target.name: torch.zeros(target.shape, dtype=torch.bool) for target in targets})
-    config = GradProbeConfig(reconstruction="obs", dense_target=share)
-    reconstruct(model, targets, batches, masks, config, processes=Processes(), progress=False)
+    config = GradProbeConfig(update="obs", dense_target=share)
+    reconstruct(Reconstruction(cases.workload(model, batches), targets, config, masks))
     assert list(ran.values()) == [1 + passes * len(batches)] * model.config.num_hidden_layers
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"reconstruction": "none of these"}, "reconstruction must be"),
-        ({"dense_target": 1.2}, r"dense_target must be a fraction in \[0, 1\], got 1.2"),
-        ({"damping": 0}, "damping must be a number > 0, got 0"),
-        ({"strategy": "sparsegpt", "decision": "path"}, "chooses and updates in one sweep"),
-        ({"strategy": "sparsegpt", "scope": "row"}, "spends its budget in each matrix"),
-    ],
-)
-def test_bad_options(options, message):
-    with pytest.raises(ValueError, match=message):
-        GradProbeConfig(**options)
-
-
 def test_matrices_outside_of_the_blocks_are_refused():
-    config = GradProbeConfig(reconstruction="obs", include=["lm_head", "q_proj"])
     with pytest.raises(ValueError, match=r"lm_head\.weight lies outside of the blocks"):
-        prune_pretrained(cases.build("llama"), config, calibration=cases.batches("llama"), evaluation=False)
+        cases.prune(cases.build("llama"), cases.batches("llama"), update="obs", include=["lm_head", "q_proj"])
 
 
 def test_blocks_that_share_keys_and_values_are_refused_before_any_work():
     model = cases.build("llama")
     model.config.num_kv_shared_layers = 1
-    for options in ({"reconstruction": "obs"}, {"order": "sequential"}):
+    for options in ({"update": "obs"}, {"order": "sequential"}):
         with pytest.raises(ValueError, match="read keys and values that others have computed"):
-            prune_pretrained(
-                model,
-                GradProbeConfig(**options),
-                calibration=cases.batches("llama"),
-                evaluation=False,
-                loss_fn=lambda *_: pytest.fail("work began"),
-            )
+            cases.prune(model, cases.batches("llama"), loss_fn=lambda *_: pytest.fail("work began"), **options)
 
 
 def test_experts_in_modules_of_their_own_are_sent_other_tokens_by_the_dense_model(monkeypatch):
@@ -308,21 +281,15 @@ def test_experts_in_modules_of_their_own_are_sent_other_tokens_by_the_dense_mode
         )
     ).eval()
     drifts = {}
-    plain = _Collected.of
+    plain = BlockHessians.of
 
     def of(self, target):
         found = plain(self, target)
         drifts[target.name] = found[1]
         return found
 
-    monkeypatch.setattr(_Collected, "of", of)
-    result = prune_pretrained(
-        model,
-        GradProbeConfig(reconstruction="least_squares"),
-        calibration=cases.batches("t5"),
-        evaluation=False,
-        progress=False,
-    )
+    monkeypatch.setattr(BlockHessians, "of", of)
+    result = cases.prune(model, cases.batches("t5"), update="least_squares")
     assert result.report.sparsity == pytest.approx(0.5, abs=1e-3)
     routed = {name for name in drifts if is_routed([next(t for t in result.targets if t.name == name)])}
     assert routed
@@ -336,8 +303,8 @@ def test_inputs_that_an_expert_has_in_common_with_another_matrix(expert_first):
     expert = dataclasses.replace(plain, name="model.layers.0.mlp.experts.0.up_proj.weight")
     order = [expert, plain] if expert_first else [plain, expert]
     dense, pruned = torch.randn(2, 3, 5, plain.shape[1]).unbind()
-    collected = _Collected(model, Processes(), has_drift=True)
-    collected.probe.start_batch({"input_ids": torch.zeros(3, 5, dtype=torch.long)})
+    collected = BlockHessians(model, Processes(), has_drift=True)
+    collected.start_batch({"input_ids": torch.zeros(3, 5, dtype=torch.long)})
     with collected.as_dense():
         for target in order:
             collected.add(target, target.sites[0], dense)
@@ -354,12 +321,6 @@ def test_inputs_that_an_expert_has_in_common_with_another_matrix(expert_first):
 
 def test_damping_that_was_raised_is_in_the_report():
     """Eight tokens cannot determine 24 inputs: with next to no damping, the Hessian is singular in float32."""
-    config = GradProbeConfig(reconstruction="obs", strategy="magnitude", decision="none", damping=1e-12)
-    result = prune_pretrained(
-        cases.build("llama"),
-        config,
-        calibration=[{"input_ids": torch.arange(8)[None]}],
-        evaluation=False,
-        progress=False,
-    )
+    text = [{"input_ids": torch.arange(8)[None]}]
+    result = cases.prune(cases.build("llama"), text, update="obs", score="magnitude", damping=1e-12)
     assert any("could not be inverted with damping=1e-12" in warning for warning in result.report.warnings)

@@ -6,67 +6,108 @@ import json
 import os
 import random
 import signal
+from contextlib import contextmanager
+from importlib import import_module
+from unittest.mock import patch
 
-import gradprobe_hf.run.memory_plan as execution
-import gradprobe_hf.run.snapshots as resume
 import pytest
 import torch
 from safetensors import SafetensorError
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.run import memory_plan, snapshots
 from tests import cases
 from tests.launch import files_of, in_child, survivors, together
+from tests.test_fsdp import sharded
+
+BATCHES = 12
 
 
 def run(folder=None, *, model=None, parts=None, loss_fn=None, **options):
     result = prune_pretrained(
         model or cases.build("llama"),
-        GradProbeConfig(**options),
-        calibration=parts or cases.batches("llama", rows=12, batch_size=1),
+        GradProbeConfig(**{"save_every": 2, **options}),
+        calibration=parts or cases.batches("llama", rows=BATCHES, batch_size=1),
         evaluation=cases.batches("llama", seed=7) if "max_metric_drop" in options else False,
         loss_fn=loss_fn,
         apply=False,
         resume_dir=folder,
-        save_every=2,
         progress=False,
     )
     return {
         "masks": {name: mask.clone() for name, mask in result.masks.items()},
         "probes": result.report.probes,
-        "updates": {name: result.updates[name].clone() for name in result.updates},
+        "new_weights": {name: result.new_weights[name].clone() for name in result.new_weights},
         "no_evidence": [row.no_evidence for row in result.report.matrices],
         "scores": [(row.score_min, row.score_max) for row in result.report.matrices],
     }
 
 
 def assert_same(found, wanted):
-    assert found["masks"].keys() == wanted["masks"].keys()
-    for name, mask in wanted["masks"].items():
-        assert torch.equal(found["masks"][name], mask), name
-    assert found["updates"].keys() == wanted["updates"].keys()
-    for name, values in wanted["updates"].items():
-        assert torch.equal(found["updates"][name], values), name
+    for kind in ("masks", "new_weights"):
+        assert found[kind].keys() == wanted[kind].keys()
+        for name, values in wanted[kind].items():
+            assert torch.equal(found[kind][name], values), name
     for key in ("probes", "no_evidence", "scores"):
         assert found[key] == wanted[key]
 
 
-def dying(folder, moment, options, where):
-    """Run until the `moment`-th call of something that every stage does often, then SIGKILL this process."""
-    calls = []
+# What every stage does often.
+MOMENTS = {
+    "batch": ("gradprobe_hf.probe.engine", "summed_loss"),
+    "file": ("gradprobe_hf.run.snapshots", "save_file"),
+    "rename": ("gradprobe_hf.run.snapshots", "_flush"),
+    "drop": ("gradprobe_hf.run.snapshots", "_drop"),
+    "selection": ("gradprobe_hf.run.probe_pair", "select_masks"),
+    "block": ("gradprobe_hf.reconstruction.reconstruct", "_solve"),
+}
 
-    def counted(real):
-        def call(*args, **kwargs):
-            calls.append(1)
-            if len(calls) == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **kwargs)
 
-        return call
+@contextmanager
+def watched(kind, at=None, then=None):
+    """Count the calls of a moment; in the `at`-th do something else first."""
+    module, name = MOMENTS[kind]
+    owner, calls = import_module(module), []
+    real = getattr(owner, name)
 
-    owner, name = where
-    setattr(owner, name, counted(getattr(owner, name)))
-    run(folder, **options)
+    def call(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            then()
+        return real(*args, **kwargs)
+
+    with patch.object(owner, name, call):
+        yield calls
+
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(folder, kind, moment, **options):
+    """The exit code of a run that is killed at a moment, if it gets there."""
+
+    def dying():
+        with watched(kind, moment, die):
+            run(folder, **options)
+
+    return in_child(dying)
+
+
+def states(folder, rank=0):
+    """The complete ones, by name."""
+    own = folder / f"process-{rank}"
+    return sorted(path.name for path in own.iterdir() if path.suffix != ".partial") if own.exists() else []
+
+
+@contextmanager
+def going_on():
+    """For the body of the `with`: a run that has to go on from a state."""
+    real, reads = snapshots.Snapshots.read, []
+    with patch.object(snapshots.Snapshots, "read", lambda self, step: reads.append(step) or real(self, step)):
+        yield
+    assert reads, "it began anew"
 
 
 OPTIONS = {
@@ -75,47 +116,101 @@ OPTIONS = {
     "bfloat16": {"sparsity": 0.5, "fisher": "token", "accumulator_dtype": "bfloat16"},
     "rounds": {"rounds": (0.2, 0.5)},
     "sequential": {"sparsity": 0.5, "order": "sequential"},
-    "sequential, admm": {"sparsity": 0.5, "order": "sequential", "reconstruction": "admm"},
-    "threshold": {"sparsity": 0.6, "decision": "threshold", "gradient_threshold": 0.2},
-    "search, admm": {"max_metric_drop": "0.2%", "sparsity": 0.9, "sparsity_step": 0.3, "reconstruction": "admm"},
+    "sequential, admm": {"sparsity": 0.5, "order": "sequential", "update": "admm"},
+    "threshold": {"sparsity": 0.6, "rule": "threshold", "gradient_threshold": 0.2},
+    "search, admm": {"max_metric_drop": "0.2%", "sparsity": 0.9, "sparsity_step": 0.3, "update": "admm"},
+    "one probe, admm": {"sparsity": 0.5, "probes": 1, "update": "admm"},
+    "sparsegpt": {"sparsity": 0.5, "update": "sparsegpt"},
+}
+# Where each is killed, once after the other; every one of these moments comes, and has a state before it.
+KILLS = {
+    "path": [("batch", 5), ("file", 30)],
+    "int8 on disk": [("batch", 17), ("drop", 1)],
+    "bfloat16": [("rename", 2), ("selection", 1)],
+    "rounds": [("batch", 29), ("selection", 2)],
+    "sequential": [("batch", 40), ("rename", 3)],
+    "sequential, admm": [("selection", 2), ("block", 2)],
+    "threshold": [("batch", 20), ("file", 3)],
+    "search, admm": [("selection", 2), ("block", 4)],
+    "one probe, admm": [("block", 2), ("rename", 1)],
+    "sparsegpt": [("block", 2), ("file", 1)],
 }
 
 
 @pytest.mark.parametrize("kind", OPTIONS)
-def test_killed_at_ten_random_moments_it_ends_the_same(kind, tmp_path):
-    """The loss of each batch, the saving of each file and each step of a selection are moments to die at."""
+def test_killed_twice_it_ends_the_same(kind, tmp_path):
     options, folder = OPTIONS[kind], tmp_path / "state"
     wanted = run(**options)
-    draw = random.Random(kind)
-    owners = {
-        "batch": ("gradprobe_hf.probe.engine", "summed_loss", 7),
-        "file": ("gradprobe_hf.run.snapshots", "save_file", 60),
-        "rename": ("gradprobe_hf.run.snapshots", "_flush", 4),
-        "selection": ("gradprobe_hf.selection.select", "find_cut", 1),
-        "scores": ("gradprobe_hf.decisions.decision", "score_keys", 80),
-    }
-    killed = 0
-    for _ in range(10):
-        module, name, most = owners[draw.choice(list(owners))]
-        owner = __import__(module, fromlist=[name])
-        code = in_child(lambda: dying(folder, draw.randint(1, most), options, (owner, name)))  # noqa: B023
-        assert code in (0, -signal.SIGKILL)
-        killed += code == -signal.SIGKILL
-    assert killed >= 5
-    assert_same(run(folder, **options), wanted)
+    for moment in KILLS[kind]:
+        assert killed(folder, *moment, **options) == -signal.SIGKILL
+        assert states(folder), "it left no state behind"
+    with going_on():
+        assert_same(run(folder, **options), wanted)
     assert not folder.exists(), "a finished run leaves no state behind"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_killed_at_ten_random_moments_it_ends_the_same(kind, tmp_path):
+    options, folder = OPTIONS[kind], tmp_path / "state"
+    wanted = run(**options)
+    draw, most = random.Random(kind), {"batch": 7, "file": 60, "rename": 4, "drop": 3, "selection": 1, "block": 2}
+    codes = []
+    for _ in range(10):
+        moment = draw.choice(list(MOMENTS))
+        codes.append(killed(folder, moment, draw.randint(1, most[moment]), **options))
+        assert codes[-1] in (0, -signal.SIGKILL)
+        assert bool(states(folder)) <= (codes[-1] != 0), "a finished run leaves no state behind"
+    assert codes.count(-signal.SIGKILL) >= 5
+    if not states(folder):
+        assert killed(folder, "batch" if "probes" not in options else "block", 2, **options) == -signal.SIGKILL
+    with going_on():
+        assert_same(run(folder, **options), wanted)
+    assert not folder.exists()
+
+
+@pytest.mark.slow
 def test_killed_by_the_clock(tmp_path):
     """Not at a call of ours, but wherever the processor is after so many milliseconds."""
     wanted = run(sparsity=0.5)
     draw = random.Random(1)
-    for _ in range(10):
-        in_child(lambda: run(tmp_path / "state", sparsity=0.5), killed_after=draw.uniform(0.02, 0.6))
+    codes = [
+        in_child(lambda: run(tmp_path / "state", sparsity=0.5), killed_after=draw.uniform(0.02, 0.3)) for _ in range(15)
+    ]
+    assert set(codes) <= {0, -signal.SIGKILL}
+    assert codes.count(-signal.SIGKILL) >= 5
     assert_same(run(tmp_path / "state", sparsity=0.5), wanted)
 
 
-def test_what_was_done_is_not_done_again(tmp_path, monkeypatch):
+@pytest.mark.parametrize("kind", ["one probe, admm", "sparsegpt"])
+def test_a_run_killed_in_its_reconstruction_goes_on_behind_the_finished_blocks(kind, tmp_path):
+    options, folder = OPTIONS[kind], tmp_path / "state"
+    with watched("block") as solved, watched("batch") as probed:
+        wanted = run(**options)
+    assert len(solved) == 3
+    assert len(probed) == (0 if kind == "sparsegpt" else BATCHES)
+    assert killed(folder, "block", 3, **options) == -signal.SIGKILL
+    assert states(folder) == ["block-0-0", "block-1-0", "decision-0-0"]
+    with going_on(), watched("block") as solved, watched("batch") as probed:
+        found = run(folder, **options)
+    assert_same(found, wanted)
+    assert len(found["new_weights"]) == len(found["masks"]) == len(wanted["masks"])
+    assert (len(solved), len(probed)) == (1, 0), "the third block, and no probe"
+    assert not folder.exists()
+
+
+def test_a_block_half_written_is_not_a_block(tmp_path):
+    """Killed between the weights of a block and its masks."""
+    options, folder = OPTIONS["sparsegpt"], tmp_path / "state"
+    assert killed(folder, "file", 4, **options) == -signal.SIGKILL
+    assert states(folder) == ["block-0-0", "decision-0-0"]
+    assert (folder / "process-0" / "block-1-0.partial" / "weights.safetensors").exists()
+    with going_on(), watched("block") as solved:
+        assert_same(run(folder, **options), run(**options))
+    assert len(solved) == 2 + 3, "the second block and the third, and all of the run to compare with"
+
+
+def test_what_was_done_is_not_done_again(tmp_path):
     calls = []
 
     def failing(model, batch):
@@ -127,10 +222,15 @@ def test_what_was_done_is_not_done_again(tmp_path, monkeypatch):
     wanted = run(loss_fn=lambda model, batch: summed_loss(model, batch)[0], sparsity=0.5)
     with pytest.raises(RuntimeError, match="on purpose"):
         run(tmp_path / "state", loss_fn=failing, sparsity=0.5)
-    state = tmp_path / "state" / "process-0"
-    assert [path.name for path in state.iterdir()] == ["probe 1-4"]
+    assert states(tmp_path / "state") == ["probe-1-4"]
     assert_same(run(tmp_path / "state", loss_fn=failing, sparsity=0.5), wanted)
     assert len(calls) == 18 + 8, "batches 5 to 12 of the second probe, and none of the first"
+
+
+def test_how_often_it_is_saved_may_change(tmp_path):
+    assert killed(tmp_path / "state", "batch", 8, sparsity=0.5) == -signal.SIGKILL
+    with going_on():
+        assert_same(run(tmp_path / "state", sparsity=0.5, save_every=5), run(sparsity=0.5))
 
 
 def interrupted(folder, **options):
@@ -175,84 +275,94 @@ def test_a_state_of_something_else_is_refused_with_the_difference(change, named,
     assert files_of(tmp_path) == before
 
 
-def test_a_state_half_deleted_is_not_a_state(tmp_path, monkeypatch):
+def test_a_state_half_deleted_is_not_a_state(tmp_path):
     """Killed while an older state is being removed: what is left of it must not be taken for one."""
-    real = resume.shutil.rmtree
+    real = snapshots.shutil.rmtree
 
-    def killed(path, *args, **kwargs):
-        if path.name.startswith("probe 0-4"):
-            (path / "progress.json").unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
+    def fatal(path, *args, **kwargs):
+        if path.name.startswith("probe-0-4"):
+            (path / "state.json").unlink()
+            die()
         real(path, *args, **kwargs)
 
     def doomed():
-        monkeypatch.setattr(resume.shutil, "rmtree", killed)
-        run(tmp_path / "state", sparsity=0.5)
+        with patch.object(snapshots.shutil, "rmtree", fatal):
+            run(tmp_path / "state", sparsity=0.5)
 
     assert in_child(doomed) == -signal.SIGKILL
-    assert_same(run(tmp_path / "state", sparsity=0.5), run(sparsity=0.5))
+    assert states(tmp_path / "state") == ["probe-0-6"]
+    with going_on():
+        assert_same(run(tmp_path / "state", sparsity=0.5), run(sparsity=0.5))
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left")])
-def test_a_state_half_written_is_not_a_state(error, tmp_path, monkeypatch):
-    real, calls = resume.save_file, []
+def test_a_state_half_written_is_not_a_state(error, tmp_path):
+    def full():
+        raise error
 
-    def full(*args, **kwargs):
-        calls.append(1)
-        if len(calls) > 40:
-            raise error
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(resume, "save_file", full)
-    with pytest.raises(OSError, match="No space"):
+    with watched("file", 40, full), pytest.raises(OSError, match="No space"):
         run(tmp_path / "state", sparsity=0.5)
-    monkeypatch.undo()
     complete = list((tmp_path / "state" / "process-0").iterdir())
     assert len(complete) == 1, "and nothing of the one that did not fit"
-    assert json.loads((complete[0] / "progress.json").read_text())["losses"] is not None
-    assert_same(run(tmp_path / "state", sparsity=0.5), run(sparsity=0.5))
+    assert json.loads((complete[0] / "state.json").read_text())["values"]["losses"] is not None
+    with going_on():
+        assert_same(run(tmp_path / "state", sparsity=0.5), run(sparsity=0.5))
 
 
 @pytest.mark.parametrize("save_every", [0, -1, 2.5, True, "2"])
-def test_save_every_is_checked(save_every, tmp_path):
+def test_save_every_is_checked(save_every):
     with pytest.raises(ValueError, match="save_every must be a whole number"):
-        prune_pretrained(cases.build("llama"), resume_dir=tmp_path, save_every=save_every)
+        GradProbeConfig(save_every=save_every)
 
 
-def one_of_two(folder, stop_at):
-    """Each process ends in its own batch `stop_at`, one of them a batch later, unless it lost the other before."""
-    calls = []
-    late = torch.distributed.get_rank()
-
-    def loss_fn(model, batch):
-        calls.append(1)
-        if stop_at is not None and len(calls) == stop_at + late:
-            os._exit(9)
-        return summed_loss(model, batch)[0]
-
-    return run(folder, loss_fn=loss_fn, sparsity=0.5)
+def one_of_two(folder, stop_at, kind, options):
+    """Each process is killed at its own moment `stop_at`, one of them one later, unless it lost the other before."""
+    model = sharded("llama", torch.float32) if options.get("shards") else None
+    options = {name: value for name, value in options.items() if name != "shards"}
+    at = None if stop_at is None else stop_at + torch.distributed.get_rank()
+    with watched(kind, at, die) as calls:
+        return run(folder, model=model, **options), len(calls)
 
 
-@pytest.mark.parametrize("stop_at", [3, 6, 9], ids=["probe 0", "between", "probe 1"])
-def test_two_processes_go_on_together(stop_at, tmp_path):
-    wanted = together(one_of_two, None, None)[0]
-    assert 0 not in survivors(one_of_two, tmp_path / "state", stop_at)
-    assert (tmp_path / "state").exists()
-    for found in together(one_of_two, tmp_path / "state", None):
-        assert_same(found, wanted)
+@pytest.mark.parametrize(
+    ("kind", "stop_at", "options", "left"),
+    [
+        ("batch", 3, {"sparsity": 0.5}, (12 - 2, 12 - 2)),
+        ("batch", 6, {"sparsity": 0.5}, (12 - 4, 12 - 6)),
+        ("batch", 9, {"sparsity": 0.5}, (12 - 8, 12 - 8)),
+        ("batch", 6, {"sparsity": 0.5, "shards": True}, (12 - 4, 12 - 4)),
+        ("block", 2, {"sparsity": 0.5, "probes": 1, "update": "admm"}, (3 - 1, 3 - 1)),
+    ],
+    ids=["probe 0", "between", "probe 1", "shards", "reconstruction"],
+)
+def test_two_processes_go_on_together(kind, stop_at, options, left, tmp_path):
+    """`left`: how often the moment comes when they go on, in each."""
+    folder = tmp_path / "state"
+    wanted = together(one_of_two, None, None, kind, options)
+    deaths = survivors(one_of_two, folder, stop_at, kind, options)
+    assert deaths.first == -signal.SIGKILL
+    assert 0 not in deaths.codes
+    assert states(folder, 0)
+    assert states(folder, 1)
+    found = together(one_of_two, folder, None, kind, options)
+    for rank in range(2):
+        assert_same(found[rank][0], wanted[rank][0])
+        assert found[rank][1] == left[rank] < wanted[rank][1]
+    assert not folder.exists()
 
 
 def test_the_largest_batch_is_not_looked_for_again(tmp_path, monkeypatch):
     """Free memory is another now: the run that goes on has the batches that it began with."""
-    first = execution.first_guess
-    monkeypatch.setattr(execution, "first_guess", lambda *_: 4)
+    first = memory_plan.first_guess
+    monkeypatch.setattr(memory_plan, "first_guess", lambda *_: 4)
     interrupted(tmp_path / "state", sparsity=0.5, batch_size="auto")
-    monkeypatch.setattr(execution, "first_guess", lambda *_: pytest.fail("looked for"))
-    unfinished = tmp_path / "state" / "process-0" / "probe 0-8.partial"
+    monkeypatch.setattr(memory_plan, "first_guess", lambda *_: pytest.fail("looked for"))
+    unfinished = tmp_path / "state" / "process-0" / "probe-0-8.partial"
     unfinished.mkdir()
-    (unfinished / "progress.json").write_text('{"identity": {"rows')  # killed while it was written
-    found = run(tmp_path / "state", sparsity=0.5, batch_size="auto")
-    monkeypatch.setattr(execution, "first_guess", first)
+    (unfinished / "state.json").write_text('{"identity": {"rows')  # killed while it was written
+    with going_on():
+        found = run(tmp_path / "state", sparsity=0.5, batch_size="auto")
+    monkeypatch.setattr(memory_plan, "first_guess", first)
     wanted = run(sparsity=0.5, parts=cases.batches("llama", rows=12, batch_size=4))
     assert all(torch.equal(found["masks"][name], mask) for name, mask in wanted["masks"].items())
 
@@ -261,12 +371,11 @@ def test_a_search_on_another_text_is_another_run(tmp_path):
     def search(evaluation, **others):
         return prune_pretrained(
             cases.build("llama"),
-            GradProbeConfig(sparsity=0.5, max_metric_drop=1e9, sparsity_step=0.25),
+            GradProbeConfig(sparsity=0.5, max_metric_drop=1e9, sparsity_step=0.25, save_every=1),
             calibration=cases.batches("llama", rows=4, batch_size=1),
             evaluation=evaluation,
             apply=False,
             resume_dir=tmp_path / "state",
-            save_every=1,
             progress=False,
             **others,
         )
@@ -277,7 +386,7 @@ def test_a_search_on_another_text_is_another_run(tmp_path):
         search(cases.batches("llama", seed=4))
 
 
-def test_what_probes_nothing_says_that_it_is_not_resumed(tmp_path, caplog):
-    run(tmp_path / "state", strategy="magnitude", decision="none")
-    assert "resume_dir is not used: nothing is probed" in caplog.text
+def test_what_has_nothing_to_resume_refuses_the_folder(tmp_path):
+    with pytest.raises(ValueError, match=r"resume_dir=.* has no effect here"):
+        run(tmp_path / "state", score="magnitude")
     assert not (tmp_path / "state").exists()

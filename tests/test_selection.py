@@ -10,8 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from gradprobe_hf.model.targets import Site, Target
-from gradprobe_hf.selection.packed_masks import PackedMasks, multipliers_of, zero_masked_
-from gradprobe_hf.selection.select import find_cut, group_mask, key_range, row_mask, score_keys, select_masks
+from gradprobe_hf.scores.budget import Budget
+from gradprobe_hf.selection.cut import find_cut
+from gradprobe_hf.selection.groups import group_mask, row_mask
+from gradprobe_hf.selection.keys import key_range, score_keys
+from gradprobe_hf.selection.masked_values import zero_masked_
+from gradprobe_hf.selection.packed_masks import PackedMasks, multipliers_of
+from gradprobe_hf.selection.select import select_masks
 
 FLOATS = st.floats(min_value=0, width=32, allow_nan=False, allow_infinity=True, allow_subnormal=True)
 FEW = st.sampled_from([0.0, 1e-45, 1e-40, 1.0, 1.0000001, 3e38, float("inf")])
@@ -34,14 +39,14 @@ def split_rows(scores, parts):
     return {f"m{i}": part for i, part in enumerate(np.array_split(scores, parts)) if part.size}
 
 
-def selected(matrices, zeros, sparsity, scope="global", group=None):
+def selected(matrices, zeros, sparsity, scope="global"):
     targets = [target(name, matrix.shape, block=name[:2]) for name, matrix in matrices.items()]
 
     def keys(t):
         weight = torch.from_numpy(np.where(zeros[t.name], 0.0, 1.0))
         return [score_keys(torch.from_numpy(matrices[t.name]), weight, t.name)]
 
-    return select_masks(targets, keys, sparsity, scope, group)
+    return select_masks(targets, keys, Budget(sparsity, scope))
 
 
 @settings(max_examples=150, deadline=None)
@@ -143,9 +148,8 @@ def test_what_whole_weights_leave_of_a_bound_is_taken_by_score():
     """Every matrix of nine may lose half: the halves of weights are no reason to cut in index order."""
     scores = {f"m{number}": torch.arange(9, 0, -1).view(3, 3).float() + number for number in range(4)}
     targets = [target(name, (3, 3)) for name in scores]
-    masks = select_masks(
-        targets, lambda t: [score_keys(scores[t.name], torch.ones(3, 3), t.name)], 0.5, bounds=(0.0, 0.5)
-    )
+    budget = Budget(0.5, bounds=(0.0, 0.5))
+    masks = select_masks(targets, lambda t: [score_keys(scores[t.name], torch.ones(3, 3), t.name)], budget)
     assert sum(int(masks[name].sum()) for name in scores) == 18
     for name, score in scores.items():
         assert score[masks[name]].max() < score[~masks[name]].min()

@@ -53,7 +53,7 @@ def trained(model, folder, callbacks, resume=None, **more):
 def half_pruned(name="llama", dtype=torch.float32, seed=0):
     """A model, half of each row of whose matrices is zero, and the masks."""
     model = cases.build(name, dtype, seed)
-    config = GradProbeConfig(sparsity=0.5, strategy="magnitude", decision="none", scope="row")
+    config = GradProbeConfig(sparsity=0.5, score="magnitude", scope="row")
     result = prune_pretrained(model, config, evaluation=False, progress=False)
     return model, dict(result.masks)
 

@@ -1,4 +1,7 @@
-"""The `gradprobe` command: one verb per file."""
+"""The `gradprobe` command: one verb per file.
+
+A verb imports what it runs with inside `run`, so that --help does not wait for torch and transformers.
+"""
 
 from gradprobe_hf.cli.main import main
 

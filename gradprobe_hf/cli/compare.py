@@ -1,4 +1,4 @@
-"""Prune one model in several ways to one sparsity, and measure each: a table, a JSON file and a picture."""
+"""`gradprobe compare`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,10 @@ import logging
 from functools import partial
 from pathlib import Path
 
-from gradprobe_hf.cli.options import (
-    add_data_arguments,
-    add_memory_arguments,
-    add_method_arguments,
-    configuration,
-    option_values,
-)
-from gradprobe_hf.cli.output import add_model_arguments, console, placement_of, print_comparison, print_json, source_of
-from gradprobe_hf.comparison import RESULT_NAME, Compared, baselines, compare_pretrained
+from gradprobe_hf.cli.config_options import add_config_options, configuration, option_values
+from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
+from gradprobe_hf.cli.output import console, print_comparison, print_json
+from gradprobe_hf.comparison import BASELINES, RESULT_NAME, Compared, baselines, compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.yaml_options import read_yaml
@@ -25,26 +20,15 @@ logger = logging.getLogger(__name__)
 OWN = "as configured"  # the row of the options that are given, where no baseline has the same
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--output", metavar="DIR", help=f"folder for {RESULT_NAME} and the picture")
-    parser.add_argument("--overwrite", action="store_true", help=f"replace a {RESULT_NAME} in --output")
-    parser.add_argument(
-        "--methods",
-        metavar="NAME,...",
-        help=f"which of: {', '.join(baselines(GradProbeConfig()))}; {OWN}, where options are given that none of these "
-        "has (default: all)",
-    )
-    parser.add_argument(
-        "--also",
-        action="append",
-        metavar="FILE.yaml",
-        help="a configuration of your own, over the options given here; named after its file (repeatable)",
-    )
-    add_method_arguments(parser)
-    add_data_arguments(parser)
-    add_memory_arguments(parser.add_argument_group("memory"))
-    parser.add_argument("--quiet", action="store_true", help="no progress bars, errors only")
+def add_arguments(parser: VerbParser) -> None:
+    parser.add_model(*SOURCE)
+    parser.add_options("output", help=f"folder for {RESULT_NAME} and the figure")
+    parser.add_options("overwrite", "calibration", "evaluation", *PLACEMENT, "quiet")
+    rows = f"rows to make: {', '.join(BASELINES)}; {OWN}, where the options are none of these (default: all)"
+    parser.add_option("options", "methods", metavar="NAME,...", help=rows)
+    also = "a row for this file of options, over those given here; named after the file (repeatable)"
+    parser.add_option("options", "also", action="append", metavar="FILE.yaml", help=also)
+    add_config_options(parser, without=("save_every",))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -59,8 +43,7 @@ def run(options: argparse.Namespace) -> None:
         evaluation=options.evaluation,
         on_row=partial(_note, options) if join_processes().is_main else None,
         progress=not options.quiet,
-        **source_of(options),
-        **placement_of(options),
+        **given(options, *SOURCE, *PLACEMENT),
     )
     if not join_processes().is_main:
         return
@@ -69,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         print_comparison(found.rows, found.dense, found.evaluation)
         if options.output:
-            console().print(f"{options.output}/{RESULT_NAME}, picture {options.output}/comparison.png")
+            console().print(f"{options.output}/{RESULT_NAME}, figure {options.output}/comparison.png")
 
 
 def _note(options: argparse.Namespace, found: Compared) -> None:

@@ -1,33 +1,30 @@
-"""Tell what a run will take, before any of it: memory and disk, passes, and what fits here. No weight is read."""
+"""`gradprobe estimate`."""
 
 from __future__ import annotations
 
 import argparse
 
-from gradprobe_hf.cli.estimate_table import print_estimate
-from gradprobe_hf.cli.options import (
-    add_accumulator_arguments,
-    add_method_arguments,
-    add_window_arguments,
-    configuration,
-)
-from gradprobe_hf.cli.output import add_source_arguments, given, print_json
-from gradprobe_hf.estimation.estimate import estimate
-from gradprobe_hf.model.loading import load_config, skeleton
-from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.cli.config_options import add_config_options, configuration
+from gradprobe_hf.cli.options import VerbParser, given
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hub id, a folder with a config.json, or such a JSON file")
-    add_source_arguments(parser)
-    add_method_arguments(parser)
-    add_window_arguments(parser.add_argument_group("calibration windows"))
-    add_accumulator_arguments(parser.add_argument_group("memory"))
-    parser.add_argument("--resume", action="store_true", help="count the snapshots of a run that can be resumed")
-    parser.add_argument("--quiet", action="store_true", help="errors only")
+def add_arguments(parser: VerbParser) -> None:
+    parser.add_model(
+        "dtype", "revision", "trust_remote_code", form="a Hub id, a folder with a config.json, or that file"
+    )
+    parser.add_options("quiet")
+    # All placements are shown, checkpointed or not, and what does not change memory, disk space and passes is left out.
+    add_config_options(parser, without=("evaluation_samples", "checkpointing", "save_every"))
+    parser.add_option("long runs", "resume", action="store_true", help="count the snapshots of a run with --resume-dir")
 
 
 def run(options: argparse.Namespace) -> None:
+    from gradprobe_hf.cli.estimate_table import print_estimate
+    from gradprobe_hf.cli.output import print_json
+    from gradprobe_hf.estimation.estimate import estimate
+    from gradprobe_hf.model.loading import load_config, skeleton
+    from gradprobe_hf.model.targets import find_targets
+
     config = configuration(options)
     model = skeleton(load_config(options.model, **given(options, "revision", "trust_remote_code")), dtype=options.dtype)
     targets = find_targets(model, config.include, config.exclude)

@@ -4,26 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from gradprobe_hf.cli.output import console
+from gradprobe_hf.cli.output import console, table_of
 from gradprobe_hf.estimation.estimate import Estimate
 from gradprobe_hf.estimation.footprint import DEVICES, Device, Placement, Stage
 
 
 def print_estimate(found: Estimate) -> None:
-    """One column per placement. Of each device the items of its fullest stage; what a run may choose is what fits."""
+    """One column per placement. The items of a device are those of one stage; its highest may be that of another."""
     out = console()
-    experts = f", {found.active_target_weights:,} of them for a token" if _has_experts(found) else ""
+    experts = f", {found.active_target_weights:,} of them active for a token," if _has_experts(found) else ""
     out.print(f"{found.architecture}, {found.parameters:,} parameters in {found.dtype}, on {found.device}")
     out.print(
         f"targets: {found.target_weights:,} weights{experts} in {found.matrices:,} matrices of {found.blocks} blocks"
     )
     out.print(_calibration(found))
-    table = Table("")
-    for one in found.placements:
-        table.add_column(one.name, justify="right")
+    table = table_of("", *(one.name for one in found.placements))
     for device in (device for device in DEVICES if device in found.placements[0].room):
         _add_device(table, found.placements, device)
     _add_work(table, found)
@@ -55,12 +54,13 @@ def _add_device(table: Table, placements: Sequence[Placement], device: Device) -
     for label in dict.fromkeys(item.label for stage in stages for item in stage.items if item.device == device):
         sizes = [_labelled(stage, device, label) for stage in stages]
         if any(sizes):
-            table.add_row(f"  {label}", *(_size(size) if size else "-" for size in sizes))
-    table.add_row(
-        Text("  in all" if device == "disk" else "  at its highest", style="bold"),
-        *(_total(one, stage, device) for one, stage in zip(placements, stages, strict=True)),
-        end_section=True,
-    )
+            table.add_row(_indented(label), *(_size(size) if size else "-" for size in sizes))
+    total = "in all" if device == "disk" else "at its highest"
+    table.add_row(_indented(total, style="bold"), *(_total(one, device) for one in placements))
+    highest = [one.peak_stage(device) for one in placements]
+    if any(peak.bytes_on(device) > stage.bytes_on(device) for peak, stage in zip(highest, stages, strict=True)):
+        table.add_row(_indented("reached in stage"), *(peak.name for peak in highest))
+    table.add_section()
 
 
 def _shown(placement: Placement, device: Device) -> Stage:
@@ -70,11 +70,9 @@ def _shown(placement: Placement, device: Device) -> Stage:
     return probe if probes and device != "disk" else placement.peak_stage(device)
 
 
-def _total(placement: Placement, shown: Stage, device: Device) -> Text:
-    highest = placement.peak_stage(device)
-    when = "" if highest.bytes_on(device) <= shown.bytes_on(device) else f" ({highest.name})"
+def _total(placement: Placement, device: Device) -> Text:
     fits = placement.needed(device) <= placement.room[device]
-    return Text(_size(placement.peak(device)) + when, style="bold" if fits else "bold red")
+    return Text(_size(placement.peak(device)), style="bold" if fits else "bold red")
 
 
 def _labelled(stage: Stage, device: Device, label: str) -> int:
@@ -84,10 +82,17 @@ def _labelled(stage: Stage, device: Device, label: str) -> int:
 def _add_work(table: Table, found: Estimate) -> None:
     works = [found.work[one.name] for one in found.placements]
     table.add_row(Text("work", style="bold"))
-    table.add_row("  forward + backward passes", *(f"{work.forwards:g} + {work.backwards:g}" for work in works))
-    table.add_row("  floating-point operations", *(_scaled(work.flops, "FLOP") for work in works))
+    passes = (f"{work.forwards:g} + {work.backwards:g}" for work in works)
+    table.add_row(_indented("forward + backward passes"), *passes)
+    table.add_row(_indented("floating-point operations"), *(_scaled(work.flops, "FLOP") for work in works))
     if any(work.bytes_read for work in works):
-        table.add_row("  weights read again", *(_size(work.bytes_read) if work.bytes_read else "-" for work in works))
+        read = (_size(work.bytes_read) if work.bytes_read else "-" for work in works)
+        table.add_row(_indented("weights read from disk"), *read)
+
+
+def _indented(label: str, style: str = "") -> Padding:
+    """All its lines, where it has to be broken."""
+    return Padding(Text(label, style=style), (0, 0, 0, 2))
 
 
 def _size(count: int) -> str:

@@ -41,6 +41,6 @@ def register() -> Path:
         executable_path=str(Path(command).absolute()),
         type="python",
         installed_at=datetime.now(UTC),
-        description="Prune transformers by asking their gradients",
+        description="Prune transformers using gradients of their loss",
     ).save(EXTENSIONS_ROOT.expanduser() / COMMAND)
     return Path(command).absolute()

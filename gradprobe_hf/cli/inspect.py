@@ -1,17 +1,19 @@
-"""Print the true sparsity of a checkpoint's files: per matrix, per block and kind, and whether an n:m pattern holds."""
+"""`gradprobe inspect`."""
 
 from __future__ import annotations
 
 import argparse
 
-from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
-from gradprobe_hf.cli.output import print_inspection, print_json
+from gradprobe_hf.cli.options import VerbParser
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: VerbParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a checkpoint folder with safetensors files")
 
 
 def run(options: argparse.Namespace) -> None:
+    from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+    from gradprobe_hf.cli.output import print_inspection, print_json
+
     found = inspect_checkpoint(options.directory)
     print_json(found.to_dict()) if options.json else print_inspection(found, options.directory)

@@ -6,45 +6,66 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-import torch
+import gradprobe_hf
+from gradprobe_hf.cli.options import VerbParser
 
-from gradprobe_hf.cli import compare, estimate, evaluate, inspect, prune
-from gradprobe_hf.report.build import versions
-
-VERBS = {"prune": prune, "compare": compare, "estimate": estimate, "evaluate": evaluate, "inspect": inspect}
+# The file of each verb is imported when it is chosen; this is all that `gradprobe --help` knows: usage and description.
+VERBS = {
+    "prune": (
+        "MODEL --output DIR [options]",
+        "Prune a model and write a complete checkpoint: weights, tokenizer, report, figures and model card.",
+    ),
+    "compare": ("MODEL [options]", "Prune a model in several ways to one sparsity and measure the perplexity of each."),
+    "estimate": ("MODEL [options]", "Estimate the memory, disk space and passes of a run, without reading any weight."),
+    "evaluate": ("MODEL --data SPEC [options]", "Measure the perplexity of a model on a text."),
+    "inspect": (
+        "DIR [options]",
+        "Count the zeros in a checkpoint's files, per matrix and block, and find the n:m patterns that hold.",
+    ),
+}
 INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
-    _configure_logging(quiet=getattr(options, "quiet", False))
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        VERBS[options.verb].run(options)
+        options = parser(*arguments[:1]).parse_args(arguments)
+        _configure_logging(quiet=getattr(options, "quiet", False))
+        options.run(options)
     except KeyboardInterrupt:
         print("\ngradprobe: interrupted; no unfinished checkpoint is left behind", file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError) as error:
-        # wrong input, or a machine or Hub that will not
+    except _expected_errors() as error:
         print(f"gradprobe: error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(chosen: str = "") -> argparse.ArgumentParser:
+    """The whole command. Only the verb that was chosen has its options."""
     top = argparse.ArgumentParser(
-        prog="gradprobe", description="Prune pretrained transformers by asking their gradients."
+        prog="gradprobe", description="Prune pretrained transformers using gradients of their loss."
     )
-    top.add_argument("--version", action="version", version=f"gradprobe_hf {versions()['gradprobe_hf']}")
-    verbs = top.add_subparsers(dest="verb", required=True)
-    for name, module in VERBS.items():
-        description = (module.__doc__ or "").strip()
-        verb = verbs.add_parser(name, help=description.splitlines()[0], description=description)
-        module.add_arguments(verb)
-        verb.add_argument(
-            "--json", action="store_true", help="print one JSON object and nothing else on standard output"
-        )
+    top.add_argument("--version", action="version", version=f"gradprobe_hf {gradprobe_hf.__version__}")
+    verbs = top.add_subparsers(
+        dest="verb", required=True, metavar="VERB", title="verbs, each with its own --help", parser_class=VerbParser
+    )
+    for name, (usage, description) in VERBS.items():
+        verb = verbs.add_parser(name, usage=f"gradprobe {name} {usage}", help=description, description=description)
+        if name == chosen:
+            module = import_module(f"gradprobe_hf.cli.{name}")
+            module.add_arguments(verb)
+            verb.add_options("json")
+            verb.set_defaults(run=module.run)
     return top
+
+
+def _expected_errors() -> tuple[type[Exception], ...]:
+    """Wrong input, or a machine or Hub that will not. What has not imported torch has not run out of its memory."""
+    torch = sys.modules.get("torch")
+    return (ValueError, OSError, ImportError, MemoryError, *([torch.OutOfMemoryError] if torch else []))
 
 
 def _configure_logging(quiet: bool) -> None:

@@ -1,13 +1,13 @@
-"""What the verbs share: the model's arguments, and tables on standard output."""
+"""What the verbs print to standard output: tables, or JSON."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -17,55 +17,19 @@ from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.report.report import Group, Report, finite
 
 
-def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a Hub id or a checkpoint folder")
-    add_source_arguments(parser)
-    parser.add_argument("--gguf-file", metavar="FILE", help="a GGUF file inside MODEL, dequantised on loading")
-
-
-def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which MODEL it is; a login or HF_TOKEN opens those that are gated."""
-    parser.add_argument("--dtype", help="load the weights as bfloat16, float16 or float32 (default: the checkpoint's)")
-    parser.add_argument("--revision", metavar="NAME", help="a branch, tag or commit of a Hub id (default: main)")
-    parser.add_argument(
-        "--trust-remote-code",
-        action="store_true",
-        default=None,
-        help="run the code of a model whose architecture is in its repository",
-    )
-
-
-def source_of(options: argparse.Namespace) -> dict[str, Any]:
-    """For `from_pretrained`."""
-    return given(options, "dtype", "gguf_file", "revision", "trust_remote_code")
-
-
-def placement_of(options: argparse.Namespace) -> dict[str, Any]:
-    return given(options, "device_map", "max_memory", "offload_folder")
-
-
-def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
-    """The options that were set on the command line."""
-    return {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
-
-
 def print_json(values: dict[str, Any]) -> None:
     print(json.dumps(finite(values), indent=2, allow_nan=False))
 
 
 def print_pruning(report: Report, output: str) -> None:
-    table = Table(
-        "",
-        "dense",
-        "pruned",
-        title=f"{report.model['class']}, {report.weights:,} weights in {len(report.matrices)} matrices",
-    )
+    table = table_of("", "dense", "pruned")
     before = sum(row.zeros_before for row in report.matrices) / report.weights
     table.add_row("zeros", f"{before:.4%}", f"{report.sparsity:.4%}")
     if report.evaluation:
         key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
     out = console()
+    out.print(f"{report.model['class']}: {report.weights:,} weights in {len(report.matrices)} pruned matrices")
     out.print(table)
     if report.evaluation:
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
@@ -77,9 +41,7 @@ def print_pruning(report: Report, output: str) -> None:
 def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation: dict[str, Any]) -> None:
     """One line a configuration, and how its perplexity (or loss) compares with the best."""
     key = "loss" if dense.perplexity is None else "perplexity"
-    table = Table("method", title=f"dense {key} {getattr(dense, key):,.4f}")
-    for column in ("zeros", "sparsity", key, "/ best", "seconds", "passes"):
-        table.add_column(column, justify="right")
+    table = table_of("method", "zeros", "sparsity", key, "/ best", "seconds", "passes")
     values = [getattr(row, key) for row in rows]
     best = min(values, default=math.nan)
     for row, value in zip(rows, values, strict=True):
@@ -102,7 +64,7 @@ def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation
 
 
 def print_evaluation(values: dict[str, Any]) -> None:
-    table = Table("perplexity", "loss (nats)", "terms")
+    table = table_of("perplexity", "loss (nats)", "terms")
     perplexity = "-" if values["perplexity"] is None else f"{values['perplexity']:,.4f}"
     table.add_row(perplexity, f"{values['loss']:.4f}", f"{values['terms']:,}")
     out = console()
@@ -126,9 +88,7 @@ def _groups(label: str, groups: Iterable[Group]) -> Table:
 
 
 def _sparsities(label: str, rows: Iterable[tuple[str, int, int, float]]) -> Table:
-    table = Table(label)
-    for column in ("weights", "zeros", "sparsity"):
-        table.add_column(column, justify="right")
+    table = table_of(label, "weights", "zeros", "sparsity")
     for name, weights, zeros, sparsity in rows:
         table.add_row(name, f"{weights:,}", f"{zeros:,}", f"{sparsity:.2%}")
     return table
@@ -138,6 +98,14 @@ def _cost(report: Report) -> str:
     passes = f"{report.passes['forward']:.3g} forward and {report.passes['backward']:.3g} backward passes"
     slowest = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items() if seconds >= 1)
     return f"peak memory {report.memory['peak_resident_bytes'] / 1e9:.2f} GB; {passes}; {slowest or 'under a second'}"
+
+
+def table_of(first: str, *columns: str) -> Table:
+    """An empty table: a column of labels, and columns of numbers."""
+    table = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
 
 
 def console() -> Console:

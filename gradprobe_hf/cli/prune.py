@@ -1,53 +1,41 @@
-"""Prune a model and write a complete checkpoint: weights, tokenizer, report, pictures and model card."""
+"""`gradprobe prune`."""
 
 from __future__ import annotations
 
 import argparse
 
-from gradprobe_hf.cli.options import (
-    add_data_arguments,
-    add_memory_arguments,
-    add_method_arguments,
-    add_resume_arguments,
-    configuration,
-)
-from gradprobe_hf.cli.output import add_model_arguments, placement_of, print_json, print_pruning, source_of
-from gradprobe_hf.pruning import prune_pretrained
+from gradprobe_hf.cli.config_options import add_config_options, configuration
+from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_arguments(parser)
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder for the pruned checkpoint")
-    parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint in --output")
-    add_method_arguments(parser)
-    add_data_arguments(parser, no_evaluation=", or 'none'")
-    add_memory_arguments(parser.add_argument_group("memory"))
-    add_resume_arguments(parser.add_argument_group("long runs"))
-    hub = parser.add_argument_group("sharing")
-    hub.add_argument("--push-to-hub", metavar="REPO", help="upload the checkpoint to this repository")
-    hub.add_argument("--private", action="store_true", help="create the repository private")
-    parser.add_argument("--quiet", action="store_true", help="no progress bars, errors only")
+def add_arguments(parser: VerbParser) -> None:
+    parser.add_model(*SOURCE)
+    parser.add_options("output", required=True)
+    parser.add_options(
+        "overwrite", "calibration", "evaluation", *PLACEMENT, "resume_dir", "push_to_hub", "private", "quiet"
+    )
+    add_config_options(parser)
 
 
 def run(options: argparse.Namespace) -> None:
+    from gradprobe_hf.cli.output import print_json, print_pruning
+    from gradprobe_hf.pruning import prune_pretrained
+
     result = prune_pretrained(
         options.model,
         configuration(options),
         calibration=options.calibration,
-        evaluation=False if options.evaluation == "none" else options.evaluation,
+        evaluation=options.evaluation,
         apply=False,  # the checkpoint is what is asked for: the weights in memory, or offloaded, are let go
         output_dir=options.output,
         overwrite=options.overwrite,
         push_to_hub=options.push_to_hub or False,
         hub_private_repo=options.private or None,
-        progress=not options.quiet,
-        **source_of(options),
-        **placement_of(options),
         resume_dir=options.resume_dir,
+        progress=not options.quiet,
+        **given(options, *SOURCE, *PLACEMENT),
     )
-    if not result.processes.is_main:
-        return
-    if options.json:
+    if result.processes.is_main and options.json:
         print_json(result.report.to_dict() | {"output": options.output})
-    else:
+    elif result.processes.is_main:
         print_pruning(result.report, options.output)

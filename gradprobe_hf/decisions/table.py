@@ -69,9 +69,9 @@ DECISIONS: dict[str, Decision] = {
         limits_spikes=True,
         scope="global",
         sentence="The loss gradient was measured twice over the calibration data: at the original weights, and with "
-        "the candidates, the weights that `{score_name}` would remove, multiplied by {reduction_factor}. Each weight was scored by its square times "
-        "{fisher}, added over both probes: an estimate of the loss that removing it adds. {limit}The lowest scores "
-        "were set to zero, with one exact budget over {unit}.",
+        "the candidates, the weights that `{score_name}` alone would remove, multiplied by {reduction_factor}. Each "
+        "weight was scored by its square times {fisher}, added over both measurements: an estimate of the loss that "
+        "removing it adds. {limit}The lowest scores were set to zero, with one exact budget over {unit}.",
         source="this package; docs/method.md",
     ),
     "threshold": Decision(

@@ -1,9 +1,9 @@
-"""Blocks: the transformer blocks of a model one after the other, each on what the blocks before it have left.
+"""The block output cache: passes that start behind the blocks that are finished.
 
-A pass that is about a later block need not compute the earlier ones again. `BlockOutputCache` keeps, for every batch, what the
-last finished block of each stack returned; while it is `skipping`, finished blocks return that at once, and the model's
-own forward does all the rest. So embeddings, attention masks, positions, head and loss stay the model's own business,
-whatever its family. A stack is an `nn.ModuleList` of blocks: a decoder has one, an encoder-decoder two.
+A pass for a later block need not compute the earlier ones again. `BlockOutputCache` stores, for every batch, the output
+of the last finished block of each stack. While it is `skipping`, finished blocks return that output at once, and the
+model's own forward does the rest: embeddings, attention masks, positions, head and loss need no code here, whatever the
+model's family. A stack is an `nn.ModuleList` of blocks: a decoder has one, an encoder-decoder two.
 """
 
 from __future__ import annotations
@@ -21,95 +21,95 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.model.loss import Batch, forward_only
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode, put_back
+from gradprobe_hf.model.patches import eval_mode, restore_slot
 from gradprobe_hf.model.targets import Target
 
 
-class _Reached(Exception):  # noqa: N818 - it is no error
-    """The pass has come to the end of the block it is about."""
+class _StopForward(Exception):  # noqa: N818 - it is no error
+    """Ends a forward behind the last block that is needed."""
 
 
 class BlockOutputCache:
-    """The finished blocks, and where each batch has come to behind them.
-
-    What is kept is `[sequences, tokens, hidden]` for every batch and stack, on the device of its block.
+    """Outputs of the last finished block of each stack: `[sequences, tokens, hidden]` for every batch.
 
     Args:
-        batches: this process's share, in the order in which they are started.
-        blocks: how many there are, finished or not.
+        batches: this process's own, in the order in which they are started.
+        blocks: how many the model has, finished or not.
     """
 
     def __init__(self, model: PreTrainedModel, batches: Sequence[Batch], blocks: int) -> None:
         self.model, self.batches, self.blocks = model, batches, blocks
         self.finished: list[str] = []
-        self._left: list[dict[str, Any]] = [{} for _ in batches]
-        self._current: dict[str, Any] = {}
+        self._outputs: list[dict[str, Any]] = [{} for _ in batches]  # of each batch, stack -> output
+        self._current: dict[str, Any] = {}  # of the batch that was started
 
     @property
     def steps(self) -> list[tuple[Batch, bool]]:
-        """The batches, each of which counts."""
+        """The batches, each of which counts, as `own_steps` gives them."""
         return [(batch, True) for batch in self.batches]
 
     @property
     def share(self) -> float:
-        """Of the model, that is finished."""
+        """The fraction of the blocks that are finished."""
         return len(self.finished) / self.blocks
 
     @contextmanager
     def skipping(self) -> Iterator[None]:
-        """Finished blocks return what they have left of the batch that was started."""
+        """Finished blocks return their stored outputs of the batch that was started."""
+        # All but the last of a stack could return anything: the last one ignores what it is called with.
         with ExitStack() as undo:
             for name in self.finished:
-                _replace_forward(self.model.get_submodule(name), partial(self._left_by, stack_of(name)), undo)
+                _replace_forward(self.model.get_submodule(name), partial(self._output_of, stack_of(name)), undo)
             yield
 
-    def _left_by(self, stack: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - what a block is called with
+    def _output_of(self, stack: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - a block's arguments
         return self._current[stack]
 
     def start_batch(self, number: int) -> None:
-        self._current = self._left[number]
+        self._current = self._outputs[number]
 
     def run(self, number: int, last: str, before_batch: Callable[[Batch], None]) -> dict[str, Any]:
-        """One batch, from the finished blocks to the end of block `last`: for what is attached to the blocks.
+        """Run one batch from the finished blocks to the end of block `last`, for the maps attached between them.
 
-        Returns what is left of it there, for `finish`.
+        Returns:
+            Its outputs there, for `finish`.
         """
-        with self._running({last}, last) as found:
-            self._pass(number, before_batch)
-        return self._current | {stack_of(last): found[last]}
+        with self._capturing({last}, last) as outputs:
+            self._forward(number, before_batch)
+        return self._current | {stack_of(last): outputs[last]}
 
     def advance(self, blocks: Sequence[str]) -> None:
-        """Finish these blocks, the next in their order, as they are served now."""
-        ends = {stack_of(name): name for name in blocks}
-        left: list[dict[str, Any]] = []
-        with self._running(set(ends.values()), blocks[-1]) as found:
+        """Finish these blocks, the next in their order: store their outputs under the weights that are served now."""
+        ends = {stack_of(name): name for name in blocks}  # the last block of each stack
+        outputs: list[dict[str, Any]] = []
+        with self._capturing(set(ends.values()), blocks[-1]) as captured:
             for number in range(len(self.batches)):
-                self._pass(number)
-                left.append(self._current | {stack_of(name): found[name] for name in found})
-        self.finish(blocks, left)
+                self._forward(number)
+                outputs.append(self._current | {stack_of(name): captured[name] for name in captured})
+        self.finish(blocks, outputs)
 
-    def finish(self, blocks: Sequence[str], left: list[dict[str, Any]]) -> None:
-        """These blocks are finished, and have left this of each batch."""
-        self._left = left
+    def finish(self, blocks: Sequence[str], outputs: list[dict[str, Any]]) -> None:
+        """Finish these blocks, given the outputs of each batch (as `run` returns them)."""
+        self._outputs = outputs
         self.finished += blocks
 
-    def _pass(self, number: int, before_batch: Callable[[Batch], None] = lambda batch: None) -> None:  # noqa: ARG005
+    def _forward(self, number: int, before_batch: Callable[[Batch], None] = lambda batch: None) -> None:  # noqa: ARG005
         batch = send_to_device(self.batches[number], input_device(self.model))
         self.start_batch(number)
         before_batch(batch)
-        with suppress(_Reached):
+        with suppress(_StopForward):
             forward_only(self.model, batch)
 
     @contextmanager
-    def _running(self, ends: set[str], last: str) -> Iterator[dict[str, Any]]:
-        """Keep what the blocks `ends` return, and stop behind block `last`."""
-        found: dict[str, Any] = {}
+    def _capturing(self, ends: set[str], last: str) -> Iterator[dict[str, Any]]:
+        """Yield the outputs of the blocks `ends` in the latest pass; passes stop behind block `last`."""
+        outputs: dict[str, Any] = {}
 
-        def forward(name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            found[name] = own(*args, **kwargs)
-            if name == last:
-                raise _Reached
-            return found[name]
+        def forward(name: str, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            outputs[name] = original(*args, **kwargs)
+            if name == last:  # the head, and its logits over the vocabulary, are not needed
+                raise _StopForward
+            return outputs[name]
 
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
@@ -118,36 +118,38 @@ class BlockOutputCache:
             for name in ends:
                 module = self.model.get_submodule(name)
                 _replace_forward(module, partial(forward, name, module.forward), stack)
-            yield found
+            yield outputs
 
 
 def blocks_in_order(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> list[str]:
-    """The blocks that hold targets, in the order in which a pass runs them.
+    """The blocks that hold targets, in the order in which a forward pass runs them.
 
     Raises:
-        ValueError: a block that a pass runs never or more than once.
+        ValueError: a block that does not run exactly once.
     """
     wanted = list(dict.fromkeys(target.block for target in targets))
     ran: list[str] = []
     with ExitStack() as undo:
         for name in wanted:
-            undo.callback(model.get_submodule(name).register_forward_pre_hook(partial(_note, ran, name)).remove)
+            hook = partial(_record, ran, name)
+            undo.callback(model.get_submodule(name).register_forward_pre_hook(hook).remove)
         undo.enter_context(torch.no_grad())
         undo.enter_context(eval_mode(model))
         forward_only(model, send_to_device(batch, input_device(model)))
     for name in wanted:
         if ran.count(name) != 1:
             raise ValueError(
-                f"{name} runs {ran.count(name)} times in a forward pass: its blocks cannot be worked on one after the "
-                "other. Use order='joint' without reconstruction."
+                f"{name} runs {ran.count(name)} times in a forward pass, so the blocks cannot be pruned one after the "
+                "other. Use order='joint' and update='none'."
             )
     return ran
 
 
-def _note(ran: list[str], name: str, module: nn.Module, args: Any) -> None:  # noqa: ARG001 - what a hook is called with
+def _record(ran: list[str], name: str, module: nn.Module, args: Any) -> None:  # noqa: ARG001 - a hook's arguments
     ran.append(name)
 
 
 def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
-    undo.callback(put_back, module, "forward", module.__dict__.get("forward"))
+    # `forward`, not `_old_forward`: a finished block of an offloaded model does not even load its weights.
+    undo.callback(restore_slot, module, "forward", module.__dict__.get("forward"))
     module.__dict__["forward"] = forward

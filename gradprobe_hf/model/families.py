@@ -1,7 +1,7 @@
-"""Families: every fact about model architectures that this package relies on, in one place.
+"""Families: every fact about model architectures that the package relies on.
 
-What an expert, a block and a decoder are called, which loss a model is trained with, what a batch of it looks like. A
-new family that differs in any of these is a change to this file alone.
+What experts, blocks and decoders are called, which loss a model is trained with, what a batch of it looks like. A new
+family that differs in any of these is a change to this file alone.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# The task of the Hub that belongs to each objective.
+# Objective, as transformers names its losses -> the Hub's task.
 PIPELINE_TAGS = {
     "ForCausalLM": "text-generation",
     "ForMaskedLM": "fill-mask",
@@ -23,19 +23,17 @@ PIPELINE_TAGS = {
     "ForImageClassification": "image-classification",
 }
 CAUSAL = "ForCausalLM"
-# Configurations call the number of experts that a token is sent to by one of these.
+# How configurations call the number of experts that a token is routed to.
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
-# Cross-attention: its keys and values are made of the encoder's tokens, everything else of the decoder's.
+# Cross-attention: T5, BART and their like, BERT as a decoder. Keys and values come from the encoder's tokens.
 _CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention")
 _KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
 
 
 def objective(model: PreTrainedModel) -> str | None:
-    """What the model is trained for, as transformers names its losses: "ForCausalLM", "ForMaskedLM", ...
-
-    transformers reads it off the class's name, which for GPT-2's `GPT2LMHeadModel` says nothing; the auto mapping does.
-    """
-    # FSDP2 renames the class of what it shards.
+    """What the model is trained for, as transformers names its losses: "ForCausalLM", "ForMaskedLM", ..."""
+    # `loss_type` is derived from the class name, which says nothing for GPT-2's `GPT2LMHeadModel`; the auto mapping
+    # knows it. FSDP2 prefixes the class name of what it shards.
     if type(model).__name__.removeprefix("FSDP") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
         return CAUSAL
     return getattr(model, "loss_type", None)
@@ -47,12 +45,14 @@ def is_causal(model: PreTrainedModel) -> bool:
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:
-    """Decoder-only models called `ForConditionalGeneration` (vision-language models) shift; encoder-decoders do not."""
+    """Whether the model's own loss compares the output at token t with the label of token t + 1."""
+    # Vision-language models are decoder-only and called ForConditionalGeneration, like encoder-decoders, whose labels
+    # are aligned already.
     return objective(model) in (CAUSAL, "ForConditionalGeneration") and not model.config.is_encoder_decoder
 
 
 def names_causal_class(architecture: str) -> bool:
-    """Whether a checkpoint's architecture is a causal language model; one that names none is taken for one."""
+    """Whether a checkpoint's architecture is a causal language model, as is assumed for one that names none."""
     return not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel"))
 
 
@@ -62,7 +62,8 @@ def labels_whole_sequences(model: PreTrainedModel) -> bool:
 
 
 def block_of(model: nn.Module, module_name: str) -> str:
-    """The outermost element of an `nn.ModuleList` around the module, like `model.layers.3`; `""` if there is none."""
+    """The transformer block around a module, like `model.layers.3`; `""` outside the blocks."""
+    # The outermost element of an nn.ModuleList: the experts of a mixture may be a ModuleList inside it.
     parts = module_name.split(".")
     for depth, part in enumerate(parts):
         if part.isdigit() and isinstance(model.get_submodule(".".join(parts[:depth])), nn.ModuleList):
@@ -76,13 +77,13 @@ def stack_of(block: str) -> str:
 
 
 def shares_keys_across_blocks(model: nn.Module) -> bool:
-    """Whether blocks read keys and values that other blocks have computed, so that none can be run by itself."""
+    """Whether blocks read keys and values that other blocks have computed (Gemma 3n): none can be run by itself."""
     shared = "num_kv_shared_layers"
     return isinstance(model, PreTrainedModel) and bool(getattr(model.config.get_text_config(), shared, None))
 
 
 def in_decoder(module: str) -> bool:
-    """Whether a module of an encoder-decoder sees the decoder's tokens: cross-attention's keys and values do not.
+    """Whether a module of an encoder-decoder sees the decoder's tokens. Keys and values of cross-attention do not.
 
     >>> [in_decoder(f"decoder.block.0.layer.{name}") for name in ("0.SelfAttention.k", "1.EncDecAttention.k")]
     [True, False]
@@ -93,14 +94,14 @@ def in_decoder(module: str) -> bool:
 
 
 def is_expert(name: str) -> bool:
-    """Whether a matrix is part of an expert, which sees tokens of any sequence in any order."""
+    """Whether a matrix belongs to an expert, which is sent tokens of any sequence in any order."""
     return any("expert" in part for part in name.split("."))
 
 
 def is_compared_by_token(name: str) -> bool:
     """Whether a matrix sees the same tokens in the pruned and in the dense model.
 
-    A router may send an expert others there; one that is shared is sent all.
+    A router may send an expert other tokens there; a shared expert is sent all of them.
     """
     return not is_expert(name) or "shared" in name
 
@@ -112,23 +113,23 @@ def is_fused_experts(module: nn.Module) -> bool:
 
 
 def expert_parameters(module: Any) -> tuple[str, str]:
-    """The names of the fused parameters, in the order in which a token passes them."""
+    """Names of the fused parameters, in the order in which a token passes them."""
     return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
 def chosen_experts(config: PreTrainedConfig) -> int:
-    """How many experts a token is sent to."""
+    """How many experts a token is routed to; 1 for a dense model."""
     text = config.get_text_config()
     return next((getattr(text, name) for name in _CHOSEN_EXPERTS if getattr(text, name, None)), 1)
 
 
 def text_attribute(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
-    """A value of the language part's configuration (`hidden_size`, `max_position_embeddings`, ...), if it has it."""
+    """A value of the language model's configuration (`hidden_size`, `max_position_embeddings`, ...), if it has it."""
     return getattr(config.get_text_config(), name, None) or default
 
 
 def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """A batch of the model's modality on the meta device: what it has to be called with to return a loss."""
+    """A batch on the meta device that the model returns a loss for: text, image or speech, with labels."""
     config, name = model.config, model.main_input_name
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)

@@ -1,8 +1,8 @@
-"""Sharding: a model whose parameters FSDP2 keeps in shards (`fully_shard`, or transformers' `distributed_config`).
+"""FSDP2: models whose parameters are sharded (`fully_shard`, or transformers' `distributed_config`).
 
-Between two passes every parameter is a DTensor, of which a process holds some rows; FSDP gathers a group of them for
-its forward and its backward, as plain tensors. What is known of a weight is kept where the weight is: a sum over all
-processes is reduced to the shards, and never whole in any of them for longer than its matrix is worked on.
+Between two passes every parameter is a DTensor, of which each process holds some rows. For its forward and its backward
+FSDP gathers a module's parameters into plain tensors, and reshards them behind it. Statistics follow the weights: a sum
+over all processes is reduced to the shards, so that no process holds a whole one for longer than one matrix takes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 @dataclass(frozen=True)
 class ShardLayout:
-    """How a parameter is dealt to the processes. Shapes are those of the parameter as it is stored."""
+    """How a parameter is split over the processes. Shapes are those of the parameter as it is stored."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -31,6 +31,8 @@ class ShardLayout:
 
     def reduce(self, full: Tensor, operation: str) -> Tensor:
         """This process's shard of the `"sum"` or `"max"` of a whole tensor over all processes. A collective."""
+        # Redistributing from Partial to Shard is a reduce-scatter: half the traffic of an all-reduce, and DTensor deals
+        # out uneven last shards as it does for the parameter.
         part = DTensor.from_local(full, self.mesh, [Partial(operation)] * self.mesh.ndim, run_check=False)
         return part.redistribute(placements=self.placements).to_local()
 
@@ -41,12 +43,12 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def plain_class(model: nn.Module) -> type[nn.Module]:
-    """The class of the model: FSDP2 makes one of its own of it, in place."""
+    """The model's own class: `fully_shard` sets `model.__class__` to a generated subclass that is an FSDPModule too."""
     return next(cls for cls in type(model).__mro__ if issubclass(cls, nn.Module) and not issubclass(cls, FSDPModule))
 
 
 def shard_layout(model: nn.Module, name: str) -> ShardLayout | None:
-    """How the parameter is sharded, None when it is not. Between two passes only: in one, the parameter is whole."""
+    """How the parameter is sharded; None if it is not. Ask between passes: during one the parameter may be gathered."""
     parameter = model.get_parameter(name)
     if not isinstance(parameter, DTensor):
         return None
@@ -55,10 +57,8 @@ def shard_layout(model: nn.Module, name: str) -> ShardLayout | None:
 
 
 def check_sharding(model: nn.Module) -> None:
-    """Raise ValueError for what is sharded in a way that cannot be probed.
-
-    ZeRO-3 gathers parameters through hooks of its own optimizer and partitions them flat, without a shape.
-    """
+    """Raise ValueError for a model that is sharded in a way that cannot be probed."""
+    # ZeRO-3 marks its parameters so. It flattens and partitions them, and gathers them through hooks of its own.
     if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(
             "the model is partitioned by DeepSpeed ZeRO-3, whose parameters have no data and no shape of their own. "
@@ -75,8 +75,11 @@ def check_sharding(model: nn.Module) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let gathered parameters go: after a pass without backward the root's would stay, and hide what is written to
-    the shards."""
+    """Free gathered parameters, so that every parameter is its shard again.
+
+    The root's stay gathered behind a forward, for the backward that usually follows. Without one they would hide
+    whatever is written to the shards.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -84,17 +87,20 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def resharded(model: nn.Module) -> Iterator[None]:
-    """Parameters are shards before and after the body, also when it raised in the middle of a pass."""
+    """Parameters are shards when the block is entered and when it exits, even by an exception within a pass."""
     if not is_sharded(model):
         yield
         return
     if isinstance(model, FSDPModule):
-        # FSDP looks at the parameters when it first runs: frozen ones would have no gradient dtype for ever after.
+        # FSDP reads its parameters' properties once, at its first forward, and keeps them. Run now, before a probe
+        # freezes them: otherwise the gradients of a later training would have no dtype.
         model._get_fsdp_state()._lazy_init()
     reshard(model)
     try:
         yield
     except BaseException:
+        # A pass that stopped half-way leaves prefetched gathers and states of its backward behind, and the next pass
+        # would go on from them.
         if isinstance(model, FSDPModule):
             model.reset_iter_state()
         raise
@@ -102,12 +108,12 @@ def resharded(model: nn.Module) -> Iterator[None]:
         reshard(model)
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor that may be sharded, on every process. A collective for one that is."""
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole tensor, on every process. A collective if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor: writing to it writes to the model."""
-    with torch.no_grad():
+    """This process's shard of a tensor, or the tensor. A view: writing to it writes to the model."""
+    with torch.no_grad():  # `to_local` is differentiable, and its result could not be written to in place
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor

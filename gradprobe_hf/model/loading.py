@@ -7,8 +7,8 @@ import logging
 import shutil
 import tempfile
 import weakref
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 
-# What of `from_pretrained`'s arguments says where files come from: the tokenizer needs the same.
+# The arguments of `from_pretrained` that say where files come from: configuration and tokenizer need the same.
 SOURCE_KWARGS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code", "gguf_file")
 
 
@@ -44,7 +44,7 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
     offloads every module.
 
     Raises:
-        ValueError: arguments for loading beside a model that is loaded, or a device map that names no module.
+        ValueError: arguments for loading given with a loaded model, or a device map that names no module.
         OSError: no such model, a gated one, or no network; transformers' message and the remedies.
     """
     if isinstance(model_or_id, PreTrainedModel):
@@ -56,24 +56,33 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
         return model_or_id
     if not isinstance(model_or_id, (str, bytes)) and not hasattr(model_or_id, "__fspath__"):
         raise ValueError(f"expected a model id, a folder or a PreTrainedModel, got {type(model_or_id).__name__}.")
-    if "gguf_file" in from_pretrained_kwargs:
-        from_pretrained_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
-    source = {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
-    unfinished = ExitStack()  # what goes if the model does not come
-    scratch: Path | None = None
-    try:
-        config = AutoConfig.from_pretrained(model_or_id, **source)
-        cls = model_class(config)
+    with ExitStack() as undo, _load_errors(model_or_id):
+        scratch = None
+        config = AutoConfig.from_pretrained(model_or_id, **_source(from_pretrained_kwargs))
         if (device_map := from_pretrained_kwargs.get("device_map")) is not None:
             from_pretrained_kwargs["device_map"] = device_map = _checked_map(config, device_map)
             if from_pretrained_kwargs.get("offload_folder") is None and device_map != {"": "cpu"}:
-                # transformers writes there what it cannot read from the checkpoint as it is: experts it has fused
-                scratch = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))
-                unfinished.callback(shutil.rmtree, scratch, True)
-                from_pretrained_kwargs["offload_folder"] = scratch
-        model = cls.from_pretrained(model_or_id, **from_pretrained_kwargs)
-        unfinished.pop_all()
-    except SafetensorError as error:
+                # transformers writes there what it cannot read from the checkpoint as it is, such as fused experts.
+                scratch = from_pretrained_kwargs["offload_folder"] = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))
+                undo.callback(shutil.rmtree, scratch, True)
+        if "gguf_file" in from_pretrained_kwargs:
+            from_pretrained_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
+        model = model_class(config).from_pretrained(model_or_id, **from_pretrained_kwargs)
+        undo.pop_all()  # from here on the folder lives as long as the model
+    if scratch is not None:
+        weakref.finalize(model, shutil.rmtree, scratch, True)
+    if "gguf_file" in from_pretrained_kwargs:
+        # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
+        model.config.__dict__.pop("quantization_config", None)
+    return model
+
+
+@contextmanager
+def _load_errors(model_or_id: Any) -> Iterator[None]:
+    """What can go wrong while a model is loaded, as OSError with what to do about it."""
+    try:
+        yield
+    except SafetensorError as error:  # no OSError, whatever the cause
         if "No space" in str(error):
             raise OSError(
                 f"no room to offload {str(model_or_id)!r}: {error}. Choose another offload_folder (--offload-folder)."
@@ -83,21 +92,17 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
         ) from error
     except OSError as error:
         raise _not_found(model_or_id, error) from error
-    finally:
-        unfinished.close()
-    if "gguf_file" in from_pretrained_kwargs:
-        # Plain weights from here on: the saved checkpoint must not claim to be a GGUF one.
-        model.config.__dict__.pop("quantization_config", None)
-    if scratch is not None:
-        weakref.finalize(model, shutil.rmtree, scratch, True)
-    return model
+
+
+def _source(from_pretrained_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
 
 
 def _checked_map(config: PreTrainedConfig, device_map: DeviceMap) -> DeviceMap:
-    """`"disk"` is every module; every name in a dict is a module of the model.
+    """The device map for `from_pretrained`, where "disk" stands for every module.
 
     Raises:
-        ValueError: one that is not.
+        ValueError: a name that is no module of the model. Accelerate would ignore it.
     """
     if device_map == "disk":
         return {"": "disk"}
@@ -108,14 +113,14 @@ def _checked_map(config: PreTrainedConfig, device_map: DeviceMap) -> DeviceMap:
         if wanted not in names and not any(name.startswith(f"{wanted}.") for name in names):
             near = difflib.get_close_matches(wanted, names, n=1)
             raise ValueError(
-                f"device_map names {wanted!r}, and the model has no such module"
+                f"device_map names {wanted!r}, but the model has no such module"
                 + (f"; did you mean {near[0]!r}?" if near else f". Its modules are named like {', '.join(names[1:4])}.")
             )
     return dict(device_map)
 
 
 def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
-    """The configuration alone, of a Hub id, a folder or a JSON file: no weight is fetched or read.
+    """The configuration of a Hub id, a folder or a JSON file. No weight is fetched or read.
 
     Raises:
         OSError: no such model, a gated one, or no network; transformers' message and the remedies.
@@ -130,8 +135,8 @@ def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str
     """The model without its weights: every parameter and buffer on the meta device, in eval mode.
 
     Args:
-        cls: its class; by default the one that the checkpoint asks for.
-        dtype: of the weights, or its name; by default the checkpoint's, or float32 where it does not say.
+        cls: its class; by default the one the checkpoint asks for.
+        dtype: of the weights, or its name; by default the checkpoint's, or float32 if it names none.
 
     Raises:
         ValueError: no such dtype.
@@ -140,18 +145,17 @@ def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str
     cls = cls or model_class(config)
     with init_empty_weights(include_buffers=True):
         model = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
-    model.tie_weights()  # parameters made one by one on the meta device are not tied yet
+    model.tie_weights()  # `init_empty_weights` replaces each parameter by one of its own, and breaks the ties
     return model.to(dtype).eval()
 
 
 def load_processing_class(model: PreTrainedModel, **from_pretrained_kwargs: Any) -> Any:
     """The tokenizer (or processor) stored beside the model, or None."""
-    source = {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
     if not model.name_or_path:
         return None
     for auto in (AutoProcessor, AutoTokenizer):  # a processor holds the tokenizer of a model that has both
         try:
-            return auto.from_pretrained(model.name_or_path, **source)
+            return auto.from_pretrained(model.name_or_path, **_source(from_pretrained_kwargs))
         except Exception as error:  # tokenizers raises plain Exception; a model without a tokenizer can still be pruned
             reason = error
     logger.warning("no tokenizer or processor was found for %s: %s", model.name_or_path, reason)
@@ -159,7 +163,7 @@ def load_processing_class(model: PreTrainedModel, **from_pretrained_kwargs: Any)
 
 
 def model_class(config: Any) -> Any:
-    """The architecture the checkpoint was saved as; a causal language model where it does not say."""
+    """The class the checkpoint was saved as; a causal language model if it names none."""
     architecture = (getattr(config, "architectures", None) or [""])[0]
     named = getattr(transformers, architecture, None)
     if named is not None and issubclass(named, PreTrainedModel) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:

@@ -1,6 +1,6 @@
-"""The loss that is differentiated and measured: a *sum* over tokens, so that batching never changes a gradient.
+"""The loss: a *sum* over tokens, so that a sequence's gradient does not depend on the batch it is in.
 
-Source of the shapes: transformers/loss/loss_utils.py; its losses are means over the labels that are not -100.
+transformers' own losses (transformers/loss/loss_utils.py) are means over the labels that are not -100.
 """
 
 from __future__ import annotations
@@ -20,17 +20,16 @@ Batch = Mapping[str, Any]
 LossFunction = Callable[[PreTrainedModel, Batch], Tensor]
 
 IGNORED = -100
-TOKENS_AT_ONCE = 64  # whose logits are in float32 at once
+TOKENS_AT_ONCE = 64  # rows of logits that are widened to float32 at a time
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Sum of the loss over the batch, and over how many terms: tokens, or examples where a model has no token loss.
+    """The loss summed over the batch, and the number of terms: tokens, or examples for a model without a token loss.
 
     Args:
         model: called as `model(**batch)`.
         batch: for a causal language model `input_ids` `[sequences, tokens]`, and optionally `attention_mask` and
-            `labels` (as transformers shifts them: label t is token t); for every other model whatever it needs to
-            return a loss.
+            `labels` (label t is token t, as in transformers); for any other model what it needs to return a loss.
 
     Returns:
         Two scalars on the model's device: the loss in nats, with its graph, and the number of terms.
@@ -40,7 +39,7 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """
     if is_causal(model) and "input_ids" in batch:
         return _causal_loss(model, batch)
-    # A cache would hold every key and value, and a block that is recomputed would add to it again.
+    # A key-value cache would be in memory for nothing, and a block that is recomputed would append to it again.
     cache = {"use_cache": False} if model.config.is_encoder_decoder else {}
     output = model(**{**batch, **cache})
     loss = getattr(output, "loss", None)
@@ -54,33 +53,36 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Next-token cross entropy, in float32 at least. The model's own loss is a mean, and may have others added."""
+    """Next-token cross entropy, in float32 at least."""
+    # Called without labels: the model's own loss is a mean, and may have auxiliary losses added (of a router, say).
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
-    # Shift the labels, not the logits: shifting logits would copy [sequences, tokens, vocabulary].
+    # Shift the labels, not the logits: a slice of those, flattened, is a copy of [sequences, tokens, vocabulary].
     labels = F.pad(_labels(batch).to(logits.device)[:, 1:], (0, 1), value=IGNORED)
     mask = batch.get("attention_mask")
-    if mask is not None and mask.shape == labels.shape:  # padding predicts nothing, on the left either
+    if mask is not None and mask.shape == labels.shape:  # with left padding, the last pad predicts the first token
         labels = labels.masked_fill(mask == 0, IGNORED)
     return SummedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten()), (labels != IGNORED).sum()
 
 
 def forward_only(model: PreTrainedModel, batch: Batch) -> None:
-    """A forward pass for what happens on the way: without a loss, and without a cache of every key and value."""
-    # An encoder-decoder makes its decoder's inputs from the labels; elsewhere they would only cost a loss.
+    """A forward pass for what happens on the way: no loss and no key-value cache."""
+    # An encoder-decoder makes its decoder's inputs from the labels; any other model would only compute a loss.
     unused = () if model.config.is_encoder_decoder else ("labels",)
     cache = {"use_cache": False} if is_causal(model) else {}
     model(**{name: value for name, value in batch.items() if name not in unused}, **cache)
 
 
 class SummedCrossEntropy(torch.autograd.Function):
-    """Cross entropy summed over the labels that count, in float32 at least, some tokens at a time.
+    """Cross entropy summed over the labels that are not -100, in float32 at least, a few tokens at a time.
+
+        loss = sum_t log(sum_v exp(z[t, v])) - z[t, label_t]      d loss / d z = softmax(z) - onehot(label)
 
     Equal to `F.cross_entropy(logits.float(), labels, reduction="sum")`, which holds four float32 tensors of the size of
-    the logits at once: with a vocabulary of 49,152 words and 2,048 tokens 1.6 GB, more than all else that SmolLM2's
-    pass needs. Here there is only the gradient, in the dtype of the logits.
+    the logits: 1.6 GB with a vocabulary of 49,152 and 2,048 tokens, more than all else that SmolLM2's pass needs. Here
+    there is one, the gradient, in the dtype of the logits.
 
-    Shapes: logits `[tokens, vocabulary]`, labels `[tokens]`.
+    Shapes: logits z `[tokens, vocabulary]`, labels `[tokens]`.
     """
 
     @staticmethod
@@ -91,7 +93,7 @@ class SummedCrossEntropy(torch.autograd.Function):
         normalisers = wide.new_empty(len(logits))
         for rows in _portions(logits):
             part = wide[: rows.stop - rows.start].copy_(logits[rows])
-            highest = part.amax(-1, keepdim=True)
+            highest = part.amax(-1, keepdim=True)  # subtracted before exp, which would overflow
             normalisers[rows] = part.sub_(highest).exp_().sum(-1).log_() + highest[:, 0]
         losses = normalisers - logits.gather(1, chosen)[:, 0].to(normalisers.dtype)
         ctx.save_for_backward(logits, normalisers, chosen, counted)
@@ -101,6 +103,7 @@ class SummedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor, None]:
         """`softmax - onehot`, times the gradient of the sum."""
+        # The softmax is made again from the normalisers `[tokens]`: saved, it would take as much memory as the logits.
         logits, normalisers, chosen, counted = ctx.saved_tensors
         gradient, wide = torch.empty_like(logits), _workspace(logits)
         for rows in _portions(logits):
@@ -121,7 +124,7 @@ def _portions(logits: Tensor) -> Iterator[slice]:
 
 
 def _labels(batch: Batch) -> Tensor:
-    """The given labels, or the tokens themselves; padding counts for nothing."""
+    """The given labels, or the tokens themselves; -100 at padding."""
     labels = batch.get("labels")
     if labels is None:
         labels = batch["input_ids"]
@@ -130,7 +133,7 @@ def _labels(batch: Batch) -> Tensor:
 
 
 def _mean_over(model: PreTrainedModel, batch: Batch) -> Tensor:
-    """Over how many terms transformers averaged: the labels not ignored, or the examples."""
+    """The number of terms that transformers averaged over: labels that are not -100, or examples."""
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         first = next(value for value in batch.values() if isinstance(value, Tensor))

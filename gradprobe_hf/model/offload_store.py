@@ -1,4 +1,4 @@
-"""The store: what Accelerate keeps on disk of an offloaded model, and how it is changed without losing anything.
+"""The offload store: what Accelerate keeps on disk of an offloaded model, and how to change it all or not at all.
 
 accelerate's own `.dat` files (`disk_offload`, `dispatch_model`) are replaced one by one; the old ones stay beside them
 until all are written. Safetensors files are never written to, because after `from_pretrained(device_map={"": "disk"})`
@@ -25,11 +25,31 @@ from torch import Tensor, nn
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
 from gradprobe_hf.runtime.interrupts import uninterrupted
 
-PREFIX = "gradprobe-"  # of the folders that hold changed weights
+PREFIX = "gradprobe-"  # of the names of folders with changed weights
+
+
+class _Transaction:
+    """Steps that undo what was done so far, and steps that clean up once nothing can fail any more."""
+
+    def __init__(self) -> None:
+        self.undo: list[Callable[[], None]] = []
+        self.cleanup: list[Callable[[], None]] = []
+
+    def __enter__(self) -> _Transaction:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        steps = self.cleanup if kind is None else self.undo[::-1]
+        with uninterrupted():
+            for step in steps:
+                with suppress(OSError):  # one file that cannot be removed must not stop the others
+                    step()
+        if isinstance(error, SafetensorError):
+            raise OSError(f"the offload store cannot be written: {error}") from error
 
 
 def replace_on_disk(model: nn.Module, changes: Mapping[str, Callable[[Tensor], Tensor]]) -> None:
-    """Change parameters that are kept on disk, all of them or none.
+    """Change parameters that are stored on disk, all of them or none.
 
     Args:
         changes: parameter name -> a function from its stored values to the new ones.
@@ -37,45 +57,32 @@ def replace_on_disk(model: nn.Module, changes: Mapping[str, Callable[[Tensor], T
     Raises:
         OSError: no room, or no permission; the store is as it was.
     """
-    undo: list[Callable[[], None]] = []
-    done: list[Callable[[], None]] = []
     folders: dict[str, Path] = {}
-    try:
+    with _Transaction() as transaction:
         for name, change in changes.items():
+            # The store has an entry for each name of a tied parameter.
             for alias in [name, *(other for other, canonical in aliases(model).items() if canonical == name)]:
-                place = offloaded_parameter(model, alias)
-                assert place is not None, "it is on disk"
-                store, key = place.store
+                offloaded = offloaded_parameter(model, alias)
+                assert offloaded is not None, "it is on disk"
+                store, key = offloaded.store
                 assert isinstance(store, OffloadedWeightsLoader)
-                value = change(place.read())
+                value = change(offloaded.read())
                 if store.index[key].get("safetensors_file") is None:
-                    _replace_file(store, key, value, undo, done)
+                    _replace_file(store, key, value, transaction)
                 else:
-                    _redirect(model, store, key, value, folders, undo)
-    except BaseException as error:
-        with uninterrupted():
-            for step in reversed(undo):
-                with suppress(OSError):
-                    step()
-        if isinstance(error, SafetensorError):
-            raise OSError(f"the offload store cannot be written: {error}") from error
-        raise
-    with uninterrupted():  # nothing can take this back any more
-        for step in done:
-            with suppress(OSError):
-                step()
+                    _redirect(store, key, value, _changes_folder(model, store, folders), transaction)
 
 
 def check_store_room(model: nn.Module, parameters: set[str], checkpoint: str | Path | None = None) -> None:
-    """Raise OSError, before any work, where changed weights will not fit beside those that are on disk.
+    """Raise OSError, before any work, if changed weights will not fit on the disk beside the stored ones.
 
     Args:
-        checkpoint: where the whole model will be saved before, maybe on the same disk.
+        checkpoint: where the whole model will be saved first, perhaps on the same disk.
     """
     needed: dict[Path, int] = {}
     for name in parameters:
-        if is_on_disk(model, name) and (place := offloaded_parameter(model, name)) is not None:
-            folder = _folder_of(place.store[0])
+        if is_on_disk(model, name) and (offloaded := offloaded_parameter(model, name)) is not None:
+            folder = _store_folder(offloaded.store[0])
             needed[folder] = needed.get(folder, 0) + model.get_parameter(name).nbytes
     for folder, nbytes in needed.items():
         if checkpoint is not None and _disk_of(folder) == _disk_of(Path(checkpoint)):
@@ -92,7 +99,7 @@ def check_store_room(model: nn.Module, parameters: set[str], checkpoint: str | P
 
 
 def existing_parent(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """The path, or the nearest folder above it that exists."""
     return next(parent for parent in (path, *path.parents) if parent.exists())
 
 
@@ -100,43 +107,36 @@ def _disk_of(path: Path) -> int:
     return existing_parent(path.absolute()).stat().st_dev
 
 
-def _folder_of(store: object) -> Path:
+def _store_folder(store: object) -> Path:
     return Path(getattr(store, "save_folder", None) or tempfile.gettempdir())
 
 
-def _replace_file(
-    store: OffloadedWeightsLoader,
-    key: str,
-    value: Tensor,
-    undo: list[Callable[[], None]],
-    done: list[Callable[[], None]],
-) -> None:
-    """accelerate's `.dat` file is the tensor's bytes (accelerate/utils/offload.py); mapping it for writing, as
-    accelerate does, would end the process on a full disk, where writing it raises."""
+def _replace_file(store: OffloadedWeightsLoader, key: str, value: Tensor, transaction: _Transaction) -> None:
+    """Write a new `.dat` file, the bytes of the tensor (accelerate/utils/offload.py), and keep the old one."""
     path = Path(str(store.save_folder)) / f"{key}.dat"
     before = path.with_name(path.name + ".before")
     with uninterrupted():
         path.rename(before)
-        undo.append(lambda: os.replace(before, path))
-        done.append(before.unlink)
+        transaction.undo.append(lambda: os.replace(before, path))
+        transaction.cleanup.append(before.unlink)
+    # Written, not mapped as accelerate does: on a full disk a write raises, where a mapping ends the process (SIGBUS).
     with open(path, "wb") as file:
         file.write(value.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
 
 
-def _redirect(
-    model: nn.Module,
-    store: OffloadedWeightsLoader,
-    key: str,
-    value: Tensor,
-    folders: dict[str, Path],
-    undo: list[Callable[[], None]],
-) -> None:
-    parent = _folder_of(store)
+def _changes_folder(model: nn.Module, store: OffloadedWeightsLoader, folders: dict[str, Path]) -> Path:
+    """Our folder on the store's disk, made at its first use."""
+    parent = _store_folder(store)
     if str(parent) not in folders:
         folders[str(parent)] = folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        weakref.finalize(model, shutil.rmtree, folder, True)  # nobody else knows of these files
-    file = folders[str(parent)] / f"{key}.safetensors"
-    undo.append(lambda: file.unlink(missing_ok=True))
+        weakref.finalize(model, shutil.rmtree, folder, True)  # nothing but this model's index refers to its files
+    return folders[str(parent)]
+
+
+def _redirect(store: OffloadedWeightsLoader, key: str, value: Tensor, folder: Path, transaction: _Transaction) -> None:
+    """Write a safetensors file of our own and point the store's index at it."""
+    file = folder / f"{key}.safetensors"
+    transaction.undo.append(lambda: file.unlink(missing_ok=True))
     save_file({key: value.contiguous().cpu()}, file)
     previous = store.index[key]
     store.index[key] = {
@@ -144,4 +144,4 @@ def _redirect(
         "weight_name": key,
         "dtype": str(value.dtype).removeprefix("torch."),
     }
-    undo.append(lambda: store.index.__setitem__(key, previous))
+    transaction.undo.append(lambda: store.index.__setitem__(key, previous))

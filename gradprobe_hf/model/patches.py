@@ -1,4 +1,4 @@
-"""Temporary changes to a model, each put back whatever happens."""
+"""Patches: temporary changes to a model as context managers, each undone on exit and after an exception."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off; every module gets its own mode back."""
+    """Dropout off. Every module gets its own mode back: parts of a model may be in eval mode while it trains."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
@@ -27,10 +27,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """No parameter requires a gradient, so autograd computes and keeps none.
-
-    By name: Accelerate makes a new Parameter of an offloaded one at every pass.
-    """
+    """No parameter requires a gradient, so that autograd neither computes nor keeps any."""
+    # By name, not by object: Accelerate replaces an offloaded Parameter by a new one in every pass.
     required = [name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad]
     try:
         for name in required:
@@ -42,7 +40,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def checkpointed_layers(model: nn.Module) -> list[str]:
-    """The layers that can be recomputed, by name: transformers marks them (transformers/modeling_layers.py)."""
+    """Names of the layers that can be recomputed, by the class that marks them in transformers/modeling_layers.py."""
     return [name for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)]
 
 
@@ -50,18 +48,18 @@ def checkpointed_layers(model: nn.Module) -> list[str]:
 def checkpointed(
     model: nn.Module, layers: Sequence[str], recomputing: Callable[[], AbstractContextManager[None]] = nullcontext
 ) -> Iterator[None]:
-    """Recompute these layers in backward instead of keeping what they compute in forward.
-
-    transformers' own switch does nothing in eval mode, and in train mode dropout is on. So the layers' forwards are
-    wrapped here, outside of Accelerate's hooks: recomputing a layer loads its weights again, and lets them go again.
+    """Recompute these layers in backward instead of keeping their activations.
 
     Args:
-        recomputing: entered while a layer is computed again.
+        recomputing: entered while a layer is recomputed.
     """
+    # transformers' own `gradient_checkpointing_enable` has no effect in eval mode, and train mode would switch dropout
+    # on. This wrapper goes around `module.forward`, outside Accelerate's hooks: recomputing a layer then loads its
+    # weights again, and lets them go again.
     with ExitStack() as undo:
         for name in layers:
             module = model.get_submodule(name)
-            undo.callback(put_back, module, "forward", module.__dict__.get("forward"))
+            undo.callback(restore_slot, module, "forward", module.__dict__.get("forward"))
             module.__dict__["forward"] = partial(_recomputable, module.forward, recomputing)
         yield
 
@@ -74,17 +72,22 @@ def _recomputable(
     return checkpoint(
         forward,
         *args,
-        use_reentrant=False,  # a reentrant one needs an input that requires a gradient; the first block's does not
-        preserve_rng_state=False,  # eval mode: nothing is drawn
-        early_stop=False,  # stopping early leaves by an exception, past the hook that lets the weights go
+        # The reentrant kind needs an input that requires a gradient. All weights are frozen, so the first block's input
+        # does not require one; the graph starts inside that block.
+        use_reentrant=False,
+        # In eval mode nothing is drawn: there is no generator state to save and restore.
+        preserve_rng_state=False,
+        # Stopping early leaves the recomputed forward by an exception, past Accelerate's post-forward hook, and the
+        # weights of the layer would stay in memory.
+        early_stop=False,
         context_fn=lambda: (nullcontext(), recomputing()),
         **kwargs,
     )
 
 
-def put_back(module: nn.Module, slot: str, had: Any) -> None:
-    """Give a module the function it had of its own in this slot; None: none, its class's counts again."""
-    if had is None:
+def restore_slot(module: nn.Module, slot: str, original: Any) -> None:
+    """Undo a replaced forward. `original` is what the instance had there; None: nothing, the class's forward counts."""
+    if original is None:
         module.__dict__.pop(slot, None)
     else:
-        module.__dict__[slot] = had
+        module.__dict__[slot] = original

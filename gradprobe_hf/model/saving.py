@@ -1,6 +1,7 @@
-"""Shards: a model that is not in one piece in memory, written as safetensors files, one shard in memory at a time.
+"""Saving: a model that is not in memory as a whole, written as safetensors files, one file in memory at a time.
 
-`save_pretrained` would read a whole shard of up to 50 GB, and knows of offloaded weights only after `device_map`.
+`save_pretrained` would hold a file of up to 50 GB in memory, and finds offloaded weights only if `device_map` offloaded
+them. The files below are the shards of a checkpoint; they have nothing to do with the shards of FSDP2.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from gradprobe_hf.model.families import block_of
-from gradprobe_hf.model.fsdp import reshard, whole
+from gradprobe_hf.model.fsdp import gathered, reshard
 from gradprobe_hf.model.parameters import aliases, offloaded_parameter
 
 LARGEST_SHARD, SMALLEST_SHARD = 2**29, 2**26  # bytes
-SHARDS = 8  # that a model of middling size is written in: so much of it is in memory at once
+SHARDS = 8  # files that a model between the two limits is written in, hence the part of it that is in memory
 
 
 def shard_bytes(model: PreTrainedModel) -> int:
@@ -34,35 +35,37 @@ def shard_bytes(model: PreTrainedModel) -> int:
 def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True) -> None:
     """Write weights, configuration and generation configuration as `save_pretrained` would.
 
-    Of a model that FSDP2 shards every process has to call this: one parameter after the other is gathered.
+    If FSDP2 shards the model, every process has to call this: parameters are gathered one after the other.
 
     Args:
         writes: False in the processes that only take part in the gathering.
     """
     if writes:
-        with _nothing_gathered(model), _quiet():
-            model.save_pretrained(folder, state_dict={}, is_main_process=True)  # everything but the weights
+        with _without_gathering(model), _quiet():
+            # An empty state dict: everything but the weights is written.
+            model.save_pretrained(folder, state_dict={}, is_main_process=True)
     reshard(model)
     files: list[tuple[Path, dict[str, int]]] = []
     for shard in _shards(model):
         if writes:
-            path = folder / f"{len(files)}.partial"
+            path = folder / f"{len(files)}.partial"  # the name says how many files there are: known at the end
             save_file(shard, path, metadata={"format": "pt"})
             files.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
-        shard.clear()  # before the next one is read
+        shard.clear()  # the generator still holds it: two files would be in memory while the next is read
     if writes:
         _name_files(folder, files)
 
 
 def _shards(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
-    """Tensors under the names of the checkpoint format. Blocks are converted whole: a conversion (of the experts of a
-    mixture, say) may need several of a block's tensors."""
+    """The tensors of one file after the other, under the names of the checkpoint format."""
+    # Converted block by block: transformers may make one tensor of the checkpoint from several of a block's, or several
+    # from one (the experts of a mixture).
     limit = shard_bytes(model)
     shard: dict[str, Tensor] = {}
     for _, names in groupby(_names(model), key=lambda name: block_of(model, name)):
-        group = {name: _read(model, name) for name in names}
+        group = {name: _stored_tensor(model, name) for name in names}
         shard |= {name: t.contiguous().cpu() for name, t in revert_weight_conversion(model, group).items()}
-        del group
+        del group  # before the file is written
         if sum(tensor.nbytes for tensor in shard.values()) >= limit:
             yield shard
             shard = {}
@@ -71,7 +74,7 @@ def _shards(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
 
 
 def _names(model: PreTrainedModel) -> list[str]:
-    """What a checkpoint holds: of tied weights one, the one that transformers ties the others to."""
+    """What a checkpoint holds: of tied weights the one that transformers ties the others to."""
     tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
     dropped = set(tied) | {alias for alias, name in aliases(model).items() if name not in tied}
     dropped |= set(model._keys_to_ignore_on_save or ())
@@ -79,11 +82,11 @@ def _names(model: PreTrainedModel) -> list[str]:
     return [name for name in model.state_dict() if name not in dropped]
 
 
-def _read(model: PreTrainedModel, name: str) -> Tensor:
+def _stored_tensor(model: PreTrainedModel, name: str) -> Tensor:
     tensor = model.get_parameter_or_buffer(name)
-    if tensor.is_meta and (place := offloaded_parameter(model, name)) is not None:
-        return place.read().to(tensor.dtype)
-    return whole(tensor.detach())
+    if tensor.is_meta and (offloaded := offloaded_parameter(model, name)) is not None:
+        return offloaded.read().to(tensor.dtype)
+    return gathered(tensor.detach())
 
 
 def _name_files(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
@@ -103,21 +106,22 @@ def _name_files(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
 
 
 @contextmanager
-def _nothing_gathered(model: PreTrainedModel) -> Iterator[None]:
-    """A model made with `distributed_config` would gather all of itself, whatever state it is told to save."""
-    had = getattr(model.config, "distributed_config", None)
+def _without_gathering(model: PreTrainedModel) -> Iterator[None]:
+    """Keep `save_pretrained` from gathering the model, which it does for a `distributed_config` in spite of the empty
+    state dict."""
+    original = getattr(model.config, "distributed_config", None)
     try:
-        if had is not None:
+        if original is not None:
             model.config.distributed_config = None
         yield
     finally:
-        if had is not None:
-            model.config.distributed_config = had
+        if original is not None:
+            model.config.distributed_config = original
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without a progress bar over no shards, and without the warning that the whole model will be read."""
+    """No progress bar over no files, and no warning that an offloaded model will be read into memory: it is not."""
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:

@@ -1,6 +1,6 @@
-"""Targets: which weight matrices of a model may be pruned, and where in the model each of them is used.
+"""Targets: the weight matrices of a model that are pruned.
 
-Layout, here and below: a target's matrix is `[out, in]`. GPT-2's `Conv1D` stores `[in, out]`, so its target is
+Layout, here and everywhere: a target's matrix is `[out, in]`. GPT-2's `Conv1D` stores `[in, out]`, so its target is
 `transposed`; an embedding stores `[tokens, features]`, one row per token, and is used as it is stored. The experts of a
 mixture are fused in tensors `[experts, out, in]` (gpt-oss: `[experts, in, out]`): every expert's slice is a target.
 """
@@ -11,30 +11,19 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from gradprobe_hf.model.families import block_of, expert_parameters, is_expert, is_fused_experts
+from gradprobe_hf.model.families import block_of, is_expert
 from gradprobe_hf.model.fsdp import shard_layout
-from gradprobe_hf.model.parameters import aliases, read_weight
-
-Kind = Literal["linear", "conv1d", "embedding", "experts"]
-
-
-@dataclass(frozen=True)
-class Site:
-    """A module that uses a target's matrix. Tied weights have several, and an experts module has many matrices."""
-
-    module: str
-    kind: Kind
+from gradprobe_hf.model.parameters import read_weight
+from gradprobe_hf.model.sites import Site, Use, plain_uses, uses_by_parameter
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a matrix `[out, in]`: slices with both ends."""
+    """A part of a matrix `[out, in]`. Both slices have a start and a stop."""
 
     rows: slice
     columns: slice
@@ -49,14 +38,14 @@ class Target:
     """One prunable matrix.
 
     Attributes:
-        name: its parameter's name (of tied parameters, the first); an expert's slice has its index behind it.
+        name: of its parameter (the first, if parameters are tied); for an expert's slice followed by its index.
         parameter: the parameter it is stored in.
         shape: (out, in).
-        transposed: True when the parameter stores `[in, out]`.
+        transposed: whether the parameter stores `[in, out]`.
         sites: the modules that use it.
-        block: the transformer block it lives in, `""` outside of the blocks.
-        role: what it is inside its block, like `"mlp.down_proj"`.
-        expert: which slice of a fused parameter, None when it is the whole of it.
+        block: its transformer block, `""` outside the blocks.
+        role: its name inside the block, like `"mlp.down_proj"`.
+        expert: its slice of a fused parameter; None: the whole parameter.
     """
 
     name: str
@@ -73,12 +62,15 @@ class Target:
         return self.shape[0] * self.shape[1]
 
     def matrix(self, model: nn.Module) -> Tensor:
-        """The matrix `[out, in]`: a view of the parameter, so that writing to it writes to the model, unless it is
-        offloaded to disk; then a copy, or a view of a mapped file."""
+        """The matrix `[out, in]`; of a sharded model this process's part of it.
+
+        A view of the parameter: writing to it writes to the model. For one that is offloaded to disk it is a copy, or a
+        view of a mapped file, and `replace_on_disk` writes.
+        """
         return self.view(read_weight(model, self.parameter))
 
     def region(self, model: nn.Module) -> Region:
-        """Which rows and columns of the matrix `matrix` gives: all of them, unless the model is sharded."""
+        """The rows and columns that `matrix` returns: all of them, unless the model is sharded."""
         layout = shard_layout(model, self.parameter)
         if layout is None:
             return Region(slice(0, self.shape[0]), slice(0, self.shape[1]))
@@ -86,7 +78,7 @@ class Target:
         return Region(*(reversed(ends) if self.transposed else ends))
 
     def view(self, parameter: Tensor) -> Tensor:
-        """The matrix `[out, in]` in its parameter as it is stored."""
+        """The matrix `[out, in]` as a view of its parameter as it is stored."""
         stored = parameter if self.expert is None else parameter[self.expert]
         return stored.t() if self.transposed else stored
 
@@ -96,19 +88,23 @@ def find_targets(
 ) -> tuple[Target, ...]:
     """The matrices to prune, in the model's order, tied ones once.
 
-    Without `include`: every `nn.Linear`, `Conv1D` and fused expert inside the blocks. With it: whatever it matches.
-    `exclude` is applied last. A pattern is an exact module (or parameter) name, the end of one (`"q_proj"`), a glob, or
-    `"re:"` and a regular expression that is searched for.
+    Args:
+        include: patterns of the modules to prune; by default every `nn.Linear`, `Conv1D` and fused expert inside the
+            blocks.
+        exclude: patterns of modules to leave out of those.
+
+    A pattern is an exact module (or parameter) name, the end of one (`"q_proj"`), a glob, or `"re:"` and a regular
+    expression that is searched for.
 
     Raises:
         ValueError: a pattern that matches nothing, or nothing left to prune.
     """
-    uses = _prunable(model)
+    uses = plain_uses(model)
     chosen = _matched(include, uses, "include") if include else _inside_blocks(model, uses)
     chosen -= _matched(exclude, uses, "exclude")
     targets = tuple(
         target
-        for canonical, users in _by_parameter(model, uses).items()
+        for canonical, users in uses_by_parameter(model, uses).items()
         if any(use.name in chosen for use in users)
         for target in _targets_of(model, canonical, users)
     )
@@ -121,7 +117,7 @@ def find_targets(
 
 
 def is_routed(targets: Sequence[Target]) -> bool:
-    """Whether a target is part of an expert, which sees tokens of any sequence in any order."""
+    """Whether any target belongs to an expert, which is sent tokens of any sequence in any order."""
     return any(is_expert(target.name) for target in targets)
 
 
@@ -136,35 +132,13 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
 
 
-@dataclass(frozen=True)
-class _Use:
-    """A site's use of one parameter; patterns are matched with `name` and `parameter`."""
-
-    name: str
-    parameter: str
-    site: Site
-
-
-def _prunable(model: nn.Module) -> list[_Use]:
-    """Uses of a weight as a plain linear map. A subclass with a forward of its own may use its weight differently."""
-    plain: dict[Kind, type[nn.Module]] = {"linear": nn.Linear, "conv1d": Conv1D, "embedding": nn.Embedding}
-    found = []
-    for name, module in model.named_modules():
-        for kind, cls in plain.items():
-            if isinstance(module, cls) and type(module).forward is cls.forward:
-                found.append(_Use(name, f"{name}.weight", Site(name, kind)))
-        if is_fused_experts(module):
-            for parameter in expert_parameters(module):
-                found.append(_Use(f"{name}.{parameter}", f"{name}.{parameter}", Site(name, "experts")))
-    return found
-
-
-def _inside_blocks(model: nn.Module, uses: list[_Use]) -> set[str]:
-    """The linear maps of the blocks. T5 keeps an embedding in a block (its position bias): no target unless named."""
+def _inside_blocks(model: nn.Module, uses: list[Use]) -> set[str]:
+    """The linear maps inside the blocks."""
+    # No embeddings: T5 has one in a block, its position bias, which is a target only if it is named.
     return {use.name for use in uses if use.site.kind != "embedding" and block_of(model, use.site.module)}
 
 
-def _matched(patterns: Sequence[str], uses: list[_Use], option: str) -> set[str]:
+def _matched(patterns: Sequence[str], uses: list[Use], option: str) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
         hits = {use.name for use in uses if matches(pattern, use.name) or matches(pattern, use.parameter)}
@@ -178,18 +152,9 @@ def _matched(patterns: Sequence[str], uses: list[_Use], option: str) -> set[str]
     return found
 
 
-def _by_parameter(model: nn.Module, uses: list[_Use]) -> dict[str, list[_Use]]:
-    """The uses grouped by the parameter they share; a linear map comes before an embedding, for its layout wins."""
-    shared: dict[str, list[_Use]] = {}
-    tied = aliases(model)
-    for use in uses:
-        shared.setdefault(tied.get(use.parameter, use.parameter), []).append(use)
-    return {key: sorted(users, key=lambda use: use.site.kind == "embedding") for key, users in shared.items()}
-
-
-def _targets_of(model: nn.Module, canonical: str, users: list[_Use]) -> list[Target]:
-    """The target of one shared parameter, or of each slice of a fused one."""
-    first = users[0]
+def _targets_of(model: nn.Module, canonical: str, users: list[Use]) -> list[Target]:
+    """The target of one parameter, or of each slice of a fused one."""
+    first = users[0]  # a linear map, if there is one: its layout counts
     parameter = model.get_parameter(first.parameter)
     fused = first.site.kind == "experts"
     transposed = model.get_submodule(first.site.module).is_transposed if fused else first.site.kind == "conv1d"
@@ -210,7 +175,7 @@ def _targets_of(model: nn.Module, canonical: str, users: list[_Use]) -> list[Tar
     ]
 
 
-def _no_blocks(uses: list[_Use]) -> str:
+def _no_blocks(uses: list[Use]) -> str:
     if not uses:
         return "it has no nn.Linear, Conv1D, nn.Embedding or fused experts."
     return f"it has no blocks (an nn.ModuleList of layers); name matrices with include, like {uses[0].name!r}."

@@ -67,6 +67,7 @@ class MemoryStore:
         self.parts = {name: torch.zeros(shape, dtype=dtype, device=device) for name, (shape, dtype) in specs.items()}
 
     def load(self, rows: slice) -> dict[str, Tensor]:
+        # Views: a snapshot, or a read of a few rows, costs no memory.
         return {name: part[_rows_of_part(name, rows)] for name, part in self.parts.items()}
 
     def save(self, rows: slice, parts: Mapping[str, Tensor]) -> None:
@@ -131,7 +132,7 @@ def _rows_of_part(name: str, rows: slice) -> slice:
     if name != "bases":
         return rows
     assert rows.start % ROWS_IN_A_BLOCK == 0, "rows are processed in whole blocks"
-    return slice(rows.start // ROWS_IN_A_BLOCK, -(-rows.stop // ROWS_IN_A_BLOCK))
+    return slice(rows.start // ROWS_IN_A_BLOCK, -(-rows.stop // ROWS_IN_A_BLOCK))  # rounded up: a smaller last block
 
 
 def _bytes_of(part: Tensor) -> memoryview:
@@ -144,6 +145,7 @@ def _allocate(path: Path, nbytes: int) -> None:
     try:
         with open(path, "wb") as file:
             # truncate() alone would make a sparse file, which takes its blocks hours later, when rows are written.
+            # posix_fallocate does not exist on macOS and Windows, and refuses a length of 0, which an empty shard has.
             if hasattr(os, "posix_fallocate") and nbytes:
                 os.posix_fallocate(file.fileno(), 0, nbytes)
             else:

@@ -95,6 +95,7 @@ class Accumulator:
                 loaded = {name: kept.to(device) for name, kept in self._store.load(stored_rows).items()}
                 self._decode(loaded, out=values[part])
         yield values
+        # Behind the yield: after an exception in the block the stored rows are as they were.
         self.updates += 1
         for part, stored_rows in portions:
             salt = self.updates * _SALT_PER_UPDATE + stored_rows.start * self.shape[1]
@@ -103,6 +104,7 @@ class Accumulator:
     def _decode(self, parts: Mapping[str, Tensor], out: Tensor | None = None) -> Tensor:
         if self.kind != "int8":
             return parts["values"].to(self.dtype) if out is None else out.copy_(parts["values"])
+        # Decoding works on the bits of a float32, so a float64 sum takes a detour.
         if out is None or out.dtype != torch.float32:
             values = decode_int8(parts["codes"], parts["bases"]).to(self.dtype)
             return values if out is None else out.copy_(values)

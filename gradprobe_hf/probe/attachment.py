@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import expert_parameters
 from gradprobe_hf.model.fsdp import is_sharded, reshard
-from gradprobe_hf.model.patches import put_back
-from gradprobe_hf.model.targets import Site, Target
+from gradprobe_hf.model.patches import restore_slot
+from gradprobe_hf.model.sites import Site
+from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.folding import Folding
 from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear, MeasuredUse
 from gradprobe_hf.probe.serving import ServedWeights
@@ -96,7 +97,7 @@ def instrumented(
         on_input: called with every input while gradients are off.
         recomputed: blocks that checkpointing computes again in backward.
     """
-    used: dict[Site, list[Target]] = {}
+    used: dict[Site, list[Target]] = {}  # a tied target has several sites; an experts module serves many targets
     for target in targets:
         for site in target.sites:
             used.setdefault(site, []).append(target)
@@ -105,7 +106,8 @@ def instrumented(
             module: Any = model.get_submodule(site.module)
             slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
             make = _experts_forward if site.kind == "experts" else _single_forward
-            undo.callback(put_back, module, slot, module.__dict__.get(slot))
+            # Registered before the slot is replaced, so that no exception can come between the two.
+            undo.callback(restore_slot, module, slot, module.__dict__.get(slot))
             # Recomputing a block loads its weights again; an offloaded weight outside is fetched by its map.
             fetches = any(model.get_parameter(target.parameter).is_meta for target in owned) and not any(
                 site.module.startswith(f"{block}.") for block in recomputed
@@ -181,7 +183,7 @@ def _experts_forward(module: Any, owned: list[Target], route: _Router) -> Callab
         out = torch.zeros_like(hidden_states)
         for expert in range(module.num_experts):
             token, slot = (top_k_index == expert).nonzero(as_tuple=True)
-            if not len(token):
+            if not len(token):  # an expert without tokens has no gradient, and its matrices stay unreached
                 continue
             up = linear(up_name, expert, hidden_states[token])
             inner = module._apply_gate(up) if module.has_gate else module.act_fn(up)

@@ -120,6 +120,8 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
     tally = one.tally
     steps = one.cache.steps if one.cache else own_steps(work.model, one.targets, work.batches, work.processes)
     device = input_device(work.model)
+    # Sequences are numbered through the pass: the spike limit compares each with itself in probe 0. A resumed pass goes
+    # on with the number that its interrupted part has reached.
     with _measuring(work, one, first_sequence=sum(row_count(batch) for batch, _ in steps[: len(tally)])) as folding:
         bar = tqdm(
             total=len(steps), initial=len(tally), desc=one.label, unit="batch", disable=not work.progress, leave=True
@@ -132,6 +134,7 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
                 folding.start_batch(batch, counted)
                 if one.cache is not None:
                     one.cache.start_batch(len(tally))
+                # A batch that does not count is differentiated all the same, for the collectives in it.
                 loss, terms = _differentiated(work, batch, is_first=not len(tally), label=one.label)
                 folding.finish_batch()
                 tally.add(loss if counted else torch.zeros_like(loss), terms if counted else None)
@@ -157,11 +160,13 @@ def _measuring(work: Workload, one: ProbePass, first_sequence: int) -> Iterator[
         stack.enter_context(eval_mode(model))
         served = ServedWeights(shrunk, one.factor)
         stack.enter_context(instrumented(model, one.targets, served, folding, recomputed=layers))
+        # Matrices that are not measured here but are pruned already are served through maps too: nothing is written to
+        # the model, so nothing has to be restored, and weights on disk need no copy.
         pruned = ServedWeights(stack.enter_context(shrinking(model, *one.pruned, factor=0.0)), factor=0.0)
         stack.enter_context(instrumented(model, one.pruned[0], pruned, recomputed=layers))
         stack.enter_context(checkpointed(model, layers, folding.recomputing))
         stack.enter_context(one.cache.skipping() if one.cache else nullcontext())
-        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.enable_grad())  # the caller may be within `no_grad`
         yield folding
 
 

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.model.loss import Batch
-from gradprobe_hf.model.targets import Site, Target
+from gradprobe_hf.model.sites import Site
+from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
 from gradprobe_hf.probe.padding import BatchLayout
 from gradprobe_hf.probe.sequence_gradients import embedding_gradients, linear_gradients
@@ -83,7 +84,8 @@ class Folding:
         """Fold one use of a matrix into every term that its statistics have."""
         statistics = self.statistics[target.name]
         statistics.reached |= self._counted
-        # A batch that does not count still takes part in the collectives of shards, with zeros.
+        # A batch that does not count still takes part in the collectives of shards, with zeros; skipping the folding
+        # here would leave the other processes waiting.
         output_grad = output_grad if self._counted else torch.zeros_like(output_grad)
         d = self._layout.by_sequence(output_grad, 1, target.name)
         x = self._layout.by_sequence(inputs, int(site.kind != "embedding"), target.name)
@@ -91,6 +93,7 @@ class Folding:
         if statistics.terms & {"sequence", "peak"}:
             self._fold_gradients(target, site, statistics, x, d)
         if statistics.terms & {"token", "marginals"}:
+            # Widened before they are squared: small float16 gradients would vanish, and bfloat16 squares lose digits.
             self._fold_squares(target, site, statistics, x, d.to(statistics.dtype).square())
 
     def fold_inputs(self, target: Target, site: Site, inputs: Tensor) -> None:
@@ -110,6 +113,7 @@ class Folding:
         """d, with the sequences that have exploded scaled down. In probe 0: record their energies."""
         if not (self._spike_limit and self._counted):
             return d
+        # `dtype` widens within the reduction: a float16 sum of squares would overflow, and a copy of d take memory.
         energies = torch.linalg.vector_norm(d, dim=(1, 2), dtype=statistics.dtype).square()
         index = target.sites.index(site)
         if self.statistics.probe == 0:
@@ -135,6 +139,8 @@ class Folding:
             statistics.add_gradients(ALL, gradients)
 
     def _add_unfinished(self, target: Target, gradients: Iterator[Tensor], dtype: torch.dtype) -> None:
+        # Here every sequence of the batch has a gradient `[out, in]` in memory. That is the price of tied weights: with
+        # the embedding and the head of a model as one target it decides how large batches can be.
         if target.name in self._unfinished:
             for total, gradient in zip(self._unfinished[target.name], gradients, strict=True):
                 total += gradient

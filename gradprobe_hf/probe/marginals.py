@@ -63,6 +63,7 @@ class Marginals:
 
     def factored(self, region: Region) -> Tensor:
         """K of a region, `[rows, columns]`, as one product of two thin matrices."""
+        # One rank for each probe and site: stacked, their sum of outer products is a single product.
         rows = [torch.as_tensor(sums.rows)[region.rows] for sums in self.of.values()]
         columns = [torch.as_tensor(sums.columns)[region.columns] for sums in self.of.values()]
         return torch.stack(rows, dim=1) @ torch.stack(columns, dim=0)
@@ -89,4 +90,5 @@ class Marginals:
             if name.startswith("marginals."):
                 _, probe, site, side = name.split(".")
                 sums = self.of.setdefault((int(probe), int(site)), SiteMarginals())
+                # A side that was never measured was saved as a scalar 0.
                 setattr(sums, side, value.to(self._device, copy=True) if value.ndim else float(value))

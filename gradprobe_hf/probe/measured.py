@@ -25,7 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gradprobe_hf.model.targets import Site, Target
+from gradprobe_hf.model.sites import Site
+from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.folding import Folding
 from gradprobe_hf.probe.serving import ServedWeights
 

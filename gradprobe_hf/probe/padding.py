@@ -14,7 +14,8 @@ from torch import Tensor
 from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.model.families import in_decoder
 from gradprobe_hf.model.loss import IGNORED, Batch
-from gradprobe_hf.model.targets import Site, Target
+from gradprobe_hf.model.sites import Site
+from gradprobe_hf.model.targets import Target
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ class SequenceEnergies:
 
     def add(self, site: int, first: int, energies: Tensor) -> None:
         """Add `energies [sequences]` of the sequences from number `first` on: a site may be used more than once."""
-        known = self._of_site.get(site, energies[:0])
+        known = self._of_site.get(site, energies[:0])  # grown as sequences come: their number is not known before
         missing = first + len(energies) - len(known)
         if missing > 0:
             known = torch.cat([known, known.new_zeros(missing)])
@@ -41,6 +41,7 @@ class SequenceEnergies:
         """
         before = self._of_site.get(site, energies[:0])[first : first + len(energies)]
         before = torch.nn.functional.pad(before, (0, len(energies) - len(before)))
+        # `where` also replaces the infinities and NaN of a division by zero.
         return (limit * before / energies).sqrt().clamp(max=1).where((before > 0) & (energies > 0), 1.0)
 
     def state(self) -> Iterator[tuple[str, Tensor]]:

@@ -85,11 +85,12 @@ class Statistics:
         rows = zip(self._of.values(), values["reached"], values["updates"], strict=True)
         for index, (one, reached, updates) in enumerate(rows):
             one.reached = reached
-            if one.accumulators or reached:
+            if one.accumulators or reached:  # otherwise there is no tensor to load
                 one.load_state(tensors(index), updates)
 
     def copy_(self, other: Statistics) -> None:
         """Copy from `other`, of the same matrices, the terms that are here."""
+        # In memory `state` hands out the tensors themselves, and `load_state` copies them; from files it reads copies.
         values, _ = other.state()
         theirs = list(other._of.values())
         self.load_state(values, lambda index: theirs[index].state())

@@ -22,6 +22,8 @@ def own_steps(
 ) -> list[tuple[Batch, bool]]:
     """This process's batches in the order of every pass, each with whether it counts."""
     if is_routed(targets):
+        # A router sends the tokens of all sequences to an expert in one tensor `[tokens, hidden]`, from which no
+        # gradient of a single sequence could be told.
         batches = [single for batch in batches for single in single_rows(batch)]
     return share(list(batches), processes, is_sharded(model))
 
@@ -34,7 +36,7 @@ def share(batches: Sequence[Batch], processes: Processes, in_step: bool) -> list
             of them, and would wait for ever; a process that has run out repeats a batch that does not count.
     """
     mine = [(batch, True) for batch in processes.mine(batches)]
-    rounds = -(-len(batches) // processes.count)
+    rounds = -(-len(batches) // processes.count)  # of the process that has the most
     return mine + [(batches[0], False)] * (rounds - len(mine)) if in_step else mine
 
 
@@ -44,6 +46,7 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
     for row in range(row_count(batch)):
         single = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
         if isinstance(mask, Tensor):
+            # Whatever has the shape of the mask has a column for each token: ids, labels, token types.
             counted = mask[row].bool()
             single = {
                 name: value[:, counted] if isinstance(value, Tensor) and value.shape == mask[:1].shape else value

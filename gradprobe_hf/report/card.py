@@ -43,7 +43,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         evaluation=_evaluation(report),
         metric_name=_metric(report),
         calibration=report.calibration,
-        config=yaml.safe_dump(config.to_dict(), sort_keys=False).strip(),
+        config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
         dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
         zeros=report.zeros,
@@ -146,8 +146,8 @@ def _limit(config: GradProbeConfig) -> str:
     if not config.spike_limit:
         return ""
     return (
-        f"Where the gradient of a sequence had more than {config.spike_limit:g} times the energy in the second probe "
-        "that it had in the first, it was scaled down to that. "
+        "In the second measurement a sequence's gradient was scaled down wherever its energy exceeded "
+        f"{config.spike_limit:g} times that of the first. "
     )
 
 
@@ -197,10 +197,11 @@ def _evaluation(report: Report) -> dict[str, Any] | None:
         return None
     key = _key(report)
     causal = key == "perplexity"
+    digits = 2 if causal else 4  # a loss in nats is small
     return {
         **measured,
-        "dense_text": f"{measured['dense'][key]:,.4f}",
-        "pruned_text": f"{measured['pruned'][key]:,.4f}",
+        "dense_text": f"{measured['dense'][key]:,.{digits}f}",
+        "pruned_text": f"{measured['pruned'][key]:,.{digits}f}",
         "terms": measured["dense"]["terms"],
         "unit": "predicted tokens" if causal else "labels",
         "definition": "exp of the mean next-token loss inside the windows" if causal else "the mean loss, in nats,",
@@ -223,10 +224,19 @@ def _summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> s
     linked = f"[{origin}](https://huggingface.co/{origin})" if isinstance(origin, str) else name
     derived = linked if origin is None or origin == report.model["name"] else f"`{name}` (derived from {linked})"
     kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
+    how = ", using gradients of its loss" if config.needs.probes else ""
     return (
-        f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero, "
-        f"{kind}, by gradprobe_hf. A plain transformers checkpoint: it loads without that package."
+        f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero "
+        f"({kind}; {report.zeros:,} weights, {report.zeros / report.model['parameters']:.1%} of all parameters){how}. "
+        "**The zeros are stored densely: the model is no smaller and no faster by itself.** It "
+        "is a plain transformers checkpoint, made with gradprobe_hf and loaded without it."
     )
+
+
+def _set_options(config: GradProbeConfig) -> dict[str, Any]:
+    """The options that differ from a default configuration's."""
+    default = GradProbeConfig().to_dict()
+    return {name: value for name, value in config.to_dict().items() if value != default[name]} or {"sparsity": 0.5}
 
 
 def _short_name(model: dict[str, Any]) -> str:

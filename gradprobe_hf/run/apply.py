@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from gradprobe_hf.model.fsdp import reshard
 from gradprobe_hf.model.offload_store import replace_on_disk
-from gradprobe_hf.model.parameters import WeightsView, aliases, is_on_disk, offloaded_parameter, settle
+from gradprobe_hf.model.parameters import WeightsView, aliases, is_on_disk, offloaded_parameter, unload_leftovers
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.runtime.interrupts import uninterrupted
@@ -44,7 +44,7 @@ def applied(
     Raises:
         OSError: the store of offloaded weights cannot be written; every weight has its original bits again.
     """
-    settle(model)
+    unload_leftovers(model)
     new_weights = NewWeights() if new_weights is None else new_weights
     in_memory = [target for target in targets if not is_on_disk(model, target.parameter)]
     changes = _changes([target for target in targets if is_on_disk(model, target.parameter)], masks, new_weights)
@@ -122,8 +122,8 @@ def _read_through(model: nn.Module, changes: Mapping[str, Change]) -> Iterator[N
     names = {**{name: name for name in changes}, **{a: name for a, name in aliases(model).items() if name in changes}}
     with ExitStack() as undo:
         for alias, name in names.items():
-            place = offloaded_parameter(model, alias)
-            assert place is not None, "it is on disk"
-            undo.callback(setattr, place.hook, "weights_map", place.hook.weights_map)
-            place.hook.weights_map = WeightsView(place.hook.weights_map, {place.key: changes[name]})
+            offloaded = offloaded_parameter(model, alias)
+            assert offloaded is not None, "it is on disk"
+            undo.callback(setattr, offloaded.hook, "weights_map", offloaded.hook.weights_map)
+            offloaded.hook.weights_map = WeightsView(offloaded.hook.weights_map, {offloaded.key: changes[name]})
         yield

@@ -13,7 +13,7 @@ from gradprobe_hf.data.windows import load_batches
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import check_sharding
 from gradprobe_hf.model.loading import load_model, load_processing_class
-from gradprobe_hf.model.parameters import settle
+from gradprobe_hf.model.parameters import unload_leftovers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
@@ -81,7 +81,7 @@ def _load(request: RunRequest, processes: Processes) -> tuple[PreTrainedModel, A
         # transformers writes there what it has to convert: each process in a folder of its own
         kwargs["offload_folder"] = Path(kwargs["offload_folder"]) / f"process-{processes.rank}"
     model = load_model(request.model_or_id, **kwargs)
-    settle(model)
+    unload_leftovers(model)
     return model, request.processing_class or load_processing_class(model, **kwargs)
 
 

@@ -46,6 +46,7 @@ class Processes:
         >>> Processes(rank=1, count=2).mine("abcde")
         ['b', 'd']
         """
+        # Interleaved: shares differ by at most one item, and long items at one end are spread over all processes.
         return list(items[self.rank :: self.count])
 
     def sum_(self, tensor: Tensor) -> Tensor:
@@ -103,7 +104,7 @@ class Processes:
             sent = _on_backend_device(tensor)
             with self._collective():
                 dist.all_reduce(sent, operation)
-            if sent is not tensor:
+            if sent is not tensor:  # callers rely on the sum being in place
                 tensor.copy_(sent)
         return tensor
 

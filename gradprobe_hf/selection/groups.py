@@ -26,7 +26,7 @@ def group_mask(keys: Tensor, n: int, m: int) -> Tensor:
     tensor([[False,  True, False,  True]])
     """
     # Millions of sorts of m keys are slow. A key's rank in its group is the number of keys that come before it: that
-    # takes m (m - 1) / 2 comparisons of columns, each vectorised over all groups. `<=` puts the earlier of equals first.
+    # takes m (m - 1) / 2 comparisons of columns, vectorised over all groups. `<=` puts the earlier of equals first.
     columns = keys.view(-1, m).unbind(1)
     ranks = [torch.zeros_like(columns[0], dtype=torch.uint8) for _ in columns]
     for later in range(m):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class PackedMasks(Mapping[str, Tensor]):
-    """Target name -> bool `[out, in]`, unpacked at each access."""
+    """Target name -> bool `[out, in]`, unpacked at each access: read large matrices by `rows`."""
 
     def __init__(self, masks: Mapping[str, Tensor] | None = None) -> None:
         self._packed: dict[str, Tensor] = {}

@@ -36,5 +36,8 @@ def thresholds(targets: Sequence[Target], gradient_threshold: GradientThreshold)
         used.add(hits[0])  # the first match wins, so that '*' can stand last
         found.append(float(gradient_threshold[hits[0]]))
     if unused := [pattern for pattern in gradient_threshold if pattern not in used]:
-        raise ValueError(f"gradient_threshold pattern {unused[0]!r} matches none of the matrices to prune.")
+        raise ValueError(
+            f"gradient_threshold pattern {unused[0]!r} decides about no matrix: none matches it, or an earlier "
+            "pattern matches the same ones."
+        )
     return found

@@ -5,6 +5,7 @@ import evaluate
 import torch
 
 from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.probe.engine import Workload
 
 _DESCRIPTION = (
     "Perplexity: exp of the mean next-token loss, in nats, inside windows of token ids. The first token of a window is "
@@ -26,5 +27,6 @@ class Perplexity(evaluate.Measurement):
 
     def _compute(self, input_ids, model, batch_size=4):
         windows = torch.as_tensor(input_ids)
-        result = measure(model, ({"input_ids": part} for part in windows.split(batch_size)), progress=False)
+        batches = [{"input_ids": part} for part in windows.split(batch_size)]
+        result = measure(Workload(model, batches, progress=False))
         return {"perplexity": result.perplexity, "loss": result.loss, "tokens": result.terms}

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 
-import gradprobe_hf.run.probe_pair as trial
 import pytest
 import torch
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained, sweep_gradient_thresholds
+from gradprobe_hf import GradProbeConfig, sweep_gradient_thresholds
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run import probe_pair
 from gradprobe_hf.threshold_sweep import BISECTIONS, ThresholdRow, refined
 from tests import cases
 
@@ -22,19 +22,19 @@ def texts():
 
 
 def at(threshold):
-    config = GradProbeConfig(decision="threshold", gradient_threshold=threshold, sparsity=0.6)
-    return prune_pretrained(cases.build("llama"), config, **texts()).report
+    options = {"rule": "threshold", "gradient_threshold": threshold, "sparsity": 0.6}
+    return cases.prune(cases.build("llama"), cases.batches("llama"), evaluation=texts()["evaluation"], **options).report
 
 
 def test_every_row_is_what_a_run_gives_and_there_are_two_probes(monkeypatch):
     wanted = [at(threshold) for threshold in THRESHOLDS]
-    probes, real = [], trial.run_probe
-    monkeypatch.setattr(trial, "run_probe", lambda *a, **k: probes.append(1) or real(*a, **k))
+    probes, real = [], probe_pair.run_probe
+    monkeypatch.setattr(probe_pair, "run_probe", lambda *a, **k: probes.append(1) or real(*a, **k))
     model = cases.build("llama")
-    before = {key: value.clone() for key, value in model.state_dict().items()}
+    before = cases.bits(model)
     found = sweep_gradient_thresholds(model, THRESHOLDS, GradProbeConfig(sparsity=0.6), **texts())
     assert len(probes) == 2
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert cases.changed(model, before) == []
     assert [row.zeros for row in found.rows] == [report.zeros for report in wanted]
     assert len({row.zeros for row in found.rows}) == len(THRESHOLDS)
     for row, report in zip(found.rows, wanted, strict=True):
@@ -85,7 +85,7 @@ def test_wrong_thresholds_are_refused_before_any_pass(thresholds, message):
 
 def test_a_pattern_that_matches_nothing_is_refused_before_any_pass():
     wrong = {"*.mpl.*": 0.5, "*": 0.1}
-    with pytest.raises(ValueError, match=r"'\*\.mpl\.\*' decides about none"):
+    with pytest.raises(ValueError, match=r"'\*\.mpl\.\*' decides about no matrix"):
         sweep_gradient_thresholds(
             cases.build("llama"), (0.0, wrong), **texts(), loss_fn=lambda *_: pytest.fail("work began")
         )
@@ -113,7 +113,7 @@ def test_a_threshold_that_breaks_the_model_is_a_row():
     [
         ({"max_metric_drop": "five"}, "max_metric_drop must be"),
         ({"max_metric_drop": "5"}, "a share like '5%'"),
-        ({"config": GradProbeConfig(order="sequential")}, "order='sequential' and a reconstruction have no part"),
+        ({"config": GradProbeConfig(order="sequential")}, "order='sequential' and a weight update have no part"),
         ({"config": GradProbeConfig(preset="best")}, "have no part in it"),
     ],
 )

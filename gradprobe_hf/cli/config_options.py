@@ -1,0 +1,104 @@
+"""Options that are fields of the configuration, made from each field's type, docstring entry and default.
+
+tyro, jsonargparse and HfArgumentParser were tried. None keeps options that were not given apart from defaults, so that
+a file can lose to the command line and a preset in it to `--preset`, nor writes lists as `--rounds 0.2,0.35`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import MISSING, Field, fields
+from functools import cache
+from typing import Any, get_type_hints
+
+from docstring_parser import parse
+
+from gradprobe_hf.cli.options import OPTIONS, VerbParser, given
+from gradprobe_hf.cli.values import kind, reader
+from gradprobe_hf.config import CHOICES, METHOD, GradProbeConfig
+from gradprobe_hf.runtime.yaml_options import read_yaml
+
+# The first field under each heading; those that follow it in the configuration stand there too.
+HEADINGS = {
+    "sparsity": "the target",
+    "score": "the method",
+    "order": "in which steps",
+    "include": "which matrices",
+    "num_samples": "data",
+    "batch_size": "memory",
+    "save_every": "long runs",
+}
+CONFIG_FIELDS = tuple(field.name for field in fields(GradProbeConfig))
+PRESET_FIELDS = ("preset", *METHOD, "dense_target")
+
+
+def add_config_options(parser: VerbParser, without: Collection[str] = ()) -> None:
+    """An option for every field `without` some, and --config for a file of them."""
+    parser.add_options("config")
+    hints, heading = get_type_hints(GradProbeConfig), ""
+    for field in fields(GradProbeConfig):
+        heading = HEADINGS.get(field.name, heading)
+        if field.name not in without:
+            settings = _settings(field.name, hints[field.name])
+            repeatable = " (repeatable)" if settings.get("action") == "append" else ""
+            parser.add_option(heading, field.name, help=help_of(field) + repeatable, **settings)
+
+
+def _settings(name: str, hint: Any) -> dict[str, Any]:
+    """How argparse reads the field. Choices are looked up now: a table may have another row."""
+    if name in CHOICES:
+        choices = tuple(CHOICES[name])
+        return {"choices": choices, "type": type(choices[0])}
+    if hint == Sequence[str]:
+        return {"action": "append", "metavar": "PATTERN"}
+    if hint is str:
+        return {"metavar": name.upper()}
+    return {"type": reader(hint), "metavar": kind(hint).metavar}
+
+
+def help_of(field: Field[Any]) -> str:
+    """The first sentence of a field's entry, and its default: the sentence that begins with this word, or the value."""
+    first, *others = re.split(r"(?<=\.) +(?=[A-Z`\d])", _entries().get(field.name, ""))
+    default = next((re.sub(r"^Default:? ", "", one) for one in others if one.startswith("Default")), "")
+    if not default and field.default not in (None, (), MISSING):
+        default = str(field.default)
+    text = first.rstrip(".") + (f" (default: {default.rstrip('.')})" if default else "")
+    return _on_the_command_line(text).replace("%", "%%")
+
+
+@cache
+def _entries() -> dict[str, str]:
+    """Field -> its entry in the docstring, on one line."""
+    found = parse(GradProbeConfig.__doc__ or "").params
+    return {entry.arg_name: " ".join((entry.description or "").split()) for entry in found}
+
+
+def _on_the_command_line(text: str) -> str:
+    """Spells what is in backticks as options: `update="admm"` is --update admm there."""
+    known = {*CONFIG_FIELDS, *(name for rows in OPTIONS.values() for name in rows)}
+
+    def word(found: re.Match[str]) -> str:
+        if found[1] in known:
+            return f"--{found[1].replace('_', '-')}{' ' if found[2] else ''}"
+        return found[0].strip('"')
+
+    def spelled(code: re.Match[str]) -> str:
+        if code[1].startswith("{"):
+            return code[1]
+        return re.sub(r'"[^"]*"|\b(\w+)\b(=?)', word, re.sub(r", (?=\w+=)", " ", code[1]))
+
+    return re.sub(r"`([^`]+)`", spelled, text)
+
+
+def configuration(options: argparse.Namespace) -> GradProbeConfig:
+    return GradProbeConfig.from_dict(option_values(options))
+
+
+def option_values(options: argparse.Namespace) -> dict[str, Any]:
+    """The file's options, with those of the command line over them."""
+    values: dict[str, Any] = read_yaml(options.config) if options.config else {}
+    if options.preset is not None:  # wins over what an earlier one came to in the file
+        values = {name: value for name, value in values.items() if name not in PRESET_FIELDS}
+    return values | given(options, *CONFIG_FIELDS)

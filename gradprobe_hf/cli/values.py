@@ -1,0 +1,85 @@
+"""Values: the text of an argument -> what its type hint asks for, or an error that names what it should be."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Mapping, Sequence
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
+
+
+class Kind(NamedTuple):
+    """How a type is written on the command line. Attributes: `wanted`, for errors; `metavar`, for the help."""
+
+    read: Callable[[str], Any]
+    wanted: tuple[str, ...]
+    metavar: str
+
+
+def json_object(text: str) -> dict[Any, Any]:
+    """Numerals become numbers, as `max_memory` has them for devices."""
+    try:
+        values = json.loads(text)
+        return {int(name) if name.isdigit() else name: value for name, value in values.items()}
+    except (ValueError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object: {error}") from error
+
+
+def device_map(text: str) -> str | dict[Any, Any]:
+    return json_object(text) if text.startswith("{") else text
+
+
+def text_or_none(text: str) -> str | bool:
+    """False for 'none', as `prune_pretrained` has it."""
+    return text != "none" and text
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    return tuple(map(float, text.split(",")))
+
+
+KINDS: dict[Any, Kind] = {
+    int: Kind(int, ("a whole number",), "N"),
+    float: Kind(float, ("a number",), "X"),
+    str: Kind(str, ("text",), "TEXT"),
+    bool: Kind({"on": True, "off": False}.__getitem__, ("'on'", "'off'"), "on|off"),
+    Sequence[float]: Kind(_numbers, ("a list of numbers, like 0.2,0.35",), "X,X,..."),
+    Mapping[str, float]: Kind(json_object, ("a JSON object",), "JSON"),
+}
+
+
+def kind(hint: Any) -> Kind:
+    """That of a type, a `Literal`, or a union, which is read as the first of its types that the text can be."""
+    if get_origin(hint) is Literal:
+        words = {str(value): value for value in get_args(hint)}
+        return Kind(words.__getitem__, tuple(map(repr, words)), "|".join(words))
+    if get_origin(hint) not in (Union, UnionType):
+        return KINDS[hint]
+    kinds = [kind(part) for part in get_args(hint) if part is not NoneType]
+
+    def read(text: str) -> Any:
+        for one in kinds:
+            try:
+                return one.read(text)
+            except (ValueError, KeyError, argparse.ArgumentTypeError):
+                continue
+        raise ValueError(text)
+
+    wanted = tuple(word for one in kinds for word in one.wanted)
+    return Kind(read, wanted, "|".join(one.metavar for one in kinds))
+
+
+def reader(hint: Any) -> Callable[[str], Any]:
+    """For `add_argument(type=...)`, which would name the function that failed."""
+    read, wanted, _ = kind(hint)
+
+    def checked(text: str) -> Any:
+        try:
+            return read(text)
+        except (ValueError, KeyError) as error:
+            *others, last = wanted
+            expected = f"{', '.join(others)} or {last}" if others else last
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from error
+
+    return checked

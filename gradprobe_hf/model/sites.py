@@ -1,0 +1,63 @@
+"""Sites: the modules that use a weight matrix as a plain linear map or embedding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from gradprobe_hf.model.families import expert_parameters, is_fused_experts
+from gradprobe_hf.model.parameters import aliases
+
+Kind = Literal["linear", "conv1d", "embedding", "experts"]
+
+
+@dataclass(frozen=True)
+class Site:
+    """A module that uses a matrix. A tied matrix has several sites, and an experts module is a site of many matrices.
+
+    Attributes:
+        module: its name in the model.
+    """
+
+    module: str
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Use:
+    """A site's use of one parameter.
+
+    Attributes:
+        name: of the module, or of the fused parameter; patterns are matched with it and with `parameter`.
+    """
+
+    name: str
+    parameter: str
+    site: Site
+
+
+def plain_uses(model: nn.Module) -> list[Use]:
+    """Every use of a weight as a plain linear map or embedding, in the model's order."""
+    plain: dict[Kind, type[nn.Module]] = {"linear": nn.Linear, "conv1d": Conv1D, "embedding": nn.Embedding}
+    found = []
+    for name, module in model.named_modules():
+        for kind, cls in plain.items():
+            # A subclass with a forward of its own may do something else with its weight: measuring it would be wrong.
+            if isinstance(module, cls) and type(module).forward is cls.forward:
+                found.append(Use(name, f"{name}.weight", Site(name, kind)))
+        if is_fused_experts(module):
+            for parameter in expert_parameters(module):
+                found.append(Use(f"{name}.{parameter}", f"{name}.{parameter}", Site(name, "experts")))
+    return found
+
+
+def uses_by_parameter(model: nn.Module, uses: list[Use]) -> dict[str, list[Use]]:
+    """The uses of each parameter under its canonical name, linear maps before embeddings."""
+    shared: dict[str, list[Use]] = {}
+    tied = aliases(model)
+    for use in uses:
+        shared.setdefault(tied.get(use.parameter, use.parameter), []).append(use)
+    return {name: sorted(users, key=lambda use: use.site.kind == "embedding") for name, users in shared.items()}

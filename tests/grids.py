@@ -1,0 +1,30 @@
+"""Grids: a test over every combination of some factors, of which the fast suite takes a few."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import pytest
+
+
+def grid(names: str, *factors: Mapping[str, Any] | Sequence[Any]) -> pytest.MarkDecorator:
+    """Every combination; those that are not needed for every value of every factor to occur are slow.
+
+    Args:
+        names: of the arguments, one for each factor.
+        factors: values, or values by their names.
+    """
+    named = [
+        dict(factor) if isinstance(factor, Mapping) else {str(value): value for value in factor} for factor in factors
+    ]
+    fast = {tuple(number % len(factor) for factor in named) for number in range(max(map(len, named)))}
+    cases = []
+    for places in product(*(range(len(factor)) for factor in named)):
+        chosen = [list(factor.items())[place] for factor, place in zip(named, places, strict=True)]
+        marks = () if places in fast else pytest.mark.slow
+        cases.append(
+            pytest.param(*(value for _, value in chosen), id=", ".join(name for name, _ in chosen), marks=marks)
+        )
+    return pytest.mark.parametrize(names, cases)
