@@ -12,7 +12,7 @@ from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.runtime.interrupts import uninterrupted
-from gradprobe_hf.selection.packed_masks import SavedValues
+from gradprobe_hf.selection.masked_values import SavedValues
 from tests import cases
 
 
@@ -63,13 +63,13 @@ def test_weights_are_given_back_whole(monkeypatch):
     targets = find_targets(model)
     dense = {name: value.clone() for name, value in model.state_dict().items()}
     masks = {target.name: torch.rand(target.shape) < 0.5 for target in targets}
-    real = SavedValues.give_back
+    real = SavedValues.restore
 
     def impatient(self):
         ctrl_c()
         real(self)
 
-    monkeypatch.setattr(SavedValues, "give_back", impatient)
+    monkeypatch.setattr(SavedValues, "restore", impatient)
     with pytest.raises(KeyboardInterrupt), applied(model, targets, masks):
         ctrl_c()
     assert all(torch.equal(value, dense[name]) for name, value in model.state_dict().items())
