@@ -1,4 +1,4 @@
-"""Draw the README's picture, docs/quality.png, from `benchmarks/results/quality.json`.
+"""Draw docs/quality.png, the picture of the method page, from `benchmarks/results/quality.json`.
 
 The picture carries a digest of what it shows, so that `--check` can tell whether it is of these results.
 
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, NullLocator
 from PIL import Image
 
-from benchmarks.quality_tables import HEADLINE, SHOWN_COLUMNS, cells_of, column_title, mean_of
+from benchmarks.quality_tables import SHOWN_COLUMNS, cells_of, column_title, mean_of
 from benchmarks.readme_table import RESULTS
 from gradprobe_hf.report.plots import INK, MUTED
 
@@ -45,8 +45,8 @@ def shown(results: dict[str, Any]) -> dict[str, Any]:
             "dense": dense,
             "methods": {
                 method: {c: mean_of(cells[method, c], text) for c in SHOWN_COLUMNS if (method, c) in cells}
-                for method in HEADLINE
-                if method in STYLES and any((method, column) in cells for column in SHOWN_COLUMNS)
+                for method in STYLES
+                if any((method, column) in cells for column in SHOWN_COLUMNS)
             },
         }
         for text, dense in results["dense"].items()

@@ -11,23 +11,61 @@ from benchmarks.quality_rows import ACCUMULATORS, AS_SPARSE, COLUMNS, METHODS, P
 
 Cells = dict[tuple[str, str], list[dict[str, Any]]]
 SHOWN_COLUMNS = sorted(COLUMNS, key=lambda column: (":" in column, column))
+THOUSANDS = 1e3
 BROKEN = 1e5  # a vocabulary is not much larger: a perplexity beyond it is worse than guessing
 NEGLIGIBLE = 1e-4  # of the weights: two rows of so nearly the same sparsity are compared
-HEADLINE = (  # the rows of the README
-    "wanda",
-    "llm-compressor, wanda",
-    "sparsegpt",
-    "llm-compressor, sparsegpt",
-    "sparsegpt + admm",
-    "two probes",
-    "two probes + obs",
-    "one probe + admm",
-)
+# What the presets are in the benchmark: the method without a pattern, and the one with an n:m pattern.
+PRESETS = {
+    "fast": ("one probe", "sparsegpt"),
+    "balanced": ("two probes", "sparsegpt + admm"),
+    "best": ("one probe + admm", "one probe + admm"),
+}
+HEADLINE = {  # the rows of the README under the dense model's
+    "SparseGPT": ("sparsegpt", "sparsegpt"),
+    '`preset="balanced"`': PRESETS["balanced"],
+    '`preset="best"`': PRESETS["best"],
+}
+HEADLINE_COLUMNS = ("0.5", "0.6", "0.7", "2:4")
 
 
 def headline_table(results: dict[str, Any]) -> str:
-    """The rows that a reader of the README compares."""
-    return quality_table(results, HEADLINE)
+    """Four rows, every text in each cell."""
+    cells, texts = cells_of(results), list(results["dense"])
+    dense = " / ".join(_shown(results["dense"][text]) for text in texts)
+    lines = [
+        f"| perplexity on {' / '.join(texts)} | {' | '.join(map(column_title, HEADLINE_COLUMNS))} |",
+        "|---|" + "---:|" * len(HEADLINE_COLUMNS),
+        f"| dense | {' | '.join([dense] * len(HEADLINE_COLUMNS))} |",
+    ]
+    for label, methods in HEADLINE.items():
+        found = [cells[methods[":" in column], column] for column in HEADLINE_COLUMNS]
+        shown = [" / ".join(_shown(mean_of(rows, text)) for text in texts) for rows in found]
+        lines.append(f"| {label} | {' | '.join(shown)} |")
+    settings = results["settings"]
+    note = f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}. `make bench-quality`."
+    return "\n".join([*lines, "", note])
+
+
+def presets_table(results: dict[str, Any]) -> str:
+    """What each preset takes and what it comes to, at 60% and at 2:4."""
+    cells, texts = cells_of(results), list(results["dense"])
+    lines = [
+        f"| | preset | passes forward, backward | seconds | peak memory | {' / '.join(texts)} |",
+        "|---|---|---|---:|---:|---:|",
+    ]
+    for column in ("0.6", "2:4"):
+        for preset, methods in {"SparseGPT": ("sparsegpt", "sparsegpt"), **PRESETS}.items():
+            row = cells[methods[":" in column], column][0]
+            values = (
+                column_title(column),
+                f"`{preset}`" if preset in PRESETS else preset,
+                f"{row['passes']['forward']:g}, {row['passes']['backward']:g}",
+                f"{row['seconds']:.0f}",
+                f"{row['peak_bytes'] / 1e6:,.0f} MB",
+                " / ".join(_shown(mean_of(cells[methods[":" in column], column], text)) for text in texts),
+            )
+            lines.append(f"| {' | '.join(values)} |")
+    return "\n".join([*lines, "", f"{_setting(results)}, on a machine with 2 cores. Made by `make bench-quality`."])
 
 
 def quality_table(results: dict[str, Any], methods: Iterable[str] = ()) -> str:
@@ -191,13 +229,17 @@ def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str], mad
     off = max((abs(one - zeros[key][0]) for key, found in theirs.items() for one in found if key in zeros), default=0.0)
     if off:
         alike += f"; llm-compressor's are up to {off:.2%} of the weights off"
+    return f"{_setting(results)}{alike}. Made by `make {made_by}`."
+
+
+def _setting(results: dict[str, Any]) -> str:
+    """The model, and the texts it was calibrated and measured on."""
     settings = results["settings"]
     measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
     seeds = len({row["seed"] for row in results["rows"]})
     draws = f", {seeds} draws" if seeds > 1 else ""
     return (
-        f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}{draws}; evaluation "
-        f"{measured}{alike}. Made by `make {made_by}`."
+        f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}{draws}; evaluation {measured}"
     )
 
 
@@ -205,14 +247,16 @@ def _quality_cell(found: dict[tuple[str, str], float], method: str, column: str,
     if (method, column) not in found:
         return ""
     value = found[method, column]
-    shown = f"{_shown(value)} ({_shown(value / found['sparsegpt', column])})"
+    shown = _shown(value)
+    if value < BROKEN:
+        shown += f" ({_shown(value / found['sparsegpt', column])})"
     return f"**{shown}**" if value == best else shown
 
 
 def _shown(value: float) -> str:
-    """Two decimals; of a model that is broken beyond them, the order of magnitude.
+    """Two decimals; none of thousands, and of a model that is broken beyond them the order of magnitude.
 
     >>> [_shown(value) for value in (31.908, 3094.6, 68_994_933.6)]
-    ['31.91', '3,094.60', '6.9e+07']
+    ['31.91', '3,095', '6.9e+07']
     """
-    return f"{value:,.2f}" if value < BROKEN else f"{value:.1e}"
+    return f"{value:.2f}" if value < THOUSANDS else f"{value:,.0f}" if value < BROKEN else f"{value:.1e}"

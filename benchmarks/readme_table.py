@@ -1,5 +1,7 @@
 """Write the measured tables of the README and of docs/ from `benchmarks/results/*.json`, between their markers.
 
+A marker that no table is called by, and a table that no page shows, are errors. What was not measured yet stays empty.
+
 usage: python -m benchmarks.readme_table [--check]     (--check: fail if a page is not what the results say)
 """
 
@@ -16,12 +18,14 @@ from typing import Any
 from benchmarks.quality_tables import (
     geometric_mean,
     headline_table,
+    presets_table,
     price_table,
     quality_table,
     rule_table,
     stories_table,
     variants_table,
 )
+from benchmarks.text_table import texts_table
 from benchmarks.training import check_alike
 from gradprobe_hf.config import AccumulatorDtype
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
@@ -194,14 +198,24 @@ def recovery_table(results: dict[str, Any]) -> str:
     )
 
 
-PAGES = ("README.md", "docs/method.md", "docs/training.md")
+PAGES = (
+    "README.md",
+    "docs/index.md",
+    "docs/guides/presets.md",
+    "docs/method.md",
+    "docs/experiments.md",
+    "docs/memory.md",
+    "docs/training.md",
+)
 TABLES = {  # marker -> result file, what makes the table
-    "quality": ("quality", headline_table),
+    "headline": ("quality", headline_table),
+    "presets": ("quality", presets_table),
     "grid": ("quality", quality_table),
     "rule": ("quality", rule_table),
     "price": ("quality", price_table),
     "stories": ("stories", stories_table),
     "variants": ("variants", variants_table),
+    "texts": ("texts", texts_table),
     "speed": ("speed", speed_table),
     "accumulators": ("accumulators", accumulators_table),
     "memory": ("memory", memory_table),
@@ -212,22 +226,28 @@ TABLES = {  # marker -> result file, what makes the table
 
 
 def rendered(page: str) -> str:
-    for name, (file, table) in TABLES.items():
-        path = RESULTS / f"{file}.json"
-        if f"<!-- {name} -->" not in page or not path.exists():
-            continue
-        text = table(json.loads(path.read_text()))
-        pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
-        page = re.sub(pattern, lambda found: f"{found[1]}{text}\n{found[2]}", page, flags=re.S)  # noqa: B023
-    return page
+    """The page with every table in it made anew."""
+
+    def made(found: re.Match[str]) -> str:
+        file, table = TABLES[found["name"]]
+        results = RESULTS / f"{file}.json"
+        if not results.exists():
+            return found[0]
+        text = table(json.loads(results.read_text()))
+        return f"<!-- {found['name']} -->\n{text}\n<!-- /{found['name']} -->"
+
+    return re.sub(r"<!-- (?P<name>[\w ]+) -->\n.*?<!-- /(?P=name) -->", made, page, flags=re.S)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check
-    for page in PAGES:
-        before = (ROOT / page).read_text(encoding="utf-8")
+    pages = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
+    for name in TABLES:
+        if not any(f"<!-- {name} -->" in page for page in pages.values()):
+            sys.exit(f"no page shows the table {name!r}")
+    for page, before in pages.items():
         after = rendered(before)
         if check and after != before:
             sys.exit(f"{page} is not what benchmarks/results say; run `make table`")
