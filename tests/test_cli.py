@@ -16,9 +16,7 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
-import datasets
 import pytest
-import transformers
 
 import gradprobe_hf
 from gradprobe_hf import GradProbeConfig
@@ -33,21 +31,6 @@ from gradprobe_hf.updates.table import UPDATES
 GRADPROBE = [sys.executable, "-m", "gradprobe_hf"]
 SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "4"]
 PRUNE = ["prune", "model", "--output", "out"]
-
-
-@pytest.fixture(autouse=True)
-def logs_as_before():
-    """`main` configures the process that it has to itself elsewhere."""
-    root, own = logging.getLogger(), logging.getLogger("gradprobe_hf")
-    handlers, level, own_level = root.handlers[:], root.level, own.level
-    verbosity = transformers.logging.get_verbosity()
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
-    own.setLevel(own_level)
-    transformers.logging.set_verbosity(verbosity)
-    transformers.logging.enable_progress_bar()
-    datasets.enable_progress_bars()
 
 
 @pytest.fixture
@@ -156,6 +139,15 @@ def test_quiet_is_silent_in_a_process_of_its_own(checkpoint, tmp_path):
     assert json.loads(ran.stdout)["output"] == str(tmp_path / "out")
     assert ran.stderr == ""
     assert ran.returncode == 0
+
+
+def test_logs_are_as_before(checkpoint, gradprobe):
+    """Also of one who called `main` quietly."""
+    root, own = logging.getLogger(), logging.getLogger("gradprobe_hf")
+    before = root.handlers[:], root.level, own.level
+    assert gradprobe("estimate", checkpoint, "--quiet")[0] == 0
+    assert gradprobe("estimate", "/no/model")[0] == 1
+    assert (root.handlers, root.level, own.level) == before
 
 
 def test_every_option_has_the_spelling_that_was_promised():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 
 import gradprobe_hf
@@ -32,8 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     try:
         options = parser(*arguments[:1]).parse_args(arguments)
-        _configure_logging(quiet=getattr(options, "quiet", False))
-        options.run(options)
+        with _logging(quiet=getattr(options, "quiet", False)):
+            options.run(options)
     except KeyboardInterrupt:
         print("\ngradprobe: interrupted; no unfinished checkpoint is left behind", file=sys.stderr)
         return INTERRUPTED
@@ -68,10 +69,14 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     return (ValueError, OSError, ImportError, MemoryError, *([torch.OutOfMemoryError] if torch else []))
 
 
-def _configure_logging(quiet: bool) -> None:
+@contextmanager
+def _logging(quiet: bool) -> Iterator[None]:
     """Progress and logs go to standard error, so that standard output is the result."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s", force=True)
-    logging.getLogger("gradprobe_hf").setLevel(logging.ERROR if quiet else logging.INFO)
+    root, own = logging.getLogger(), logging.getLogger("gradprobe_hf")
+    before = root.handlers[:], root.level, own.level
+    root.handlers[:] = [logging.StreamHandler(sys.stderr)]
+    root.setLevel(logging.WARNING)
+    own.setLevel(logging.ERROR if quiet else logging.INFO)
     if quiet:
         from datasets import disable_progress_bars
         from transformers.utils.logging import disable_progress_bar, set_verbosity_error
@@ -79,3 +84,9 @@ def _configure_logging(quiet: bool) -> None:
         disable_progress_bar()
         disable_progress_bars()
         set_verbosity_error()
+    try:
+        yield
+    finally:  # who called `main` in an interpreter of their own has their logs back
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+        own.setLevel(before[2])
