@@ -103,7 +103,7 @@ def test_a_callback_that_is_gone_takes_its_hooks_along(tmp_path):
     model, masks = half_pruned()
     callback = SparsityCallback(masks)
     callback.start(model, torch.optim.AdamW(model.parameters()))
-    callback.open()
+    callback.add_hooks()
     assert hooks_of(model)
     del callback
     gc.collect()

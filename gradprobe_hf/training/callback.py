@@ -1,88 +1,123 @@
-"""The callback: something that looks at gradients before an optimizer step, or at weights after it.
+"""Callbacks: code that sees gradients before an optimizer step, and weights after it.
 
-One class for both worlds. A `Trainer` calls it through its events; any other loop has it `attached` to its optimizer.
+One class for both worlds: a `Trainer` calls it through its events, any other loop has it `attached` to its optimizer.
 Steps are optimizer steps, counted from 1; a resumed run goes on counting.
-
-A Trainer that fails tells its callbacks nothing. So hooks on a model are there only from the beginning of a pass until
-its graph is gone: a forward pass that raises takes them away, and whatever raises after it takes the graph along, and
-the graph the hooks. As a context manager around `trainer.train()` the callback takes them away even where somebody
-holds on to the error.
 """
 
 from __future__ import annotations
 
 import logging
-import sys
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from accelerate.utils import extract_model_from_parallel
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from gradprobe_hf.training.pass_hooks import PassHooks
+
 logger = logging.getLogger(__name__)
 
-# Which callbacks run on which optimizer, so that two that contradict each other find out.
+# Which callbacks run on which optimizer, which is all that two callbacks that contradict each other have in common.
+# Weak on both sides: an entry keeps alive neither a callback nor an optimizer, whose state is twice the model.
 _running: weakref.WeakKeyDictionary[Optimizer, weakref.WeakSet[StepCallback]] = weakref.WeakKeyDictionary()
 
 
 class StepCallback(TrainerCallback):
-    """The base of the package's callbacks; a subclass overrides what it needs of `begin` to `restore`.
+    """Base of the package's callbacks. A subclass overrides what it needs of the methods from `begin` to `restore`.
+
+    With a `Trainer` pass it in `callbacks=[...]`; in a loop of your own use `attached`. As a context manager around
+    `trainer.train()` it removes its hooks even while the error of a failed run is kept.
 
     Attributes:
-        model: the model that trains, out of any wrapper.
-        optimizer: torch's own, out of Accelerate's wrapper.
-        step: optimizer steps taken.
+        model: the model in training, without wrappers (DDP, `torch.compile`).
+        optimizer: torch's optimizer, without Accelerate's wrapper.
+        step: optimizer steps taken; in `before_step` and `after_step` the number of this step.
+
+    Example:
+        >>> class LargestGradient(StepCallback):
+        ...     def before_step(self):
+        ...         self.largest = max(float(p.grad.abs().max()) for p in self.model.parameters())
     """
 
-    decides_zeros = False  # whether it says which weights are zero: no two such callbacks at once
+    decides_zeros = False  # whether it chooses which weights are zero: at most one such callback can run
 
     model: nn.Module
     optimizer: Optimizer
 
     def __init__(self) -> None:
         self.step = 0
-        self._handles: list[RemovableHandle] = []
-        weakref.finalize(self, _remove, self._handles).atexit = False
-        self._graphs: list[None] = []  # one entry for each graph of a forward pass that is alive
+        self._hooks = PassHooks()
+        # A callback that is dropped takes its hooks along. Not at exit: the model goes with the interpreter.
+        weakref.finalize(self, self._hooks.remove).atexit = False
 
     def begin(self) -> None:
-        """Training begins; `model`, `optimizer` and `step` are set. Raises what makes it impossible."""
+        """Training begins: `model`, `optimizer` and `step` are set. Raise here what cannot work."""
 
-    def watch(self) -> list[RemovableHandle]:
-        """Put up what has to see gradients as they are made."""
+    def gradient_hooks(self) -> list[RemovableHandle]:
+        """Register hooks that have to see gradients as backward makes them, and return their handles."""
         return []
 
     def before_step(self) -> None:
-        """The gradients are complete (and clipped); `step` is the number of this step."""
+        """Gradients are complete and clipped; the optimizer takes step number `step` next."""
 
     def after_step(self) -> None:
         """The optimizer has taken step number `step`."""
 
     def end(self) -> None:
-        """Training ended; a Trainer may have loaded the best model since."""
+        """Training ended without an error; a Trainer may have loaded the best model before this."""
 
     def save(self, folder: Path) -> None:
-        """Keep in the folder of a checkpoint what `restore` needs."""
+        """Write what `restore` needs into the folder of a checkpoint."""
 
     def restore(self, folder: Path) -> None:
-        """Go on from a checkpoint; called after `begin`. Files may be missing: it was trained without this callback."""
+        """Read what `save` wrote; called after `begin`. Nothing is there if that run had no such callback."""
 
     def start(self, model: nn.Module, optimizer: Any, step: int = 0) -> None:
-        """Everything that is true of every callback when training begins."""
-        self.close()  # of an earlier run that failed
-        _check(self, model, optimizer)
+        """Check what no callback can work with, and call `begin`.
+
+        Args:
+            model: as it trains, wrapped or not.
+            optimizer: torch's, or Accelerate's around it.
+            step: optimizer steps taken before.
+
+        Raises:
+            ValueError: DeepSpeed, FSDP1, or another running callback that chooses zeros.
+            TypeError: not an optimizer.
+        """
+        self.remove_hooks()  # of an earlier run that failed
+        _check_supported(self, model, optimizer)
         self.model = extract_model_from_parallel(model, keep_torch_compile=False)
         self.optimizer, self.step = getattr(optimizer, "optimizer", optimizer), step
         running = _running.setdefault(self.optimizer, weakref.WeakSet())
+        self._check_only_one_decides(running)
+        self.begin()
+        running.add(self)
+
+    def add_hooks(self) -> None:
+        """Register `gradient_hooks` until `remove_hooks`. Does nothing if they are registered."""
+        if not self._hooks:
+            self._hooks.add(self.gradient_hooks())
+
+    def remove_hooks(self) -> None:
+        """Leave no hook on the model. Harmless at any time."""
+        self._hooks.remove()
+
+    def finish(self) -> None:
+        """Training is over, with or without an error."""
+        self.remove_hooks()
+        for running in _running.values():
+            running.discard(self)
+
+    def _check_only_one_decides(self, running: weakref.WeakSet[StepCallback]) -> None:
         for other in running if self.decides_zeros else ():
             if other is not self and other.decides_zeros:
                 raise ValueError(
@@ -90,38 +125,15 @@ class StepCallback(TrainerCallback):
                     "masks as they are, the other would change them. Use one at a time; StatePruningCallback keeps its "
                     "mask by itself after end_step."
                 )
-        self.begin()
-        running.add(self)
 
-    def open(self) -> None:
-        """Watch gradients until `close`."""
-        if not self._handles:
-            self._handles += self.watch()
-
-    def close(self) -> None:
-        """Leave no hook behind. Called at the right times; harmless at any other."""
-        _remove(self._handles)
-
-    def _open_for_a_pass(self, args: TrainingArguments) -> None:
-        self.open()
-        if self._handles and not args.torch_compile:  # which would compile this hook too, at every step
-            self._handles.append(self.model.register_forward_hook(self._bind_to_graph, always_call=True))
-
-    def _bind_to_graph(self, _module: nn.Module, _arguments: Any, output: Any) -> None:
-        """A forward hook: the hooks are gone when the last graph of this step is.
-
-        Torch calls it even for a pass that raised, from where it caught the exception.
-        """
-        if sys.exc_info()[0] is not None:
-            self.close()
+    def _add_hooks_for_pass(self, args: TrainingArguments) -> None:
+        if self._hooks:  # already there: a graph of this step is alive and has them removed
             return
-        values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
-        nodes = [value.grad_fn for value in values if isinstance(value, Tensor) and value.grad_fn is not None]
-        if nodes:
-            life, metadata = _Life(), cast(dict[str, Any], nodes[0].metadata)  # torch's stubs take it for a method
-            metadata["gradprobe_hf"] = life
-            self._graphs.append(None)
-            weakref.finalize(life, _graph_gone, self._graphs, self._handles).atexit = False
+        self.add_hooks()
+        # A forward hook on the model would be compiled with it, and its weak references cannot be: under torch.compile
+        # hooks go at the end of the step, or of the `with` if the step fails.
+        if self._hooks and not args.torch_compile:
+            self._hooks.remove_after_pass(self.model)
 
     def __enter__(self) -> Self:
         return self
@@ -129,13 +141,8 @@ class StepCallback(TrainerCallback):
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.finish()
 
-    def finish(self) -> None:
-        """Training is over, one way or another."""
-        self.close()
-        for running in _running.values():
-            running.discard(self)
-
-    # The events of a Trainer, in the order of a training run.
+    # The events of a Trainer, in the order of a training run. Hooks are on the model from the beginning of a pass until
+    # its gradients are clipped; `on_substep_end` lies between two passes of one accumulated step.
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -147,17 +154,17 @@ class StepCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._open_for_a_pass(args)
+        self._add_hooks_for_pass(args)
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._open_for_a_pass(args)
+        self._add_hooks_for_pass(args)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.close()
+        self.remove_hooks()
         self.step = state.global_step + 1
         self.before_step()
 
@@ -180,12 +187,19 @@ class StepCallback(TrainerCallback):
 
 @contextmanager
 def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int = 0) -> Iterator[StepCallback]:
-    """Run a callback in a training loop of one's own: `loss.backward(); optimizer.step()` inside of the `with`.
+    """Run a callback in a training loop of your own: `loss.backward(); optimizer.step()` in the body of the `with`.
 
     Args:
+        callback: any callback of this package, or a subclass of `StepCallback`.
         model: as it trains, wrapped or not.
         optimizer: torch's, or what `accelerator.prepare` made of it.
-        step: optimizer steps taken before, of a resumed run.
+        step: optimizer steps taken before, for a resumed run.
+
+    Yields:
+        The callback, after its `begin`. Hooks are gone when the `with` ends, also by an error.
+
+    Raises:
+        ValueError: what the callback cannot work with; see its class.
 
     Example:
         >>> import torch
@@ -206,44 +220,30 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
 
     def after(*_: Any) -> None:
         callback.after_step()
-        callback.open()  # it may have something to watch from now on
+        callback.add_hooks()  # a mask that this step froze is one that gradients need from the next pass on
 
-    callback.open()
-    hooks = [callback.optimizer.register_step_pre_hook(before), callback.optimizer.register_step_post_hook(after)]
+    callback.add_hooks()
+    handles = [callback.optimizer.register_step_pre_hook(before), callback.optimizer.register_step_post_hook(after)]
     try:
         yield callback
         callback.end()
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
         callback.finish()
 
 
-class _Life:
-    """Something that lives as long as what holds it."""
-
-
-def _graph_gone(graphs: list[None], handles: list[RemovableHandle]) -> None:
-    graphs.pop()
-    if not graphs:
-        _remove(handles)
-
-
-def _remove(handles: list[RemovableHandle]) -> None:
-    while handles:
-        handles.pop().remove()
-
-
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """Where a Trainer keeps its checkpoint of this step."""
+    """The folder of the Trainer's checkpoint of this step."""
     return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
-def _check(callback: StepCallback, model: nn.Module, optimizer: Any) -> None:
+def _check_supported(callback: StepCallback, model: nn.Module, optimizer: Any) -> None:
     name = type(callback).__name__
+    # ZeRO-3 marks its parameters with `ds_id`; the lower stages show in the optimizer's wrapper only.
     if "DeepSpeed" in type(optimizer).__name__ or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(
-            f"{name} cannot work under DeepSpeed, which steps inside of backward and keeps weights and their state in "
+            f"{name} cannot work under DeepSpeed, which steps inside backward and keeps weights and optimizer state in "
             "flat partitions of its own. Use FSDP2 (examples/accelerate_fsdp2.yaml) or DDP."
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):

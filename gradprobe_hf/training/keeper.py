@@ -1,6 +1,7 @@
-"""The keeper: masks of a model in training, one bit per weight (0.125 bytes), and what they are applied to.
+"""The mask keeper: masks of a model in training, one bit per weight, applied to its weights and gradients.
 
-Masks are bool `[out, in]`, True = pruned. Of a parameter that FSDP2 shards, this process keeps the masks of its own rows.
+Layout: a mask is bool `[out, in]`, True = pruned. Under FSDP2 a process has shards of the parameters, which are some of
+their rows, and keeps the masks of its shards alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.model.fsdp import is_sharded, local, reshard
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.runtime.processes import Processes, join_processes
-from gradprobe_hf.selection.packed_masks import PackedMasks, zero_masked_
+from gradprobe_hf.selection.masked_values import zero_masked_
+from gradprobe_hf.selection.packed_masks import PackedMasks
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +29,20 @@ MaskSource = Mapping[str, Tensor] | PruneResult | Literal["from-zeros"]
 
 
 class MaskKeeper:
-    """Holds weights, and their gradients, at zero.
+    """Keeps pruned weights at zero, and their gradients.
 
     Args:
-        masks: by the name of the matrix; of a sharded model whole, or this process's part.
+        model: in training, without wrappers.
+        targets: matrices of the model; those without a mask are left out.
+        masks: matrix name -> bool `[out, in]`, True = pruned. For a sharded model either the mask of the whole matrix,
+            or of this process's shard.
+
+    Attributes:
+        masks: packed, on the device of their weights; for a sharded model the shards' own.
+        targets: by name.
+
+    Raises:
+        ValueError: a mask with another shape than its matrix.
     """
 
     def __init__(self, model: nn.Module, targets: tuple[Target, ...], masks: Mapping[str, Tensor]) -> None:
@@ -39,39 +51,42 @@ class MaskKeeper:
         self.masks = PackedMasks()
         for name, target in self.targets.items():
             device = local(model.get_parameter(target.parameter)).device
-            if isinstance(masks, PackedMasks) and _is_own_part(model, target, masks):
+            if isinstance(masks, PackedMasks) and _is_local(model, target, masks):  # then no bit need be unpacked
                 self.masks.add_packed(name, masks.packed(name).to(device), masks.columns(name))
             else:
-                self.masks.add(name, [_own_part(model, target, masks[name]).to(device)])
+                self.masks.add(name, [_local_mask(model, target, masks[name]).to(device)])
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the masks take: one for eight weights."""
+        """Memory of the masks in bytes: one for eight weights."""
         return sum(self.masks.packed(name).nbytes for name in self.masks)
 
     @property
     def zeros(self) -> int:
+        """Pruned weights; of a sharded model those of this process."""
         return sum(int(mask.sum()) for mask in self.masks.values())
 
     @torch.no_grad()
     def mask_weights(self) -> None:
-        """Set the weights to zero, in place; copies nothing to the host."""
-        reshard(self.model)  # a whole weight that FSDP still holds would hide what its shard is given
+        """Set pruned weights to zero, in place. Nothing is copied to the host, so no device has to be waited for."""
+        # FSDP may hold the gathered weight for the next forward pass, which would then not see zeros in the shard.
+        reshard(self.model)
         for name, target in self.targets.items():
             zero_masked_(target.matrix(self.model), self.masks[name])
 
-    def watch_gradients(self) -> list[RemovableHandle]:
-        """Mask gradients as they are made: in the backward pass, before anything measures or reduces them.
-
-        A parameter's hook runs when its gradient has been added, before DDP copies it; FSDP2 calls it on the shard.
-        """
+    def gradient_hooks(self) -> list[RemovableHandle]:
+        """Register hooks that mask gradients as backward makes them, before they are reduced, clipped or logged."""
+        # A post-accumulate hook sees the gradient that the optimizer will read. DDP copies it to its buckets only after
+        # the hook, and FSDP2 calls the hook itself, with the reduced gradient of the shard. A hook of the tensor would
+        # see neither the sum of accumulated passes nor, under FSDP2, a shard.
         return [
-            parameter.register_post_accumulate_grad_hook(_Masking(self.masks, targets))
+            parameter.register_post_accumulate_grad_hook(_MaskGradient(self.masks, targets))
             for parameter, targets in self._by_parameter()
             if parameter.requires_grad
         ]
 
     def _by_parameter(self) -> Iterator[tuple[nn.Parameter, list[Target]]]:
+        """One hook for a parameter: fused experts are many matrices in one tensor."""
         grouped: dict[str, list[Target]] = {}
         for target in self.targets.values():
             grouped.setdefault(target.parameter, []).append(target)
@@ -79,18 +94,18 @@ class MaskKeeper:
             yield self.model.get_parameter(name), targets
 
     def save(self, folder: Path) -> None:
-        """Write the packed masks into a folder, a file for every process that has masks of its own."""
+        """Write the packed masks into a folder: one file, or one for each process of a sharded model."""
         processes = join_processes()
         if processes.is_main or is_sharded(self.model):
             tensors = {name: self.masks.packed(name).cpu().contiguous() for name in self.masks}
             save_file(tensors, folder / _file_name(self.model, processes))
 
 
-def masks_of(model: nn.Module, source: MaskSource) -> tuple[tuple[Target, ...], Mapping[str, Tensor]]:
-    """The matrices that are meant, and their masks.
+def resolve_masks(model: nn.Module, source: MaskSource) -> tuple[tuple[Target, ...], Mapping[str, Tensor]]:
+    """The matrices that have a mask, and their masks, of what a user passed as `masks`.
 
     Raises:
-        ValueError: names that the model does not have, or no zero anywhere.
+        ValueError: names that the model does not have, or `"from-zeros"` where no weight is zero.
     """
     targets = find_targets(model, include=["*"])
     if isinstance(source, PruneResult):
@@ -98,7 +113,7 @@ def masks_of(model: nn.Module, source: MaskSource) -> tuple[tuple[Target, ...], 
     if isinstance(source, str):
         if source != "from-zeros":
             raise ValueError(f"masks={source!r}: pass masks, a PruneResult, or 'from-zeros'.")
-        return _zeros_of(model, targets)
+        return _masks_from_zeros(model, targets)
     unknown = sorted(set(source) - {target.name for target in targets})
     if unknown or not source:
         raise ValueError(
@@ -109,7 +124,7 @@ def masks_of(model: nn.Module, source: MaskSource) -> tuple[tuple[Target, ...], 
 
 
 def load_masks(model: nn.Module, folder: Path) -> PackedMasks | None:
-    """The masks that `MaskKeeper.save` wrote; None if there are none."""
+    """The masks that `MaskKeeper.save` wrote for this process; None if there is no such file."""
     path = folder / _file_name(model, join_processes())
     if not path.exists():
         return None
@@ -121,8 +136,8 @@ def load_masks(model: nn.Module, folder: Path) -> PackedMasks | None:
     return masks
 
 
-class _Masking:
-    """A hook: the gradient of one parameter, masked in place."""
+class _MaskGradient:
+    """Hook that masks the gradient of one parameter in place."""
 
     def __init__(self, masks: PackedMasks, targets: list[Target]) -> None:
         self.masks, self.targets = masks, targets
@@ -135,10 +150,10 @@ class _Masking:
                 zero_masked_(target.view(gradient), self.masks[target.name])
 
 
-def _zeros_of(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Target, ...], PackedMasks]:
-    """The zeros that are there, of the matrices that have any; of a sharded one, in any process."""
+def _masks_from_zeros(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Target, ...], PackedMasks]:
+    """Masks of the weights that are zero, for the matrices that have any."""
     zeros = torch.tensor([int((target.matrix(model) == 0).sum()) for target in targets])
-    if is_sharded(model):
+    if is_sharded(model):  # all processes keep the same matrices, though a shard of one may have no zero
         join_processes().sum_(zeros)
     counted = list(zip(targets, zeros.tolist(), strict=True))
     if not any(count for _, count in counted):
@@ -148,7 +163,7 @@ def _zeros_of(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Targ
         )
     for target, count in counted:
         if count == target.numel:
-            logger.warning("%s is all zeros, and will stay so", target.name)
+            logger.warning("%s is all zeros and will stay so", target.name)
     found = tuple(target for target, count in counted if count)
     masks = PackedMasks()
     for target in found:
@@ -156,16 +171,13 @@ def _zeros_of(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Targ
     return found, masks
 
 
-def _is_own_part(model: nn.Module, target: Target, masks: PackedMasks) -> bool:
+def _is_local(model: nn.Module, target: Target, masks: PackedMasks) -> bool:
+    """Whether a mask has the shape of this process's shard (or of the matrix, without shards)."""
     return (len(masks.packed(target.name)), masks.columns(target.name)) == target.region(model).shape
 
 
-def _own_part(model: nn.Module, target: Target, mask: Tensor) -> Tensor:
-    """What of a mask belongs to this process.
-
-    Raises:
-        ValueError: it has another shape than the matrix.
-    """
+def _local_mask(model: nn.Module, target: Target, mask: Tensor) -> Tensor:
+    """The part of a mask for this process's shard."""
     region = target.region(model)
     if tuple(mask.shape) == region.shape:
         return mask.bool()

@@ -1,8 +1,8 @@
 """LoRA on a pruned model: adapters that merge without losing a zero.
 
-A low-rank product B A has no zeros of its own, so that adding it to a pruned weight fills every one. Two ways out:
-`merge_with_masks` lets go of what the product has under the mask, and says how much of the update that was; and
-`masked_adapters` trains with the masked product, so that there is nothing to let go of at a merge inside of its `with`.
+A low-rank product B A has no zeros, so adding it to a pruned weight fills every one. There are two ways out:
+`merge_with_masks` drops what the product has under the mask, and reports how much of the update that was;
+`masked_adapters` trains with the masked product, so that a merge inside its `with` has nothing to drop.
 
 Layout: matrices `[out, in]`; a LoRA layer adds `scaling * B A`, `[out, in]` (of a `Conv1D`, `[in, out]`).
 """
@@ -26,75 +26,96 @@ AdapterMasks = Mapping[str, Tensor] | PruneResult | Literal["from-zeros"]
 
 @dataclass(frozen=True)
 class MergeReport:
-    """What merging adapters into a pruned model kept and lost.
+    """What a merge of adapters into a pruned model kept and dropped.
 
     Attributes:
-        sparsity: fraction of zeros in each matrix that had an adapter, after the merge.
-        lost: the norm of what the mask took of each matrix's update, over the norm of the update; 0 is nothing.
-        lost_in_all: the same of all matrices together.
+        sparsity: weight name -> fraction of zeros after the merge, for each matrix with an adapter.
+        lost: weight name -> `|| (B A) * mask || / || B A ||`, the part of the update that the mask dropped, in [0, 1].
+        total_lost: the same over all matrices together.
     """
 
     sparsity: dict[str, float] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
-    lost_in_all: float = 0.0
+    total_lost: float = 0.0
 
     def __str__(self) -> str:
         return (
-            f"merged {len(self.lost)} matrices, every zero kept: the masks took {self.lost_in_all:.1%} of the norm of "
-            "the update"
+            f"merged {len(self.lost)} matrices, every zero kept: the masks dropped {self.total_lost:.1%} of the norm "
+            "of the update"
         )
 
 
 @torch.no_grad()
 def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn.Module, MergeReport]:
-    """Merge the active adapters of a PEFT model into its weights, and set what was pruned to zero again.
+    """Merge the active adapters of a PEFT model into its weights, and set pruned weights to zero again.
 
     Args:
-        model: a `PeftModel` with LoRA adapters. It is used up, as by `merge_and_unload`.
-        masks: matrix name (in the model without adapters) -> bool `[out, in]`, True = pruned; a `PruneResult`; or
-            `"from-zeros"`, the zeros that the weights under the adapters have. Those of matrices without a mask are
-            kept too.
+        model: a `PeftModel` with LoRA adapters. Do not use it afterwards, as with `merge_and_unload`.
+        masks: weight name (in the model without adapters) -> bool `[out, in]`, True = pruned; a `PruneResult`; or
+            `"from-zeros"`, the weights under the adapters that are zero. Zeros of matrices without a mask are kept too.
 
     Returns:
-        The model without adapters, and what the merge cost.
+        The model without adapters, and a report of what the merge dropped.
 
     Raises:
-        ValueError: no LoRA adapters, or masks that fit nothing.
+        ImportError: PEFT is not installed.
+        ValueError: no active LoRA adapter, or no mask of a matrix with an adapter.
+
+    Example:
+        ```python
+        model, report = merge_with_masks(peft_model)
+        print(report)  # merged 60 matrices, every zero kept: the masks dropped 49.8% of the norm of the update
+        ```
     """
-    layers = _layers(model)
-    masks = _masks(layers, masks)
+    layers = _lora_layers(model)
+    masks = _resolved(layers, masks)
+    # Measured before the merge, which takes the adapters apart.
     squares = {
-        name: _squares(_update(layer), None if _is_masked(layer) else masks[name]) for name, layer in layers.items()
+        name: _squared_norms(_update(layer), None if _is_masked(layer) else masks[name])
+        for name, layer in layers.items()
     }
     merged = model.merge_and_unload()
     sparsity = {}
     for name, layer in layers.items():
         weight = merged.get_parameter(name)
-        matrix = weight.t() if layer.fan_in_fan_out else weight
+        matrix = weight.t() if layer.fan_in_fan_out else weight  # a view: filling it fills the weight
         matrix.masked_fill_(masks[name].to(weight.device), 0)
         sparsity[name] = float((weight == 0).sum()) / weight.numel()
     under, whole = (sum(column) for column in zip(*squares.values(), strict=True))
-    return merged, MergeReport(sparsity, {name: _share(*both) for name, both in squares.items()}, _share(under, whole))
+    lost = {name: _norm_ratio(*both) for name, both in squares.items()}
+    return merged, MergeReport(sparsity, lost, _norm_ratio(under, whole))
 
 
 @contextmanager
 def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[None]:
-    """Use, and train, only what the adapters' products have outside of the masks, for the body of the `with`.
+    """Use `(B A) * (1 - mask)` for the adapters' product, in forward and backward, for the body of the `with`.
 
-    Costs a product as large as the weight's own in every layer with an adapter, where LoRA alone costs next to nothing.
+    Costs a matrix product as large as the weight's own in every layer with an adapter; plain LoRA costs next to none.
+
+    Args:
+        model: a `PeftModel` with LoRA adapters.
+        masks: as for `merge_with_masks`.
 
     Raises:
-        ValueError: an adapter has dropout, which a product of matrices cannot have.
+        ImportError: PEFT is not installed.
+        ValueError: no active LoRA adapter, no mask of a matrix with one, or an adapter with dropout.
+
+    Example:
+        ```python
+        with masked_adapters(peft_model):
+            Trainer(peft_model, args, train_dataset=rows).train()
+            model, report = merge_with_masks(peft_model)  # report.total_lost == 0
+        ```
     """
-    layers = _layers(model)
-    masks = _masks(layers, masks)
+    layers = _lora_layers(model)
+    masks = _resolved(layers, masks)
     for name, layer in layers.items():
         if any(isinstance(layer.lora_dropout[adapter], nn.Dropout) for adapter in _active(layer)):
             raise ValueError(
-                f"the adapter of {name} has dropout between its input and A, so that B A is not what it adds. Make it "
-                "with LoraConfig(lora_dropout=0.0)."
+                f"the adapter of {name} has dropout between its input and A, so B A is not what it adds. Make it with "
+                "LoraConfig(lora_dropout=0.0)."
             )
-    handles = [layer.register_forward_hook(_Taking(masks[name])) for name, layer in layers.items()]
+    handles = [layer.register_forward_hook(_SubtractPruned(masks[name])) for name, layer in layers.items()]
     try:
         yield
     finally:
@@ -102,21 +123,26 @@ def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[
             handle.remove()
 
 
-class _Taking:
-    """A hook: takes from a LoRA layer's output what its product added under the mask."""
+class _SubtractPruned:
+    """Hook that subtracts from a LoRA layer's output what its product adds under the mask.
+
+    PEFT computes `x W^T + s (x A^T) B^T` and never forms B A, so the product cannot be masked where it is made. Its
+    part under the mask, `(s B A) * mask`, is formed here and its output subtracted: what is left, and the gradient that
+    autograd derives, are those of `(s B A) * (1 - mask)`.
+    """
 
     def __init__(self, mask: Tensor) -> None:
         self.mask = mask
 
     def __call__(self, layer: Any, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
-        if layer.merged or layer.disable_adapters:
+        if layer.merged or layer.disable_adapters:  # the output has no product in it
             return output
         under = _update(layer).where(self.mask.to(output.device), 0)
         return output - F.linear(arguments[0].to(under.dtype), under).to(output.dtype)
 
 
-def _layers(model: Any) -> dict[str, Any]:
-    """Weight name, as it is without adapters -> the LoRA layer around it."""
+def _lora_layers(model: Any) -> dict[str, Any]:
+    """Weight name in the model without adapters -> the LoRA layer around it."""
     try:
         from peft.tuners.lora import Linear
     except ImportError as error:
@@ -135,16 +161,17 @@ def _layers(model: Any) -> dict[str, Any]:
 
 
 def _is_masked(layer: Any) -> bool:
-    return any(isinstance(hook, _Taking) for hook in layer._forward_hooks.values())
+    """Whether `masked_adapters` is in effect for a layer: then a merge drops nothing that it used."""
+    return any(isinstance(hook, _SubtractPruned) for hook in layer._forward_hooks.values())
 
 
-def _squares(update: Tensor, mask: Tensor | None) -> tuple[float, float]:
-    """The squared norm of what lies under the mask, and of all."""
+def _squared_norms(update: Tensor, mask: Tensor | None) -> tuple[float, float]:
+    """Squared norms of the part of an update under the mask (0 without one), and of all of it; in float64."""
     whole = float(update.double().square().sum())
     return (0.0 if mask is None else float(update[mask.to(update.device)].double().square().sum())), whole
 
 
-def _share(under: float, whole: float) -> float:
+def _norm_ratio(under: float, whole: float) -> float:
     return math.sqrt(under / whole) if whole else 0.0
 
 
@@ -153,14 +180,14 @@ def _active(layer: Any) -> list[str]:
 
 
 def _update(layer: Any) -> Tensor:
-    """What the active adapters add to the matrix `[out, in]`; autograd goes through it."""
+    """What the active adapters add to the matrix `[out, in]`, with its graph."""
     total = sum(layer.get_delta_weight(adapter) for adapter in _active(layer))
     assert isinstance(total, Tensor), "there is an active adapter"
     return total.t() if layer.fan_in_fan_out else total
 
 
-def _masks(layers: Mapping[str, Any], source: AdapterMasks) -> dict[str, Tensor]:
-    """A mask for every matrix with an adapter: the one that is given, or else its zeros."""
+def _resolved(layers: Mapping[str, Any], source: AdapterMasks) -> dict[str, Tensor]:
+    """A mask for every matrix with an adapter: the one that was passed, or else its zeros."""
     weights = {name: layer.get_base_layer().weight for name, layer in layers.items()}
     masks = {name: (w.t() if layers[name].fan_in_fan_out else w) == 0 for name, w in weights.items()}
     if isinstance(source, PruneResult):

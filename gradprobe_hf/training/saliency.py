@@ -1,9 +1,9 @@
-"""Saliency: how much a weight matters, from what AdamW knows of it. One pure function each; the lowest go first.
+"""Saliencies: how much a weight matters, from AdamW's state. One pure function each; the lowest are pruned first.
 
-Layout: weight `w`, first moment `m` (the running mean of its gradient) and second moment `v` (of its square), all of
-one shape, float32; `epsilon` is a scalar tensor that is small beside sqrt(v) of this matrix. An absolute 1e-8 is not:
-where v is about 5e-10, as in fine-tuning, sqrt(v) is 2e-5, but where it is 1e-16 such an epsilon takes the place of v,
-and the saliency becomes another. No saliency is negative: `ordered` makes a signed one so.
+Layout: weight `w`, first moment `m` (running mean of the gradient) and second moment `v` (of its square), of one shape
+and in float32. `epsilon` is a scalar tensor, small beside sqrt(v) of this matrix. AdamW's absolute 1e-8 would not do:
+with v about 5e-10, as in fine-tuning, sqrt(v) is 2e-5, but with v below 1e-16 such an epsilon takes the place of v, and
+the saliency becomes another. No saliency is negative, because the selection sorts by bits: see `nonnegative`.
 
 Sources: magnitude, Han et al. 2015 (arXiv:1506.02626); Fisher, Theis et al. 2018 (arXiv:1801.05787), with AdamW's v for
 the mean squared gradient; movement, Sanh et al. 2020 (arXiv:2005.07683), with m for the gradient. The others are those
@@ -24,17 +24,17 @@ Saliency = Literal[
 
 
 def magnitude(w: Tensor) -> Tensor:
-    """`|w|`"""
+    """`|w|`."""
     return w.abs()
 
 
 def fourth_root(w: Tensor, v: Tensor) -> Tensor:
-    """`|w| v^(1/4)`: half way between magnitude and Fisher."""
+    """`|w| v^(1/4)`: halfway between magnitude and Fisher."""
     return w.abs() * v.sqrt().sqrt()
 
 
 def momentum(w: Tensor, m: Tensor) -> Tensor:
-    """`|w| sqrt(|m|)`"""
+    """`|w| sqrt(|m|)`."""
     return w.abs() * m.abs().sqrt()
 
 
@@ -44,24 +44,24 @@ def gradient_product(w: Tensor, m: Tensor, v: Tensor, epsilon: Tensor) -> Tensor
 
 
 def signal_to_noise(w: Tensor, m: Tensor, v: Tensor, epsilon: Tensor) -> Tensor:
-    """`|w| sqrt(|m|) sqrt(m^2 / v)`: momentum, where the gradient agrees with itself."""
+    """`|w| sqrt(|m|) sqrt(m^2 / v)`: momentum, where gradients of successive steps agree."""
     return w.abs() * m.abs().sqrt() * (m.abs() / (v.sqrt() + epsilon))
 
 
 def movement(w: Tensor, m: Tensor, v: Tensor, epsilon: Tensor) -> Tensor:
-    """`-w m / sqrt(v)`, made non-negative in the same order: a weight that training moves to zero goes first.
+    """`-w m / sqrt(v)`, made non-negative in the same order: weights that training moves towards zero go first.
 
-    A weight that is zero scores 0 here and lies in the middle of the others: the selection lets it go before all.
+    A weight that is zero scores 0, in the middle of the others; the selection prunes zeros before everything else.
     """
-    return ordered(-w * m / (v.sqrt() + epsilon))
+    return nonnegative(-w * m / (v.sqrt() + epsilon))
 
 
 def state_fisher(w: Tensor, v: Tensor) -> Tensor:
-    """`w^2 v`, as its root `|w| sqrt(v)`: the same order, and no underflow."""
+    """`w^2 v`, as its root `|w| sqrt(v)`: the same order without underflow."""
     return w.abs() * v.sqrt()
 
 
-# Each with the arguments it takes beside the weight.
+# The function, and the arguments that it takes beside the weight.
 SALIENCIES: dict[Saliency, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "magnitude": (magnitude, ()),
     "fourth-root": (fourth_root, ("v",)),
@@ -71,23 +71,29 @@ SALIENCIES: dict[Saliency, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "movement": (movement, ("m", "v", "epsilon")),
     "state-fisher": (state_fisher, ("v",)),
 }
-MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # by torch's names
+MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}  # torch's names, the same in all of its Adam family
 
 
-def reads(saliency: Saliency) -> tuple[str, ...]:
-    """What it reads of the optimizer's state."""
+def state_names(saliency: Saliency) -> tuple[str, ...]:
+    """Entries of the optimizer's state that a saliency reads.
+
+    >>> state_names("movement")
+    ('exp_avg', 'exp_avg_sq')
+    """
     return tuple(MOMENTS[name] for name in SALIENCIES[saliency][1] if name in MOMENTS)
 
 
-def ordered(signed: Tensor) -> Tensor:
-    """Float32 of any sign -> non-negative float32 in the same order, two bits coarser (-0.0 as 0.0, NaN as NaN).
+def nonnegative(signed: Tensor) -> Tensor:
+    """Float32 of any sign -> non-negative float32 in the same order, two bits coarser; NaN stays NaN.
 
-    The bits of a float, those of a negative one inverted, order like the value; without their lowest two they are the
-    bits of a non-negative float again.
-
-    >>> ordered(torch.tensor([-2.0, -1.0, -1e-30, 0.0, 1e-30, 3.0])).argsort().tolist()
+    >>> nonnegative(torch.tensor([-2.0, -1.0, -1e-30, 0.0, 1e-30, 3.0])).argsort().tolist()
     [0, 1, 2, 3, 4, 5]
     """
+    # Non-negative floats order like their bits read as an integer, negative ones the other way round. Inverting all
+    # bits of a negative float, and the sign bit alone of the others, gives unsigned integers in the order of the
+    # values. `+ 0.0` turns -0.0 into 0.0 first: two bit patterns of one value would be two places in the order.
     bits = (signed.float() + 0.0).view(torch.int32)
-    shifted = torch.where(bits < 0, ~bits, bits + -(2**31))  # orders like the value, read as unsigned
-    return ((shifted >> 2) & 0x3FFF_FFFF).view(torch.float32).masked_fill_(signed.isnan(), torch.nan)
+    unsigned = torch.where(bits < 0, ~bits, bits + -(2**31))
+    # Two bits less make room: below 2^30 an integer is the bits of a float in [0, 2), never of an infinity or NaN. The
+    # shift of int32 is arithmetic, hence the mask. NaN has a place in that order too, which would hide it: put it back.
+    return ((unsigned >> 2) & 0x3FFF_FFFF).view(torch.float32).masked_fill_(signed.isnan(), torch.nan)

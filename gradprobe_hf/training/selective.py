@@ -1,7 +1,7 @@
-"""Train only what matters: at each step only the groups of parameters with the largest gradient train.
+"""Selective updates: at each step only the parameter groups with the largest gradient norm train.
 
-The others have no gradient at all (None), so that the optimizer passes them by: under AdamW a gradient of zeros would
-still move them, by momentum and by weight decay.
+The others have no gradient at all (None), so that the optimizer skips them: with a gradient of zeros AdamW would still
+move them, by momentum and by weight decay.
 """
 
 from __future__ import annotations
@@ -23,27 +23,36 @@ from gradprobe_hf.training.callback import StepCallback, logger
 
 Grouping = Literal["block", "matrix"] | Sequence[str]
 
-OUTSIDE = "outside of the blocks"
+OUTSIDE = "outside the blocks"
 REST = "the rest"
-FILE = "gradprobe_selective_updates.json"
+FILE_NAME = "gradprobe_selective_updates.json"
 
 
 class SelectiveUpdateCallback(StepCallback):
-    """Updates the parameter groups whose gradient is largest; all others stay bit-identical at that step.
+    """Updates the parameter groups with the largest gradient norm; all others stay bit-identical in that step.
 
     Args:
-        top_k: how many groups train.
-        fraction: or what part of them, in (0, 1]; at least one.
+        top_k: number of groups that train.
+        fraction: fraction of the groups that train, in (0, 1], at least one; instead of `top_k`.
         every: steps for which a choice stands.
-        groups: `"block"`, a group for every block of the model, and one for what lies outside; `"matrix"`, one for
-            every parameter; or patterns of parameter names, one for each, and one for the rest.
+        groups: `"block"`, one group per block of the model, and one for everything outside the blocks; `"matrix"`, one
+            per parameter; or patterns of parameter names, one group per pattern, and one for the rest.
 
     Attributes:
+        members: group -> its parameters, once training has begun.
         chosen: the groups that train now.
-        counts: in how many steps each group trained.
+        counts: group -> steps in which it trained.
 
     Raises:
-        ValueError: neither or both of top_k and fraction, a value out of range, or a pattern that matches nothing.
+        ValueError: neither or both of `top_k` and `fraction`, or a value out of range; when training begins, a `top_k`
+            above the number of groups, or a pattern that matches nothing.
+
+    Example:
+        ```python
+        callback = SelectiveUpdateCallback(top_k=2)
+        Trainer(model, args, train_dataset=rows, callbacks=[callback]).train()
+        print(callback.summary())
+        ```
     """
 
     def __init__(
@@ -70,8 +79,8 @@ class SelectiveUpdateCallback(StepCallback):
         self.counts: Counter[str] = Counter()
 
     @property
-    def how_many(self) -> int:
-        """Groups that train at a step."""
+    def groups_per_step(self) -> int:
+        """How many groups train in a step."""
         if self.top_k is not None:
             return min(self.top_k, len(self.members))
         return max(1, round((self.fraction or 0.0) * len(self.members)))
@@ -82,14 +91,14 @@ class SelectiveUpdateCallback(StepCallback):
             self.members.setdefault(label, []).append(parameter)
         if self.top_k is not None and self.top_k > len(self.members):
             raise ValueError(
-                f"top_k={self.top_k} of {len(self.members)} groups ({', '.join(self.members)}): choose less."
+                f"top_k={self.top_k} of {len(self.members)} groups ({', '.join(self.members)}): choose fewer."
             )
         self.chosen, self.counts = [], Counter()
 
     @torch.no_grad()
     def before_step(self) -> None:
         if not self.chosen or (self.step - 1) % self.every == 0:
-            self.chosen = self._largest()
+            self.chosen = self._largest_groups()
         for label, parameters in self.members.items():
             if label not in self.chosen:
                 for parameter in parameters:
@@ -100,22 +109,23 @@ class SelectiveUpdateCallback(StepCallback):
         logger.info("%s", self.summary())
 
     def summary(self) -> str:
-        """Which groups trained how often."""
+        """How often each group trained, as lines of text."""
         lines = [f"{count:8d}  {label}" for label, count in self.counts.most_common()]
         never = len(self.members) - len(self.counts)
         return "\n".join([f"groups updated in {self.step} steps:", *lines, f"{never} groups were never updated"])
 
     def save(self, folder: Path) -> None:
-        (folder / FILE).write_text(json.dumps({"chosen": self.chosen, "counts": self.counts}, indent=2) + "\n")
+        (folder / FILE_NAME).write_text(json.dumps({"chosen": self.chosen, "counts": self.counts}, indent=2) + "\n")
 
     def restore(self, folder: Path) -> None:
-        if (folder / FILE).exists():
-            kept = json.loads((folder / FILE).read_text())
-            self.chosen = [label for label in kept["chosen"] if label in self.members]
-            self.counts = Counter(kept["counts"])
+        if (folder / FILE_NAME).exists():
+            saved = json.loads((folder / FILE_NAME).read_text())
+            # With other `groups` than in the run that saved, its choice means nothing: the next step chooses anew.
+            self.chosen = [label for label in saved["chosen"] if label in self.members]
+            self.counts = Counter(saved["counts"])
 
-    def _largest(self) -> list[str]:
-        """The groups with the largest gradient norm: one foreach call, and one synchronisation."""
+    def _largest_groups(self) -> list[str]:
+        """The groups with the largest gradient norm: one foreach call and one synchronisation with the device."""
         labels, gradients, owners = list(self.members), [], []
         for index, parameters in enumerate(self.members.values()):
             for parameter in parameters:
@@ -126,20 +136,22 @@ class SelectiveUpdateCallback(StepCallback):
             raise ValueError("no parameter has a gradient: call backward before the optimizer's step.")
         squares = _squared_norms(gradients)
         totals = squares.new_zeros(len(labels)).index_add_(0, torch.tensor(owners).to(squares.device), squares)
+        # Squares of shards add up to those of the whole gradient. DDP has reduced gradients already: every process
+        # computes the same totals.
         if is_sharded(self.model):
             dist.all_reduce(totals)
-        return [labels[index] for index in totals.topk(self.how_many).indices.tolist()]
+        return [labels[index] for index in totals.topk(self.groups_per_step).indices.tolist()]
 
 
 def _squared_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """`[len(gradients)]`, in float32 at least: a half-precision sum of squares overflows."""
+    """`[gradients]`, in float32 at least: a sum of squares overflows in half precision."""
     widest = torch.float64 if any(one.dtype == torch.float64 for one in gradients) else torch.float32
     norms = torch._foreach_norm(list(gradients), 2, widest)
     return torch.stack([norm.to(norms[0].device) for norm in norms]).square()
 
 
 def _grouped(model: nn.Module, groups: Grouping) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter that trains, with the label of its group."""
+    """(group, parameter) of every parameter that requires a gradient."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if groups == "matrix":
         return named
@@ -147,7 +159,9 @@ def _grouped(model: nn.Module, groups: Grouping) -> list[tuple[str, nn.Parameter
         return [(block_of(model, name.rpartition(".")[0]) or OUTSIDE, parameter) for name, parameter in named]
     for pattern in groups:
         if not any(matches(pattern, name) for name, _ in named):
-            raise ValueError(f"pattern {pattern!r} of groups matches no parameter; they are like {named[0][0]!r}.")
+            raise ValueError(
+                f"pattern {pattern!r} of groups matches no parameter; their names are like {named[0][0]!r}."
+            )
     return [
         (next((pattern for pattern in groups if matches(pattern, name)), REST), parameter) for name, parameter in named
     ]

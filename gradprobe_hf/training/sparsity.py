@@ -1,8 +1,8 @@
 """Keep the mask: pruned weights are exactly zero after every step, and their gradients count nowhere.
 
-An optimizer forgets zeros in three ways: the gradient of a pruned weight, momentum of before, and rounding of a master
-copy. Decoupled weight decay leaves a zero alone. Masking the weight after the step undoes all three; masking the
-gradient too, before it is clipped, keeps it out of the norm, and out of the moments.
+An optimizer moves a zero in three ways: by its gradient, by momentum from earlier steps, and by rounding from a master
+copy. (Decoupled weight decay leaves it alone.) Masking the weight after the step undoes all three. Masking its gradient
+before clipping keeps it out of the gradient norm, which scales every other gradient, and out of the moments.
 """
 
 from __future__ import annotations
@@ -16,21 +16,28 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradprobe_hf.training.callback import StepCallback, attached, logger
-from gradprobe_hf.training.keeper import MaskKeeper, MaskSource, load_masks, masks_of
+from gradprobe_hf.training.keeper import MaskKeeper, MaskSource, load_masks, resolve_masks
 
 
 class SparsityCallback(StepCallback):
-    """Keeps pruned weights zero while a model trains.
+    """Keeps pruned weights at zero while a model trains.
 
     Args:
-        masks: matrix name -> bool `[out, in]`, True = pruned; a `PruneResult`; or `"from-zeros"`, the zeros that the
-            model has when training begins.
+        masks: matrix name -> bool `[out, in]`, True = pruned; a `PruneResult`; or `"from-zeros"`, the weights that are
+            zero when training begins.
 
     Attributes:
-        keeper: the masks, once training has begun; they take an eighth of a byte per weight.
+        keeper: the masks, once training has begun; 0.125 bytes per weight.
+
+    Raises:
+        ValueError: when training begins: masks of another model; no zeros; or PEFT adapters, under which the weights do
+            not train (see `merge_with_masks`).
 
     Example:
-        `Trainer(model, args, train_dataset=..., callbacks=[SparsityCallback("from-zeros")]).train()`
+        ```python
+        trainer = Trainer(model, args, train_dataset=rows, callbacks=[SparsityCallback("from-zeros")])
+        trainer.train()
+        ```
     """
 
     decides_zeros = True
@@ -41,35 +48,31 @@ class SparsityCallback(StepCallback):
         self.keeper: MaskKeeper | None = None
 
     def begin(self) -> None:
-        """
-        Raises:
-            ValueError: masks of another model; no zeros; or LoRA adapters, under which the weights do not train.
-        """
         check_not_adapted(self.model)
-        self.keeper = MaskKeeper(self.model, *masks_of(self.model, self.source))
+        self.keeper = MaskKeeper(self.model, *resolve_masks(self.model, self.source))
         self.keeper.mask_weights()
 
-    def watch(self) -> list[RemovableHandle]:
-        return self.keeper.watch_gradients() if self.keeper else []
+    def gradient_hooks(self) -> list[RemovableHandle]:
+        return self.keeper.gradient_hooks() if self.keeper else []
 
     def after_step(self) -> None:
         if self.keeper:
             self.keeper.mask_weights()
 
     def end(self) -> None:
-        self.after_step()  # load_best_model_at_end: the best checkpoint may be older than this callback
+        self.after_step()  # load_best_model_at_end may have loaded a checkpoint from before this callback
 
     def save(self, folder: Path) -> None:
         if self.keeper:
             self.keeper.save(folder)
 
     def restore(self, folder: Path) -> None:
-        """With `"from-zeros"`, the masks of the run that saved: a kept weight may have become zero by rounding."""
+        """With `"from-zeros"`, go on with the masks that were saved: a kept weight may have become zero by rounding."""
         if self.source != "from-zeros":
             return
         masks = load_masks(self.model, folder)
         if masks is None:
-            logger.warning("%s has no masks of this callback: the zeros of its weights are kept", folder)
+            logger.warning("%s has no masks of this callback: the weights that are zero now are kept at zero", folder)
             return
         assert self.keeper is not None, "training has begun"
         self.keeper = MaskKeeper(self.model, tuple(self.keeper.targets.values()), masks)
@@ -77,11 +80,29 @@ class SparsityCallback(StepCallback):
 
 @contextmanager
 def keep_sparsity(model: nn.Module, optimizer: Any, masks: MaskSource = "from-zeros") -> Iterator[MaskKeeper]:
-    """Keep pruned weights zero in a training loop of one's own, for the body of the `with`.
+    """Keep pruned weights at zero in a training loop of your own, for the body of the `with`.
 
     Args:
-        optimizer: torch's, or Accelerate's; its `step` masks the weights, and each backward pass the gradients.
+        model: as it trains, wrapped or not.
+        optimizer: torch's, or Accelerate's. Its `step` masks the weights, each backward pass the gradients.
         masks: as for `SparsityCallback`.
+
+    Yields:
+        The masks in use.
+
+    Raises:
+        ValueError: as `SparsityCallback`.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])})
+        >>> weight, mask = model["layers"][0].weight, torch.eye(2).bool()
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with keep_sparsity(model, optimizer, {"layers.0.weight": mask}):
+        ...     weight.sum().backward()
+        ...     optimizer.step()
+        >>> (weight == 0).tolist()
+        [[True, False], [False, True]]
     """
     callback = SparsityCallback(masks)
     with attached(callback, model, optimizer):
@@ -90,13 +111,10 @@ def keep_sparsity(model: nn.Module, optimizer: Any, masks: MaskSource = "from-ze
 
 
 def check_not_adapted(model: nn.Module) -> None:
-    """
-    Raises:
-        ValueError: the model has adapters of PEFT.
-    """
+    """Refuse a model with PEFT adapters."""
     if hasattr(model, "peft_config"):
         raise ValueError(
             "the weights of a model with PEFT adapters do not train, so their zeros stay. Train without this callback "
-            "and merge with gradprobe_hf.training.merge_with_masks; masked_adapters keeps the product of the adapters "
-            "inside of the mask while it trains."
+            "and merge with gradprobe_hf.training.merge_with_masks; masked_adapters keeps the adapters' product inside "
+            "the mask during training."
         )

@@ -1,4 +1,4 @@
-"""Spike-aware clipping: a gradient that is far outside of what its own weight has seen is cut to the edge of that.
+"""Spike-aware clipping: each element of a gradient is clipped to what its own weight has seen before.
 
 Source: Huang et al. 2025, SPAM (arXiv:2501.06842), sections 3.1 and 3.2.
 """
@@ -13,15 +13,25 @@ from gradprobe_hf.training.callback import StepCallback
 
 
 class SpikeAwareClip(StepCallback):
-    """Clips every element of a gradient at `sqrt(threshold * v)`, and begins AdamW's moments anew now and then.
+    """Clips every element of a gradient to `[-c, c]`, `c = sqrt(threshold * v)`, and resets AdamW's moments at times.
 
-    `v` is AdamW's second moment as it was before the step. An element that has seen no gradient (v = 0) is not clipped:
-    it could never begin to train.
+    v is AdamW's second moment from before the step. An element with v = 0 is not clipped: it could never start to
+    train.
 
     Args:
-        threshold: how often a squared gradient may exceed its running mean; the paper has 5000.
-        warmup: steps after the beginning, and after each reset, without clipping: v is not known yet.
+        threshold: how many times its running mean a squared gradient may be; > 0, 5000 in the paper.
+        warmup: steps without clipping at the beginning and after each reset, while v is not known yet; >= 1.
         reset_every: steps between two resets of m, v and the step count of the bias correction; None: no resets.
+
+    Raises:
+        ValueError: an argument out of range; when training begins, an optimizer without a second moment.
+
+    Source: Huang et al. 2025, SPAM (arXiv:2501.06842), sections 3.1 (clipping) and 3.2 (resets).
+
+    Example:
+        ```python
+        trainer = Trainer(model, args, train_dataset=rows, callbacks=[SpikeAwareClip()])
+        ```
     """
 
     def __init__(self, threshold: float = 5000.0, warmup: int = 150, reset_every: int | None = 500) -> None:
@@ -37,11 +47,14 @@ class SpikeAwareClip(StepCallback):
     def begin(self) -> None:
         if "betas" not in self.optimizer.defaults:
             raise ValueError(
-                f"SpikeAwareClip reads the second moment of AdamW, and {type(self.optimizer).__name__} keeps none."
+                f"SpikeAwareClip reads the second moment of AdamW, and {type(self.optimizer).__name__} keeps none. Use "
+                "an optimizer of the Adam family."
             )
 
     @torch.no_grad()
     def before_step(self) -> None:
+        # Steps since the beginning or the last reset, from the number of this step alone: a resumed run, which knows
+        # nothing else, resets and clips at the same steps.
         since = self.step - 1 if self.reset_every is None else (self.step - 1) % self.reset_every
         if since == 0 and self.step > 1:
             self._reset()
@@ -57,6 +70,7 @@ class SpikeAwareClip(StepCallback):
     def _reset(self) -> None:
         for parameter in self._parameters():
             state = self.optimizer.state[parameter]
+            # Zeroed in place, not dropped: capturable and fused optimizers expect `step` on the device.
             for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
                 if isinstance(state.get(name), Tensor):
                     state[name].zero_()
@@ -66,7 +80,11 @@ class SpikeAwareClip(StepCallback):
 
 
 def clip_spikes(gradient: Tensor, v: Tensor, threshold: float) -> None:
-    """Cut a gradient to `sign(g) sqrt(threshold * v)` where `g^2 > threshold * v > 0`, in place.
+    """Clip a gradient to `sign(g) sqrt(threshold * v)` where `g^2 > threshold * v > 0`, in place.
+
+    Args:
+        gradient, v: of one shape.
+        threshold: > 0.
 
     >>> gradient = torch.tensor([3.0, -3.0, 3.0])
     >>> clip_spikes(gradient, torch.tensor([1.0, 1.0, 0.0]), threshold=4.0)
@@ -74,6 +92,8 @@ def clip_spikes(gradient: Tensor, v: Tensor, threshold: float) -> None:
     tensor([ 2., -2.,  3.])
     """
     limit = (v.float() * threshold).sqrt_()
-    limit.add_((v == 0).view(torch.uint8).float(), alpha=torch.finfo(torch.float32).max)  # far from any gradient
+    # Where v is 0 the limit becomes the largest float (infinity in half precision), beyond any gradient. Adding it
+    # takes half the time of `masked_fill_` on a CPU.
+    limit.add_((v == 0).float(), alpha=torch.finfo(torch.float32).max)
     limit = limit.to(gradient.dtype)
     torch.clamp(gradient, -limit, limit, out=gradient)
