@@ -41,7 +41,7 @@ from benchmarks.quality_rows import (
 from benchmarks.quality_tables import quality_table, spread_table, variants_table
 from benchmarks.text_table import texts_table
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.comparison import Comparison
+from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.windows import load_batches
 from gradprobe_hf.model.targets import find_targets

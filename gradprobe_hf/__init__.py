@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradprobe_hf.checkpoint.result import PruneResult
-    from gradprobe_hf.comparison import compare_pretrained
+    from gradprobe_hf.comparison.compare import compare_pretrained
     from gradprobe_hf.config import GradProbeConfig
     from gradprobe_hf.evaluation import metrics
     from gradprobe_hf.pruning import prune_pretrained
@@ -35,7 +35,7 @@ _DEFINED_IN = {
     "GradProbeConfig": "gradprobe_hf.config",
     "PruneResult": "gradprobe_hf.checkpoint.result",
     "Report": "gradprobe_hf.report.report",
-    "compare_pretrained": "gradprobe_hf.comparison",
+    "compare_pretrained": "gradprobe_hf.comparison.compare",
     "prune_pretrained": "gradprobe_hf.pruning",
     "sweep_gradient_thresholds": "gradprobe_hf.threshold_sweep",
 }

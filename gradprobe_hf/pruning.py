@@ -15,6 +15,7 @@ from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.checkpoint.write import Checkpoint, check_destination, check_room, write_checkpoint
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.model.offload_store import check_store_room
@@ -23,7 +24,6 @@ from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate
 from gradprobe_hf.run.inputs import load_inputs
-from gradprobe_hf.run.memory_plan import open_run
 from gradprobe_hf.run.snapshots import Snapshots, rows_at_once, run_identity
 from gradprobe_hf.runtime.processes import join_processes
 

@@ -9,16 +9,17 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.comparison import Comparison, check_evaluation
+from gradprobe_hf.comparison.compare import check_evaluation
+from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.config import GradientThreshold, GradProbeConfig
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.inputs import load_inputs
-from gradprobe_hf.run.memory_plan import open_run
 from gradprobe_hf.run.probe_pair import ProbePair
 from gradprobe_hf.runtime.option_checks import check_drop
 from gradprobe_hf.selection.published_rule import thresholds as thresholds_of

@@ -28,6 +28,7 @@ ORDER = [
     "evaluation",
     "estimation",
     "run",
+    "memory",
     "report",
     "checkpoint",
     "comparison",

@@ -8,11 +8,13 @@ import logging
 import pytest
 import torch
 
-from gradprobe_hf import GradProbeConfig, compare_pretrained, comparison, prune_pretrained
+from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
 from gradprobe_hf.cli import main
-from gradprobe_hf.comparison import BASELINES, Comparison, baselines
+from gradprobe_hf.comparison import rows
+from gradprobe_hf.comparison.baselines import BASELINES, baselines
+from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run import probe_pair
+from gradprobe_hf.run import probe_pair, schedule
 from tests import cases
 
 
@@ -72,7 +74,7 @@ def test_what_reads_no_text_can_be_compared():
 
 def test_nothing_is_measured_twice(monkeypatch):
     probes = []
-    for module in (comparison, probe_pair):
+    for module in (rows, probe_pair):
         real = module.run_probe
 
         def counted(work, one, real=real):
@@ -87,8 +89,8 @@ def test_nothing_is_measured_twice(monkeypatch):
 
 
 def test_the_baselines_are_at_the_sparsity_and_pattern_of_the_run():
-    config = GradProbeConfig(max_metric_drop="5%", max_matrix_sparsity=0.9, update="obs", seed=3)
-    for name, found in baselines(config, 0.31).items():
+    config = GradProbeConfig(sparsity=0.31, max_metric_drop="5%", max_matrix_sparsity=0.9, update="obs", seed=3)
+    for name, found in baselines(config).items():
         assert found.sparsity == 0.31
         assert found.seed == 3
         assert found.max_metric_drop is found.bounds is found.scope is None
@@ -138,7 +140,7 @@ def test_a_comparison_of_nothing_is_an_error():
 
     texts = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9), "progress": False}
     config = GradProbeConfig()
-    only_probes = {name: one for name, one in comparison.baselines(config).items() if name.endswith("probes")}
+    only_probes = {name: one for name, one in baselines(config).items() if name.endswith("probes")}
     evaluated = []
     with pytest.raises(ValueError, match="in none of these ways"):
         compare_pretrained(
@@ -171,7 +173,7 @@ def test_blocks_that_cannot_be_reconstructed_are_found_before_any_probe():
     ],
 )
 def test_wrong_input_is_refused_before_any_pass(options, message, monkeypatch):
-    monkeypatch.setattr(comparison, "run_probe", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr(rows, "run_probe", lambda *_, **__: pytest.fail("work began"))
     with pytest.raises(ValueError, match=message):
         compared(cases.build("llama"), **options)
 
@@ -225,8 +227,9 @@ def test_rows_that_are_made_are_kept_when_a_later_one_fails(checkpoint, tmp_path
     assert [one["method"] for one in kept["rows"]] == ["magnitude", "wanda"]
 
 
-def test_a_promise_is_kept_by_each_weight_update_by_itself():
+def test_a_promise_is_kept_by_each_weight_update_by_itself(monkeypatch):
     """Configurations that differ in their weight update share masks, but not where the metric decides about them."""
+    monkeypatch.setattr(schedule, "FINEST", 0.03)  # fewer attempts
     promise = {"max_metric_drop": "1%", "sparsity": 0.9, "sparsity_step": 0.3}
     configs = {how: GradProbeConfig(update=how, **promise) for how in ("none", "obs")}
     found = compared(cases.build("llama"), configs=configs)

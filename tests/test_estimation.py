@@ -12,17 +12,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from gradprobe_hf.cli import main
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.estimation.estimate import accumulator_bytes, estimate
-from gradprobe_hf.estimation.footprint import Sizes, footprint_of
+from gradprobe_hf.estimation.estimate import estimate
+from gradprobe_hf.estimation.footprint import footprint_of
 from gradprobe_hf.estimation.formula import active_weights
 from gradprobe_hf.estimation.machine import _container_room, available_bytes
 from gradprobe_hf.estimation.passes import activation_bytes, by_formula, cost_of_batch
+from gradprobe_hf.estimation.sizes import AccumulatorSizes, BatchSizes, ModelSizes, Sizes, accumulator_bytes
 from gradprobe_hf.estimation.watch import Watch
+from gradprobe_hf.memory import checkpointing
 from gradprobe_hf.model.loading import load_config, model_class, skeleton
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.run import memory_plan
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from tests import cases
 
@@ -164,8 +165,8 @@ def test_accumulators_on_disk_leave_memory():
     model, targets = large("mistral-7b", LAYERS)
     config = GradProbeConfig(score="magnitude")
     here, away = (
-        footprint_of("resident", sizes, 0, {"host": 1, "disk": 1})
-        for sizes in (sizes_with(accumulator_device=where) for where in ("same", "disk"))
+        footprint_of("resident", sizes_with(AccumulatorSizes(10**9, where)), NOTHING, {"host": 1, "disk": 1})
+        for where in ("same", "disk")
     )
     assert here.stages[1].bytes_on("host") - away.stages[1].bytes_on("host") == 10**9
     assert away.peak("disk") - here.peak("disk") == 10**9
@@ -191,18 +192,20 @@ def test_a_reconstruction_by_hand(options, sets):
     assert "reconstruct" not in [stage.name for stage in plain.placements[0].stages]
 
 
-def sizes_with(**changed):
-    plain = {"base": 0, "vocabulary": 0, "weights": 10**8, "stored": 0, "block": 10**6, "ends": 10**6}
-    elements = {"largest_target": 10**4, "targets": 10**7, "itemsize": 2, "sparsity": 0.5}
-    return Sizes(**(plain | elements | {"accumulators": 10**9, "accumulator_device": "same", "loss": 0} | changed))
+NOTHING = BatchSizes(peak=0)
+
+
+def sizes_with(accumulators, stored=0):
+    model = ModelSizes(10**8, stored, block=10**6, ends=10**6, targets=10**7, largest_target=10**4, itemsize=2)
+    return Sizes(0, model, accumulators, None, sparsity=0.5)
 
 
 def test_it_fits_to_the_byte_and_a_mapped_file_makes_room():
-    sizes = sizes_with(accumulators=0, stored=10**12)
-    needed = footprint_of("resident", sizes, 0, {"host": 0, "disk": 0}).needed("host")
-    assert needed < 10**12 < footprint_of("resident", sizes, 0, {"host": 0, "disk": 0}).peak("host")
+    sizes = sizes_with(AccumulatorSizes(0, "same"), stored=10**12)
+    needed = footprint_of("resident", sizes, NOTHING, {"host": 0, "disk": 0}).needed("host")
+    assert needed < 10**12 < footprint_of("resident", sizes, NOTHING, {"host": 0, "disk": 0}).peak("host")
     for short in (0, 1):
-        assert footprint_of("resident", sizes, 0, {"host": needed - short, "disk": 10**12}).fits == (not short)
+        assert footprint_of("resident", sizes, NOTHING, {"host": needed - short, "disk": 10**12}).fits == (not short)
 
 
 def real_pass(model, targets, batch):
@@ -280,8 +283,8 @@ def test_a_class_that_cannot_be_made_gets_no_number_and_is_checkpointed(monkeypa
     assert activation_bytes(DEEP, LlamaForCausalLM, 2, 64, torch.float32, checkpointed=False) > 0
     for checkpointed in (False, True):
         assert activation_bytes(DEEP, Broken, 2, 64, torch.float32, checkpointed) is None
-    monkeypatch.setattr(memory_plan, "activation_bytes", lambda *_, **__: None)
-    chosen, why = memory_plan.choose_checkpointing(cases.build("llama"), GradProbeConfig(), 2, 64)
+    monkeypatch.setattr(checkpointing, "activation_bytes", lambda *_, **__: None)
+    chosen, why = checkpointing.choose_checkpointing(cases.build("llama"), GradProbeConfig(), 2, 64)
     assert chosen
     assert "cannot be told" in why
 

@@ -61,6 +61,7 @@ def test_an_unknown_measurement_is_refused():
         metrics.path("bleu")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not (SHARED / "tools" / "score.py").exists(), reason="the independent scorer is not beside this checkout"
 )

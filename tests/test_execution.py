@@ -5,16 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-import gradprobe_hf.run.memory_plan as execution
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.data.batches import Batches, from_iterable
+from gradprobe_hf.memory import accumulator_files, batch_size
+from gradprobe_hf.memory import checkpointing as checkpointing_choice
+from gradprobe_hf.memory.batch_size import largest_batch
+from gradprobe_hf.memory.checkpointing import choose_checkpointing
+from gradprobe_hf.memory.memory_errors import remedies_for
 from gradprobe_hf.model.loss import SummedCrossEntropy
 from gradprobe_hf.model.patches import checkpointed, checkpointed_layers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.run.memory_plan import choose_checkpointing, largest_batch, remedies_for
 from tests import cases
 
 OUT_OF_MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
@@ -76,11 +79,11 @@ def test_forwards_are_put_back_after_a_failure():
 def test_auto_decides_from_memory_and_says_why(monkeypatch):
     model = cases.build("llama")
     config = GradProbeConfig()
-    monkeypatch.setattr(execution, "available_bytes", lambda _: 10**12)
+    monkeypatch.setattr(checkpointing_choice, "available_bytes", lambda _: 10**12)
     on, why = choose_checkpointing(model, config, 4, 12)
     assert (on, why[:3]) == (False, "off")
     assert "1000.0 GB are free" in why
-    monkeypatch.setattr(execution, "available_bytes", lambda _: 1000)
+    monkeypatch.setattr(checkpointing_choice, "available_bytes", lambda _: 1000)
     on, why = choose_checkpointing(model, config, 4, 12)
     assert (on, why[:2]) == (True, "on")
     assert "4 x 12 tokens" in why
@@ -109,7 +112,7 @@ def test_the_report_says_how_it_was_run(checkpointing):
 
 def limited(rows):
     """A loss that runs out of memory above so many rows, as torch says it."""
-    real = execution.run_probe
+    real = batch_size.run_probe
 
     def call(work, one):
         if max(len(batch["input_ids"]) for batch in work.batches) > rows:
@@ -121,7 +124,7 @@ def limited(rows):
 
 def test_auto_batches_are_the_largest_that_fit_and_change_nothing(monkeypatch):
     wanted = prune()
-    monkeypatch.setattr(execution, "run_probe", limited(2))
+    monkeypatch.setattr(batch_size, "run_probe", limited(2))
     found = prune(batch_size="auto")
     assert found.report.execution["batch_size"] == "2 (tried 8, 4, 2)"
     assert found.report.zeros == wanted.report.zeros
@@ -129,8 +132,8 @@ def test_auto_batches_are_the_largest_that_fit_and_change_nothing(monkeypatch):
 
 
 def test_auto_batches_start_from_what_the_estimate_allows(monkeypatch):
-    monkeypatch.setattr(execution, "activation_bytes", lambda *a, **_: 100 * a[2])
-    monkeypatch.setattr(execution, "available_bytes", lambda _: 700)  # 0.6 of it: room for four
+    monkeypatch.setattr(batch_size, "activation_bytes", lambda *a, **_: 100 * a[2])
+    monkeypatch.setattr(batch_size, "available_bytes", lambda _: 700)  # 0.6 of it: room for four
     assert prune(batch_size="auto").report.execution["batch_size"] == "4 (tried 4)"
 
 
@@ -139,7 +142,7 @@ def test_auto_batches_start_from_what_the_estimate_allows(monkeypatch):
 )
 def test_auto_batches_have_all_statistics_beside_them(monkeypatch, rule, shares_probe, kept):
     """A copy of a shared first probe is what the second adds to; the threshold's peaks are of each probe."""
-    real, held, sizes = execution.run_probe, [], []
+    real, held, sizes = batch_size.run_probe, [], []
 
     def remembered(*args):
         held.append(Statistics(*args))
@@ -149,8 +152,8 @@ def test_auto_batches_have_all_statistics_beside_them(monkeypatch, rule, shares_
         sizes.append(sum(statistics.nbytes for statistics in held))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(execution, "Statistics", remembered)
-    monkeypatch.setattr(execution, "run_probe", weighed)
+    monkeypatch.setattr(batch_size, "Statistics", remembered)
+    monkeypatch.setattr(batch_size, "run_probe", weighed)
     model = cases.build("llama")
     targets = find_targets(model)
     config = GradProbeConfig(batch_size="auto", rule=rule, fisher="sequence")
@@ -171,7 +174,7 @@ def test_rows_that_do_not_fit_together_stay_as_they_are():
 
 
 def test_no_room_for_one_sequence_is_an_error(monkeypatch):
-    monkeypatch.setattr(execution, "run_probe", limited(0))
+    monkeypatch.setattr(batch_size, "run_probe", limited(0))
     with pytest.raises(MemoryError, match="not even one sequence fits"):
         prune(batch_size="auto")
 
@@ -224,10 +227,10 @@ def test_the_page_cache_is_left_to_the_model_where_both_do_not_fit(from_disk, tm
     config = GradProbeConfig(fisher="sequence", accumulator_dtype="int8", accumulator_device="disk")
     files = sum(round(target.numel * (1 + 1 / 32)) for target in targets)
     files += sum(value.nbytes for value in model.parameters()) if from_disk else 0
-    fits = files / execution.CACHE_SHARE
+    fits = files / accumulator_files.CACHE_SHARE
     for free, forgets in ((0.99 * fits, True), (1.01 * fits, False)):
-        monkeypatch.setattr(execution, "available_bytes", lambda device, free=free: free)
-        with execution.accumulator_files(loaded, targets, config, tmp_path) as storage:
+        monkeypatch.setattr(accumulator_files, "available_bytes", lambda device, free=free: free)
+        with accumulator_files.accumulator_files(loaded, targets, config, tmp_path) as storage:
             assert (storage.page_cache is not None) is forgets
             assert storage.folder.is_dir()
         assert not storage.folder.exists()
@@ -236,7 +239,7 @@ def test_the_page_cache_is_left_to_the_model_where_both_do_not_fit(from_disk, tm
 def test_what_the_page_cache_forgets_changes_no_mask(monkeypatch):
     forgotten = []
     monkeypatch.setattr("gradprobe_hf.probe.page_cache._drop_pages", forgotten.append)
-    monkeypatch.setattr(execution, "CACHE_SHARE", 0.0)
+    monkeypatch.setattr(accumulator_files, "CACHE_SHARE", 0.0)
     on_disk, in_memory = (
         prune(parts=cases.batches("llama", rows=4), accumulator_dtype="int8", accumulator_device=device).masks
         for device in ("disk", "same")

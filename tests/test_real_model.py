@@ -42,7 +42,6 @@ def smollm2():
 
 
 def test_a_real_gguf_model_is_pruned_saved_and_loaded_again(gguf, tmp_path, capfd):
-    torch.set_num_threads(2)
     config = GradProbeConfig(sparsity=0.5, num_samples=2, sequence_length=64, evaluation_samples=2)
     result = prune_pretrained(
         gguf, config, gguf_file=get_smollm2.FILE, dtype=torch.bfloat16, output_dir=tmp_path / "out"

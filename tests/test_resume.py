@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.memory import batch_size
 from gradprobe_hf.model.loss import summed_loss
-from gradprobe_hf.run import memory_plan, snapshots
+from gradprobe_hf.run import snapshots
 from tests import cases
 from tests.launch import files_of, in_child, survivors, together
 from tests.test_fsdp import sharded
@@ -353,16 +354,16 @@ def test_two_processes_go_on_together(kind, stop_at, options, left, tmp_path):
 
 def test_the_largest_batch_is_not_looked_for_again(tmp_path, monkeypatch):
     """Free memory is another now: the run that goes on has the batches that it began with."""
-    first = memory_plan.first_guess
-    monkeypatch.setattr(memory_plan, "first_guess", lambda *_: 4)
+    first = batch_size.first_guess
+    monkeypatch.setattr(batch_size, "first_guess", lambda *_: 4)
     interrupted(tmp_path / "state", sparsity=0.5, batch_size="auto")
-    monkeypatch.setattr(memory_plan, "first_guess", lambda *_: pytest.fail("looked for"))
+    monkeypatch.setattr(batch_size, "first_guess", lambda *_: pytest.fail("looked for"))
     unfinished = tmp_path / "state" / "process-0" / "probe-0-8.partial"
     unfinished.mkdir()
     (unfinished / "state.json").write_text('{"identity": {"rows')  # killed while it was written
     with going_on():
         found = run(tmp_path / "state", sparsity=0.5, batch_size="auto")
-    monkeypatch.setattr(memory_plan, "first_guess", first)
+    monkeypatch.setattr(batch_size, "first_guess", first)
     wanted = run(sparsity=0.5, parts=cases.batches("llama", rows=12, batch_size=4))
     assert all(torch.equal(found["masks"][name], mask) for name, mask in wanted["masks"].items())
 

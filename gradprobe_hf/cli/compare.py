@@ -1,4 +1,4 @@
-"""`gradprobe compare`."""
+"""`gradprobe compare`. Its help names the rows there are, so that all is imported at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from pathlib import Path
 from gradprobe_hf.cli.config_options import add_config_options, configuration, option_values
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
 from gradprobe_hf.cli.output import console, print_comparison, print_json
-from gradprobe_hf.comparison import BASELINES, RESULT_NAME, Compared, baselines, compare_pretrained
+from gradprobe_hf.comparison.baselines import BASELINES, baselines
+from gradprobe_hf.comparison.compare import RESULT_NAME, Compared, compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.yaml_options import read_yaml

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gradprobe_hf.checkpoint.inspect import Inspection
-from gradprobe_hf.comparison import ComparedRow
+from gradprobe_hf.comparison.rows import ComparedRow
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.report.report import Group, Report, finite
 
@@ -29,13 +29,13 @@ def print_pruning(report: Report, output: str) -> None:
         key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
     out = console()
-    out.print(f"{report.model['class']}: {report.weights:,} weights in {len(report.matrices)} pruned matrices")
+    out.print(f"{report.model['class']}: {report.weights:,} weights in {len(report.matrices)} matrices")
     out.print(table)
     if report.evaluation:
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
-    out.print(f"checkpoint {output}, model card {output}/README.md, pictures {output}/assets")
+    out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
 
 
 def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation: dict[str, Any]) -> None:
@@ -55,9 +55,10 @@ def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation
             f"{row.passes['forward']:g} + {row.passes['backward']:g}",
         )
     out = console()
+    out.print(f"dense {key}: {getattr(dense, key):,.4f}")
     out.print(table)
     out.print(
-        f"measured on {evaluation['source']}: {evaluation['protocol']}; passes over the calibration text: forward + "
+        f"measured on {evaluation['source']}: {evaluation['protocol']}; passes over the calibration data: forward + "
         "backward",
         style="dim",
     )
@@ -95,9 +96,11 @@ def _sparsities(label: str, rows: Iterable[tuple[str, int, int, float]]) -> Tabl
 
 
 def _cost(report: Report) -> str:
-    passes = f"{report.passes['forward']:.3g} forward and {report.passes['backward']:.3g} backward passes"
-    slowest = ", ".join(f"{stage} {seconds:.0f} s" for stage, seconds in report.timings.items() if seconds >= 1)
-    return f"peak memory {report.memory['peak_resident_bytes'] / 1e9:.2f} GB; {passes}; {slowest or 'under a second'}"
+    passes = f"passes over the calibration data: {report.passes['forward']:.3g} forward"
+    if report.passes["backward"]:
+        passes += f", {report.passes['backward']:.3g} backward"
+    slowest = ", ".join(f"{stage}: {seconds:.0f} s" for stage, seconds in report.timings.items() if seconds >= 1)
+    return f"{slowest or 'under a second'}; {passes}; peak memory {report.memory['peak_resident_bytes'] / 1e9:.2f} GB"
 
 
 def table_of(first: str, *columns: str) -> Table:

@@ -41,7 +41,7 @@ class NewWeights(Mapping[str, Tensor]):
             self._kept[name] = values
             return
         path = self._folder / f"{len(self._kept):05d}"
-        # Written, then mapped: on a full disk a write raises, where writing through a mapping ends the process (SIGBUS).
+        # Written, then mapped: on a full disk a write raises, and writing through a mapping ends the process (SIGBUS).
         with open(path, "wb") as file:
             file.write(values.contiguous().cpu().view(torch.uint8).numpy().data)
         mapped = torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype)

@@ -1,5 +1,5 @@
 """A configuration, a model and its data -> a pruning decision; and the decision -> pruned weights.
 
-`inputs` loads, `compatibility` refuses, `memory_plan` fits the batches: that makes the `context`, which `decide` hands
+`inputs` loads what the `context` holds and `compatibility` refuses what cannot be pruned; `decide` hands the context
 through `schedule`, `sequential` and `probe_pair`. `apply` writes the result, `snapshots` resume a killed run.
 """

@@ -32,8 +32,8 @@ def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbe
     for option, used in whole.items():
         if used and is_sharded(model):
             raise ValueError(
-                f"{option} is not available for a model that FSDP2 shards: prune it on one process with device_map='auto' "
-                "or 'disk', or with one whole model per process."
+                f"{option} is not available for a model that FSDP2 shards: prune it on one process with "
+                "device_map='auto' or 'disk', or with one whole model per process."
             )
     if config.group is None and "row" in (config.candidate_scope, config.budget_scope):
         check_rows(model, targets, "scope='row'")

@@ -112,7 +112,7 @@ def conclude(
                 masks,
                 diagnostics.row_fisher,
                 context.folder,
-                _blocks_before(context, snapshots),
+                _blocks_before(snapshots),
                 None if snapshots is None else _BlockSaver(snapshots),
             )
         )
@@ -159,7 +159,7 @@ class _BlockSaver:
         self.snapshots.record(Step.of("block", number), values, parts)
 
 
-def _blocks_before(context: RunContext, snapshots: Snapshots | None) -> list[FinishedBlock]:
+def _blocks_before(snapshots: Snapshots | None) -> list[FinishedBlock]:
     """The blocks that an earlier run has finished, in all processes."""
     latest = snapshots.latest() if snapshots else None
     if snapshots is None or latest is None or latest.stage != Step.of("block").stage:

@@ -1,0 +1,49 @@
+"""Baselines: what a configuration is compared with, and what configurations can share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.scores.evidence import Term
+
+# The published ways first, then what this package adds.
+BASELINES: dict[str, dict[str, Any]] = {
+    "magnitude": {"score": "magnitude", "probes": 0},
+    "wanda": {"score": "wanda", "probes": 0},
+    "sparsegpt": {"score": None, "probes": None, "update": "sparsegpt"},
+    "one probe": {"score": "fisher", "probes": 1},
+    "two probes": {"score": "fisher", "probes": 2},
+    "one probe + admm": {"score": "fisher", "probes": 1, "update": "admm"},
+}
+# A baseline is made as it was published: what else the configuration does is not done to it.
+_PLAIN: dict[str, Any] = {
+    "preset": None,
+    "rule": "budget",
+    "scope": None,
+    "update": "none",
+    "dense_target": None,
+    "min_matrix_sparsity": None,
+    "max_matrix_sparsity": None,
+    "order": "joint",
+    "rounds": (),
+    "max_metric_drop": None,
+    "initial_sparsity": None,
+}
+
+
+def baselines(config: GradProbeConfig) -> dict[str, GradProbeConfig]:
+    """The configurations to compare `config` with: at its sparsity or pattern, on its text and matrices."""
+    return {name: config.varied(**{**_PLAIN, **options}) for name, options in BASELINES.items()}
+
+
+def most_demanding(configs: Sequence[GradProbeConfig]) -> GradProbeConfig:
+    """The first that probes, if any does: what memory has to be planned for."""
+    return next((config for config in configs if config.needs.probes), configs[0])
+
+
+def shared_terms(configs: Sequence[GradProbeConfig]) -> frozenset[Term]:
+    """What a first probe that serves all of them has to keep; nothing, where none would share it."""
+    probing = [config.needs.terms for config in configs if config.needs.probes]
+    return frozenset().union(*probing) if len(probing) > 1 else frozenset()

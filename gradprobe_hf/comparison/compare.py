@@ -1,0 +1,192 @@
+"""compare_pretrained: one model, one text and one budget through several configurations."""
+
+from __future__ import annotations
+
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.comparison.baselines import baselines, most_demanding, shared_terms
+from gradprobe_hf.comparison.rows import ComparedRow, Comparison
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.memory.memory_plan import open_run
+from gradprobe_hf.model.loss import LossFunction
+from gradprobe_hf.report.build import published_name, versions
+from gradprobe_hf.report.plots import save_comparison
+from gradprobe_hf.report.report import finite
+from gradprobe_hf.run.compatibility import check_targets
+from gradprobe_hf.run.context import RunContext, RunRequest
+from gradprobe_hf.run.inputs import load_inputs
+
+logger = logging.getLogger(__name__)
+
+# What all configurations of a comparison have in common.
+_SHARED = ("num_samples", "sequence_length", "seed", "include", "exclude", "evaluation_samples")
+
+RESULT_NAME = "comparison.json"
+
+
+def feasible(context: RunContext, configs: Mapping[str, GradProbeConfig]) -> dict[str, GradProbeConfig]:
+    """Those that these matrices can be pruned with; of the others the log says why not."""
+    found = {}
+    for name, config in configs.items():
+        try:
+            check_targets(context.model, context.targets, config)
+            found[name] = config
+        except ValueError as error:
+            logger.warning("%s is left out of the comparison: %s", name, error)
+    return found
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What `compare_pretrained` returns.
+
+    Attributes:
+        model: its name.
+        dense: the loss of the model as it is.
+        rows: one for each configuration.
+        configs: the configurations, as plain data.
+        calibration, evaluation: the texts, with their protocols and fingerprints.
+    """
+
+    model: str
+    dense: Measurement
+    rows: list[ComparedRow]
+    configs: dict[str, dict[str, Any]]
+    calibration: dict[str, Any]
+    evaluation: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON types."""
+        return finite(
+            {
+                "model": self.model,
+                "dense": self.dense.to_dict(),
+                "rows": [row.to_dict() for row in self.rows],
+                "configs": self.configs,
+                "calibration": self.calibration,
+                "evaluation": self.evaluation,
+                "versions": versions(),
+            }
+        )
+
+    def save(self, directory: str | Path) -> None:
+        """Write `comparison.json` and `comparison.png` into `directory`; whole, or not at all."""
+        folder = Path(directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".comparison-") as beside:
+            scratch, rows = Path(beside), [row.to_dict() for row in self.rows]
+            (scratch / RESULT_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
+            save_comparison(rows, self.dense.to_dict(), self.evaluation["source"], scratch)
+            for made in scratch.iterdir():
+                made.replace(folder / made.name)
+
+
+def compare_pretrained(
+    model_or_id: PreTrainedModel | str | Path,
+    config: GradProbeConfig | None = None,
+    configs: Mapping[str, GradProbeConfig] | None = None,
+    *,
+    calibration: Any = None,
+    processing_class: Any = None,
+    evaluation: Any = None,
+    loss_fn: LossFunction | None = None,
+    on_row: Callable[[Compared], None] | None = None,
+    progress: bool = True,
+    **from_pretrained_kwargs: Any,
+) -> Compared:
+    """One model, text and budget through several configurations. The model is left as it was.
+
+    Args:
+        model_or_id: a Hub id, a folder, or a loaded model.
+        config: the budget, the pattern, the text and the memory that all have in common.
+        configs: what is compared, by name; default: `baselines(config)`.
+        calibration, processing_class, evaluation, loss_fn, from_pretrained_kwargs: as in `prune_pretrained`; an
+            evaluation there must be.
+        on_row: called with what there is whenever a row is made.
+        progress: show progress bars.
+
+    Raises:
+        ValueError: configurations on other text or matrices, or nothing to measure on; and what `prune_pretrained`
+            raises.
+    """
+    config = config or GradProbeConfig()
+    known = baselines(config)
+    chosen = dict(known if configs is None else configs)
+    if not chosen:
+        raise ValueError("configs is empty: there is nothing to compare.")
+    for name, other in chosen.items():
+        _check_common(name, other, config)
+    request = RunRequest(
+        model_or_id,
+        most_demanding([config, *chosen.values()]),
+        calibration,
+        processing_class,
+        evaluation,
+        loss_fn,
+        from_pretrained_kwargs,
+        always_calibrate=True,
+        progress=progress,
+    )
+    loaded = load_inputs(request)
+    check_evaluation(loaded)
+    with open_run(loaded, shares_probe=bool(shared_terms(list(chosen.values())))) as context:
+        chosen = _possible(context, chosen, known)
+        comparison = Comparison(context, list(chosen.values()))
+        found = Compared(
+            published_name(context.model),
+            comparison.measured(None, "dense"),
+            [],
+            {name: other.to_dict() for name, other in chosen.items()},
+            context.calibration.describe(),
+            context.evaluation.describe(),
+        )
+        for name, other in chosen.items():
+            made = comparison.row_if_possible if known.get(name) == other else comparison.row
+            with context.stopwatch(name):
+                row = made(name, other)
+            if row is None:
+                continue
+            found.rows.append(row)
+            if on_row is not None:
+                on_row(found)
+    if not found.rows:
+        raise ValueError("this model could be pruned in none of these ways; the log says why.")
+    return found
+
+
+def check_evaluation(context: RunContext) -> None:
+    """Raise ValueError where there is nothing to measure on."""
+    if not context.evaluation:
+        raise ValueError("this needs an evaluation: give a text to measure on (--evaluation).")
+
+
+def _possible(
+    context: RunContext, chosen: Mapping[str, GradProbeConfig], known: Mapping[str, GradProbeConfig]
+) -> dict[str, GradProbeConfig]:
+    """What this model can be pruned with. A baseline that it cannot is left out; any other is an error."""
+    for name, other in chosen.items():
+        if known.get(name) != other:
+            check_targets(context.model, context.targets, other)
+    possible = feasible(context, {name: other for name, other in chosen.items() if known.get(name) == other})
+    found = {name: other for name, other in chosen.items() if name in possible or known.get(name) != other}
+    if not found:
+        raise ValueError("this model can be pruned in none of these ways; the log says why.")
+    return found
+
+
+def _check_common(name: str, config: GradProbeConfig, common: GradProbeConfig) -> None:
+    for option in _SHARED:
+        if getattr(config, option) != getattr(common, option):
+            raise ValueError(
+                f"{name!r} has {option}={getattr(config, option)!r} and the others {getattr(common, option)!r}: a "
+                "comparison is made on the same text and matrices."
+            )

@@ -1,0 +1,49 @@
+"""Checkpointing: whether blocks are recomputed in backward, and why."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.estimation.machine import available_bytes
+from gradprobe_hf.estimation.passes import activation_bytes
+from gradprobe_hf.model.fsdp import plain_class
+from gradprobe_hf.model.parameters import input_device, is_offloaded
+from gradprobe_hf.model.patches import checkpointed_layers
+
+ACTIVATIONS_SHARE = 0.6  # of free memory: the rest is for temporaries, and for an estimate that is off
+
+
+def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: int, length: int) -> tuple[bool, str]:
+    """Whether to recompute blocks, and why.
+
+    Args:
+        rows, length: sequences in a batch, tokens in a sequence.
+
+    Raises:
+        ValueError: it was asked for, and no layer of the model can be recomputed.
+    """
+    layers = checkpointed_layers(model)
+    if config.checkpointing is False:
+        return False, "off, as asked"
+    if not layers:
+        reason = f"{type(model).__name__} has no layer that transformers can checkpoint (GradientCheckpointingLayer)"
+        if config.checkpointing is True:
+            raise ValueError(f"checkpointing=True: {reason}. Use checkpointing=False, and a smaller batch_size.")
+        return False, f"off: {reason}"
+    if config.checkpointing is True:
+        return True, "on, as asked"
+    free = available_bytes(input_device(model))
+    needed = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=False)
+    if needed is None:
+        return True, "on: what activations would take cannot be told for this architecture"
+    sizes = f"activations of {rows} x {length} tokens take about {_gb(needed)}, and {_gb(free)} are free"
+    if needed > ACTIVATIONS_SHARE * free:
+        return True, f"on: {sizes}"
+    if is_offloaded(model):
+        return True, f"on: the model is offloaded, and blocks are kept out of memory with their weights ({sizes})"
+    return False, f"off: {sizes}"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / 1e9:.1f} GB"
