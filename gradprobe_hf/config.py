@@ -209,7 +209,10 @@ class GradProbeConfig:
         if self.group is not None and is_free:
             return PRESETS_IN_GROUPS[self.preset or DEFAULT_IN_GROUPS]
         values = {} if self.preset is None else dict(PRESETS[self.preset])
-        if self.update is not None and UPDATES[self.update].chooses_mask:
+        chooses_mask = self.update is not None and UPDATES[self.update].chooses_mask
+        scores_alone = self.score is not None and SCORES[self.score].measured != "gradients"
+        # One probe is no choice where the update, or a score that needs none, is given.
+        if chooses_mask or (scores_alone and values.get("probes") == 1):
             values.pop("probes", None)
         return values
 

@@ -153,8 +153,10 @@ def interpreter(**environment: str) -> Iterator[Interpreter]:
     try:
         yield Interpreter(started)
     finally:
-        started.stdin.close()
+        started.kill()  # closing its stdin is not enough: forks that were made since hold the other end, too
         started.wait()
+        started.stdin.close()
+        started.stdout.close()
 
 
 def _serve() -> None:

@@ -53,7 +53,6 @@ VALID = {method: config for method in METHODS if (config := made(*method)) is no
         ({"score": "fisher", "probes": 0}, "score='fisher' is measured by a probe: set probes=1 or probes=2"),
         ({"probes": 0}, "score='fisher' is measured by a probe"),
         ({"score": "wanda", "probes": 1}, "score='wanda' takes no probe: set probes=0 .* or probes=2"),
-        ({"score": "magnitude", "preset": "fast"}, "score='magnitude' takes no probe"),
         ({"rule": "threshold", "probes": 1}, "rule='threshold' needs probes=2, got probes=1"),
         ({"rule": "threshold", "score": "wanda", "probes": 0}, "needs probes=2, got probes=0"),
         ({"scope": "layer"}, "got 'layer'"),
@@ -318,6 +317,7 @@ OWN_MASK = {"score": None, "probes": 0, "rule": "budget"}
     ("given", "wanted"),
     [
         ({"preset": "fast"}, {**FISHER_1, "update": "none"}),
+        ({"preset": "best", "score": "wanda"}, {"score": "wanda", "probes": 0, "rule": "budget", "update": "admm"}),
         ({"preset": "balanced"}, {**FISHER_2, "update": "none"}),
         ({"preset": "best"}, {**FISHER_1, "update": "admm"}),
         ({"preset": "fast", "pattern": "2:4"}, {**OWN_MASK, "update": "sparsegpt"}),

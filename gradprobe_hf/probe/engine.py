@@ -89,7 +89,8 @@ class ProbePass:
         cache: outputs of finished blocks, which are not computed again; its batches are this process's own.
         spike_limit: how many times its energy in probe 0 a sequence's gradient may have at a matrix in probe 1, before
             it is scaled down to that; 0: no limit (`spikes.py`).
-        tally: of an interrupted pass, which continues behind its last batch.
+        tally: of an interrupted pass, which continues behind its last batch; filled by the pass, so that a `ProbePass`
+            serves once.
         after_batch: called when a batch is folded and tallied.
         label: for the progress bar.
     """
