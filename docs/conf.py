@@ -76,7 +76,7 @@ def draw_formula(translator: Any, node: nodes.Element) -> None:
     raise nodes.SkipNode
 
 
-def indent_fences(app: Sphinx, what: str, name: str, documented: Any, options: Any, lines: list[str]) -> None:
+def indent_fences(_app: Sphinx, _what: str, _name: str, _documented: Any, _options: Any, lines: list[str]) -> None:
     """Docstrings fence code as Markdown does; Sphinx reads a directive with its body indented."""
     fence = None
     for number, line in enumerate(lines):
@@ -90,7 +90,7 @@ def indent_fences(app: Sphinx, what: str, name: str, documented: Any, options: A
     lines[:] = "\n".join(lines).split("\n")
 
 
-def set_dashes(app: Sphinx, tree: nodes.document, page: str) -> None:
+def set_dashes(_app: Sphinx, tree: nodes.document, _page: str) -> None:
     """Sphinx writes ` -- ` between a parameter and its description, for smart quotes to make a dash of."""
     for text in list(tree.findall(nodes.Text)):
         if text == " -- ":
