@@ -5,24 +5,31 @@ BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check bench bench-quality bench-variants bench-stories bench-texts bench-accumulators \
+.PHONY: demo test test-all check docs bench bench-quality bench-variants bench-stories bench-texts bench-accumulators \
 	bench-speed bench-memory bench-training bench-recovery table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
 
-test: $(READY)  ## the fast suite and a real-model smoke
-	$(BIN)/pytest
+# A worker for each core; a few have all of the gain, and each imports torch and forks processes of its own.
+PYTEST := $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 
-test-all: $(READY) $(MODEL)  ## everything, real models included
-	GRADPROBE_SMOLLM2=$(MODEL) $(BIN)/pytest -m ""
+test: $(READY)  ## the fast suite
+	$(PYTEST)
 
-check: $(READY)  ## lint, format and types
+test-all: $(READY) $(MODEL)  ## everything: whole grids, more kills, real launchers and real models
+	GRADPROBE_SMOLLM2=$(MODEL) $(PYTEST) -m ""
+
+check: $(READY)  ## lint, format, types, and the pages: what they show is what was measured, and the site builds
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python -m benchmarks.readme_table --check
 	$(BIN)/python -m benchmarks.picture --check
+	$(MAKE) docs
+
+docs: $(READY)  ## the documentation site, into build/docs; every warning is an error
+	$(BIN)/sphinx-build --fresh-env --fail-on-warning --quiet -b html docs build/docs
 
 STORIES ?= $(wildcard ../shared/models/stories15M)
 STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
@@ -85,7 +92,7 @@ $(MODEL): | $(READY)
 
 $(READY): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
 	touch $@
 
 clean:
