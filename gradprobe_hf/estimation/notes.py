@@ -1,0 +1,47 @@
+"""Notes: what a reader of an estimate has to know about its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.estimation.footprint import Placement
+from gradprobe_hf.estimation.passes import PassCost
+from gradprobe_hf.estimation.sizes import BatchSizes, Sizes
+from gradprobe_hf.model.targets import Target, is_routed
+
+
+def notes_on(
+    config: GradProbeConfig,
+    targets: Sequence[Target],
+    cost: PassCost,
+    batch: BatchSizes,
+    sizes: Sizes,
+    placements: Sequence[Placement],
+) -> tuple[str, ...]:
+    """Notes on an estimate; `cost` and `batch` are those without recomputation."""
+    notes = []
+    if not cost.simulated:
+        notes.append("this architecture cannot be run without data: activations are a rough formula's")
+    if config.batch_size == "auto":
+        notes.append("batch_size='auto': counted for batches of one")
+    if is_routed(targets):
+        notes.append("experts mix the tokens of a batch: one sequence at a time, tokens shared evenly by the experts")
+    if 2 * batch.loss > batch.peak > 0:
+        notes.append("the logits and their loss are the larger part of a batch; a smaller batch size shrinks them")
+    if not any(one.fits for one in placements):
+        notes.append(_remedy(config, sizes, placements[-1]))
+    return tuple(notes)
+
+
+def _remedy(config: GradProbeConfig, sizes: Sizes, smallest: Placement) -> str:
+    """What to try where not even the smallest placement fits."""
+    for device, free in smallest.room.items():
+        needed = smallest.needed(device)
+        if needed <= free:
+            continue
+        if device == "disk":
+            return f"no placement fits: it would write {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
+        if sizes.accumulators.bytes > free and config.accumulator_device != "disk":
+            return "no placement fits: try --accumulator-device disk, --accumulator-dtype int8, or --fisher factored"
+    return "no placement fits: try --batch-size 1, a shorter --sequence-length, or another machine"

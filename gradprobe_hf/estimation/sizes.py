@@ -1,0 +1,194 @@
+"""Sizes: everything that decides how much memory a run takes, from a configuration and a model on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gradprobe_hf.config import AccumulatorDevice, GradProbeConfig
+from gradprobe_hf.model.families import block_of, text_attribute
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
+from gradprobe_hf.scores.evidence import MATRIX_TERMS
+
+FLOAT32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Of a model and its targets; bytes, where it does not say otherwise.
+
+    Attributes:
+        weights: all parameters.
+        stored: the checkpoint's files; 0 where they are mapped as they are, without conversion to another dtype.
+        block, ends: the largest block; the larger one of input embedding and output head.
+        targets, largest_target: elements of all target matrices, and of the largest one.
+        itemsize: of one weight.
+        vocabulary: tokens.
+    """
+
+    weights: int
+    stored: int
+    block: int
+    ends: int
+    targets: int
+    largest_target: int
+    itemsize: int
+    vocabulary: int = 0
+
+
+@dataclass(frozen=True)
+class AccumulatorSizes:
+    """Attributes: `bytes` of the statistics `[out, in]` of the whole run, and the `device` that they are kept on."""
+
+    bytes: int
+    device: AccumulatorDevice
+
+
+@dataclass(frozen=True)
+class ReconstructionSizes:
+    """Bytes that a weight update takes.
+
+    Attributes:
+        hessians: Hessians (and drifts) of the block that has the most.
+        largest_hessian: of one matrix.
+        workspace: temporaries of the update on the largest matrix.
+        hidden: hidden states of the whole calibration set between two blocks.
+    """
+
+    hessians: int
+    largest_hessian: int
+    workspace: int
+    hidden: int
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides the footprint of a run, apart from its batches.
+
+    Attributes:
+        process: bytes of the process before it loads a model.
+        reconstruction: None without a weight update.
+        sparsity: fraction of the targets to prune.
+        snapshots: whether the run writes snapshots, to be resumed.
+    """
+
+    process: int
+    model: ModelSizes
+    accumulators: AccumulatorSizes
+    reconstruction: ReconstructionSizes | None
+    sparsity: float
+    snapshots: bool = False
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Bytes of one batch on its way through the model.
+
+    Attributes:
+        peak: the most that is alive at once, the loss included.
+        small_blocks: the most that is alive at once in allocations of an allocator's heap.
+        loss: logits and their loss.
+    """
+
+    peak: int
+    small_blocks: int = 0
+    loss: int = 0
+
+    @property
+    def activations(self) -> int:
+        """What the batch takes besides its loss."""
+        return max(0, self.peak - self.loss)
+
+
+def sizes_of(
+    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, *, process: int, snapshots: bool
+) -> Sizes:
+    """The sizes of one run.
+
+    Args:
+        model: on the meta device.
+        process: bytes of the process before it loads a model.
+        snapshots: whether the run writes snapshots.
+    """
+    measured = model_sizes(model, targets)
+    return Sizes(
+        process=process,
+        model=measured,
+        accumulators=AccumulatorSizes(accumulator_bytes(config, measured.targets), config.accumulator_device),
+        reconstruction=reconstruction_sizes(model, targets, config) if config.updates else None,
+        sparsity=config.sparsity or 0.0,
+        snapshots=snapshots,
+    )
+
+
+def model_sizes(model: PreTrainedModel, targets: Sequence[Target]) -> ModelSizes:
+    blocks = _bytes_by_block(model)
+    stored = getattr(model.config, "dtype", None) or torch.float32  # transformers writes no dtype for float32
+    ends = [weight.numel() for end in ("input", "output") if (weight := _embedding(model, end)) is not None]
+    return ModelSizes(
+        weights=sum(blocks.values()),
+        stored=0 if stored == model.dtype else model.num_parameters() * stored.itemsize,
+        block=max((size for name, size in blocks.items() if name), default=0),
+        ends=max(ends, default=0) * model.dtype.itemsize,
+        targets=sum(target.numel for target in targets),
+        largest_target=max(target.numel for target in targets),
+        itemsize=model.dtype.itemsize,
+        vocabulary=text_attribute(model.config, "vocab_size", 0),
+    )
+
+
+def reconstruction_sizes(
+    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig
+) -> ReconstructionSizes:
+    by_block: dict[str, int] = {}
+    for target in targets:
+        by_block[target.block] = by_block.get(target.block, 0) + _hessian_bytes(target)
+    # With a dense target a block is run on two sets of inputs: those of the model as pruned so far, and the dense ones.
+    sets = 2 if config.dense_target else 1
+    tokens = config.num_samples * config.sequence_length
+    return ReconstructionSizes(
+        hessians=sets * max(by_block.values()),
+        largest_hessian=max(map(_hessian_bytes, targets)),
+        workspace=config.update_row.workspace * FLOAT32_BYTES * max(target.numel for target in targets),
+        hidden=sets * tokens * text_attribute(model.config, "hidden_size", 0) * model.dtype.itemsize,
+    )
+
+
+def accumulator_bytes(config: GradProbeConfig, weights: int) -> int:
+    """Bytes of the statistics `[out, in]` of a run.
+
+    Args:
+        weights: elements of all targets.
+    """
+    row = config.decision_row
+    # A decision that compares two probes keeps its statistics twice; others add the second probe to the first.
+    kept = len(config.needs.terms & set(MATRIX_TERMS)) + len(row.terms) * row.keeps_second
+    return round(kept * weights * BYTES_PER_WEIGHT[config.accumulator_dtype])
+
+
+def _hessian_bytes(target: Target) -> int:
+    return FLOAT32_BYTES * target.shape[1] ** 2
+
+
+def _bytes_by_block(model: nn.Module) -> dict[str, int]:
+    """Bytes of the parameters of each block; those outside all blocks are under the name `""`."""
+    sizes: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        block = block_of(model, name.rpartition(".")[0])
+        sizes[block] = sizes.get(block, 0) + parameter.nbytes
+    return sizes
+
+
+def _embedding(model: PreTrainedModel, end: str) -> Tensor | None:
+    """The weight of the input or output embedding; None where the model has none of text."""
+    try:
+        found = getattr(model, f"get_{end}_embeddings")()
+    except NotImplementedError:  # transformers' answer for some models of images
+        return None
+    weight = getattr(found, "weight", None)
+    return weight if isinstance(weight, Tensor) else None

@@ -1,0 +1,93 @@
+"""Work: the passes and the floating-point operations of a run, priced from the rows of its method."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.estimation.expected_passes import expected_passes
+from gradprobe_hf.estimation.footprint import PlacementName
+from gradprobe_hf.estimation.formula import active_weights
+from gradprobe_hf.estimation.passes import PassCost
+from gradprobe_hf.model.targets import Target, is_routed
+
+# Whether blocks are recomputed in backward. Those of an offloaded model are, always: autograd would keep their weights
+# in memory along with their activations.
+RECOMPUTES: dict[PlacementName, bool] = {"resident": False, "checkpointed": True, "offloaded": True}
+
+
+@dataclass(frozen=True)
+class Walk:
+    """One walk over the calibration set: `batches` passes of `[rows, length]` tokens."""
+
+    batches: int
+    rows: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one placement computes.
+
+    Attributes:
+        forwards, backwards: walks over the whole calibration set; recomputation counts as forward.
+        flops: floating-point operations.
+        bytes_read: weights that are read from disk again, for the passes.
+    """
+
+    forwards: float
+    backwards: float
+    flops: int
+    bytes_read: int = 0
+
+
+def walk_of(config: GradProbeConfig, targets: Sequence[Target]) -> Walk:
+    """How a run goes through its calibration set; experts that are routed take one sequence at a time."""
+    alone = config.batch_size == "auto" or is_routed(targets)
+    rows = 1 if alone else min(int(config.batch_size), config.num_samples)
+    batches = math.ceil(config.num_samples / rows) if config.needs.passes != "none" else 0
+    return Walk(batches, rows, config.sequence_length)
+
+
+def work_of(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    config: GradProbeConfig,
+    costs: Mapping[bool, PassCost],
+    walk: Walk,
+) -> dict[PlacementName, Work]:
+    """The work of each placement.
+
+    Args:
+        costs: of one batch, without and with recomputation of the blocks.
+    """
+    forwards, backwards = expected_passes(config, len({target.block for target in targets}))
+    weights = sum(parameter.nbytes for parameter in model.parameters())
+    work = {}
+    for name, recomputes in RECOMPUTES.items():
+        flops = costs[recomputes].flops
+        # A simulated probe makes the gradient of every weight once. Gradients of single sequences take as many
+        # operations, those of single tokens as many again, and a Fisher estimate from marginals alone takes neither.
+        products = bool(config.needs.terms & {"sequence", "peak"}) + ("token" in config.needs.terms)
+        gradients = (products - 1) * 2 * walk.rows * walk.length * active_weights(model, targets)
+        # Forward is one product of the three: outputs, gradients of the inputs, gradients of the weights.
+        batch = backwards * (flops + gradients) + max(0.0, forwards - backwards) * flops / 3
+        total = round(batch * walk.batches + reconstruction_operations(config, targets))
+        # Each walk of a probe reads every block twice, for forward and for backward.
+        read = int(2 * backwards * walk.batches * weights) if name == "offloaded" else 0
+        work[name] = Work(forwards + recomputes * backwards, backwards, total, read)
+    return work
+
+
+def reconstruction_operations(config: GradProbeConfig, targets: Sequence[Target]) -> int:
+    """Operations of a weight update: Hessians of all tokens, their factors, sweeps, and products of its own."""
+    if not config.updates:
+        return 0
+    tokens, sets = config.num_samples * config.sequence_length, 2 if config.dense_target else 1
+    shapes = [target.shape for target in targets]
+    products = sets + config.update_row.products
+    return sum(2 * sets * tokens * inner**2 + 2 * inner**3 + 2 * products * out * inner**2 for out, inner in shapes)
