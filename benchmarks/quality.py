@@ -43,7 +43,7 @@ from benchmarks.text_table import texts_table
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.report.build import peak_memory
@@ -215,13 +215,10 @@ class Bench:
     def _batches(self, source: Any, part: Any, samples: int, seed: int = 0) -> Batches:
         return load_batches(
             source,
+            WindowSpec(samples, self.args.sequence_length, self.args.batch_size, seed),
             part=part,
             model=self.model,
             processing_class=self.tokenizer,
-            samples=samples,
-            sequence_length=self.args.sequence_length,
-            batch_size=self.args.batch_size,
-            seed=seed,
         )
 
 

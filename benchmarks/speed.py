@@ -26,7 +26,7 @@ from transformers import AutoTokenizer
 
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.loading import load_model
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
@@ -139,13 +139,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     batches = load_batches(
         "pydoc",
+        WindowSpec(args.batches * args.batch_size, args.sequence_length, args.batch_size),
         part="calibration",
         model=model,
         processing_class=tokenizer,
-        samples=args.batches * args.batch_size,
-        sequence_length=args.sequence_length,
-        batch_size=args.batch_size,
-        seed=0,
     )
     targets = find_targets(model)
     rows = []

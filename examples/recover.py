@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import Trainer, TrainingArguments
 
 from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
-from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.loading import load_model, load_processing_class
 from gradprobe_hf.probe.engine import Workload
@@ -55,13 +55,10 @@ def run(args: argparse.Namespace) -> None:
     def windows(source: str, part: Any, count: int) -> Any:
         return load_batches(
             source,
+            WindowSpec(count, args.sequence_length, batch_size=1),
             part=part,
             model=model,
             processing_class=tokenizer,
-            samples=count,
-            sequence_length=args.sequence_length,
-            batch_size=1,
-            seed=0,
         )
 
     held_out = windows(args.evaluation, "evaluation", args.evaluation_samples).in_batches_of(args.batch_size)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from gradprobe_hf.data.batches import shared_rows
 from gradprobe_hf.data.pydoc_text import manual_text
-from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.data.windows import WindowSpec, load_batches
 from tests import cases
 from tests.conftest import TEXT
 from tests.loopback_hub import Repository
@@ -27,13 +27,10 @@ TOKENIZER = cases.tokenizer()
 def load(source, *, part="calibration", samples=4, length=16, batch_size=2, seed=0, tokenizer=TOKENIZER, model=MODEL):
     return load_batches(
         source,
+        WindowSpec(samples, length, batch_size, seed),
         part=part,
         model=model,
         processing_class=tokenizer,
-        samples=samples,
-        sequence_length=length,
-        batch_size=batch_size,
-        seed=seed,
         progress=False,
     )
 
@@ -159,12 +156,13 @@ def test_what_cannot_be_read_is_refused(source, error, message):
 
 HUB_SCRIPT = """
 import datasets.config
-from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.data.windows import WindowSpec, load_batches
 from tests import cases
 datasets.config.SLEEP_TIME_ON_THREADS_SHUTDOWN = 0.1  # it waits five seconds wherever a stream is not read to its end
 for part, source in (("calibration", "me/prose"), ("evaluation", "me/prose"), ("calibration", "me/prose:default:test")):
-    found = load_batches(source, part=part, model=cases.build("llama"), processing_class=cases.tokenizer(), samples=2,
-                         sequence_length=16, batch_size=2, seed=0)
+    found = load_batches(
+        source, WindowSpec(2, 16, 2), part=part, model=cases.build("llama"), processing_class=cases.tokenizer()
+    )
     text = cases.tokenizer().decode(found.items[0]["input_ids"][0])
     print(found.source, found.dataset_id, "TRAIN" if "RAIN" in text else "TEST")
 """

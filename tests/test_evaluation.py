@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation import metrics, perplexity
 from gradprobe_hf.evaluation.perplexity import measure
 from tests import cases
@@ -84,13 +84,10 @@ def test_it_agrees_with_the_independent_scorer():
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     batches = load_batches(
         str(text),
+        WindowSpec(8, 128, 4),
         part="evaluation",
         model=model,
         processing_class=AutoTokenizer.from_pretrained(model_dir),
-        samples=8,
-        sequence_length=128,
-        batch_size=4,
-        seed=0,
     )
     windows = torch.cat([batch["input_ids"] for batch in batches])
     found = evaluate.load(metrics.path("perplexity")).compute(input_ids=windows.tolist(), model=model)

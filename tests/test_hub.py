@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
-from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.perplexity import measure
 from tests import cases
 from tests.loopback_hub import TOKEN, Repository
@@ -341,13 +341,10 @@ def test_the_protocol_is_what_another_reader_would_compute(written, checkpoint):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     held_out = load_batches(
         "pydoc",
+        WindowSpec(4, 16, 4),
         part="evaluation",
         model=result.model,
         processing_class=tokenizer,
-        samples=4,
-        sequence_length=16,
-        batch_size=4,
-        seed=0,
     )
     for source, name in ((checkpoint, "dense"), (folder, "pruned")):
         model = AutoModelForCausalLM.from_pretrained(source).eval()

@@ -22,7 +22,7 @@ def add_arguments(parser: VerbParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.output import print_evaluation, print_json
-    from gradprobe_hf.data.windows import load_batches
+    from gradprobe_hf.data.windows import WindowSpec, load_batches
     from gradprobe_hf.evaluation.perplexity import measure
     from gradprobe_hf.model.loading import load_model, load_processing_class
     from gradprobe_hf.probe.engine import Workload
@@ -30,13 +30,10 @@ def run(options: argparse.Namespace) -> None:
     model = load_model(options.model, **given(options, *SOURCE, *PLACEMENT))
     batches = load_batches(
         options.data,
+        WindowSpec(options.num_samples, options.sequence_length, options.batch_size),
         part="evaluation",
         model=model,
         processing_class=load_processing_class(model, **given(options, *SOURCE)),
-        samples=options.num_samples,
-        sequence_length=options.sequence_length,
-        batch_size=options.batch_size,
-        seed=0,
         progress=not options.quiet,
     )
     found = measure(Workload(model, batches, progress=not options.quiet))

@@ -1,4 +1,4 @@
-"""Batches: a re-iterable list of what the model is called with, and what a report says about it."""
+"""Batches: what the model is called with, as often as a run needs it, and what a report says about it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Batches:
     Attributes:
         items: what `model(**batch)` is called with.
         source: where they come from, for the report and the card.
-        samples: number of sequences (rows).
-        tokens: number of tokens that count, padding excluded; rows, where there are no `input_ids`.
+        samples: sequences (rows) in all batches.
+        tokens: tokens without padding; rows where there are no `input_ids`.
         protocol: how windows were cut and drawn, in words.
-        dataset_id: the Hub dataset, when it is one.
+        dataset_id: the Hub dataset, if it is one.
     """
 
     items: tuple[dict[str, Any], ...]
@@ -35,7 +35,7 @@ class Batches:
 
     @classmethod
     def none(cls) -> Batches:
-        """Of a run that reads no text: empty, and false in a condition."""
+        """The batches of a run that reads no text: empty, and false in a condition."""
         return cls((), "none", 0, 0, "no text")
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -51,7 +51,7 @@ class Batches:
         return max((rows.shape[1] for rows in ids), default=1)
 
     def in_batches_of(self, size: int) -> Batches:
-        """The same rows, `size` at a time; as they are where rows of different batches do not fit together."""
+        """The same rows, `size` at a time; unchanged if rows of different batches cannot be stacked."""
         first = self.items[0]
         alike = all(
             list(item) == list(first)
@@ -66,7 +66,9 @@ class Batches:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of the values, independent of how they were put into batches (for rows of one length)."""
+        """SHA-256 of the values; for rows of one length it does not depend on how they are batched."""
+        # All batches of one name before the next name: their bytes are those of all rows, however these are batched.
+        # Viewed as bytes because NumPy has no bfloat16.
         names = sorted({name for batch in self.items for name in batch})
         digest = hashlib.sha256()
         for name in names:
@@ -76,6 +78,7 @@ class Batches:
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
+        """What a report says about them, in JSON types."""
         return {
             "source": self.source,
             "samples": self.samples,
@@ -87,7 +90,7 @@ class Batches:
 
 
 def shared_rows(a: Batches, b: Batches) -> int:
-    """How many rows of token ids stand in both: text measured on should not be text calibrated on."""
+    """How many rows of token ids are in both: evaluation text should not be calibration text."""
     return len(_row_bytes(a) & _row_bytes(b))
 
 
@@ -102,7 +105,7 @@ def from_windows(windows: Tensor, batch_size: int, **described: Any) -> Batches:
 
 
 def from_rows(rows: list[dict[str, Tensor]], batch_size: int, pad_token_id: int, **described: Any) -> Batches:
-    """Tokenised rows of unequal lengths, padded on the right inside each batch and masked."""
+    """Tokenised rows of unequal lengths, padded on the right within each batch, and masked."""
     fill = {"input_ids": pad_token_id, "labels": IGNORED}
     items = []
     for start in range(0, len(rows), batch_size):
@@ -122,15 +125,16 @@ def from_rows(rows: list[dict[str, Tensor]], batch_size: int, pad_token_id: int,
 
 
 def from_iterable(source: Iterable[Any], name: str) -> Batches:
-    """A DataLoader or a list of batches, taken as they are.
+    """A DataLoader or a list of batches, as they are.
 
     Raises:
-        ValueError: it can be read only once, is empty, or holds something `model(**batch)` cannot take.
+        ValueError: it can be read only once, is empty, or holds something that `model(**batch)` cannot take.
     """
     if isinstance(source, Iterator):
         raise ValueError(
             "calibration batches must be re-iterable, got a one-shot iterator; pass a list or a DataLoader."
         )
+    # Read once, here: a DataLoader that shuffles would give every pass, and a resumed run, other batches.
     items = []
     for batch in source:
         if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):

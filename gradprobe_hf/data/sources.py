@@ -1,6 +1,6 @@
-"""Texts: a file, folder, Hub dataset or list of strings -> an iterator of documents.
+"""Sources: a file, folder, Hub dataset or list of strings -> an iterator of documents.
 
-Small sources are read whole, large ones are streamed through `datasets` with a seeded shuffle buffer.
+Small sources are read whole; large ones are streamed through `datasets` with a seeded shuffle buffer.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-# `datasets` brings pandas and pyarrow, 90 MB of memory: it is imported where a file or a dataset is opened.
+# `datasets` imports pandas and pyarrow, 90 MB of memory: it is imported where a file or a dataset is opened.
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
 STREAMED_FROM_BYTES = 256 * 2**20
 SHUFFLE_BUFFER = 10_000
 FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+# In order of preference: with two splits or more, calibration and evaluation read different ones.
 SPLITS = {"calibration": ("train", "validation", "test"), "evaluation": ("test", "validation", "train")}
 
 Rows: TypeAlias = "Dataset | IterableDataset | list[str]"
@@ -26,7 +27,7 @@ Rows: TypeAlias = "Dataset | IterableDataset | list[str]"
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of a dataset, or plain texts, and what they are called in a report."""
+    """Rows of a dataset, or plain texts, and their name in a report."""
 
     rows: Rows
     name: str
@@ -37,8 +38,8 @@ def open_source(spec: str, part: str, seed: int) -> Source:
     """Open a path (file or folder of .txt, .jsonl, .parquet) or a Hub dataset `id[:config[:split]]`.
 
     Raises:
-        ValueError: no such file or dataset, or a format that is not read.
-        OSError: the Hub cannot be reached.
+        ValueError: no such file, or a format that is not supported.
+        OSError: no such dataset, or the Hub cannot be reached.
     """
     path = Path(spec)
     if path.exists():
@@ -56,7 +57,7 @@ def open_source(spec: str, part: str, seed: int) -> Source:
 
 
 def texts_of(rows: Rows) -> Iterator[str]:
-    """The documents of a dataset: its `text` column, or its only column of strings; plain texts are documents."""
+    """The documents of a dataset: its `text` column, or its only column of strings. Plain texts are documents."""
     if isinstance(rows, list):
         return (text for text in rows if text)
     column = _text_column(rows)
@@ -64,11 +65,13 @@ def texts_of(rows: Rows) -> Iterator[str]:
 
 
 def is_tokenised(rows: Rows) -> bool:
+    """Whether rows hold token ids already."""
     return not isinstance(rows, list) and "input_ids" in (rows.column_names or [])
 
 
 def is_dataset(source: Any) -> bool:
-    """Whether it is a `datasets.Dataset`, streamed or not: nobody has one without having imported the library."""
+    """Whether it is a `datasets.Dataset`, streamed or not."""
+    # Who has one has imported the library; asking `sys.modules` spares everybody else the import.
     library = sys.modules.get("datasets")
     return library is not None and isinstance(source, (library.Dataset, library.IterableDataset))
 
@@ -78,6 +81,11 @@ def is_streamed(rows: Rows) -> bool:
 
 
 def text_rows(texts: Iterable[str]) -> list[str]:
+    """A list of texts as rows.
+
+    Raises:
+        ValueError: an element that is not a string.
+    """
     texts = list(texts)
     wrong = next((text for text in texts if not isinstance(text, str)), None)
     if wrong is not None:
@@ -95,7 +103,7 @@ def _local(path: Path, seed: int) -> Source:
     if not size:
         raise ValueError(f"{path} is empty.")
     streaming = size >= STREAMED_FROM_BYTES
-    # A whole document is tokenised in one piece, so line breaks stay what they are; a stream comes line by line.
+    # A whole file is one document, so its line breaks reach the tokenizer. A stream comes line by line: they are kept.
     options: dict[str, Any] = {}
     if kind == "text":
         options = {"sample_by": "line", "keep_linebreaks": True} if streaming else {"sample_by": "document"}

@@ -1,13 +1,15 @@
-"""load_batches: one function from anything a user may name to `Batches`.
+"""Windows: `load_batches` turns whatever a user names as text or batches into `Batches`.
 
 Text is tokenised without special tokens, documents joined by a blank line, the tokens cut into consecutive full
-windows, the windows shuffled with the seed and the first `samples` taken. Evaluation always draws with
+windows, the windows shuffled with the seed, and the first `samples` taken. Evaluation always draws with
 `EVALUATION_SEED`, so that perplexities of runs with different seeds compare.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,16 +28,34 @@ SEPARATOR = "\n\n"
 CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read before it is tokenised
 
 
+@dataclass(frozen=True)
+class WindowSpec:
+    """Which windows to draw from a text.
+
+    Attributes:
+        samples: windows.
+        sequence_length: tokens in a window.
+        batch_size: windows in a batch.
+        seed: draws the calibration windows; evaluation has `EVALUATION_SEED`.
+    """
+
+    samples: int
+    sequence_length: int
+    batch_size: int
+    seed: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return self.samples * self.sequence_length
+
+
 def load_batches(
     source: Any,
+    windows: WindowSpec,
     *,
     part: Part,
     model: PreTrainedModel,
     processing_class: Any,
-    samples: int,
-    sequence_length: int,
-    batch_size: int,
-    seed: int,
     progress: bool = True,
 ) -> Batches:
     """Turn `source` into batches for `model`.
@@ -43,44 +63,40 @@ def load_batches(
     Args:
         source: `"pydoc"`, `"self"`, a path, a Hub dataset `id[:config[:split]]`, a list of texts, a `Dataset` (text or
             `input_ids`), a `DataLoader` or another re-iterable of batches.
-        part: which split, or half of `"pydoc"`.
-        processing_class: the tokenizer; needed for text.
-        samples: windows to draw. Batches given as such are all used.
-        sequence_length: tokens in a window.
-        batch_size: windows in a batch.
-        seed: draws the windows (calibration); evaluation uses `EVALUATION_SEED`.
+        windows: what to draw. Batches passed as such are all used, as they are.
+        part: which split of a dataset, or half of `"pydoc"`.
+        processing_class: the tokenizer, or a processor with one; needed for text.
 
     Raises:
-        ValueError: too little text, no tokenizer, windows the model cannot take, or a source of an unknown kind.
+        ValueError: too little text, no tokenizer, windows that the model cannot take, or a source of an unknown kind.
         OSError: the Hub cannot be reached.
     """
-    seed = EVALUATION_SEED if part == "evaluation" else seed
+    if part == "evaluation":
+        windows = replace(windows, seed=EVALUATION_SEED)
     source = str(source) if isinstance(source, Path) else source
-    shape = {"samples": samples, "length": sequence_length, "seed": seed}
     if isinstance(source, str) and source == "self":
-        _check_length(model, sequence_length)
-        windows = own_text(model, samples, sequence_length, seed, progress)
-        protocol = f"{samples} windows of {sequence_length} tokens sampled from the model at temperature 1, seed {seed}"
-        return from_windows(windows, batch_size, source="written by the model itself", protocol=protocol)
-    opened = _open(source, part, seed)
+        return _self_generated(model, windows, progress)
+    opened = _open(source, part, windows.seed)
     if opened is None:
         return from_iterable(source, type(source).__name__)
     if is_tokenised(opened.rows):
-        found = _tokenised(opened, samples, batch_size, seed, processing_class)
+        found = _tokenised(opened, windows, processing_class)
         _check_length(model, max(batch["input_ids"].shape[1] for batch in found))
         return found
-    _check_length(model, sequence_length)
-    windows = _cut(_token_ids(opened, processing_class, samples * sequence_length), opened.name, **shape)
-    streamed = is_streamed(opened.rows)
-    protocol = (
-        f"{samples} windows of {sequence_length} tokens, cut one after the other from the tokenised text "
-        f"(no special tokens{', of rows drawn from a stream' if streamed else ''}), shuffled with seed {seed}"
-    )
-    return from_windows(windows, batch_size, source=opened.name, protocol=protocol, dataset_id=opened.dataset_id)
+    _check_length(model, windows.sequence_length)
+    return _drawn(opened, _token_ids(opened, processing_class, windows.tokens), windows)
+
+
+def _self_generated(model: PreTrainedModel, windows: WindowSpec, progress: bool) -> Batches:
+    samples, length, seed = windows.samples, windows.sequence_length, windows.seed
+    _check_length(model, length)
+    ids = own_text(model, samples, length, seed, progress)
+    protocol = f"{samples} windows of {length} tokens sampled from the model at temperature 1, seed {seed}"
+    return from_windows(ids, windows.batch_size, source="written by the model itself", protocol=protocol)
 
 
 def _open(source: Any, part: Part, seed: int) -> Source | None:
-    """The source as rows, or None when it already is batches."""
+    """The source as rows; None if it is batches already."""
     if isinstance(source, str):
         if source == "pydoc":
             return Source(text_rows([manual_text(part)]), f"pydoc ({part} part): the Python manual's topics")
@@ -98,6 +114,7 @@ def _open(source: Any, part: Part, seed: int) -> Source | None:
 
 
 def _token_ids(opened: Source, processing_class: Any, needed: int) -> Tensor:
+    """The token ids `[tokens]` of a text; of a stream at least `needed`, if it has them."""
     if processing_class is None:
         raise ValueError(
             "text needs a tokenizer and none was found beside the model: pass processing_class=, or give batches."
@@ -106,11 +123,13 @@ def _token_ids(opened: Source, processing_class: Any, needed: int) -> Tensor:
     if is_streamed(opened.rows):
         texts = iter(_enough(texts, needed * CHARACTERS_PER_TOKEN))
     tokenizer = getattr(processing_class, "tokenizer", processing_class)  # a processor has one
+    # `verbose=False`: a tokenizer warns that a whole text is longer than its model's context, and it is cut below.
     encoded = tokenizer(SEPARATOR.join(texts), add_special_tokens=False, verbose=False)
     return torch.tensor(encoded["input_ids"], dtype=torch.long)
 
 
 def _enough(texts: Iterable[str], characters: int) -> list[str]:
+    """The first texts with so many characters in all; the rest of a stream is never read."""
     taken: list[str] = []
     for text in texts:
         taken.append(text)
@@ -120,28 +139,39 @@ def _enough(texts: Iterable[str], characters: int) -> list[str]:
     return taken
 
 
-def _cut(ids: Tensor, name: str, samples: int, length: int, seed: int) -> Tensor:
+def _drawn(opened: Source, ids: Tensor, windows: WindowSpec) -> Batches:
+    """Windows of a text, given its token ids `[tokens]`."""
+    samples, length, seed = windows.samples, windows.sequence_length, windows.seed
     whole = len(ids) // length
     if whole < samples:
         raise ValueError(
-            f"{name} holds {len(ids):,} tokens, which is {whole} full windows of {length}; {samples} windows need "
-            f"{samples * length:,} tokens. Give more text, or ask for "
+            f"{opened.name} holds {len(ids):,} tokens, which is {whole} full windows of {length}; {samples} windows "
+            f"need {windows.tokens:,} tokens. Give more text, or ask for "
             + (f"at most {whole} samples or shorter windows." if whole else "shorter windows.")
         )
-    windows = ids[: whole * length].view(whole, length)
-    return windows[torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:samples]]
+    order = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))
+    drawn = ids[: whole * length].view(whole, length)[order[:samples]]
+    streamed = ", of rows drawn from a stream" if is_streamed(opened.rows) else ""
+    protocol = (
+        f"{samples} windows of {length} tokens, cut one after the other from the tokenised text "
+        f"(no special tokens{streamed}), shuffled with seed {seed}"
+    )
+    return from_windows(drawn, windows.batch_size, source=opened.name, protocol=protocol, dataset_id=opened.dataset_id)
 
 
-def _tokenised(opened: Source, samples: int, batch_size: int, seed: int, processing_class: Any) -> Batches:
+def _tokenised(opened: Source, windows: WindowSpec, processing_class: Any) -> Batches:
+    """Rows of a dataset that has `input_ids`: shuffled, and neither cut nor joined."""
     assert not isinstance(opened.rows, list), "plain texts are not tokenised"
-    rows = opened.rows.shuffle(seed=seed)
+    rows = opened.rows.shuffle(seed=windows.seed)
     keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids") if name in rows.column_names]
-    taken = [{name: torch.as_tensor(row[name]) for name in keep} for _, row in zip(range(samples), rows, strict=False)]
-    if len(taken) < samples:
-        raise ValueError(f"{opened.name} holds {len(taken)} tokenised rows and {samples} were asked for.")
-    pad = getattr(processing_class, "pad_token_id", None) or 0
-    protocol = f"{samples} tokenised rows, shuffled with seed {seed}"
-    return from_rows(taken, batch_size, pad, source=opened.name, protocol=protocol, dataset_id=opened.dataset_id)
+    taken = [{name: torch.as_tensor(row[name]) for name in keep} for row in islice(rows, windows.samples)]
+    if len(taken) < windows.samples:
+        raise ValueError(f"{opened.name} holds {len(taken)} tokenised rows and {windows.samples} were asked for.")
+    pad = getattr(processing_class, "pad_token_id", None) or 0  # any id will do: padding is masked
+    protocol = f"{windows.samples} tokenised rows, shuffled with seed {windows.seed}"
+    return from_rows(
+        taken, windows.batch_size, pad, source=opened.name, protocol=protocol, dataset_id=opened.dataset_id
+    )
 
 
 def _check_length(model: PreTrainedModel, length: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.windows import load_batches
+from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import check_sharding
 from gradprobe_hf.model.loading import load_model, load_processing_class
@@ -62,15 +62,10 @@ def load_inputs(request: RunRequest) -> RunContext:
     )
 
 
-def _read(request: RunRequest, source: Any, **more: Any) -> Batches:
+def _read(request: RunRequest, source: Any, *, samples: int, **more: Any) -> Batches:
     config = request.config
-    return load_batches(
-        source,
-        sequence_length=config.sequence_length,
-        batch_size=4 if config.batch_size == "auto" else config.batch_size,
-        seed=config.seed,
-        **more,
-    )
+    batch_size = 4 if config.batch_size == "auto" else config.batch_size
+    return load_batches(source, WindowSpec(samples, config.sequence_length, batch_size, config.seed), **more)
 
 
 def _load(request: RunRequest, processes: Processes) -> tuple[PreTrainedModel, Any]:
