@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from accelerate.commands.config.config_args import load_config_from_file
+from accelerate.commands import launch
+from accelerate.utils.launch import prepare_multi_gpu_env
 
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from tests import scripts
@@ -55,61 +56,61 @@ LAUNCHERS = {
 }
 
 
-def check_distributed(output, printed, placed):
+def port():
+    """One that is free."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def check_distributed(launcher, output, printed):
+    placed = "sharded by FSDP2" if "FSDP2" in launcher else "in memory"
     assert printed.count(f"50.00% zeros, 2 processes, {placed}") == 1
     assert inspect_checkpoint(output).sparsity == pytest.approx(0.5, abs=1e-4)
     assert not Path(f"{output}-state").exists()
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param("torchrun", marks=pytest.mark.slow),
-        pytest.param("accelerate", marks=pytest.mark.slow),
-        "accelerate, FSDP2",
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_distributed(launcher, checkpoint, text_file, tmp_path):
     command = [*LAUNCHERS[launcher], EXAMPLES / "prune_distributed.py", checkpoint, tmp_path / "out", text_file]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     ran = subprocess.run(
         [sys.executable, *map(str, command)],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "MASTER_PORT": str(port)},
+        env={**os.environ, "MASTER_PORT": port()},
     )
     assert ran.returncode == 0, ran.stderr
-    check_distributed(tmp_path / "out", ran.stdout, "sharded by FSDP2" if "FSDP2" in launcher else "in memory")
+    check_distributed(launcher, tmp_path / "out", ran.stdout)
 
 
-def test_what_a_launcher_starts_joins_by_itself(checkpoint, text_file, tmp_path):
-    """Two processes with the variables that torchrun sets, and nothing else."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "LOCAL_WORLD_SIZE": "2"}
+def variables(launcher):
+    """Those that a launcher would set, by its own account, without those of a single process."""
+    if launcher == "torchrun":
+        return {}
+    parser = launch.launch_command_parser()
+    args, *_ = launch._validate_launch_command(parser.parse_args([*map(str, LAUNCHERS[launcher][2:]), "script.py"]))
+    assert args.num_processes == 2
+    return prepare_multi_gpu_env(args)
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_what_a_launcher_starts_joins_by_itself(launcher, checkpoint, text_file, tmp_path):
+    """Two forks with a launcher's variables, in place of the launcher: it would import everything three times."""
+    common = {**variables(launcher), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}
     started = [
         scripts.start(
             EXAMPLES / "prune_distributed.py",
             *(checkpoint, tmp_path / "out", text_file),
-            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            environment={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"},
         )
         for rank in range(2)
     ]
     ran = [one.wait() for one in started]
     for one in ran:
         assert one.returncode == 0, one.stderr
-    check_distributed(tmp_path / "out", "".join(one.stdout for one in ran), "in memory")
-
-
-@pytest.mark.parametrize("kind", ["processes", "fsdp2"])
-def test_accelerate_reads_its_configurations(kind):
-    config = load_config_from_file(str(EXAMPLES / f"accelerate_{kind}.yaml"))
-    assert config.num_processes == 2
-    assert bool(config.fsdp_config) == (kind == "fsdp2")
+    check_distributed(launcher, tmp_path / "out", "".join(one.stdout for one in ran))
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in EXAMPLES.glob("*.py")))
