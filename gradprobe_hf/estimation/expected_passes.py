@@ -1,4 +1,4 @@
-"""Expected passes: how often a configuration goes through the calibration data."""
+"""Expected passes: how often a run walks over its calibration set."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from gradprobe_hf.reconstruction.reconstruct import reconstruction_passes
 
 
 def expected_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:
-    """Forward and backward passes, in whole ones; of a search that may stop early, at most.
+    """(forward, backward) passes, as multiples of one walk over the whole calibration set with the whole model.
+
+    A search that may stop early is counted to its end.
 
     Args:
-        blocks: how many the model has that hold targets.
+        blocks: number of blocks that hold targets.
     """
     needs = config.needs
     forward, backward = (2.0, 2.0) if config.decision_row.has_second_probe else (1.0, 1.0)
@@ -21,25 +23,30 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]
         forward, backward = float(bool(needs.terms)), 0.0
     if config.order == "sequential":
         forward, backward = _sequential_passes(config, blocks)
-    solved = reconstruction_passes(config) if config.updates else 0
+    updates = reconstruction_passes(config) if config.updates else 0
     if config.max_metric_drop is not None:
         attempts = len(list(levels(config.first_level, config.sparsity_step, config.final_sparsity)))
         if needs.probes:
             forward, backward = forward * attempts, backward * attempts
         bisections = math.ceil(math.log2(max(config.first_level, config.sparsity_step) / FINEST))
-        solved *= attempts + max(0, bisections) + 1
+        # Bisection goes on with the scores at hand: it updates weights for each budget that it tries, and probes none.
+        updates *= attempts + max(0, bisections) + 1
     if config.rounds:
         forward, backward = forward * len(config.rounds), backward * len(config.rounds)
-    return forward + solved, backward
+    return forward + updates, backward
 
 
 def _sequential_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:
-    """Two probes a step; backward from the last block to the step's first, forward from there where that is known."""
-    proposing = config.score_alone().needs
+    """Two probes for each step of blocks, and the pass that scores the candidates.
+
+    Backward goes from the last block to the first one of the step. So does forward in `block_order="forward"`, where
+    the outputs of all blocks before the step are cached; otherwise it starts from the first block of the model.
+    """
+    candidates = config.score_alone().needs
     at_once = config.blocks_per_step
-    firsts = list(range(0, blocks, at_once))  # with "size" as if all were equal
+    firsts = list(range(0, blocks, at_once))  # for "size" as if blocks were equal
     if config.block_order == "reverse":
         firsts = [max(0, end - at_once) for end in range(blocks, 0, -at_once)]
-    reach = sum(1 - first / blocks for first in firsts)
-    forward = 2 * reach + 1 if config.block_order == "forward" else 2.0 * len(firsts)
-    return forward + bool(proposing.terms), 2 * reach + proposing.probes
+    reached = sum(1 - first / blocks for first in firsts)
+    forward = 2 * reached + 1 if config.block_order == "forward" else 2.0 * len(firsts)
+    return forward + bool(candidates.terms), 2 * reached + candidates.probes

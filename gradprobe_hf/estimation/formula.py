@@ -1,4 +1,4 @@
-"""Formulas: what can be said of a pass from the shapes of its matrices alone."""
+"""Formulas: what a pass takes, from the shapes of its matrices alone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.families import chosen_experts, is_fused_experts
 from gradprobe_hf.model.targets import Target
 
-# Alive at the top of backward: the logits and their gradient; what is in float32 of them is a portion (loss.py).
+# Alive when backward starts: the logits and their gradient. In float32 there is never more than a portion of them: see
+# model/loss.py.
 TENSORS_OF_THE_LOSS = 2
-# A block keeps the input of each linear map and its output, and about as much again for norms, activation functions
-# and attention.
+# A block keeps input and output of each linear map, and about as much again for norms, activation functions and
+# attention.
 KEPT_PER_FEATURE = 2
-# Of a block of which only the width is known: `34 tokens * hidden` bytes in a dtype of two bytes, with fused attention
-# (Korthikanti et al. 2022, "Reducing activation recomputation in large transformer models", equation 2).
-KEPT_PER_HIDDEN = 17
 
 
 def loss_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
-    """The loss end of a language model: tensors `[sequences, tokens, vocabulary]` in its dtype."""
+    """Bytes of the logits `[rows, length, vocabulary]` and their gradient; 0 for a model without an output head."""
     head = model.get_output_embeddings()
     if getattr(head, "weight", None) is None:
         return 0
@@ -28,7 +26,7 @@ def loss_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
 
 
 def block_bytes(model: PreTrainedModel, targets: Sequence[Target], rows: int, length: int) -> dict[str, int]:
-    """What each block keeps for backward: `KEPT_PER_FEATURE` times every target's input and output."""
+    """Block -> bytes that it keeps for backward."""
     kept: dict[str, int] = {}
     for target in targets:
         features = sum(target.shape) * share_of(model, target)
@@ -38,12 +36,12 @@ def block_bytes(model: PreTrainedModel, targets: Sequence[Target], rows: int, le
 
 
 def active_weights(model: PreTrainedModel, targets: Sequence[Target]) -> int:
-    """Target weights that one token passes: of experts, those that it is sent to."""
+    """Target weights that one token passes; of experts those that it is routed to."""
     return round(sum(target.numel * share_of(model, target) for target in targets))
 
 
 def share_of(model: PreTrainedModel, target: Target) -> float:
-    """The share of the tokens that reach a matrix when experts are balanced, in (0, 1]."""
+    """Fraction of the tokens that reach a matrix, in (0, 1]; experts are taken to be balanced."""
     if target.expert is None:
         return 1.0
     experts = model.get_submodule(target.sites[0].module)

@@ -1,4 +1,4 @@
-"""The machine: how much memory and disk is free here."""
+"""The machine: memory and disk that are free here, in bytes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def available_bytes(device: torch.device) -> int:
-    """Free memory of a device. For the CPU what can be had without swapping, within the limit of a container."""
+    """Free memory of a device; of the CPU what can be had without swapping, within the limit of a container."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min([psutil.virtual_memory().available, *_container_room(CGROUPS, Path("/proc/self/cgroup"))])
 
 
 def free_disk_bytes(folder: str | Path = ".") -> int:
+    """Free space of the file system that a folder is on."""
     return shutil.disk_usage(folder).free
 
 
@@ -28,12 +29,15 @@ def process_bytes() -> int:
 
 
 def compute_device() -> torch.device:
-    """Where a model would be put: the first CUDA device, or the CPU."""
+    """What a model would compute on: the first CUDA device, or the CPU."""
     return torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _container_room(root: Path, membership: Path) -> list[int]:
-    """What is left of the memory limit of each control group (version 2) around this process, in bytes."""
+    """What is left of the memory limit of each control group (version 2) around this process.
+
+    psutil reports the machine's memory, also in a container that is killed long before it has used that much.
+    """
     try:
         own = next(line[3:] for line in membership.read_text().splitlines() if line.startswith("0::"))
     except (OSError, StopIteration):
@@ -44,12 +48,13 @@ def _container_room(root: Path, membership: Path) -> list[int]:
 
 
 def _group_room(group: Path) -> int | None:
-    """None where there is no limit."""
+    """What is left of the limit of one group; None if it has none."""
     try:
         limit = int((group / "memory.max").read_text())
         used = int((group / "memory.current").read_text())
         statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     except (OSError, ValueError):  # no such group here, or its limit is the word "max"
         return None
-    cached = int(statistics.get("inactive_file", 0))  # files that are given up when memory runs short
+    # Pages of files count as used. The kernel drops those that were not used lately before it would kill anybody.
+    cached = int(statistics.get("inactive_file", 0))
     return max(0, limit - used + cached)

@@ -1,7 +1,7 @@
-"""Passes: the memory and the work of one batch, from a model on the meta device.
+"""Passes: memory and operations of one batch, from a model on the meta device.
 
-Tensors on the meta device have shapes and no data, but autograd keeps and frees them exactly as it would real ones: the
-bytes that are alive at once can be watched without a weight and without the work.
+Tensors on the meta device have shapes and no data, and autograd keeps and frees them as it would real ones: the bytes
+that are alive at once can be watched without a weight in memory and without computing anything.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class PassCost:
-    """What one batch takes; weights and statistics are not counted.
+    """What one batch takes, without weights and statistics.
 
     Attributes:
-        saved_bytes: what the forward pass leaves for the backward pass.
+        saved_bytes: what forward leaves for backward.
         peak_bytes: the most that is alive at once.
         flops: floating-point operations.
-        heap_bytes: the most that is alive at once in small blocks, of which an allocator's heap is made.
-        simulated: False where the model could not be run without data, and formulas had to do.
+        heap_bytes: the most that is alive at once in blocks that a CPU allocator takes from its heap.
+        simulated: False if the model could not be run without data, and the figures are from formulas.
     """
 
     saved_bytes: int
@@ -57,32 +57,35 @@ def activation_bytes(
     dtype: torch.dtype,
     checkpointed: bool,
 ) -> int | None:
-    """The most memory that a batch of a probe takes beside weights and statistics, in bytes.
+    """The most memory, in bytes, that a batch of a probe takes besides weights and statistics.
 
-    An architecture that cannot be simulated gets a formula. None: not even a model without data can be made of it
-    (code of its own), so nothing is known. Answers are remembered.
+    Answers are cached. An architecture that cannot be simulated gets a formula.
 
     Args:
         config: of the model; its weights are not needed.
-        cls: its class, as `loading.model_class` gives it.
+        cls: its class, as `loading.model_class` returns it.
         batch_size: sequences in a batch.
         sequence_length: tokens in a sequence.
         dtype: of the weights.
-        checkpointed: every block is computed again in backward.
+        checkpointed: whether every block is recomputed in backward.
+
+    Returns:
+        None if the model cannot be built without its weights (custom code): then nothing is known.
     """
-    made: Any = type(config)
-    return _remembered(made, config.to_json_string(), cls, batch_size, sequence_length, dtype, checkpointed)
+    config_class: Any = type(config)
+    # As JSON: configurations are not hashable, and two that are equal have one answer.
+    return _cached(config_class, config.to_json_string(), cls, batch_size, sequence_length, dtype, checkpointed)
 
 
 @lru_cache(maxsize=256)
-def _remembered(
+def _cached(
     config_class: Any, values: str, cls: Any, rows: int, length: int, dtype: torch.dtype, checkpoint: bool
 ) -> int | None:
     config = config_class.from_dict(json.loads(values))
     try:
         model = skeleton(config, cls, dtype)
         targets = find_targets(model)
-    except Exception as error:  # code of its own, or no blocks: the caller wants a number, not a reason
+    except Exception as error:  # custom code, or no blocks: the caller wants a number, not a reason
         logger.debug("no skeleton of %s: %s", config_class.__name__, error)
         return None
     return cost_of_batch(model, targets, rows, length, checkpoint=checkpoint).peak_bytes
@@ -101,14 +104,16 @@ def cost_of_batch(
 
     Args:
         model: on the meta device.
-        targets: what is measured.
-        checkpoint: every block is computed again in backward.
+        targets: matrices whose gradients are made.
+        batch_size: sequences; routed experts take one at a time.
+        sequence_length: tokens in a sequence.
+        checkpoint: whether every block is recomputed in backward.
         backward: False for a forward pass alone.
     """
     rows = 1 if is_routed(targets) else batch_size
     try:
         return _simulated(model, targets, sample_batch(model, rows, sequence_length), checkpoint, backward)
-    except Exception as error:  # whatever an architecture does that needs data; an estimate is still owed
+    except Exception as error:  # whatever an architecture does that needs data: a rough figure is better than none
         logger.debug("%s cannot be run on the meta device: %s", type(model).__name__, error)
         return by_formula(model, targets, rows, sequence_length, checkpoint=checkpoint, backward=backward)
 
@@ -122,10 +127,10 @@ def by_formula(
     checkpoint: bool = False,
     backward: bool = True,
 ) -> PassCost:
-    """What one batch takes, where it cannot be simulated.
+    """What one batch takes, for a model that cannot be simulated.
 
-    With N the target weights that a token passes: `2 N` operations per token forward, and as many again for the
-    gradients of the inputs, for those of the weights, and for a forward pass that is repeated.
+    With N the target weights that a token passes, forward takes `2 N` operations per token; gradients of the inputs,
+    gradients of the weights, and a forward pass that is repeated take as many each.
     """
     kept, loss = block_bytes(model, targets, rows, length), loss_bytes(model, rows, length)
     forward = 2 * rows * length * active_weights(model, targets)
@@ -141,6 +146,7 @@ def by_formula(
 def _simulated(
     model: PreTrainedModel, targets: Sequence[Target], batch: Mapping[str, Tensor], checkpoint: bool, backward: bool
 ) -> PassCost:
+    """One batch on the meta device, in the modes of a probe."""
     with ExitStack() as stack:
         for mode in (frozen(model), eval_mode(model), gradients_required(model, targets), balanced_experts(model)):
             stack.enter_context(mode)

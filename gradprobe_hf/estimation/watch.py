@@ -1,4 +1,4 @@
-"""Watch: the bytes that are alive and the operations that are done while a piece of code runs, on any device."""
+"""Watch: bytes that are alive and floating-point operations while a piece of code runs, on any device."""
 
 from __future__ import annotations
 
@@ -12,24 +12,36 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# glibc maps larger blocks one by one and gives them back when they are freed (mallopt(3), M_MMAP_THRESHOLD).
+# glibc maps larger blocks one by one and unmaps them when they are freed; smaller ones come from its heap. 32 MiB is
+# the limit that its threshold grows to as mapped blocks are freed (mallopt(3), M_MMAP_THRESHOLD).
 LARGEST_HEAP_BLOCK = 32 * 2**20
 
 
 class Watch(TorchDispatchMode):
-    """Counts from the beginning to the end of the `with`.
+    """Counts tensors and operations in the body of a `with`.
+
+    A dispatch mode sees every operation below autograd, those of backward and of recomputation too. It counts storages,
+    so that a view adds nothing, and a storage leaves the count when Python's last reference to it goes, which is when
+    memory would be freed. On the meta device a storage has its size and no memory: the count is that of a real pass.
 
     Attributes:
-        live: bytes of the tensors made since, and not freed. A view adds nothing.
+        live: bytes of the storages made in the `with` and still alive.
         peak: the most that `live` has been.
-        heap_peak: the most that was alive at once in blocks that a CPU's allocator takes from its heap.
+        heap, heap_peak: the same of storages small enough for a CPU allocator's heap.
         flops: floating-point operations of matrix products, convolutions and attention.
+
+    Example:
+        >>> with Watch([]) as watch:
+        ...     product = torch.ones(4, 8, device="meta") @ torch.ones(8, 2, device="meta")
+        >>> watch.live, watch.peak, watch.flops
+        (32, 224, 128)
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
-        """Args: known: tensors that are there already, like the weights, whose bytes are not counted."""
+        """Args: known: tensors that are there already, whose bytes are not counted: weights, and the batch."""
         super().__init__()
-        self._met = {tensor.untyped_storage()._cdata for tensor in known}
+        # Addresses of C++ storages: the storages themselves, in a set, would stay alive.
+        self._seen = {tensor.untyped_storage()._cdata for tensor in known}
         self.live = self.peak = self.flops = 0
         self.heap = self.heap_peak = 0
 
@@ -38,21 +50,23 @@ class Watch(TorchDispatchMode):
         out = func(*args, **kwargs)
         for value in tree_leaves(out):
             if isinstance(value, Tensor):
-                self._meet(value.untyped_storage())
+                self._add(value.untyped_storage())
         if (count := _FLOPS.get(func._overloadpacket)) is not None:
             self.flops += count(*args, **kwargs, out_val=out)
         return out
 
-    def _meet(self, storage: torch.UntypedStorage) -> None:
+    def _add(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
-        if key in self._met:
+        if key in self._seen:
             return
-        self._met.add(key)
+        self._seen.add(key)
         self._count(size, size < LARGEST_HEAP_BLOCK)
-        weakref.finalize(storage, self._let_go, key, size).atexit = False
+        # Torch keeps a storage's Python wrapper for as long as the storage: its finalizer runs when the last tensor or
+        # graph that holds the storage is gone, also where only C++ held it.
+        weakref.finalize(storage, self._remove, key, size).atexit = False
 
-    def _let_go(self, key: int, size: int) -> None:
-        self._met.discard(key)
+    def _remove(self, key: int, size: int) -> None:
+        self._seen.discard(key)  # the next storage may get this address
         self._count(-size, size < LARGEST_HEAP_BLOCK)
 
     def _count(self, size: int, on_heap: bool) -> None:
@@ -62,7 +76,10 @@ class Watch(TorchDispatchMode):
 
 
 def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
-    """`Q K^T` and `P V`, `[sequences, heads, tokens, width]`; every query head, also where several share their keys."""
+    """Operations of `Q K^T` and `P V`; all are `[sequences, heads, tokens, width]`.
+
+    Counted by query heads: grouped-query attention shares keys, not products.
+    """
     sequences, heads, tokens, width = query.shape
     return 2 * sequences * heads * tokens * key.shape[2] * (width + value.shape[3])
 
@@ -72,7 +89,8 @@ def _attention_backward(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *_
     return _attention(query, key, value) * 5 // 2
 
 
-# torch's own counter does not know the CPU's attention, which stands for every fused one here.
+# `FlopCounterMode` has a formula for each of CUDA's fused attentions and none for the CPU's, which stands for all of
+# them here (see stand_ins.py).
 _FLOPS = {
     **flop_registry,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,

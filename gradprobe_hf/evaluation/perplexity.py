@@ -22,8 +22,13 @@ from gradprobe_hf.probe.steps import share
 
 @dataclass(frozen=True)
 class Measurement:
-    """Attributes: `loss` in nats per term, `perplexity` exp(loss) of a causal model, else None, `terms` the tokens
-    that were predicted, the examples of a model without a token loss, or the rows where there is a `loss_fn`."""
+    """A mean loss.
+
+    Attributes:
+        loss: in nats per term.
+        perplexity: exp(loss) for a causal language model with its own loss, else None.
+        terms: tokens that were predicted; examples, of a model without a token loss; rows, with a `loss_fn`.
+    """
 
     loss: float
     perplexity: float | None
@@ -35,16 +40,16 @@ class Measurement:
 
 @torch.no_grad()
 def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False) -> Measurement:
-    """Mean loss over all batches: exp of the mean next-token loss inside the windows is their perplexity.
+    """Mean loss over all batches. For windows of text its exp is their perplexity.
 
-    All processes share the batches and get the same result.
+    All processes share the batches and return the same result.
 
     Args:
-        label: what the progress bar and errors say.
-        allows_nan: a loss that is NaN is a result too, of a model that was pruned too far.
+        label: for the progress bar and for errors.
+        allows_nan: return a loss that is NaN, as a model that was pruned too far has.
 
     Raises:
-        ValueError: no token was predicted, or the loss is NaN. An infinite loss is a result, and is reported.
+        ValueError: no term was counted, or the loss is NaN. An infinite loss is a result.
     """
     model, loss_fn = work.model, work.loss_fn
     device, losses, counts = input_device(model), [], []
@@ -56,7 +61,7 @@ def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False)
             if counted:
                 losses.append(loss)
                 counts.append(count)
-    # In float64 on the host: not every accelerator has it.
+    # Read once, behind the loop: `float` waits for the device. In float64 on the host, which every machine has.
     totals = torch.tensor([sum(map(float, losses)), sum(map(float, counts))], dtype=torch.float64)
     total, terms = work.processes.sum_(totals).tolist()
     terms = int(terms)
