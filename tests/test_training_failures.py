@@ -17,6 +17,7 @@ from gradprobe_hf.training import (
     attached,
     keep_sparsity,
 )
+from gradprobe_hf.training.pass_hooks import PassHooks
 from tests import cases
 from tests.trainers import Rows, arguments, half_pruned, hooks_of, trained, weights
 
@@ -97,6 +98,48 @@ def test_the_with_leaves_nothing_although_the_error_is_held(tmp_path):
         Breaking(model, arguments(tmp_path), train_dataset=Rows(), callbacks=[callback], where="backward").train()
     assert held.value is not None
     assert not hooks_of(model)
+
+
+def test_gradients_are_masked_in_an_except_block_too(tmp_path):
+    """A hook that took the error the caller handles for one of the pass would take the others away."""
+    model, masks = half_pruned()
+    seen = []
+
+    class Looking(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            seen.extend(
+                int((target.view(model.get_parameter(target.parameter).grad)[masks[target.name]] != 0).sum())
+                for target in find_targets(model)
+            )
+
+    try:
+        raise RuntimeError("a first attempt")
+    except RuntimeError:
+        trained(model, tmp_path, [SparsityCallback(masks), Looking()])
+    assert seen
+    assert not any(seen)
+
+
+def test_hooks_wait_for_the_last_graph_of_their_own_pass():
+    layer, hooks = torch.nn.Linear(2, 1), PassHooks()
+
+    def put_up():
+        hooks.add([layer.weight.register_post_accumulate_grad_hook(lambda _: None)])
+        hooks.remove_after_pass(layer)
+
+    put_up()
+    first, second = layer(torch.ones(2)), layer(torch.ones(2))
+    del first
+    assert hooks
+    hooks.remove()
+    put_up()
+    del second  # of an earlier pass, and kept until now
+    assert hooks
+    third = layer(torch.ones(2))
+    del third
+    assert not hooks
+    assert not layer._forward_hooks
+    assert not layer.weight._post_accumulate_grad_hooks
 
 
 def test_a_callback_that_is_gone_takes_its_hooks_along(tmp_path):

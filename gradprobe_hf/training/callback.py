@@ -118,6 +118,7 @@ class StepCallback(TrainerCallback):
             running.discard(self)
 
     def _check_only_one_decides(self, running: weakref.WeakSet[StepCallback]) -> None:
+        """Refuse a second callback that chooses zeros. Others of the same optimizer work side by side."""
         for other in running if self.decides_zeros else ():
             if other is not self and other.decides_zeros:
                 raise ValueError(
@@ -130,8 +131,8 @@ class StepCallback(TrainerCallback):
         if self._hooks:  # already there: a graph of this step is alive and has them removed
             return
         self.add_hooks()
-        # A forward hook on the model would be compiled with it, and its weak references cannot be: under torch.compile
-        # hooks go at the end of the step, or of the `with` if the step fails.
+        # torch.compile compiles a model with its forward hooks: one that comes and goes would be compiled at every step.
+        # There hooks go when the gradients are clipped or, if the step fails, at the end of the `with`.
         if self._hooks and not args.torch_compile:
             self._hooks.remove_after_pass(self.model)
 
@@ -223,6 +224,7 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         callback.add_hooks()  # a mask that this step froze is one that gradients need from the next pass on
 
     callback.add_hooks()
+    # On torch's optimizer, not on Accelerate's around it: that one's `step` does nothing while gradients accumulate.
     handles = [callback.optimizer.register_step_pre_hook(before), callback.optimizer.register_step_post_hook(after)]
     try:
         yield callback

@@ -96,6 +96,7 @@ class MaskKeeper:
     def save(self, folder: Path) -> None:
         """Write the packed masks into a folder: one file, or one for each process of a sharded model."""
         processes = join_processes()
+        # Under DDP every process has the same masks, and one file serves all.
         if processes.is_main or is_sharded(self.model):
             tensors = {name: self.masks.packed(name).cpu().contiguous() for name in self.masks}
             save_file(tensors, folder / _file_name(self.model, processes))
@@ -107,6 +108,7 @@ def resolve_masks(model: nn.Module, source: MaskSource) -> tuple[tuple[Target, .
     Raises:
         ValueError: names that the model does not have, or `"from-zeros"` where no weight is zero.
     """
+    # Every matrix, also those that a run leaves out by default, like embeddings: its user may have included them.
     targets = find_targets(model, include=["*"])
     if isinstance(source, PruneResult):
         source = source.masks

@@ -64,12 +64,13 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
     Example:
         ```python
         model, report = merge_with_masks(peft_model)
-        print(report)  # merged 60 matrices, every zero kept: the masks dropped 49.8% of the norm of the update
+        print(report)  # how much of the update the masks dropped
         ```
     """
     layers = _lora_layers(model)
     masks = _resolved(layers, masks)
-    # Measured before the merge, which takes the adapters apart.
+    # Before the merge, which unloads the adapters. What `masked_adapters` has kept out of training and inference is
+    # nothing that the merge drops.
     squares = {
         name: _squared_norms(_update(layer), None if _is_masked(layer) else masks[name])
         for name, layer in layers.items()
@@ -147,6 +148,7 @@ def _lora_layers(model: Any) -> dict[str, Any]:
         from peft.tuners.lora import Linear
     except ImportError as error:
         raise ImportError("LoRA needs PEFT: pip install 'gradprobe_hf[peft]'") from error
+    # `base_model.model.` is what PEFT wraps around the model.
     found = {
         name.removeprefix("base_model.model.") + ".weight": module
         for name, module in model.named_modules()
@@ -167,6 +169,7 @@ def _is_masked(layer: Any) -> bool:
 
 def _squared_norms(update: Tensor, mask: Tensor | None) -> tuple[float, float]:
     """Squared norms of the part of an update under the mask (0 without one), and of all of it; in float64."""
+    # In float64: squares of millions of small values, and a ratio of two sums that may differ little.
     whole = float(update.double().square().sum())
     return (0.0 if mask is None else float(update[mask.to(update.device)].double().square().sum())), whole
 

@@ -97,6 +97,7 @@ class SelectiveUpdateCallback(StepCallback):
 
     @torch.no_grad()
     def before_step(self) -> None:
+        # By the number of the step, so that a resumed run chooses at the same steps; `restore` has the choice between.
         if not self.chosen or (self.step - 1) % self.every == 0:
             self.chosen = self._largest_groups()
         for label, parameters in self.members.items():
@@ -135,6 +136,7 @@ class SelectiveUpdateCallback(StepCallback):
         if not gradients:
             raise ValueError("no parameter has a gradient: call backward before the optimizer's step.")
         squares = _squared_norms(gradients)
+        # Nothing is read before `tolist` below, which waits for the device once.
         totals = squares.new_zeros(len(labels)).index_add_(0, torch.tensor(owners).to(squares.device), squares)
         # Squares of shards add up to those of the whole gradient. DDP has reduced gradients already: every process
         # computes the same totals.

@@ -202,11 +202,11 @@ class StatePruningCallback(StepCallback):
         overlap = self._magnitude_overlap(masks, sparsity)
         keeper = MaskKeeper(self.model, self.targets, masks)
         keeper.mask_weights()
+        # Before `end_step` the masks are dropped here: until the next update pruned weights train like all others.
         if self.step >= self.end_step:
             self.keeper = keeper
-        weights = sum(mask.numel() for mask in masks.values())
-        seconds = time.perf_counter() - began
-        self.history.append(MaskUpdate(self.step, sparsity, keeper.zeros, weights, overlap, seconds))
+        weights, zeros = sum(mask.numel() for mask in masks.values()), keeper.zeros
+        self.history.append(MaskUpdate(self.step, sparsity, zeros, weights, overlap, time.perf_counter() - began))
 
     def save(self, folder: Path) -> None:
         if self.keeper:
