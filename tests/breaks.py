@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("gradprobe_hf", "tests", "benchmarks", "examples", "model_cards", "pyproject.toml", "setup.cfg", "README.md")
+COPIED = ("gradprobe_hf", "tests", "benchmarks", "docs", "examples", "model_cards", "pyproject.toml", "setup.cfg")
+COPIED += ("constraints.txt", "Makefile", "README.md", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE")
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,7 @@ def answered(one: Break) -> str | None:
             return None
         path.write_text(text.replace(one.old, one.new, 1), encoding="utf-8")
         named = [f"tests/{name}" for name in one.tests.split()]
-        failed = _first_failure(copy, named) or _first_failure(copy, ["tests"])
+        failed = _first_failure(copy, named) or _first_failure(copy, ["--doctest-modules", "gradprobe_hf", "tests"])
     said = f"caught by {failed}" if failed else "NOT CAUGHT"
     print(f"{one.name:50} {said} ({time.perf_counter() - began:.0f} s)", flush=True)
     return failed

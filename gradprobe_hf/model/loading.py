@@ -67,6 +67,7 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
                 undo.callback(shutil.rmtree, scratch, True)
         if "gguf_file" in from_pretrained_kwargs:
             from_pretrained_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
+            from_pretrained_kwargs.setdefault("config", config)  # to parse a GGUF header takes seconds, each time
         model = model_class(config).from_pretrained(model_or_id, **from_pretrained_kwargs)
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
@@ -153,7 +154,8 @@ def load_processing_class(model: PreTrainedModel, **from_pretrained_kwargs: Any)
     """The tokenizer (or processor) stored beside the model, or None."""
     if not model.name_or_path:
         return None
-    for auto in (AutoProcessor, AutoTokenizer):  # a processor holds the tokenizer of a model that has both
+    # A processor holds the tokenizer of a model that has both. A GGUF file has none, and takes seconds to say so.
+    for auto in (AutoTokenizer,) if "gguf_file" in from_pretrained_kwargs else (AutoProcessor, AutoTokenizer):
         try:
             return auto.from_pretrained(model.name_or_path, **_source(from_pretrained_kwargs))
         except Exception as error:  # tokenizers raises plain Exception; a model without a tokenizer can still be pruned
