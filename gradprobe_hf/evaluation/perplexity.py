@@ -53,6 +53,7 @@ def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False)
     """
     model, loss_fn = work.model, work.loss_fn
     device, losses, counts = input_device(model), [], []
+    # FSDP2 keeps the root's parameters gathered after a forward pass without backward; `resharded` shards them again.
     with resharded(model), eval_mode(model):
         steps = share(list(work.batches), work.processes, is_sharded(model))
         for batch, counted in tqdm(steps, desc=label, unit="batch", disable=not work.progress):

@@ -131,8 +131,8 @@ class StepCallback(TrainerCallback):
         if self._hooks:  # already there: a graph of this step is alive and has them removed
             return
         self.add_hooks()
-        # torch.compile compiles a model with its forward hooks: one that comes and goes is compiled at every step. There
-        # hooks go when the gradients are clipped or, if the step fails, at the end of the `with`.
+        # torch.compile compiles forward hooks with the model: one that comes and goes is compiled at every step. There,
+        # hooks go when the gradients are clipped or, if a step fails, at the end of the `with`.
         if self._hooks and not args.torch_compile:
             self._hooks.remove_after_pass(self.model)
 
