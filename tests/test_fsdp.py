@@ -100,7 +100,7 @@ def test_shards_end_as_the_whole_model(case):
     assert 0 < first["masks"] < wanted["masks"]
 
 
-@pytest.mark.parametrize("name", ["llama", "tied"])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "tied"])
 def test_the_saved_checkpoint_is_that_of_one_process(name, tmp_path):
     outcome(cases.build(name, torch.float64), name, {"sparsity": 0.5}, 4, tmp_path / "one")
     together(in_shards, name, {"sparsity": 0.5}, 4, tmp_path / "two")

@@ -16,6 +16,14 @@ from gradprobe_hf.selection.masked_values import SavedValues
 from tests import cases
 
 
+@pytest.fixture(autouse=True)
+def heeded():
+    """A suite in the background of a shell ignores SIGINT, and so would its tests."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def ctrl_c():
     signal.raise_signal(signal.SIGINT)
 
