@@ -206,6 +206,21 @@ def test_a_plain_loop_keeps_them_too():
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_momentum_from_before_the_mask_moves_no_zero():
+    """Masked gradients are not enough: the optimizer still has what it gathered when the weights were dense."""
+    model, masks = half_pruned()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    assert zeros(model, masks)[0] > 0  # so the step has moved weights under the mask
+    with keep_sparsity(model, optimizer, masks):
+        model(**batch).loss.backward()
+        optimizer.step()
+        assert zeros(model, masks)[0] == 0
+
+
 def test_accelerates_loop_keeps_them_too():
     model, masks = half_pruned()
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
