@@ -207,8 +207,6 @@ def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots 
     if resume_dir is None:
         return None
     identity = run_identity(context.model, context.targets, config.to_dict(), context.calibration, context.processes)
-    if context.loss_fn is not None:
-        identity["loss_fn"] = getattr(context.loss_fn, "__qualname__", type(context.loss_fn).__qualname__)
     if config.max_metric_drop is not None and context.evaluation:
         identity["evaluation"] = f"{context.evaluation.source} ({context.evaluation.fingerprint})"
     snapshots = Snapshots(
