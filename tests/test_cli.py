@@ -132,6 +132,7 @@ def test_json_is_the_whole_of_standard_output(checkpoint, tmp_path, gradprobe):
     assert len(json.loads(seen)["matrices"]) == 21
 
 
+@pytest.mark.slow
 def test_quiet_is_silent_in_a_process_of_its_own(checkpoint, tmp_path):
     """Whatever a library writes past Python's streams would be seen here."""
     command = [*GRADPROBE, "prune", checkpoint, "--output", tmp_path / "out", "--quiet", "--json", *SMALL]
@@ -388,6 +389,7 @@ def test_the_version_is_the_packages(gradprobe):
     assert gradprobe_hf.__version__ == versions()["gradprobe_hf"]
 
 
+@pytest.mark.slow
 def test_hf_gradprobe_is_the_same_command(checkpoint, tmp_path):
     environment = {**os.environ, "HOME": str(tmp_path), "HF_HUB_DISABLE_UPDATE_CHECK": "1"}
     registered = subprocess.run(

@@ -42,15 +42,15 @@ def smollm2():
 
 
 def test_a_real_gguf_model_is_pruned_saved_and_loaded_again(gguf, tmp_path, capfd):
-    # Ten of its thirty blocks: all of what a run does, in a third of the time.
-    some = {"include": [r"re:layers\.[0-9]\."], "num_samples": 2, "sequence_length": 64, "evaluation_samples": 2}
+    # Two of its thirty blocks: all of what a run does, in a tenth of the time.
+    some = {"include": [r"re:layers\.[01]\."], "num_samples": 2, "sequence_length": 64, "evaluation_samples": 2}
     config = GradProbeConfig(sparsity=0.5, **some)
     result = prune_pretrained(
         gguf, config, gguf_file=get_smollm2.FILE, dtype=torch.bfloat16, output_dir=tmp_path / "out"
     )
     found = inspect_checkpoint(tmp_path / "out")
-    assert (found.zeros, found.weights) == (WEIGHTS // 6, WEIGHTS // 3)
-    assert result.report.zeros == WEIGHTS // 6
+    assert (found.zeros, found.weights) == (WEIGHTS // 30, WEIGHTS // 15)
+    assert result.report.zeros == WEIGHTS // 30
     assert result.report.evaluation["dense"]["perplexity"] < result.report.evaluation["pruned"]["perplexity"] < 1e4
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16

@@ -358,9 +358,9 @@ def one_of_two(folder, stop_at, kind, options):
 @pytest.mark.parametrize(
     ("kind", "stop_at", "options", "left"),
     [
-        ("batch", 3, {"sparsity": 0.5}, (8 - 2, 8 - 2)),
+        pytest.param("batch", 3, {"sparsity": 0.5}, (8 - 2, 8 - 2), marks=pytest.mark.slow),
         ("batch", 4, {"sparsity": 0.5}, (8 - 2, 8 - 4)),
-        ("batch", 7, {"sparsity": 0.5}, (8 - 6, 8 - 6)),
+        pytest.param("batch", 7, {"sparsity": 0.5}, (8 - 6, 8 - 6), marks=pytest.mark.slow),
         ("batch", 4, {"sparsity": 0.5, "shards": True}, (8 - 2, 8 - 2)),
         ("block", 2, {"sparsity": 0.5, "probes": 1, "update": "admm"}, (3 - 1, 3 - 1)),
     ],

@@ -48,6 +48,7 @@ def test_the_wheel_has_every_module_and_the_template(wheel):
     assert names == modules | {f"gradprobe_hf/{name}" for name in others}
 
 
+@pytest.mark.slow
 def test_an_unpacked_wheel_prunes_and_writes_a_card(wheel, checkpoint, tmp_path):
     """Started by a process that takes a gigabyte, which is not to count as its own."""
     site = tmp_path / "site"
