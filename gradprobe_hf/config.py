@@ -115,6 +115,8 @@ class GradProbeConfig:
         exclude: patterns of modules to leave dense.
         num_samples: calibration windows, or rows of an already tokenised dataset.
         sequence_length: tokens in a window.
+        add_special_tokens: begin each window of text as the tokenizer begins a text, with a BOS say, which counts as
+            one of the window's tokens. BERT-like models: end it so, too.
         evaluation_samples: windows to measure perplexity on.
         seed: seed of calibration windows, random scores and generated text.
         batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
@@ -158,6 +160,7 @@ class GradProbeConfig:
     exclude: Sequence[str] = ()
     num_samples: int = 128
     sequence_length: int = 512
+    add_special_tokens: bool = True
     evaluation_samples: int = 20
     seed: int = 0
     # With which memory; no result depends on these but by rounding.
@@ -191,6 +194,9 @@ class GradProbeConfig:
                 one_of(name, getattr(self, name), tuple(choices))
         if isinstance(self.probes, bool):
             raise ValueError(f"probes must be one of {', '.join(map(repr, PROBES))}, got {self.probes!r}.")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
         if self.checkpointing != "auto" and not isinstance(self.checkpointing, bool):
             raise ValueError(f"checkpointing must be True, False or 'auto', got {self.checkpointing!r}.")
         for name, least in _WHOLE.items():
@@ -478,6 +484,7 @@ CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
     "accumulator_dtype": get_args(AccumulatorDtype),
     "accumulator_device": get_args(AccumulatorDevice),
 }
+_SWITCHES = ("add_special_tokens",)
 _WHOLE = {  # the least of each
     "num_samples": 1,
     "evaluation_samples": 1,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import (
     BertConfig,
     BertForMaskedLM,
@@ -189,14 +189,20 @@ def batches(name: str, rows: int = 6, length: int = 12, batch_size: int = 2, see
     return [dict(zip(parts, values, strict=True)) for values in zip(*parts.values(), strict=True)]
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per byte: no download, and text of any kind has a known length."""
+def tokenizer(template: str = "$A") -> PreTrainedTokenizerFast:
+    """One token per byte: no download, and text of any kind has a known length.
+
+    Args:
+        template: what it makes of a text, `"<s> $A </s>"` say.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate(alphabet)}
     vocabulary |= {"<s>": 256, "</s>": 257, "<pad>": 258, "<unk>": 259}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
+    special = [(name, backend.token_to_id(name)) for name in template.split() if name != "$A"]
+    backend.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="<unk>"
     )

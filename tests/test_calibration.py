@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from gradprobe_hf.data.batches import shared_rows
 from gradprobe_hf.data.pydoc_text import manual_text
-from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
+from gradprobe_hf.model.loss import summed_loss
 from tests import cases
 from tests.conftest import TEXT
 from tests.loopback_hub import Repository
@@ -24,10 +25,21 @@ MODEL = cases.build("llama")
 TOKENIZER = cases.tokenizer()
 
 
-def load(source, *, part="calibration", samples=4, length=16, batch_size=2, seed=0, tokenizer=TOKENIZER, model=MODEL):
+def load(
+    source,
+    *,
+    part="calibration",
+    samples=4,
+    length=16,
+    batch_size=2,
+    seed=0,
+    tokenizer=TOKENIZER,
+    model=MODEL,
+    **options,
+):
     return load_batches(
         source,
-        WindowSpec(samples, length, batch_size, seed),
+        WindowSpec(samples, length, batch_size, seed, TextOptions(**options)),
         part=part,
         model=model,
         processing_class=tokenizer,
@@ -47,6 +59,55 @@ def test_windows_are_cut_shuffled_and_taken_as_the_protocol_says(text_file):
     assert torch.equal(ids(found), windows[order[:5]])
     assert found.tokens == 80
     assert "seed 3" in found.protocol
+
+
+@pytest.mark.parametrize(
+    ("model", "template", "special"),
+    [
+        ("llama", "<s> $A", "each begins with <s>"),
+        ("llama", "<s> $A </s>", "each begins with <s>"),  # a window is cut out of a text that goes on
+        ("llama", "<unk> <s> $A", "each begins with <unk><s>"),
+        ("bert", "<s> $A </s>", "each begins with <s> and ends with </s>"),
+        ("gpt2", "$A", "no special tokens"),
+    ],
+)
+def test_windows_begin_as_the_tokenizer_begins_a_text(model, template, special, text_file):
+    tokenizer = cases.tokenizer(template)
+    found = load(str(text_file), tokenizer=tokenizer, model=cases.build(model), samples=5)
+    assert special in found.protocol
+    assert ids(found).shape == (5, 16)
+    # A byte is a token here, so that the tokenizer itself says of each piece of the text what its window is.
+    without_end = template if model == "bert" else template.replace(" </s>", "")
+    own = 16 - len(without_end.split()) + 1
+    pieces = [TEXT[at : at + own] for at in range(0, len(TEXT) - own + 1, own)]
+    order = torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))[:5]
+    assert ids(found).tolist() == cases.tokenizer(without_end)([pieces[i] for i in order])["input_ids"]
+    plain = load(str(text_file), tokenizer=tokenizer, model=cases.build(model), samples=5, add_special_tokens=False)
+    assert "no special tokens" in plain.protocol
+    assert plain.fingerprint == load(str(text_file), samples=5).fingerprint
+
+
+def test_all_but_the_special_tokens_of_a_window_are_predicted(text_file):
+    model = cases.build("llama", torch.float64)
+    for template, special in (("<s> $A", 1), ("<unk> <s> $A", 2)):
+        found = load(str(text_file), tokenizer=cases.tokenizer(template), model=model)
+        total = 0.0
+        for window in ids(found):
+            log_probabilities = model(input_ids=window[None]).logits[0].log_softmax(-1)
+            total -= sum(log_probabilities[t - 1, window[t]].item() for t in range(special, 16))
+        loss, terms = map(sum, zip(*(summed_loss(model, batch) for batch in found), strict=True))
+        assert int(terms) == 4 * (16 - special)
+        assert loss.item() == pytest.approx(total, rel=1e-9)
+
+
+def test_a_tokenizer_whose_special_tokens_cannot_be_told_is_refused(text_file):
+    class Odd:
+        def __call__(self, text, add_special_tokens=True, **options):
+            return {"input_ids": [1, 2] if add_special_tokens else [3] * len(text)}
+
+    with pytest.raises(ValueError, match=r"Odd makes \[1, 2\] of 'a', and \[3\] without.*add_special_tokens=False"):
+        load(str(text_file), tokenizer=Odd())
+    assert (ids(load(str(text_file), tokenizer=Odd(), add_special_tokens=False)) == 3).all()
 
 
 def test_every_kind_of_text_gives_the_same_windows(tmp_path, text_file):

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
 from gradprobe_hf.evaluation import metrics, perplexity
 from gradprobe_hf.evaluation.perplexity import measure
 from tests import cases
@@ -39,6 +39,22 @@ def test_perplexity_is_exp_of_the_mean_token_loss():
     )
     measurement = evaluate.load(metrics.path("perplexity"))
     assert measurement.compute(input_ids=windows.tolist(), model=model)["perplexity"] == pytest.approx(found.perplexity)
+
+
+def test_the_measurement_begins_windows_as_the_tokenizer_begins_a_text():
+    model, tokenizer = cases.build("llama", torch.float64), cases.tokenizer("<s> $A")
+    bare = torch.cat([batch["input_ids"] for batch in cases.batches("llama")])
+    begun = torch.cat([torch.full((len(bare), 1), 256), bare], dim=1)
+    wanted = measure(cases.workload(model, [{"input_ids": begun}]))
+    measurement = evaluate.load(metrics.path("perplexity"))
+    for windows in (bare, begun):  # what begins so already gets no second one
+        found = measurement.compute(input_ids=windows.tolist(), model=model, processing_class=tokenizer)
+        assert found["perplexity"] == pytest.approx(wanted.perplexity)
+        assert found["tokens"] == wanted.terms == bare.numel()
+    plain = measurement.compute(
+        input_ids=bare.tolist(), model=model, processing_class=tokenizer, add_special_tokens=False
+    )
+    assert plain["tokens"] == bare.numel() - len(bare)
 
 
 def test_models_with_other_losses_have_no_perplexity():
@@ -84,12 +100,14 @@ def test_it_agrees_with_the_independent_scorer():
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
     batches = load_batches(
         str(text),
-        WindowSpec(8, 128, 4),
+        WindowSpec(8, 128, 4, text=TextOptions(add_special_tokens=False)),  # as the scorer
         part="evaluation",
         model=model,
         processing_class=AutoTokenizer.from_pretrained(model_dir),
     )
     windows = torch.cat([batch["input_ids"] for batch in batches])
-    found = evaluate.load(metrics.path("perplexity")).compute(input_ids=windows.tolist(), model=model)
+    found = evaluate.load(metrics.path("perplexity")).compute(
+        input_ids=windows.tolist(), model=model, add_special_tokens=False
+    )
     assert found["perplexity"] == pytest.approx(wanted["perplexity"], abs=1e-4)
     assert found["tokens"] == wanted["tokens"]

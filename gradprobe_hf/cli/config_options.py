@@ -37,10 +37,15 @@ PRESET_FIELDS = ("preset", *METHOD, "dense_target")
 def add_config_options(parser: VerbParser, without: Collection[str] = ()) -> None:
     """An option for every field `without` some, and --config for a file of them."""
     parser.add_options("config")
+    add_fields(parser, [name for name in CONFIG_FIELDS if name not in without])
+
+
+def add_fields(parser: VerbParser, names: Collection[str]) -> None:
+    """An option for each of these fields."""
     hints, heading = get_type_hints(GradProbeConfig), ""
     for field in fields(GradProbeConfig):
         heading = HEADINGS.get(field.name, heading)
-        if field.name not in without:
+        if field.name in names:
             settings = _settings(field.name, hints[field.name])
             repeatable = " (repeatable)" if settings.get("action") == "append" else ""
             parser.add_option(heading, field.name, help=help_of(field) + repeatable, **settings)

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 
+from gradprobe_hf.cli.config_options import add_fields
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
+from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
+
+TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
 
 
 def add_arguments(parser: VerbParser) -> None:
@@ -18,11 +23,11 @@ def add_arguments(parser: VerbParser) -> None:
     }
     for name, (default, what) in numbers.items():
         parser.add_option("data", name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    add_fields(parser, TEXT_OPTIONS)
 
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.output import print_evaluation, print_json
-    from gradprobe_hf.data.windows import WindowSpec, load_batches
     from gradprobe_hf.evaluation.perplexity import measure
     from gradprobe_hf.model.loading import load_model, load_processing_class
     from gradprobe_hf.probe.engine import Workload
@@ -30,7 +35,12 @@ def run(options: argparse.Namespace) -> None:
     model = load_model(options.model, **given(options, *SOURCE, *PLACEMENT))
     batches = load_batches(
         options.data,
-        WindowSpec(options.num_samples, options.sequence_length, options.batch_size),
+        WindowSpec(
+            options.num_samples,
+            options.sequence_length,
+            options.batch_size,
+            text=TextOptions(**given(options, *TEXT_OPTIONS)),
+        ),
         part="evaluation",
         model=model,
         processing_class=load_processing_class(model, **given(options, *SOURCE)),

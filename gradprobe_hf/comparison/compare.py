@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.comparison.baselines import baselines, most_demanding, shared_terms
 from gradprobe_hf.comparison.rows import ComparedRow, Comparison
 from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.data.windows import TextOptions
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.loss import LossFunction
@@ -28,7 +29,8 @@ from gradprobe_hf.run.inputs import load_inputs
 logger = logging.getLogger(__name__)
 
 # What all configurations of a comparison have in common.
-_SHARED = ("num_samples", "sequence_length", "seed", "include", "exclude", "evaluation_samples")
+_TEXT = tuple(field.name for field in fields(TextOptions))
+_SHARED = ("num_samples", "sequence_length", "seed", "include", "exclude", "evaluation_samples", *_TEXT)
 
 RESULT_NAME = "comparison.json"
 

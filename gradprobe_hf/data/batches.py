@@ -98,10 +98,21 @@ def _row_bytes(batches: Batches) -> set[bytes]:
     return {row.numpy().tobytes() for batch in batches if "input_ids" in batch for row in batch["input_ids"]}
 
 
-def from_windows(windows: Tensor, batch_size: int, **described: Any) -> Batches:
-    """Full windows of token ids `[samples, tokens]`: no padding, so no attention mask."""
-    items = tuple({"input_ids": part.contiguous()} for part in windows.split(batch_size))
-    return Batches(items=items, samples=len(windows), tokens=windows.numel(), **described)
+def from_windows(windows: Tensor, batch_size: int, unpredicted: int = 0, **described: Any) -> Batches:
+    """Full windows of token ids `[samples, tokens]`: no padding, so no attention mask.
+
+    Args:
+        unpredicted: how many tokens at the beginning of each are no part of the loss.
+    """
+    whole = {"input_ids": windows}
+    if unpredicted > 1:  # the first token of a window is never predicted: labels for it are not needed
+        whole["labels"] = windows.clone()
+        whole["labels"][:, :unpredicted] = IGNORED
+    items = [
+        {name: values[start : start + batch_size].contiguous() for name, values in whole.items()}
+        for start in range(0, len(windows), batch_size)
+    ]
+    return Batches(items=tuple(items), samples=len(windows), tokens=windows.numel(), **described)
 
 
 def from_rows(rows: list[dict[str, Tensor]], batch_size: int, pad_token_id: int, **described: Any) -> Batches:

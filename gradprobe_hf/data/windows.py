@@ -1,8 +1,9 @@
 """Windows: `load_batches` turns whatever a user names as text or batches into `Batches`.
 
-Text is tokenised without special tokens, documents joined by a blank line, the tokens cut into consecutive full
-windows, the windows shuffled with the seed, and the first `samples` taken. Evaluation always draws with
-`EVALUATION_SEED`, so that perplexities of runs with different seeds compare.
+Documents are joined by a blank line and tokenised as one text, the tokens cut into consecutive full windows, the
+windows shuffled with the seed, and the first `samples` taken. Each window begins with what the tokenizer begins a text
+with, a BOS say, which counts as one of its tokens. Evaluation always draws with `EVALUATION_SEED`, so that perplexities
+of runs with different seeds compare.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from gradprobe_hf.data.batches import Batches, from_iterable, from_rows, from_wi
 from gradprobe_hf.data.pydoc_text import Part, manual_text
 from gradprobe_hf.data.self_generated import own_text
 from gradprobe_hf.data.sources import Source, is_dataset, is_streamed, is_tokenised, open_source, text_rows, texts_of
+from gradprobe_hf.data.special_tokens import SpecialTokens, special_tokens
 from gradprobe_hf.model.families import text_attribute
 
 EVALUATION_SEED = 1
@@ -29,20 +31,33 @@ CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read befo
 
 
 @dataclass(frozen=True)
+class TextOptions:
+    """How a text becomes windows: options of `GradProbeConfig`, under the same names.
+
+    Attributes:
+        add_special_tokens: whether each window begins as the tokenizer begins a text.
+    """
+
+    add_special_tokens: bool = True
+
+
+@dataclass(frozen=True)
 class WindowSpec:
     """Which windows to draw from a text.
 
     Attributes:
         samples: windows.
-        sequence_length: tokens in a window.
+        sequence_length: tokens in a window, special ones among them.
         batch_size: windows in a batch.
         seed: draws the calibration windows; evaluation has `EVALUATION_SEED`.
+        text: how a text becomes windows.
     """
 
     samples: int
     sequence_length: int
     batch_size: int
     seed: int = 0
+    text: TextOptions = TextOptions()
 
     @property
     def tokens(self) -> int:
@@ -84,7 +99,8 @@ def load_batches(
         _check_length(model, max(batch["input_ids"].shape[1] for batch in found))
         return found
     _check_length(model, windows.sequence_length)
-    return _drawn(opened, _token_ids(opened, processing_class, windows.tokens), windows)
+    ids = _token_ids(opened, processing_class, windows.tokens)
+    return _drawn(opened, ids, windows, special_tokens(processing_class, model, windows.text.add_special_tokens))
 
 
 def _self_generated(model: PreTrainedModel, windows: WindowSpec, progress: bool) -> Batches:
@@ -139,24 +155,36 @@ def _enough(texts: Iterable[str], characters: int) -> list[str]:
     return taken
 
 
-def _drawn(opened: Source, ids: Tensor, windows: WindowSpec) -> Batches:
+def _drawn(opened: Source, ids: Tensor, windows: WindowSpec, special: SpecialTokens) -> Batches:
     """Windows of a text, given its token ids `[tokens]`."""
     samples, length, seed = windows.samples, windows.sequence_length, windows.seed
-    whole = len(ids) // length
+    own = length - len(special)  # tokens of a window that are of the text
+    if own < 1:
+        raise ValueError(
+            f"sequence_length={length} leaves no room for text: of a window {special.described}. Ask for longer ones."
+        )
+    whole = len(ids) // own
     if whole < samples:
         raise ValueError(
-            f"{opened.name} holds {len(ids):,} tokens, which is {whole} full windows of {length}; {samples} windows "
-            f"need {windows.tokens:,} tokens. Give more text, or ask for "
+            f"{opened.name} holds {len(ids):,} tokens, which is {whole} full windows of {own}; {samples} windows "
+            f"need {samples * own:,} tokens. Give more text, or ask for "
             + (f"at most {whole} samples or shorter windows." if whole else "shorter windows.")
         )
     order = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))
-    drawn = ids[: whole * length].view(whole, length)[order[:samples]]
+    drawn = special.around(ids[: whole * own].view(whole, own)[order[:samples]])
     streamed = ", of rows drawn from a stream" if is_streamed(opened.rows) else ""
     protocol = (
         f"{samples} windows of {length} tokens, cut one after the other from the tokenised text "
-        f"(no special tokens{streamed}), shuffled with seed {seed}"
+        f"({special.described}{streamed}), shuffled with seed {seed}"
     )
-    return from_windows(drawn, windows.batch_size, source=opened.name, protocol=protocol, dataset_id=opened.dataset_id)
+    return from_windows(
+        drawn,
+        windows.batch_size,
+        unpredicted=special.unpredicted,
+        source=opened.name,
+        protocol=protocol,
+        dataset_id=opened.dataset_id,
+    )
 
 
 def _tokenised(opened: Source, windows: WindowSpec, processing_class: Any) -> Batches:

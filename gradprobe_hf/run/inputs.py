@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import check_sharding
 from gradprobe_hf.model.loading import load_model, load_processing_class
@@ -65,7 +67,13 @@ def load_inputs(request: RunRequest) -> RunContext:
 def _read(request: RunRequest, source: Any, *, samples: int, **more: Any) -> Batches:
     config = request.config
     batch_size = 4 if config.batch_size == "auto" else config.batch_size
-    return load_batches(source, WindowSpec(samples, config.sequence_length, batch_size, config.seed), **more)
+    windows = WindowSpec(samples, config.sequence_length, batch_size, config.seed, text_options(config))
+    return load_batches(source, windows, **more)
+
+
+def text_options(config: GradProbeConfig) -> TextOptions:
+    """The options of a configuration that say how a text becomes windows."""
+    return TextOptions(**{field.name: getattr(config, field.name) for field in fields(TextOptions)})
 
 
 def _load(request: RunRequest, processes: Processes) -> tuple[PreTrainedModel, Any]:
