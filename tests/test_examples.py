@@ -131,3 +131,15 @@ def test_recover(checkpoint, text_file, other_text_file, tmp_path):
     assert figures["perplexity"]["recovered"] < figures["perplexity"]["pruned"]
     assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-3) == figures["sparsity"]
     assert "50.0000%" in ran.stdout
+
+
+def test_the_notebook(checkpoint, monkeypatch):
+    """Its cells, one after the other; what a notebook does beside that is Jupyter's."""
+    for name, value in {"MODEL": checkpoint, "SAMPLES": 8, "LENGTH": 32}.items():
+        monkeypatch.setenv(name, str(value))
+    cells = json.loads((EXAMPLES / "prune.ipynb").read_text(encoding="utf-8"))["cells"]
+    names = {"__name__": "notebook"}
+    for cell in cells:
+        if cell["cell_type"] == "code":
+            exec("".join(cell["source"]), names)
+    assert names["zeros"] == names["report"].zeros == inspect_checkpoint(names["folder"]).zeros
