@@ -5,8 +5,8 @@ BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check docs bench bench-quality bench-variants bench-stories bench-texts bench-accumulators \
-	bench-speed bench-memory bench-training bench-recovery table clean
+.PHONY: demo test test-all check docs architectures bench bench-quality bench-variants bench-stories bench-texts \
+	bench-accumulators bench-speed bench-memory bench-training bench-recovery table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -82,6 +82,9 @@ bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, 
 bench-recovery: $(READY) $(MODEL)  ## fine-tuning after pruning, zeros kept
 	$(BIN)/python examples/recover.py --model $(MODEL) --steps 200 --json benchmarks/results/recovery.json \
 		$(if $(WIKITEXT),--text $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
+
+architectures: $(READY)  ## docs/architectures.md, from a tiny model of each on its way through prune, save, load and pipeline
+	$(BIN)/python -m tests.architecture_page
 
 table: $(READY)  ## write the tables and the picture from benchmarks/results
 	$(BIN)/python -m benchmarks.readme_table

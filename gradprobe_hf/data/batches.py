@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradprobe_hf.model.loss import IGNORED
+from gradprobe_hf.model.families import IGNORED
 
 
 @dataclass(frozen=True)

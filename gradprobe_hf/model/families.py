@@ -23,11 +23,22 @@ PIPELINE_TAGS = {
     "ForImageClassification": "image-classification",
 }
 CAUSAL = "ForCausalLM"
+ANY_SIZE = 512  # what is assumed of images where a model takes any, in pixels
 # How configurations call the number of experts that a token is routed to.
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
 # Cross-attention: T5, BART and their like, BERT as a decoder. Keys and values come from the encoder's tokens.
 _CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention")
 _KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
+# Where the tokens of a multimodal model are patches of images, whatever mask there is for its text.
+_VISION = ("vision_model", "vision_tower", "vision_encoder", "visual")
+# Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
+_READ_BY_PARENT = {
+    "MambaMixer": ("dt_proj",),
+    "FalconMambaMixer": ("dt_proj",),
+    "JambaMambaMixer": ("dt_proj",),
+    "MultiheadAttention": ("out_proj",),  # torch's
+}
+IGNORED = -100  # a label that counts nowhere
 
 
 def objective(model: PreTrainedModel) -> str | None:
@@ -54,6 +65,27 @@ def shifts_labels(model: PreTrainedModel) -> bool:
 def names_causal_class(architecture: str) -> bool:
     """Whether a checkpoint's architecture is a causal language model, as is assumed for one that names none."""
     return not architecture or architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
+
+def ignored_label(model: PreTrainedModel) -> int:
+    """The label that the model's own loss leaves out: 255 marks the void of a segmented image."""
+    segments = type(model).__name__.endswith("ForSemanticSegmentation")
+    return getattr(model.config, "semantic_loss_ignore_index", IGNORED) if segments else IGNORED
+
+
+def transcribes_freely(model: PreTrainedModel) -> bool:
+    """Whether the loss is CTC: one of each sequence as a whole, with labels that are aligned with nothing."""
+    return type(model).__name__.endswith("ForCTC")
+
+
+def sums_own_loss(model: PreTrainedModel) -> bool:
+    """Whether the model's own loss is a sum over the batch already, not a mean."""
+    return transcribes_freely(model) and getattr(model.config, "ctc_loss_reduction", "mean") == "sum"
+
+
+def without_cache(model: PreTrainedModel) -> dict[str, bool]:
+    """The argument that keeps a model from making a key-value cache; none for a model that has no such argument."""
+    return {"use_cache": False} if model.config.is_encoder_decoder or model.can_generate() else {}
 
 
 def labels_whole_sequences(model: PreTrainedModel) -> bool:
@@ -91,6 +123,20 @@ def in_decoder(module: str) -> bool:
     parts = module.split(".")
     crossing = any(part in _CROSS_ATTENTION for part in parts)
     return "decoder" in parts and not (crossing and parts[-1] in _KEYS_AND_VALUES)
+
+
+def sees_patches(module: str) -> bool:
+    """Whether a module of a multimodal model sees an image, not text."""
+    return any(part in _VISION for part in module.split("."))
+
+
+def is_read_by_parent(model: nn.Module, name: str) -> bool:
+    """Whether a module's own forward is never called: the module around it uses its weight.
+
+    Nothing could be measured of such a weight, so it is no target.
+    """
+    parent, _, child = name.rpartition(".")
+    return child in _READ_BY_PARENT.get(type(model.get_submodule(parent)).__name__, ())
 
 
 def is_expert(name: str) -> bool:
@@ -133,8 +179,11 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
     config, name = model.config, model.main_input_name
     if name == "pixel_values":
         vision = getattr(config, "vision_config", config)
-        size = vision.image_size if isinstance(vision.image_size, (list, tuple)) else (vision.image_size,) * 2
-        return {name: _values(model, rows, vision.num_channels, *size), "labels": _ids(rows)}
+        side = getattr(vision, "image_size", ANY_SIZE)
+        size = side if isinstance(side, (list, tuple)) else (side, side)
+        per_pixel = type(model).__name__.endswith("ForSemanticSegmentation")
+        labels = _ids(rows, *size) if per_pixel else _ids(rows)
+        return {name: _values(model, rows, vision.num_channels, *size), "labels": labels}
     if name == "input_features":  # speech: as many frames as the encoder has positions, after a stride of two
         frames = 2 * config.max_source_positions
         return {name: _values(model, rows, config.num_mel_bins, frames), "labels": _ids(rows, length)}

@@ -14,12 +14,19 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import is_causal, shifts_labels
+from gradprobe_hf.model.families import (
+    IGNORED,
+    ignored_label,
+    is_causal,
+    shifts_labels,
+    sums_own_loss,
+    transcribes_freely,
+    without_cache,
+)
 
 Batch = Mapping[str, Any]
 LossFunction = Callable[[PreTrainedModel, Batch], Tensor]
 
-IGNORED = -100
 TOKENS_AT_ONCE = 64  # rows of logits that are widened to float32 at a time
 
 
@@ -40,8 +47,7 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     if is_causal(model) and "input_ids" in batch:
         return _causal_loss(model, batch)
     # A key-value cache would be in memory for nothing, and a block that is recomputed would append to it again.
-    cache = {"use_cache": False} if model.config.is_encoder_decoder else {}
-    output = model(**{**batch, **cache})
+    output = model(**{**batch, **without_cache(model)})
     loss = getattr(output, "loss", None)
     if loss is None:
         raise ValueError(
@@ -49,7 +55,7 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
             "or a loss_fn(model, batch) that returns the summed loss."
         )
     terms = _mean_over(model, batch)
-    return loss * terms, terms
+    return (loss if sums_own_loss(model) else loss * terms), terms
 
 
 def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -65,12 +71,11 @@ def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     return SummedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten()), (labels != IGNORED).sum()
 
 
-def forward_only(model: PreTrainedModel, batch: Batch) -> None:
-    """A forward pass for what happens on the way: no loss and no key-value cache."""
+def forward_only(model: PreTrainedModel, batch: Batch) -> Any:
+    """A forward pass for what happens on the way, and its output: no loss and no key-value cache."""
     # An encoder-decoder makes its decoder's inputs from the labels; any other model would only compute a loss.
     unused = () if model.config.is_encoder_decoder else ("labels",)
-    cache = {"use_cache": False} if is_causal(model) else {}
-    model(**{name: value for name, value in batch.items() if name not in unused}, **cache)
+    return model(**{name: value for name, value in batch.items() if name not in unused}, **without_cache(model))
 
 
 class SummedCrossEntropy(torch.autograd.Function):
@@ -138,7 +143,7 @@ def _mean_over(model: PreTrainedModel, batch: Batch) -> Tensor:
     if not isinstance(labels, Tensor):
         first = next(value for value in batch.values() if isinstance(value, Tensor))
         return torch.tensor(first.shape[0], device=first.device)
-    if labels.ndim >= 2 and not labels.is_floating_point():
+    if labels.ndim >= 2 and not labels.is_floating_point() and not transcribes_freely(model):
         shifted = labels[:, 1:] if shifts_labels(model) else labels
-        return (shifted != IGNORED).sum()
+        return (shifted != ignored_label(model)).sum()
     return torch.tensor(labels.shape[0], device=labels.device)

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from gradprobe_hf.model.families import expert_parameters, is_fused_experts
+from gradprobe_hf.model.families import expert_parameters, is_fused_experts, is_read_by_parent
 from gradprobe_hf.model.parameters import aliases
 
 Kind = Literal["linear", "conv1d", "embedding", "experts"]
@@ -46,7 +46,8 @@ def plain_uses(model: nn.Module) -> list[Use]:
     for name, module in model.named_modules():
         for kind, cls in plain.items():
             # A subclass with a forward of its own may do something else with its weight: measuring it would be wrong.
-            if isinstance(module, cls) and type(module).forward is cls.forward:
+            plain_forward = isinstance(module, cls) and type(module).forward is cls.forward
+            if plain_forward and not is_read_by_parent(model, name):
                 found.append(Use(name, f"{name}.weight", Site(name, kind)))
         if is_fused_experts(module):
             for parameter in expert_parameters(module):

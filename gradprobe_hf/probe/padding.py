@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.data.batches import row_count
-from gradprobe_hf.model.families import in_decoder
-from gradprobe_hf.model.loss import IGNORED, Batch
+from gradprobe_hf.model.families import IGNORED, in_decoder, sees_patches
+from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
 
@@ -71,8 +71,11 @@ class BatchLayout:
     def token_mask(self, site: Site, x: Tensor) -> Tensor | None:
         """0 at the padding of `x [sequences, tokens, ...]`, `[sequences, tokens]`; None: every token counts."""
         mask = self.decoder_mask if in_decoder(site.module) else self.encoder_mask
-        # A mask of another shape is not about these tokens: patches of an image, say, or one pooled token a sequence.
-        return None if mask is None or mask.shape != x.shape[:2] else mask.to(x.device)
+        # A mask of another shape is not about these tokens: frames of speech, say, or one pooled token a sequence. Of
+        # patches of an image there may be as many as there are tokens of text.
+        if mask is None or mask.shape != x.shape[:2] or sees_patches(site.module):
+            return None
+        return mask.to(x.device)
 
     def unpadded_inputs(self, target: Target, site: Site, inputs: Tensor) -> Tensor:
         """The inputs of a linear map without padding, `[tokens, in]`, in float32 or float64."""

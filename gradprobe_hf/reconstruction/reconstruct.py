@@ -21,7 +21,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.model.block_cache import BlockOutputCache, blocks_in_order
+from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented
@@ -102,11 +102,11 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
     """
     model, work = task.work.model, task.work
     own = [batch for batch, _ in own_steps(model, task.targets, work.batches, work.processes)]
-    order = blocks_in_order(model, task.targets, own[0])
-    pruned = BlockOutputCache(model, own, len(order))
-    dense = BlockOutputCache(model, own, len(order)) if task.config.dense_target else None
+    blocks = BlockSequence.of(model, task.targets, own[0])
+    pruned = BlockOutputCache(model, own, blocks)
+    dense = BlockOutputCache(model, own, blocks) if task.config.dense_target else None
     found = Reconstructed(PackedMasks(), NewWeights(task.folder, on_disk=is_offloaded(model)), {})
-    bar = tqdm(order, desc="reconstruction", unit="block", disable=not work.progress)
+    bar = tqdm(blocks.names, desc="reconstruction", unit="block", disable=not work.progress)
     for number, block in enumerate(bar):
         inside = [target for target in task.targets if target.block == block]
         if number < len(task.finished):

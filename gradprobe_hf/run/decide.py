@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.evaluation.perplexity import Measurement, measure
-from gradprobe_hf.model.block_cache import blocks_in_order
+from gradprobe_hf.model.block_cache import BlockSequence
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.probe.attachment import serving
@@ -77,7 +77,7 @@ def decide_masks(context: RunContext, diagnostics: Diagnostics, metric: Metric |
     config = context.config
     if config.updates:
         # One batch tells whether blocks run one after the other; better before the probes than after them.
-        blocks_in_order(context.model, context.targets, next(iter(context.calibration)))
+        BlockSequence.of(context.model, context.targets, next(iter(context.calibration)))
     if config.update_row.chooses_mask:
         return None
     if config.order == "sequential":

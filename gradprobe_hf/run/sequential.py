@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradprobe_hf.config import BlockOrder
-from gradprobe_hf.model.block_cache import BlockOutputCache, blocks_in_order
+from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented
 from gradprobe_hf.probe.serving import ServedWeights
@@ -33,7 +33,8 @@ def decide_in_order(context: RunContext, diagnostics: Diagnostics) -> PackedMask
     """
     model, config = context.model, context.config
     own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
-    order = blocks_in_order(model, context.targets, own[0])
+    sequence = BlockSequence.of(model, context.targets, own[0])
+    order = sequence.names
     begun = begun_in(context)
     decided, candidates = PackedMasks(), None
     if begun is not None and begun >= 2 and context.snapshots is not None:
@@ -41,7 +42,7 @@ def decide_in_order(context: RunContext, diagnostics: Diagnostics) -> PackedMask
     if candidates is None:
         alone = replace(context, config=config.score_alone())
         candidates = ProbePair(alone, context.targets, diagnostics).run(config.final_sparsity, begun)
-    cache = BlockOutputCache(model, own, len(order)) if config.block_order == "forward" else None
+    cache = BlockOutputCache(model, own, sequence) if config.block_order == "forward" else None
     portions = steps(order, context.targets, config.block_order, config.blocks_per_step)
     for number, blocks in enumerate(portions, start=1):
         inside = [target for target in context.targets if target.block in blocks]
