@@ -53,7 +53,11 @@ PRESETS_IN_GROUPS: dict[Preset, dict[str, Any]] = {
     "balanced": {"update": "sparsegpt+admm"},
     "best": {"probes": 1, "update": "admm"},
 }
-DEFAULT_IN_GROUPS: Preset = "best"  # a mask by itself is far behind there, and takes as long
+# What nothing that is given speaks against: the best for its time, by benchmarks/results/quality.json.
+DEFAULT_PRESET: Preset = "best"
+DEFAULT_OF_TWO_PROBES: Preset = "balanced"
+# Options that only two probes have a use for: who gives one of these gets them, in place of an error.
+OF_TWO_PROBES = ("order", "reduction_factor", "spike_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +70,14 @@ class GradProbeConfig:
             NVIDIA counts so, too.
         preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
             update="admm"`). With an n:m pattern: `update="sparsegpt"`, `update="sparsegpt+admm"`, or `probes=1,
-            update="admm"`. Options that are given win over a preset. Default: `"balanced"`; with an n:m pattern
-            `"best"`.
+            update="admm"`. Options that are given win over a preset. Default: `"best"`, where none of `score`,
+            `probes`, `rule` and `update` is given, else no preset. `order="sequential"`, `reduction_factor` and
+            `spike_limit` are about two probes: with these it is `"balanced"`.
         score: criterion that ranks the weights. One of `"fisher"`, `"wanda"`, `"magnitude"` and `"random"`. Default:
             `"fisher"`.
         probes: how often the loss gradient is measured over the calibration data. 1: the score decides. 2: the
             gradient is measured again with the weights that the score would remove shrunk. 0: the score decides,
-            without any gradient. Default: 2 with `score="fisher"`, else 0.
+            without any gradient. Default: the preset's; without one 2 with `score="fisher"`, else 0.
         rule: how two probes decide: by an exact `"budget"`, or by the `"threshold"` of the original GradProbe. With the
             former every weight is scored by both probes; with the latter the budget is an upper bound. Default:
             `"budget"`.
@@ -85,7 +90,7 @@ class GradProbeConfig:
             at all. `"obs"`: by SparseGPT's sweep under the mask that was decided. `"least_squares"`: to the best
             weights under it. `"admm"`: to these, after revising the mask within each matrix (row, group).
             `"sparsegpt"` chooses the mask itself, without score or probe; `"sparsegpt+least_squares"` and
-            `"sparsegpt+admm"` go on from there. Default: `"none"`, unless the preset has another.
+            `"sparsegpt+admm"` go on from there. Default: the preset's, else `"none"`.
         dense_target: which outputs an update preserves, from 0 (as pruned so far) to 1 (of the dense model). As
             pruned so far: those of the original matrix on the inputs that the pruned blocks before it give. Default:
             0.25; 0.5 with `update="obs"`, 0 with `update="sparsegpt"`, as published.
@@ -212,15 +217,22 @@ class GradProbeConfig:
     def _preset_values(self) -> dict[str, Any]:
         """What the preset comes to, beside the options that are given."""
         is_free = all(getattr(self, name) is None for name in METHOD)
+        preset = self.preset or (self._default_preset() if is_free else None)
+        if preset is None:
+            return {}
         if self.group is not None and is_free:
-            return PRESETS_IN_GROUPS[self.preset or DEFAULT_IN_GROUPS]
-        values = {} if self.preset is None else dict(PRESETS[self.preset])
+            return PRESETS_IN_GROUPS[preset]
+        values = dict(PRESETS[preset])
         chooses_mask = self.update is not None and UPDATES[self.update].chooses_mask
         scores_alone = self.score is not None and SCORES[self.score].measured != "gradients"
         # One probe is no choice where the update, or a score that needs none, is given.
         if chooses_mask or (scores_alone and values.get("probes") == 1):
             values.pop("probes", None)
         return values
+
+    def _default_preset(self) -> Preset:
+        two_probes = any(getattr(self, name) != _DEFAULTS[name] for name in OF_TWO_PROBES)
+        return DEFAULT_OF_TWO_PROBES if two_probes and self.group is None else DEFAULT_PRESET
 
     def _fill(self, values: Mapping[str, Any]) -> None:
         """Set what is not given."""

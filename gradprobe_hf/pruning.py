@@ -58,7 +58,7 @@ def prune_pretrained(
 
     Args:
         model_or_id: a Hub id, a folder, or a loaded `PreTrainedModel`, offloaded by Accelerate or not.
-        config: how to prune; the defaults remove 50% of the weights of the blocks.
+        config: how to prune; the defaults remove 50% of the weights of the blocks, and change the others.
         calibration: text or batches to measure gradients on. `"pydoc"` (default: the Python manual, always there),
             `"self"` (the model's own text), a `.txt`, `.jsonl` or `.parquet` file or a folder of them, a Hub dataset
             `id[:config[:split]]`, a list of texts, a `datasets.Dataset` (text or `input_ids`), a `DataLoader`, or any

@@ -75,7 +75,7 @@ def sweep_gradient_thresholds(
 
     Args:
         thresholds: each a number, a dict from patterns, or `"adaptive"`.
-        config: whose candidates are decided about, with `probes=2, rule="threshold"`.
+        config: whose candidates are decided about, with `probes=2, rule="threshold", update="none"`.
         max_metric_drop: also look, by bisection between the numbers, for the sparsest model whose perplexity is up by
             no more than this, absolute or like `"5%"`.
         calibration, processing_class, evaluation, loss_fn, from_pretrained_kwargs: as in `prune_pretrained`; an
@@ -88,11 +88,10 @@ def sweep_gradient_thresholds(
     """
     if max_metric_drop is not None:
         check_drop(max_metric_drop)
-    config = (config or GradProbeConfig()).varied(probes=2, rule="threshold", preset=None)
-    if config.order != "joint" or config.updates:
+    config = (config or GradProbeConfig()).varied(probes=2, rule="threshold", preset=None, update="none")
+    if config.order != "joint":
         raise ValueError(
-            "thresholds are measured on masks of the whole model: order='sequential' and a weight update have no part "
-            "in it; leave them unset."
+            "thresholds are measured on masks of the whole model: order='sequential' has no part in it; leave it unset."
         )
     wanted = [replace(config, gradient_threshold=one).gradient_threshold for one in thresholds]
     if not wanted:

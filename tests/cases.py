@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
+from gradprobe_hf.config import METHOD
 from gradprobe_hf.probe.engine import Workload
 
 VOCABULARY = 260
@@ -213,14 +214,20 @@ def workload(model: PreTrainedModel, batches: Sequence[dict], **options: Any) ->
     return Workload(model, batches, progress=False, **options)
 
 
+def config(**options: Any) -> GradProbeConfig:
+    """Options of most tests: two probes where no method is given, so that the masks are all that changes."""
+    plain = {} if {"preset", "pattern", *METHOD} & set(options) else {"probes": 2}
+    return GradProbeConfig(**plain, **options)
+
+
 def prune(
     model: PreTrainedModel, calibration: Any, *, evaluation: Any = False, apply: bool = False, **options: Any
 ) -> PruneResult:
-    """`prune_pretrained` in the terms of most tests: options of the configuration, or of the call; a dry run."""
+    """`prune_pretrained` in the terms of most tests: options of `config`, or of the call; a dry run."""
     of_call = {name: options.pop(name) for name in [*options] if name in _CALL_OPTIONS}
     return prune_pretrained(
         model,
-        GradProbeConfig(**options),
+        config(**options),
         calibration=calibration,
         evaluation=evaluation,
         apply=apply,

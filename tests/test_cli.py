@@ -191,7 +191,7 @@ def test_every_field_is_one_option_with_a_sentence_and_its_default():
         if field.default not in (None, ()):
             assert f"(default: {field.default})" in sentence
     assert "(default: 0.5, or what --pattern implies)" in said
-    assert "(default: 2 with --score fisher, else 0)" in said
+    assert "(default: the preset's; without one 2 with --score fisher, else 0)" in said
 
 
 def parser_of(verb):

@@ -8,7 +8,7 @@ import logging
 import pytest
 import torch
 
-from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
+from gradprobe_hf import compare_pretrained, prune_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.comparison import rows
 from gradprobe_hf.comparison.baselines import BASELINES, baselines
@@ -30,24 +30,24 @@ def alone(config):
 
 
 CONFIGS = {
-    "random": GradProbeConfig(score="random"),
-    "wanda": GradProbeConfig(score="wanda"),
-    "sparsegpt": GradProbeConfig(update="sparsegpt"),
-    "one probe": GradProbeConfig(probes=1),
-    "threshold": GradProbeConfig(rule="threshold", gradient_threshold=0.5),
-    "two probes": GradProbeConfig(),
-    "two probes, token": GradProbeConfig(fisher="token"),
-    "two probes, obs": GradProbeConfig(update="obs"),
-    "two probes, admm": GradProbeConfig(update="admm"),
-    "two probes, wanda": GradProbeConfig(score="wanda", probes=2),
-    "rounds": GradProbeConfig(rounds=(0.3, 0.5)),
-    "sequential": GradProbeConfig(order="sequential"),
-    "2:4": GradProbeConfig(pattern="2:4"),
-    "bounds": GradProbeConfig(max_matrix_sparsity=0.55),
-    "sparser": GradProbeConfig(sparsity=0.7),
-    "two probes again": GradProbeConfig(reduction_factor=0.1),
-    "two probes, int8": GradProbeConfig(accumulator_dtype="int8"),
-    "two probes, tight limit": GradProbeConfig(spike_limit=0.3),
+    "random": cases.config(score="random"),
+    "wanda": cases.config(score="wanda"),
+    "sparsegpt": cases.config(update="sparsegpt"),
+    "one probe": cases.config(probes=1),
+    "threshold": cases.config(rule="threshold", gradient_threshold=0.5),
+    "two probes": cases.config(),
+    "two probes, token": cases.config(fisher="token"),
+    "two probes, obs": cases.config(update="obs"),
+    "two probes, admm": cases.config(update="admm"),
+    "two probes, wanda": cases.config(score="wanda", probes=2),
+    "rounds": cases.config(rounds=(0.3, 0.5)),
+    "sequential": cases.config(order="sequential"),
+    "2:4": cases.config(pattern="2:4"),
+    "bounds": cases.config(max_matrix_sparsity=0.55),
+    "sparser": cases.config(sparsity=0.7),
+    "two probes again": cases.config(reduction_factor=0.1),
+    "two probes, int8": cases.config(accumulator_dtype="int8"),
+    "two probes, tight limit": cases.config(spike_limit=0.3),
 }
 
 
@@ -68,7 +68,7 @@ def test_every_row_is_what_a_run_of_its_own_gives():
 
 
 def test_what_reads_no_text_can_be_compared():
-    configs = {name: GradProbeConfig(score=name) for name in ("magnitude", "random")}
+    configs = {name: cases.config(score=name) for name in ("magnitude", "random")}
     assert [row.passes["forward"] for row in compared(cases.build("llama"), configs=configs).rows] == [0, 0]
 
 
@@ -83,25 +83,25 @@ def test_nothing_is_measured_twice(monkeypatch):
 
         monkeypatch.setattr(module, "run_probe", counted)
     names = ("one probe", "two probes", "two probes, obs", "sparser", "threshold")
-    others = {"other obs": GradProbeConfig(update="obs", dense_target=0.0, damping=0.1)}
+    others = {"other obs": cases.config(update="obs", dense_target=0.0, damping=0.1)}
     compared(cases.build("llama"), configs={name: CONFIGS[name] for name in names} | others)
     assert probes == ["probe 0 (shared)", *["probe 1 (candidates shrunk)"] * 3]
 
 
 def test_the_baselines_are_at_the_sparsity_and_pattern_of_the_run():
-    config = GradProbeConfig(sparsity=0.31, max_metric_drop="5%", max_matrix_sparsity=0.9, update="obs", seed=3)
+    config = cases.config(sparsity=0.31, max_metric_drop="5%", max_matrix_sparsity=0.9, update="obs", seed=3)
     for name, found in baselines(config).items():
         assert found.sparsity == 0.31
         assert found.seed == 3
         assert found.max_metric_drop is found.bounds is found.scope is None
         assert found.update == BASELINES[name].get("update", "none")
-    assert {found.pattern for found in baselines(GradProbeConfig(pattern="2:4")).values()} == {"2:4"}
-    assert {found.sparsity for found in baselines(GradProbeConfig(rounds=(0.2, 0.4))).values()} == {0.4}
+    assert {found.pattern for found in baselines(cases.config(pattern="2:4")).values()} == {"2:4"}
+    assert {found.sparsity for found in baselines(cases.config(rounds=(0.2, 0.4))).values()} == {0.4}
 
 
 @pytest.mark.parametrize("options", [{"sparsity": 0.31}, {"pattern": "2:4"}], ids=str)
 def test_the_baselines_meet_one_budget(options, tmp_path):
-    config = GradProbeConfig(**options)
+    config = cases.config(**options)
     found = compared(cases.build("llama"), config)
     assert [row.method for row in found.rows] == list(BASELINES)
     targets = find_targets(cases.build("llama"))
@@ -115,7 +115,7 @@ def test_the_baselines_meet_one_budget(options, tmp_path):
 
 
 def test_a_baseline_that_cannot_be_is_left_out_and_named(caplog):
-    config = GradProbeConfig(include=["lm_head", "q_proj"])
+    config = cases.config(include=["lm_head", "q_proj"])
     with caplog.at_level(logging.WARNING):
         found = compared(cases.build("llama"), config)
     assert [row.method for row in found.rows] == ["magnitude", "wanda", "one probe", "two probes"]
@@ -139,7 +139,7 @@ def test_a_comparison_of_nothing_is_an_error():
         raise ValueError("no such label")
 
     texts = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9), "progress": False}
-    config = GradProbeConfig()
+    config = cases.config()
     only_probes = {name: one for name, one in baselines(config).items() if name.endswith("probes")}
     evaluated = []
     with pytest.raises(ValueError, match="in none of these ways"):
@@ -166,10 +166,10 @@ def test_blocks_that_cannot_be_reconstructed_are_found_before_any_probe():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"configs": {"other": GradProbeConfig(seed=1)}}, "'other' has seed=1 and the others 0"),
+        ({"configs": {"other": cases.config(seed=1)}}, "'other' has seed=1 and the others 0"),
         ({"configs": {}}, "configs is empty"),
         ({"evaluation": False}, "needs an evaluation"),
-        ({"configs": {"8": GradProbeConfig(pattern="3:16")}}, "not divisible by 16"),
+        ({"configs": {"8": cases.config(pattern="3:16")}}, "not divisible by 16"),
     ],
 )
 def test_wrong_input_is_refused_before_any_pass(options, message, monkeypatch):
@@ -231,7 +231,7 @@ def test_a_promise_is_kept_by_each_weight_update_by_itself(monkeypatch):
     """Configurations that differ in their weight update share masks, but not where the metric decides about them."""
     monkeypatch.setattr(schedule, "FINEST", 0.03)  # fewer attempts
     promise = {"max_metric_drop": "1%", "sparsity": 0.9, "sparsity_step": 0.3}
-    configs = {how: GradProbeConfig(update=how, **promise) for how in ("none", "obs")}
+    configs = {how: cases.config(update=how, **promise) for how in ("none", "obs")}
     found = compared(cases.build("llama"), configs=configs)
     alone = {how: compared(cases.build("llama"), configs={how: config}).rows[0] for how, config in configs.items()}
     assert {row.method: row.zeros for row in found.rows} == {how: row.zeros for how, row in alone.items()}

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from gradprobe_hf.cli import main
-from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.estimation.estimate import estimate
 from gradprobe_hf.estimation.footprint import footprint_of
 from gradprobe_hf.estimation.formula import active_weights
@@ -67,7 +66,7 @@ def shallow():
     found = {}
     for name in LARGE:
         model, targets = large(name, LAYERS)
-        found[name] = model, targets, estimate(model, targets, GradProbeConfig(), base=0, device=CPU)
+        found[name] = model, targets, estimate(model, targets, cases.config(), base=0, device=CPU)
     return found
 
 
@@ -92,7 +91,7 @@ def test_large_models_are_counted_exactly(name, shallow):
 @pytest.mark.slow
 def test_a_70b_model_fits_no_usual_machine():
     model, targets = large("llama-3-70b")
-    found = estimate(model, targets, GradProbeConfig(), base=0, device=CPU)
+    found = estimate(model, targets, cases.config(), base=0, device=CPU)
     assert found.parameters == LARGE["llama-3-70b"][0]
     assert not found.placements[0].fits or available_bytes(CPU) > 480e9
 
@@ -150,7 +149,7 @@ def test_what_a_large_model_takes(shallow):
     ],
 )
 def test_accumulators_by_hand(options, bytes_per_weight):
-    assert accumulator_bytes(GradProbeConfig(**options), 6400) == bytes_per_weight * 6400
+    assert accumulator_bytes(cases.config(**options), 6400) == bytes_per_weight * 6400
 
 
 @pytest.mark.parametrize("fisher", FISHER_ESTIMATES)
@@ -158,12 +157,12 @@ def test_accumulators_are_what_the_engine_makes(fisher):
     model = cases.build("llama")
     targets = find_targets(model)
     made = Statistics(targets, frozenset(FISHER_ESTIMATES[fisher].terms), model).nbytes
-    assert accumulator_bytes(GradProbeConfig(fisher=fisher), sum(target.numel for target in targets)) == made
+    assert accumulator_bytes(cases.config(fisher=fisher), sum(target.numel for target in targets)) == made
 
 
 def test_accumulators_on_disk_leave_memory():
     model, targets = large("mistral-7b", LAYERS)
-    config = GradProbeConfig(score="magnitude")
+    config = cases.config(score="magnitude")
     here, away = (
         footprint_of("resident", sizes_with(AccumulatorSizes(10**9, where)), NOTHING, {"host": 1, "disk": 1})
         for where in ("same", "disk")
@@ -178,7 +177,7 @@ def test_accumulators_on_disk_leave_memory():
 def test_a_reconstruction_by_hand(options, sets):
     """Hessians of q, k, v, o, gate and up `[4096, 4096]`, and of down `[14336, 14336]`."""
     model, targets = large("mistral-7b", LAYERS)
-    config = GradProbeConfig(update="obs", num_samples=16, score="magnitude", **options)
+    config = cases.config(update="obs", num_samples=16, score="magnitude", **options)
     resident, _, offloaded = estimate(model, targets, config, device=CPU).placements
     stage = next(stage for stage in resident.stages if stage.name == "reconstruct")
     items = {item.label: item.bytes for item in stage.items}
@@ -188,7 +187,7 @@ def test_a_reconstruction_by_hand(options, sets):
     assert items["new weights"] == 2 * weights
     away = next(stage for stage in offloaded.stages if stage.name == "reconstruct")
     assert {item.label: item.device for item in away.items}["new weights"] == "disk"
-    plain = estimate(model, targets, GradProbeConfig(score="magnitude"), device=CPU)
+    plain = estimate(model, targets, cases.config(score="magnitude"), device=CPU)
     assert "reconstruct" not in [stage.name for stage in plain.placements[0].stages]
 
 
@@ -284,7 +283,7 @@ def test_a_class_that_cannot_be_made_gets_no_number_and_is_checkpointed(monkeypa
     for checkpointed in (False, True):
         assert activation_bytes(DEEP, Broken, 2, 64, torch.float32, checkpointed) is None
     monkeypatch.setattr(checkpointing, "activation_bytes", lambda *_, **__: None)
-    chosen, why = checkpointing.choose_checkpointing(cases.build("llama"), GradProbeConfig(), 2, 64)
+    chosen, why = checkpointing.choose_checkpointing(cases.build("llama"), cases.config(), 2, 64)
     assert chosen
     assert "cannot be told" in why
 
@@ -311,7 +310,7 @@ def test_a_model_that_needs_data_gets_a_formula(monkeypatch):
     assert rough == by_formula(model, targets, 1, 512)
     assert known.flops == pytest.approx(rough.flops, rel=0.1)
     assert 0.5 < known.peak_bytes / rough.peak_bytes < 2
-    notes = estimate(model, targets, GradProbeConfig(), device=CPU).notes
+    notes = estimate(model, targets, cases.config(), device=CPU).notes
     assert any("formula" in note for note in notes)
 
 
@@ -322,9 +321,9 @@ def test_a_model_that_needs_data_gets_a_formula(monkeypatch):
 def test_terms_decide_what_a_probe_multiplies(options, products):
     model = skeleton(DEEP)
     targets = find_targets(model)
-    config = GradProbeConfig(num_samples=4, sequence_length=16, **options)
+    config = cases.config(num_samples=4, sequence_length=16, **options)
     found = estimate(model, targets, config, device=CPU).work["resident"].flops
-    base = estimate(model, targets, GradProbeConfig(num_samples=4, sequence_length=16), device=CPU)
+    base = estimate(model, targets, cases.config(num_samples=4, sequence_length=16), device=CPU)
     tokens, weights = 4 * 16, active_weights(model, targets)
     if options == {"probes": 1}:
         assert found == base.work["resident"].flops / 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import prune_pretrained
 from gradprobe_hf.data.batches import Batches, from_iterable
 from gradprobe_hf.memory import accumulator_files, batch_size
 from gradprobe_hf.memory import checkpointing as checkpointing_choice
@@ -26,7 +26,7 @@ OUT_OF_MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you 
 def prune(name="llama", parts=None, **options):
     return prune_pretrained(
         cases.build(name),
-        GradProbeConfig(**options),
+        cases.config(**options),
         calibration=parts or cases.batches(name, rows=8),
         evaluation=False,
         progress=False,
@@ -78,7 +78,7 @@ def test_forwards_are_put_back_after_a_failure():
 
 def test_auto_decides_from_memory_and_says_why(monkeypatch):
     model = cases.build("llama")
-    config = GradProbeConfig()
+    config = cases.config()
     monkeypatch.setattr(checkpointing_choice, "available_bytes", lambda _: 10**12)
     on, why = choose_checkpointing(model, config, 4, 12)
     assert (on, why[:3]) == (False, "off")
@@ -96,8 +96,8 @@ def test_a_model_without_layers_to_recompute_says_so():
         layer.__class__ = type("OwnLayer", (torch.nn.Module,), {"forward": type(layer).forward})
     assert not checkpointed_layers(model)
     with pytest.raises(ValueError, match="no layer that transformers can checkpoint"):
-        choose_checkpointing(model, GradProbeConfig(checkpointing=True), 1, 8)
-    on, why = choose_checkpointing(model, GradProbeConfig(), 1, 8)
+        choose_checkpointing(model, cases.config(checkpointing=True), 1, 8)
+    on, why = choose_checkpointing(model, cases.config(), 1, 8)
     assert not on
     assert "no layer" in why
 
@@ -156,7 +156,7 @@ def test_auto_batches_have_all_statistics_beside_them(monkeypatch, rule, shares_
     monkeypatch.setattr(batch_size, "run_probe", weighed)
     model = cases.build("llama")
     targets = find_targets(model)
-    config = GradProbeConfig(batch_size="auto", rule=rule, fisher="sequence")
+    config = cases.config(batch_size="auto", rule=rule, fisher="sequence")
     batches = from_iterable(cases.batches("llama", rows=8), "rows")
     largest_batch(RunContext(model, None, targets, config, batches, Batches.none()), shares_probe)
     assert sizes == [kept * 4 * sum(target.numel for target in targets)]
@@ -209,9 +209,9 @@ def test_another_error_is_not_called_out_of_memory(monkeypatch):
 
 
 def test_remedies_are_those_that_are_left():
-    everything = GradProbeConfig(accumulator_dtype="int8", accumulator_device="disk", fisher="factored")
+    everything = cases.config(accumulator_dtype="int8", accumulator_device="disk", fisher="factored")
     assert remedies_for(everything, 1, True, True) == ["a shorter sequence_length (--sequence-length)"]
-    assert remedies_for(GradProbeConfig(), 1, True, False)[0].startswith("accumulator_dtype")
+    assert remedies_for(cases.config(), 1, True, False)[0].startswith("accumulator_dtype")
 
 
 @pytest.mark.parametrize("from_disk", [False, True])
@@ -224,7 +224,7 @@ def test_the_page_cache_is_left_to_the_model_where_both_do_not_fit(from_disk, tm
     else:
         loaded = model
     targets = find_targets(loaded)
-    config = GradProbeConfig(fisher="sequence", accumulator_dtype="int8", accumulator_device="disk")
+    config = cases.config(fisher="sequence", accumulator_dtype="int8", accumulator_device="disk")
     files = sum(round(target.numel * (1 + 1 / 32)) for target in targets)
     files += sum(value.nbytes for value in model.parameters()) if from_disk else 0
     fits = files / accumulator_files.CACHE_SHARE

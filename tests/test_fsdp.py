@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
+from gradprobe_hf import compare_pretrained, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.targets import find_targets
@@ -44,7 +44,7 @@ def whole_state(model):
 def outcome(model, name, options, rows, output=None, **more):
     result = prune_pretrained(
         model,
-        GradProbeConfig(**options),
+        cases.config(**options),
         calibration=cases.batches(name, rows=rows, batch_size=1),
         evaluation=cases.batches(name, rows=3, batch_size=1, seed=7),
         output_dir=output,
@@ -131,7 +131,7 @@ def test_a_model_that_transformers_shards(tmp_path):
 
 def compared(model):
     texts = {"calibration": cases.batches("llama", rows=4), "evaluation": cases.batches("llama", rows=4, seed=7)}
-    found = compare_pretrained(model, GradProbeConfig(sparsity=0.5), **texts, progress=False)
+    found = compare_pretrained(model, cases.config(sparsity=0.5), **texts, progress=False)
     return {row.method: (row.zeros, row.loss) for row in found.rows}
 
 

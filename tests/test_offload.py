@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import gradprobe_hf.checkpoint.write as hub
 import gradprobe_hf.model.offload_store as store
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.model.parameters import aliases, input_device, is_offloaded, read_weight
 from gradprobe_hf.model.targets import find_targets
@@ -278,7 +278,7 @@ def test_a_store_that_cannot_be_written_is_as_it_was(placement, saved, tmp_path,
 def prune(model, output, name="llama", **options):
     return prune_pretrained(
         model,
-        GradProbeConfig(num_samples=4, sequence_length=12, **options.pop("config", {})),
+        cases.config(num_samples=4, sequence_length=12, **options.pop("config", {})),
         calibration=cases.batches(name),
         evaluation=cases.batches(name, seed=7),
         output_dir=output,
@@ -390,7 +390,7 @@ def test_accumulators_without_room_are_refused_and_leave_nothing(saved, tmp_path
     with pytest.raises(OSError, match="--offload-folder"):
         prune_pretrained(
             load(saved("llama")),
-            GradProbeConfig(accumulator_device="disk"),
+            cases.config(accumulator_device="disk"),
             calibration=cases.batches("llama"),
             offload_folder=tmp_path / "off",
             progress=False,
@@ -431,7 +431,7 @@ def test_what_an_interrupted_pass_left_in_the_model_is_not_taken_for_the_weights
         model(**cases.batches("llama")[0])
     module._old_forward = real
     assert any(not model.get_parameter(name).is_meta for name in names), "it was left there"
-    config = GradProbeConfig(score="magnitude")
+    config = cases.config(score="magnitude")
     result = prune_pretrained(model, config, evaluation=False, progress=False)
     for target in result.targets:
         assert int((target.matrix(model) == 0).sum()) == int(result.masks[target.name].sum())

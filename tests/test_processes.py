@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import gradprobe_hf.runtime.processes as processes
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import prune_pretrained
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from tests import cases
@@ -28,7 +28,7 @@ def pruned(name, dtype, rows, options, output=None, folder=None):
     model = cases.build(name, dtype)
     result = prune_pretrained(
         model,
-        GradProbeConfig(**options),
+        cases.config(**options),
         calibration=parts_of(name, dtype, rows),
         evaluation=parts_of(name, dtype, rows=4),
         output_dir=output,
@@ -82,7 +82,7 @@ def test_two_processes_end_with_the_masks_of_one(kind):
 def reconstructed(name, dtype, rows):
     result = prune_pretrained(
         cases.build(name, dtype),
-        GradProbeConfig(score="magnitude", update="obs"),
+        cases.config(score="magnitude", update="obs"),
         calibration=parts_of(name, dtype, rows),
         evaluation=False,
         apply=False,
@@ -200,7 +200,7 @@ def one_dies(folder):
     with pytest.raises(ConnectionError, match="process 0 of 2 lost the others"):
         prune_pretrained(
             model,
-            GradProbeConfig(sparsity=0.5),
+            cases.config(sparsity=0.5),
             calibration=cases.batches("llama", batch_size=1),
             loss_fn=loss_fn,
             output_dir=folder / "out",
@@ -222,7 +222,7 @@ def different_models():
     with pytest.raises(RuntimeError, match="different masks"):
         prune_pretrained(
             model,
-            GradProbeConfig(score="magnitude"),
+            cases.config(score="magnitude"),
             calibration=cases.batches("llama"),
             evaluation=False,
             progress=False,

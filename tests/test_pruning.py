@@ -7,7 +7,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained, pruning
+from gradprobe_hf import prune_pretrained, pruning
 from gradprobe_hf.checkpoint.inspect import pattern_holds
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets
@@ -239,15 +239,15 @@ def test_an_interrupt_while_new_weights_are_written_gives_the_old_ones_back(when
     ("arguments", "message"),
     [
         ({"calibration": ["short"]}, "full windows"),
-        ({"config": GradProbeConfig(pattern="3:16")}, "not divisible by 16"),
-        ({"config": GradProbeConfig(include=["nothing"])}, "matches no prunable module"),
+        ({"config": cases.config(pattern="3:16")}, "not divisible by 16"),
+        ({"config": cases.config(include=["nothing"])}, "matches no prunable module"),
         ({"push_to_hub": True}, "push_to_hub=True names the repository after output_dir"),
         ({"dtype": "bfloat16"}, "is loaded already"),
     ],
 )
 def test_wrong_input_is_refused_before_any_pass(arguments, message, monkeypatch):
     monkeypatch.setattr(probe_pair, "run_probe", lambda *_, **__: pytest.fail("work began"))
-    config = arguments.pop("config", GradProbeConfig(num_samples=4, sequence_length=16))
+    config = arguments.pop("config", cases.config(num_samples=4, sequence_length=16))
     with pytest.raises(ValueError, match=message):
         prune_pretrained(cases.build("llama"), config, processing_class=cases.tokenizer(), progress=False, **arguments)
 

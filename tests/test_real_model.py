@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples import get_smollm2
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from tests import cases
 
 WEIGHTS = 106_168_320
 
@@ -44,7 +45,7 @@ def smollm2():
 def test_a_real_gguf_model_is_pruned_saved_and_loaded_again(gguf, tmp_path, capfd):
     # Two of its thirty blocks: all of what a run does, in a tenth of the time.
     some = {"include": [r"re:layers\.[01]\."], "num_samples": 2, "sequence_length": 64, "evaluation_samples": 2}
-    config = GradProbeConfig(sparsity=0.5, **some)
+    config = cases.config(sparsity=0.5, **some)
     result = prune_pretrained(
         gguf, config, gguf_file=get_smollm2.FILE, dtype=torch.bfloat16, output_dir=tmp_path / "out"
     )
@@ -67,7 +68,7 @@ def test_two_probes_beat_one_and_both_beat_wanda(smollm2):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
 
     def perplexity(**options):
-        config = GradProbeConfig(sparsity=0.6, num_samples=24, sequence_length=256, evaluation_samples=24, **options)
+        config = cases.config(sparsity=0.6, num_samples=24, sequence_length=256, evaluation_samples=24, **options)
         found = prune_pretrained(model, config, processing_class=tokenizer, apply=False)
         assert found.report.sparsity == pytest.approx(0.6, abs=1e-3)
         return found.report.evaluation["pruned"]["perplexity"]
@@ -88,7 +89,7 @@ def test_batch_size_is_a_matter_of_memory(smollm2, fisher):
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     masks = []
     for batch_size in (1, 4):
-        config = GradProbeConfig(num_samples=4, sequence_length=128, batch_size=batch_size, fisher=fisher)
+        config = cases.config(num_samples=4, sequence_length=128, batch_size=batch_size, fisher=fisher)
         masks.append(prune_pretrained(model, config, processing_class=tokenizer, evaluation=False, apply=False).masks)
     differing = sum(int((mask ^ masks[1][name]).sum()) for name, mask in masks[0].items())
     assert differing < 0.01 * WEIGHTS

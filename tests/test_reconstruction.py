@@ -12,7 +12,6 @@ import torch
 from accelerate import cpu_offload, disk_offload
 from transformers import AutoModelForCausalLM, SwitchTransformersConfig, SwitchTransformersForConditionalGeneration
 
-from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, from_iterable
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets, is_routed
@@ -104,7 +103,7 @@ def test_it_equals_a_model_that_is_really_changed(name, options, monkeypatch):
     name, tied = name.removesuffix("_tied"), name.endswith("_tied")
     model = (cases.llama(tie=True) if tied else cases.build(name)).double().eval()
     batches = [{"input_ids": batch["input_ids"]} for batch in cases.batches(name, rows=6, batch_size=2)]
-    config = GradProbeConfig(sparsity=0.5, **options)
+    config = cases.config(sparsity=0.5, **options)
     result = cases.prune(model, batches, sparsity=0.5, **options)
     decided = None
     if config.score is not None:
@@ -118,7 +117,7 @@ def test_it_equals_a_model_that_is_really_changed(name, options, monkeypatch):
 
 def test_a_revised_mask_weighs_rows_by_both_probes_and_keeps_every_budget():
     model, batches = cases.build("llama").double().eval(), cases.batches("llama", rows=6)
-    config = GradProbeConfig(sparsity=0.5, update="admm")
+    config = cases.config(sparsity=0.5, update="admm")
     decided = cases.prune(model, batches)
     result = cases.prune(model, batches, update="admm")
     targets = find_targets(model)
@@ -244,7 +243,7 @@ def test_how_often_a_block_is_computed_and_no_other_with_it(share, passes):
             module.register_forward_hook(partial(count_call, ran, name))
     targets = find_targets(model)
     masks = PackedMasks({target.name: torch.zeros(target.shape, dtype=torch.bool) for target in targets})
-    config = GradProbeConfig(update="obs", dense_target=share)
+    config = cases.config(update="obs", dense_target=share)
     reconstruct(Reconstruction(cases.workload(model, batches), targets, config, masks))
     assert list(ran.values()) == [1 + passes * len(batches)] * model.config.num_hidden_layers
 

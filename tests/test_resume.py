@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import prune_pretrained
 from gradprobe_hf.memory import batch_size
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.run import snapshots
@@ -36,7 +36,7 @@ def nothing_is_flushed(monkeypatch):
 def run(folder=None, *, model=None, parts=None, loss_fn=None, **options):
     result = prune_pretrained(
         model or cases.build("llama"),
-        GradProbeConfig(**{"save_every": 2, **options}),
+        cases.config(**{"save_every": 2, **options}),
         calibration=parts or cases.batches("llama", rows=BATCHES, batch_size=1),
         evaluation=cases.batches("llama", seed=7) if "max_metric_drop" in options else False,
         loss_fn=loss_fn,
@@ -343,7 +343,7 @@ def test_a_state_half_written_is_not_a_state(error, tmp_path):
 @pytest.mark.parametrize("save_every", [0, -1, 2.5, True, "2"])
 def test_save_every_is_checked(save_every):
     with pytest.raises(ValueError, match="save_every must be a whole number"):
-        GradProbeConfig(save_every=save_every)
+        cases.config(save_every=save_every)
 
 
 def one_of_two(folder, stop_at, kind, options):
@@ -402,7 +402,7 @@ def test_a_search_on_another_text_is_another_run(tmp_path):
     def search(evaluation, **others):
         return prune_pretrained(
             cases.build("llama"),
-            GradProbeConfig(sparsity=0.5, max_metric_drop=1e9, sparsity_step=0.25, save_every=1),
+            cases.config(sparsity=0.5, max_metric_drop=1e9, sparsity_step=0.25, save_every=1),
             calibration=cases.batches("llama", rows=4, batch_size=1),
             evaluation=evaluation,
             apply=False,

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 import torch
 
-from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.sequential import steps
@@ -173,7 +172,7 @@ def test_a_sweep_in_forward_order_costs_half_of_whole_passes():
 )
 def test_the_passes_that_are_expected_are_made(options):
     report = pruned(cases.build("llama"), "llama", **options).report
-    forward, backward = expected_passes(GradProbeConfig(**options), blocks=3)
+    forward, backward = expected_passes(cases.config(**options), blocks=3)
     assert report.passes == pytest.approx({"forward": forward, "backward": backward})
 
 

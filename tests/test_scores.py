@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.scores.random import random_score
 from tests import cases
 from tests.reference import naive
@@ -49,7 +48,7 @@ def test_a_matrix_the_loss_never_reaches_is_pruned_last_and_named():
 
 def test_only_what_is_needed_is_measured():
     def needs(**options):
-        return GradProbeConfig(**options).needs
+        return cases.config(**options).needs
 
     assert needs().terms == {"sequence", "marginals"}
     assert needs(fisher="factored").terms == {"marginals"}

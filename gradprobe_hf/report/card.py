@@ -234,9 +234,10 @@ def _summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> s
 
 
 def _set_options(config: GradProbeConfig) -> dict[str, Any]:
-    """The options that differ from a default configuration's."""
-    default = GradProbeConfig().to_dict()
-    return {name: value for name, value in config.to_dict().items() if value != default[name]} or {"sparsity": 0.5}
+    """The options that differ from a default configuration's; what is unset follows from the others."""
+    default, values = GradProbeConfig().to_dict(), config.to_dict()
+    differing = {name: value for name, value in values.items() if value not in (None, default[name])}
+    return differing or {"sparsity": 0.5}
 
 
 def _short_name(model: dict[str, Any]) -> str:

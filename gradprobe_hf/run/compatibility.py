@@ -23,7 +23,7 @@ def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbe
         check_group(targets, *config.group)
         check_rows(model, targets, f"pattern={config.pattern!r}")
     if config.updates or config.order == "sequential":
-        _check_in_blocks(model, targets)
+        _check_in_blocks(model, targets, remedy=_other_ways(config))
     if config.updates:
         _check_reconstruction(model, targets)
     if config.decision_row.filters is not None:
@@ -72,37 +72,45 @@ def check_rows(model: nn.Module, targets: Sequence[Target], option: str) -> None
             )
 
 
-def _check_in_blocks(model: nn.Module, targets: Sequence[Target]) -> None:
+def _other_ways(config: GradProbeConfig) -> str:
+    """What to set in place of all that works on one block after the other."""
+    joint = "order='joint' (--order joint)" if config.order == "sequential" else ""
+    kept = "update='none' (--update none), which changes no kept weight" if config.updates else ""
+    return " and ".join(filter(None, (joint, kept)))
+
+
+def _check_in_blocks(model: nn.Module, targets: Sequence[Target], remedy: str) -> None:
     if shares_keys_across_blocks(model):
         raise ValueError(
             f"blocks of {type(model).__name__} read keys and values that others have computed (num_kv_shared_layers), "
-            "so they cannot be worked on one after the other: use order='joint' without a weight update."
+            f"so they cannot be worked on one after the other: set {remedy}."
         )
     for target in targets:
         if not target.block:
             raise ValueError(
                 f"{target.name} lies outside of the blocks, which are worked on one after the other here: leave it out "
-                "of include, or use order='joint' without a weight update."
+                f"of include, or set {remedy}."
             )
         users = sorted({block_of(model, site.module) for site in target.sites})
         if len(users) > 1:
             raise ValueError(
                 f"{target.name} is shared by {len(users)} blocks ({', '.join(users)}), which are worked on one after "
-                "the other here: exclude it, or use order='joint' without a weight update."
+                f"the other here: exclude it, or set {remedy}."
             )
 
 
 def _check_reconstruction(model: nn.Module, targets: Sequence[Target]) -> None:
     if is_sharded(model):
         raise ValueError(
-            "a weight update needs whole matrices, and FSDP2 shards this model: prune it on one process with "
-            "device_map='auto' or 'disk', or with one whole model per process."
+            "a weight update needs whole matrices, and FSDP2 shards this model: set update='none' (--update none), "
+            "which changes no kept weight, or prune it on one process with device_map='auto' or 'disk', or with one "
+            "whole model per process."
         )
     for target in targets:
         if any(site.kind == "embedding" for site in target.sites):
             raise ValueError(
                 f"{target.name} is an embedding: its outputs are no linear map of inputs that could be reconstructed. "
-                "Exclude it, or leave update unset."
+                "Exclude it, or set update='none' (--update none)."
             )
 
 
