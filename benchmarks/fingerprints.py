@@ -127,8 +127,14 @@ def start_options(options: Mapping[str, Any]) -> dict[str, Any]:
     return old | {"strategy": score, "decision": decision, "reconstruction": update}
 
 
+def stated(options: Mapping[str, Any]) -> dict[str, Any]:
+    """With the two probes that a run without a method has: they were the default when the runs were written."""
+    named = {"preset", "pattern", "score", "probes", "rule", "update"} & set(options)
+    return {**({} if named else {"probes": 2}), **options}
+
+
 def configured(options: Mapping[str, Any]) -> GradProbeConfig:
-    return GradProbeConfig(**(start_options(options) if IS_START else options))
+    return GradProbeConfig(**(start_options(options) if IS_START else stated(options)))
 
 
 def prune(run: Run, **arguments: Any) -> Any:

@@ -14,7 +14,7 @@ from gradprobe_hf.checkpoint.push import check_push, push_folder
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.checkpoint.write import Checkpoint, check_destination, check_room, write_checkpoint
 from gradprobe_hf.config import GradProbeConfig
-from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loss import LossFunction
@@ -22,7 +22,7 @@ from gradprobe_hf.model.offload_store import check_store_room
 from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext, RunRequest
-from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate
+from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate_pair
 from gradprobe_hf.run.inputs import load_inputs
 from gradprobe_hf.run.snapshots import Snapshots, rows_at_once, run_identity
 from gradprobe_hf.runtime.processes import join_processes
@@ -216,13 +216,12 @@ def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots 
     return snapshots
 
 
-def _measured(context: RunContext, decision: PruningDecision) -> dict[str, Measurement]:
+def _measured(context: RunContext, decision: PruningDecision) -> PairedMeasurement | None:
     """The loss before and after, where there is a text to measure on."""
-    measured = {}
-    for name, made in (("dense", None), ("pruned", decision)) if context.evaluation else ():
-        with context.stopwatch(f"evaluate {name}"):
-            measured[name] = evaluate(context, made, name)
-    return measured
+    if not context.evaluation:
+        return None
+    with context.stopwatch("evaluate"):
+        return evaluate_pair(context, decision)
 
 
 def _repository(push_to_hub: bool | str, output_dir: str | Path | None) -> str | None:

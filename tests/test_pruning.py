@@ -9,6 +9,7 @@ import torch
 
 from gradprobe_hf import prune_pretrained, pruning
 from gradprobe_hf.checkpoint.inspect import pattern_holds
+from gradprobe_hf.evaluation import divergence
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -144,7 +145,7 @@ CALLS = {
     "run_probe": (probe_pair, 2, {}),
     "select_masks": (probe_pair, 2, {}),
     "reconstruct": (decide, 1, {"update": "obs"}),
-    "measure": (decide, 2, {}),
+    "next_token_logits": (divergence, 2, {}),
     "write_checkpoint": (pruning, 1, {}),
     "applied": (pruning, 1, {}),
 }

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from gradprobe_hf.checkpoint.inspect import Inspection
 from gradprobe_hf.comparison.rows import ComparedRow
+from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.report.report import Group, Report, finite
 
@@ -28,29 +29,45 @@ def print_pruning(report: Report, output: str) -> None:
     if report.evaluation:
         key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
+        _add_divergence(table, report.evaluation["divergence"])
     out = console()
     out.print(f"{report.model['class']}: {report.weights:,} weights in {len(report.matrices)} matrices")
     out.print(table)
     if report.evaluation:
+        _print_ratio(out, report.evaluation["divergence"])
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
 
 
+def _add_divergence(table: Table, divergence: dict[str, Any] | None) -> None:
+    if divergence is not None:
+        table.add_row("KL from dense (nats)", "0", f"{divergence['kl']:.4f}")
+        table.add_row("top-1 agreement", "100%", f"{divergence['top1_agreement']:.1%}")
+
+
+def _print_ratio(out: Console, divergence: dict[str, Any] | None) -> None:
+    if divergence is not None and divergence["perplexity_ratio_interval"] is not None:
+        low, high = divergence["perplexity_ratio_interval"]
+        out.print(
+            f"perplexity x {divergence['perplexity_ratio']:.3f} (95% interval over windows: {low:.3f} to {high:.3f})"
+        )
+
+
 def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation: dict[str, Any]) -> None:
     """One line a configuration, and how its perplexity (or loss) compares with the best."""
     key = "loss" if dense.perplexity is None else "perplexity"
-    table = table_of("method", "zeros", "sparsity", key, "/ best", "seconds", "passes")
+    table = table_of("method", "zeros", key, "/ best", "KL", "top-1", "seconds", "passes")
     values = [getattr(row, key) for row in rows]
     best = min(values, default=math.nan)
     for row, value in zip(rows, values, strict=True):
         table.add_row(
             row.method,
-            f"{row.zeros:,}",
-            f"{row.sparsity:.4%}",
+            f"{row.sparsity:.2%}",
             f"{value:,.4f}",
             f"{value / best:.3f}",
+            *_shown(row.divergence),
             f"{row.seconds:,.0f}",
             f"{row.passes['forward']:g} + {row.passes['backward']:g}",
         )
@@ -58,10 +75,15 @@ def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation
     out.print(f"dense {key}: {getattr(dense, key):,.4f}")
     out.print(table)
     out.print(
-        f"measured on {evaluation['source']}: {evaluation['protocol']}; passes over the calibration data: forward + "
+        f"measured on {evaluation['source']}: {evaluation['protocol']}; KL: divergence from the dense model, nats per "
+        "token; top-1: share of tokens whose most likely next one stays; passes over the calibration data: forward + "
         "backward",
         style="dim",
     )
+
+
+def _shown(divergence: Divergence | None) -> tuple[str, str]:
+    return ("-", "-") if divergence is None else (f"{divergence.kl:.4f}", f"{divergence.top1_agreement:.1%}")
 
 
 def print_evaluation(values: dict[str, Any]) -> None:

@@ -17,13 +17,14 @@ from typing import Any
 from gradprobe_hf.comparison.baselines import shared_terms
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.report.build import matrix_rows
 from gradprobe_hf.report.report import finite
 from gradprobe_hf.run.context import RunContext, SharedProbe
-from gradprobe_hf.run.decide import PruningDecision, conclude, decide_masks, evaluate
+from gradprobe_hf.run.decide import PruningDecision, conclude, decide_masks, evaluate, evaluate_pair
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
@@ -38,6 +39,7 @@ class ComparedRow:
     Attributes:
         sparsity: the true share of zeros in the target matrices.
         perplexity: None for a model that has none.
+        divergence: from the dense model; None for a model that predicts no tokens.
         seconds: that it takes alone, without the evaluation: a first probe that was shared counts in every row.
         passes: forward and backward passes over the calibration data, counted in the same way.
     """
@@ -50,6 +52,7 @@ class ComparedRow:
     perplexity: float | None
     seconds: float
     passes: dict[str, float]
+    divergence: Divergence | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return finite(asdict(self))
@@ -91,7 +94,9 @@ class Comparison:
             ValueError: what `decide_pruning` raises.
         """
         decision, seconds = self.decision(config)
-        return self.describe(method, config, decision, seconds, self.measured(decision, method))
+        found = evaluate_pair(self._context, decision, method)
+        row = self.describe(method, config, decision, seconds, found.pruned)
+        return replace(row, divergence=found.divergence)
 
     def row_if_possible(self, method: str, config: GradProbeConfig) -> ComparedRow | None:
         """The row; None where this model cannot be pruned so, and then the log says why."""

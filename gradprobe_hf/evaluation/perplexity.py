@@ -65,14 +65,19 @@ def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False)
     # Read once, behind the loop: `float` waits for the device. In float64 on the host, which every machine has.
     totals = torch.tensor([sum(map(float, losses)), sum(map(float, counts))], dtype=torch.float64)
     total, terms = work.processes.sum_(totals).tolist()
-    terms = int(terms)
+    return measurement(total, int(terms), label, is_causal(model) and loss_fn is None, allows_nan)
+
+
+def measurement(total: float, terms: int, label: str, is_perplexity: bool, allows_nan: bool = False) -> Measurement:
+    """That of a summed loss. Raises: as `measure`."""
     if not terms or (math.isnan(total) and not allows_nan):
         raise ValueError(f"{label}: the loss over {terms} terms is {total}; nothing can be concluded from it.")
     mean = total / terms
-    return Measurement(mean, _exp(mean) if is_causal(model) and loss_fn is None else None, terms)
+    return Measurement(mean, exp(mean) if is_perplexity else None, terms)
 
 
-def _exp(loss: float) -> float:
+def exp(loss: float) -> float:
+    """`math.exp`, and infinity where that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

@@ -60,6 +60,13 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
 
 def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """Next-token cross entropy, in float32 at least."""
+    logits, labels = next_token_logits(model, batch)
+    return SummedCrossEntropy.apply(logits, labels), (labels != IGNORED).sum()
+
+
+def next_token_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What a causal language model predicts: logits `[sequences * tokens, vocabulary]`, and the labels
+    `[sequences * tokens]`, -100 where nothing is to be predicted."""
     # Called without labels: the model's own loss is a mean, and may have auxiliary losses added (of a router, say).
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
@@ -68,7 +75,7 @@ def _causal_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == labels.shape:  # with left padding, the last pad predicts the first token
         labels = labels.masked_fill(mask == 0, IGNORED)
-    return SummedCrossEntropy.apply(logits.flatten(0, 1), labels.flatten()), (labels != IGNORED).sum()
+    return logits.flatten(0, 1), labels.flatten()
 
 
 def forward_only(model: PreTrainedModel, batch: Batch) -> Any:
@@ -96,7 +103,7 @@ class SummedCrossEntropy(torch.autograd.Function):
         chosen = labels.masked_fill(~counted, 0)[:, None]
         wide = _workspace(logits)
         normalisers = wide.new_empty(len(logits))
-        for rows in _portions(logits):
+        for rows in portions(logits):
             part = wide[: rows.stop - rows.start].copy_(logits[rows])
             highest = part.amax(-1, keepdim=True)  # subtracted before exp, which would overflow
             normalisers[rows] = part.sub_(highest).exp_().sum(-1).log_() + highest[:, 0]
@@ -111,7 +118,7 @@ class SummedCrossEntropy(torch.autograd.Function):
         # The softmax is made again from the normalisers `[tokens]`: saved, it would take as much memory as the logits.
         logits, normalisers, chosen, counted = ctx.saved_tensors
         gradient, wide = torch.empty_like(logits), _workspace(logits)
-        for rows in _portions(logits):
+        for rows in portions(logits):
             part = wide[: rows.stop - rows.start].copy_(logits[rows]).sub_(normalisers[rows, None]).exp_()
             part.scatter_add_(1, chosen[rows], torch.full_like(part[:, :1], -1))
             gradient[rows] = part.mul_((scale * counted[rows])[:, None])
@@ -123,7 +130,8 @@ def _workspace(logits: Tensor) -> Tensor:
     return torch.empty(min(TOKENS_AT_ONCE, len(logits)), logits.shape[1], dtype=dtype, device=logits.device)
 
 
-def _portions(logits: Tensor) -> Iterator[slice]:
+def portions(logits: Tensor) -> Iterator[slice]:
+    """Rows of logits that are worked on at a time."""
     for start in range(0, len(logits), TOKENS_AT_ONCE):
         yield slice(start, min(start + TOKENS_AT_ONCE, len(logits)))
 

@@ -6,6 +6,7 @@ Routed experts see tokens of any sequence in any order, so a model that has them
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +16,8 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.targets import Target, is_routed
 from gradprobe_hf.runtime.processes import Processes
+
+Item = TypeVar("Item")
 
 
 def own_steps(
@@ -28,7 +31,7 @@ def own_steps(
     return share(list(batches), processes, is_sharded(model))
 
 
-def share(batches: Sequence[Batch], processes: Processes, in_step: bool) -> list[tuple[Batch, bool]]:
+def share(batches: Sequence[Item], processes: Processes, in_step: bool) -> list[tuple[Item, bool]]:
     """This process's batches, each with whether it counts.
 
     Args:

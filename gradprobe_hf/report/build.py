@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, shared_rows
-from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
@@ -28,22 +27,21 @@ PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "
 STATUS = Path("/proc/self/status")  # proc(5)
 
 
-def build_report(context: RunContext, decision: PruningDecision, measured: Mapping[str, Measurement]) -> Report:
+def build_report(context: RunContext, decision: PruningDecision, measured: PairedMeasurement | None) -> Report:
     """Everything that a reader of the card or the JSON may want to know. The model still has its original weights.
 
     Args:
-        measured: the loss of the `"dense"` and the `"pruned"` model, where something was measured.
+        measured: the losses of the dense and the pruned model, where something was measured.
     """
     model, targets, config = context.model, context.targets, context.config
     rows = matrix_rows(context, decision)
-    evaluation = {name: found.to_dict() for name, found in measured.items()}
     diagnostics = decision.diagnostics
     return Report(
         model={**_describe(model, targets), "processing_class": type(context.processing_class).__name__},
         config=config.to_dict(),
         matrices=rows,
         calibration=context.calibration.describe() if context.calibration else None,
-        evaluation={**context.evaluation.describe(), **evaluation} if context.evaluation else None,
+        evaluation=None if measured is None else {**context.evaluation.describe(), **measured.to_dict()},
         probes=diagnostics.probe_losses,
         passes=diagnostics.passes,
         curve=diagnostics.curve,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -178,16 +179,22 @@ def _eval_results(report: Report) -> list[EvalResult] | None:
     measured = report.evaluation
     if measured is None or not has_perplexities(report):
         return None
+    found = [("perplexity", "Perplexity", measured["pruned"]["perplexity"])]
+    if (divergence := measured["divergence"]) is not None:
+        found.append(("kl_divergence", "KL divergence from the dense model (nats per token)", divergence["kl"]))
+        found.append(("top1_agreement", "Top-1 agreement with the dense model", divergence["top1_agreement"]))
     return [
         EvalResult(
             task_type="text-generation",
             task_name="Text Generation",
             dataset_type=measured["dataset_id"] or measured["source"].split(" ")[0],
             dataset_name=measured["source"],
-            metric_type="perplexity",
-            metric_name="Perplexity",
-            metric_value=round(measured["pruned"]["perplexity"], 4),
+            metric_type=kind,
+            metric_name=name,
+            metric_value=round(value, 4),
         )
+        for kind, name, value in found
+        if math.isfinite(value)
     ]
 
 
@@ -207,6 +214,7 @@ def _evaluation(report: Report) -> dict[str, Any] | None:
         "definition": "exp of the mean next-token loss inside the windows" if causal else "the mean loss, in nats,",
         "dtype": report.model["dtype"],
         "plot": has_perplexities(report),
+        "windows": measured["samples"],
     }
 
 

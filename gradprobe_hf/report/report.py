@@ -66,7 +66,8 @@ class Report:
         model: name, class, sizes.
         config: as plain data.
         matrices: one row each.
-        calibration, evaluation: source, protocol and fingerprint of the texts; dense and pruned measurements.
+        calibration, evaluation: source, protocol and fingerprint of the texts; dense and pruned measurements, and the
+            `divergence` of one from the other, where they predict tokens.
         probes: mean calibration loss of each probe, in nats.
         passes: forward and backward passes over the calibration data, in whole ones.
         curve: sparsity, metric and its limit at each attempt of a search.

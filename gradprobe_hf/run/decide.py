@@ -6,6 +6,7 @@ The model is left as it was throughout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.perplexity import Measurement, measure
 from gradprobe_hf.model.block_cache import BlockSequence
 from gradprobe_hf.model.fsdp import is_sharded
@@ -133,6 +135,16 @@ def evaluate(
     made = decision or PruningDecision({})
     with serving(context.model, context.targets, made.masks, new_weights=made.new_weights):
         return measure(context.workload_on(context.evaluation), f"evaluation ({label})", allows_nan)
+
+
+def evaluate_pair(context: RunContext, decision: PruningDecision, label: str = "evaluation") -> PairedMeasurement:
+    """The losses of the model as it is and as a decision would leave it, and how far apart their predictions are."""
+    work = context.workload_on(context.evaluation)
+
+    def pruned() -> AbstractContextManager[None]:
+        return serving(context.model, context.targets, decision.masks, new_weights=decision.new_weights)
+
+    return measure_pair(work, work, pruned, label)
 
 
 def _save(snapshots: Snapshots, masks: PackedMasks | None, diagnostics: Diagnostics) -> None:

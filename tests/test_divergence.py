@@ -1,0 +1,132 @@
+"""How far a pruned model is from the dense one: against a naive double loop in float64, and against what must hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from gradprobe_hf.evaluation.divergence import measure_pair, ratio_interval
+from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.attachment import serving
+from tests import cases
+
+NAME = "llama"
+
+
+def padded():
+    """Windows of unequal lengths, padded on the right and on the left."""
+    batches = cases.batches(NAME, rows=6, batch_size=2)
+    for number, batch in enumerate(batches):
+        mask = torch.ones_like(batch["input_ids"])
+        mask[0, (slice(9, None), slice(0, 3), slice(0, 0))[number]] = 0
+        batch["attention_mask"] = mask
+    return batches
+
+
+def pair(model, batches, dtype=torch.float64):
+    """The masks of a real run, served to one model; and a copy in which the weights are really zero."""
+    masks = cases.prune(model, batches, sparsity=0.4).masks
+    work = cases.workload(model, batches)
+    found = measure_pair(work, work, lambda: serving(model, find_targets(model), masks))
+    zeroed = cases.build(NAME, dtype)
+    with torch.no_grad():
+        for target in find_targets(zeroed):
+            target.matrix(zeroed).masked_fill_(masks[target.name], 0)
+    return found, zeroed
+
+
+def naively(dense, pruned, batches):
+    """Token by token, in Python."""
+    kl, same, tokens, before, after = 0.0, 0, 0, 0.0, 0.0
+    for batch in batches:
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))
+        with torch.no_grad():
+            both = [model(**batch).logits.double() for model in (dense, pruned)]
+        for row, ids in enumerate(batch["input_ids"]):
+            for position in range(len(ids) - 1):
+                if mask[row, position] and mask[row, position + 1]:
+                    p, q = (logits[row, position].softmax(-1) for logits in both)
+                    kl += sum(a * math.log(a / b) for a, b in zip(p.tolist(), q.tolist(), strict=True))
+                    same += int(p.argmax() == q.argmax())
+                    before -= math.log(p[ids[position + 1]])
+                    after -= math.log(q[ids[position + 1]])
+                    tokens += 1
+    return kl / tokens, same / tokens, math.exp((after - before) / tokens)
+
+
+@pytest.mark.parametrize("batches", [cases.batches(NAME), padded()], ids=["full", "padded"])
+def test_it_equals_a_loop_over_tokens(batches):
+    model = cases.build(NAME, torch.float64)
+    found, zeroed = pair(model, batches)
+    kl, same, ratio = naively(model, zeroed, batches)
+    assert found.divergence.kl == pytest.approx(kl, rel=1e-9)
+    assert 0 < found.divergence.top1_agreement == pytest.approx(same)
+    assert found.divergence.top1_agreement < 1
+    assert found.divergence.perplexity_ratio == pytest.approx(ratio, rel=1e-9)
+    low, high = found.divergence.perplexity_ratio_interval
+    assert low < ratio < high
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_losses_have_the_bits_of_a_pass_alone(dtype):
+    model, batches = cases.build(NAME, dtype), cases.batches(NAME)
+    found, zeroed = pair(model, batches, dtype)
+    assert found.dense == measure(cases.workload(model, batches))
+    assert found.pruned == measure(cases.workload(zeroed, batches))
+
+
+def test_two_models_beside_each_other_are_the_same_as_one_that_is_served():
+    model, batches = cases.build(NAME), cases.batches(NAME)
+    found, zeroed = pair(model, batches, torch.float32)
+    assert measure_pair(cases.workload(model, batches), cases.workload(zeroed, batches)) == found
+
+
+def test_a_model_agrees_with_itself():
+    work = cases.workload(cases.build(NAME, torch.bfloat16), cases.batches(NAME))
+    found = measure_pair(work, work).divergence
+    assert (found.kl, found.top1_agreement, found.perplexity_ratio) == (0, 1, 1)
+    assert found.perplexity_ratio_interval == (1, 1)
+
+
+def test_a_token_that_a_model_never_predicts_costs_nothing():
+    class Masked(torch.nn.Module):
+        def forward(self, hidden):
+            return F.pad(hidden @ torch.eye(hidden.shape[-1], 259), (0, 1), value=-math.inf)
+
+    model = cases.build(NAME)
+    model.lm_head = Masked()
+    work = cases.workload(model, cases.batches(NAME))
+    assert measure_pair(work, work).divergence.kl == 0
+
+
+@pytest.mark.parametrize("name", ["bert", "vit", "t5"])
+def test_other_models_have_losses_alone(name):
+    work = cases.workload(cases.build(name), cases.batches(name))
+    found = measure_pair(work, work)
+    assert found.divergence is None
+    assert found.dense == found.pruned == measure(work)
+
+
+def test_models_of_other_vocabularies_are_refused():
+    model, other = cases.build(NAME), cases.build(NAME)
+    other.resize_token_embeddings(270)
+    with pytest.raises(ValueError, match="a vocabulary of 260 tokens and the other of 270"):
+        measure_pair(*(cases.workload(one, cases.batches(NAME)) for one in (model, other)))
+
+
+def test_the_interval_is_as_wide_as_the_differences_vary():
+    """Of many normal differences: 1.96 standard errors to each side, whatever the windows' own losses are."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.full((400,), 511.0, dtype=torch.float64)
+    dense = 511 * (3 + torch.randn(400, generator=generator, dtype=torch.float64))
+    difference = 0.2 + 0.05 * torch.randn(400, generator=generator, dtype=torch.float64)
+    low, high = ratio_interval(dense, dense + 511 * difference, tokens)
+    half = 1.96 * float(difference.std()) / 20
+    assert math.log(low) == pytest.approx(float(difference.mean()) - half, abs=0.15 * half)
+    assert math.log(high) == pytest.approx(float(difference.mean()) + half, abs=0.15 * half)
+    assert ratio_interval(dense, dense + 511 * difference, tokens) == (low, high), "it is seeded"
+    assert ratio_interval(dense[:1], dense[:1], tokens[:1]) is None
