@@ -15,10 +15,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from gradprobe_hf import compare_pretrained, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.evaluation import divergence
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.run import decide, probe_pair
+from gradprobe_hf.run import probe_pair
 from tests import cases
 from tests.launch import together
 from tests.test_offload import tensors_in
@@ -151,7 +152,7 @@ def failing(stage):
     """The bits and the state of the shards after a failure in a stage."""
     model = sharded("llama")
     before = whole_state(model)
-    owner = probe_pair if hasattr(probe_pair, stage) else decide
+    owner = probe_pair if hasattr(probe_pair, stage) else divergence
     calls, real = [], getattr(owner, stage)
 
     def broken(*args, **kwargs):
@@ -173,7 +174,7 @@ def failing(stage):
     return intact, again["report"][0]
 
 
-@pytest.mark.parametrize("stage", ["run_probe", "select_masks", "measure"])
+@pytest.mark.parametrize("stage", ["run_probe", "select_masks", "next_token_logits"])
 def test_a_failure_leaves_the_shards_alone_and_usable(stage):
     wanted = round(0.5 * cases.CASES["llama"].targets)
     assert together(failing, stage) == [(True, wanted), (True, wanted)]
