@@ -112,7 +112,8 @@ class GradProbeConfig:
         rounds: rising sparsities, each probed on the model as the one before would prune it. The last is `sparsity`;
             every round decides anew about every weight.
         max_metric_drop: prune as much as possible, up to `sparsity`, without perplexity rising by more than this,
-            absolute (`1.5`) or relative (`"5%"`). `prune_pretrained` takes another metric as its `metric_fn`.
+            absolute (`1.5`) or relative (`"5%"`). One half of the evaluation chooses, the other is reported.
+            `prune_pretrained` takes another metric as its `metric_fn`.
         initial_sparsity: sparsity of the first attempt with `max_metric_drop`. Default: `sparsity_step`.
         sparsity_step: distance between two attempts with `max_metric_drop`, before bisection.
         include: patterns of modules to prune: exact names, ends of names (`"q_proj"`), globs, or `"re:..."`. When

@@ -23,7 +23,7 @@ from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate_pair
-from gradprobe_hf.run.inputs import load_inputs
+from gradprobe_hf.run.inputs import choosing_apart, load_inputs
 from gradprobe_hf.run.snapshots import Snapshots, rows_at_once, run_identity
 from gradprobe_hf.runtime.processes import join_processes
 
@@ -114,6 +114,8 @@ def prune_pretrained(
         raise ValueError(
             "max_metric_drop needs something to measure: give an evaluation (--evaluation), or a metric_fn."
         )
+    if config.max_metric_drop is not None and metric_fn is None:
+        context = choosing_apart(context)
     out = out.checked(context, writes_store=apply)
     rows = None
     if resume_dir is not None and config.batch_size == "auto":
@@ -207,8 +209,8 @@ def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots 
     if resume_dir is None:
         return None
     identity = run_identity(context.model, context.targets, config.to_dict(), context.calibration, context.processes)
-    if config.max_metric_drop is not None and context.evaluation:
-        identity["evaluation"] = f"{context.evaluation.source} ({context.evaluation.fingerprint})"
+    if context.selection:
+        identity["evaluation"] = f"{context.selection.source} ({context.selection.fingerprint})"
     snapshots = Snapshots(
         Path(resume_dir), identity, config.save_every, context.processes, in_step=is_sharded(context.model)
     )

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.comparison.compare import check_evaluation
 from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.config import GradientThreshold, GradProbeConfig
+from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.memory.memory_plan import open_run
@@ -19,7 +20,7 @@ from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.inputs import load_inputs
+from gradprobe_hf.run.inputs import choosing_apart, load_inputs
 from gradprobe_hf.run.probe_pair import ProbePair
 from gradprobe_hf.runtime.option_checks import check_drop
 from gradprobe_hf.selection.published_rule import thresholds as thresholds_of
@@ -40,6 +41,14 @@ class ThresholdRow:
 
 
 @dataclass(frozen=True)
+class TunedMeasurement:
+    """What a tuned threshold comes to on text that did not choose it: the dense model, and the threshold's row."""
+
+    dense: Measurement
+    row: ThresholdRow
+
+
+@dataclass(frozen=True)
 class ThresholdSweep:
     """What `sweep_gradient_thresholds` returns.
 
@@ -48,14 +57,19 @@ class ThresholdSweep:
         rows: in the order in which they were tried; those of the bisection are the last.
         tuned: the threshold with the most zeros whose metric is within `max_metric_drop`; None if there is none, or
             nothing was asked.
+        reported: the tuned threshold and the dense model on the half of the evaluation that did not choose it; `dense`
+            and `rows` are of the half that did. None where nothing was tuned.
     """
 
     dense: Measurement
     rows: list[ThresholdRow]
     tuned: GradientThreshold | None = None
+    reported: TunedMeasurement | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        return {"dense": self.dense.to_dict(), "rows": [asdict(row) for row in self.rows], "tuned": self.tuned}
+        reported = None if self.reported is None else asdict(self.reported)
+        rows = [asdict(row) for row in self.rows]
+        return {"dense": self.dense.to_dict(), "rows": rows, "tuned": self.tuned, "reported": reported}
 
 
 def sweep_gradient_thresholds(
@@ -77,7 +91,8 @@ def sweep_gradient_thresholds(
         thresholds: each a number, a dict from patterns, or `"adaptive"`.
         config: whose candidates are decided about, with `probes=2, rule="threshold", update="none"`.
         max_metric_drop: also look, by bisection between the numbers, for the sparsest model whose perplexity is up by
-            no more than this, absolute or like `"5%"`.
+            no more than this, absolute or like `"5%"`. One half of the evaluation then chooses, and the threshold it
+            chose is reported on the other.
         calibration, processing_class, evaluation, loss_fn, from_pretrained_kwargs: as in `prune_pretrained`; an
             evaluation there must be.
         progress: show progress bars.
@@ -108,18 +123,21 @@ def sweep_gradient_thresholds(
     )
     loaded = load_inputs(request)
     check_evaluation(loaded)
+    if max_metric_drop is not None:
+        loaded = choosing_apart(loaded)
     with open_run(loaded) as context:
         for one in wanted:
             thresholds_of(context.targets, one)  # says which pattern does not fit, before any work
         comparison, diagnostics = Comparison(context), Diagnostics()
-        dense = comparison.measured(None, "dense")
+        chosen_by = context.selection or context.evaluation
+        dense = comparison.measured(None, "dense", chosen_by)
         pair = ProbePair(context, context.targets, diagnostics)
         pair.run(config.final_sparsity)
 
-        def tried(threshold: GradientThreshold) -> ThresholdRow:
+        def tried(threshold: GradientThreshold, batches: Batches = chosen_by) -> ThresholdRow:
             label = f"threshold {threshold}"
             decision = PruningDecision(pair.masks_within(threshold), diagnostics)
-            found = comparison.measured(decision, label, allows_nan=True)
+            found = comparison.measured(decision, label, batches, allows_nan=True)
             row = comparison.describe(label, config, decision, 0.0, found)
             return ThresholdRow(threshold, row.sparsity, row.zeros, row.loss, row.perplexity)
 
@@ -128,8 +146,12 @@ def sweep_gradient_thresholds(
             return ThresholdSweep(dense, rows)
         limit = allowed(_metric(dense), max_metric_drop)
         rows += refined(rows, limit, tried)
-    kept = [row for row in rows if _metric(row) <= limit]
-    return ThresholdSweep(dense, rows, max(kept, key=lambda row: row.zeros).gradient_threshold if kept else None)
+        kept = [row for row in rows if _metric(row) <= limit]
+        if not kept:
+            return ThresholdSweep(dense, rows)
+        tuned = max(kept, key=lambda row: row.zeros).gradient_threshold
+        unseen = TunedMeasurement(comparison.measured(None, "dense"), tried(tuned, context.evaluation))
+    return ThresholdSweep(dense, rows, tuned, unseen)
 
 
 def refined(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
+from gradprobe_hf.data.batches import from_iterable
+from gradprobe_hf.data.windows import EVALUATION_SEED
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.report.card import build_card
 from gradprobe_hf.run import probe_pair
 from tests import cases
 
@@ -20,16 +26,27 @@ def searched(model, *, evaluation=None, **options):
     return cases.prune(model, text(), evaluation=text(3) if evaluation is None else evaluation, **options)
 
 
+def perplexity(model, batches):
+    with torch.no_grad():
+        losses = [model(**batch, labels=batch["input_ids"]).loss for batch in batches]
+    return math.exp(sum(losses) / len(losses))
+
+
+def halves():
+    """The rows of the evaluation that choose, and those that are reported."""
+    return from_iterable(text(3), "text").halves(EVALUATION_SEED)
+
+
 def test_the_search_keeps_its_promise_and_goes_as_far_as_it_can(monkeypatch):
     calls = []
     real = probe_pair.run_probe
     monkeypatch.setattr(probe_pair, "run_probe", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs))
     model = cases.build("llama")
-    wanted = searched(model, sparsity=0.0).report.evaluation["dense"]["perplexity"]
-    calls.clear()
+    wanted = perplexity(model, halves()[0])
     result = searched(model, sparsity=0.9, max_metric_drop="0.2%", sparsity_step=0.3)
     curve = result.report.curve
-    assert result.report.evaluation["pruned"]["perplexity"] <= 1.002 * wanted
+    assert result.report.selection["value"] <= 1.002 * wanted
+    assert result.report.selection["limit"] == pytest.approx(1.002 * wanted)
     kept = max((point for point in curve if point["within"]), key=lambda point: point["sparsity"])
     broken = min((point for point in curve if not point["within"]), key=lambda point: point["sparsity"])
     assert result.report.sparsity == pytest.approx(kept["sparsity"], abs=1e-3)
@@ -37,6 +54,51 @@ def test_the_search_keeps_its_promise_and_goes_as_far_as_it_can(monkeypatch):
     assert 0 < broken["sparsity"] - kept["sparsity"] <= 0.005
     assert [point["sparsity"] for point in curve if point["probed"]] == [0.3, 0.6, 0.9][: len(calls) // 2]
     assert len(calls) < 2 * len(curve), "bisection makes no probe"
+
+
+def test_what_chose_the_sparsity_is_not_what_is_reported():
+    model = cases.build("llama")
+    chosen_by, reported = halves()
+    dense = perplexity(model, reported)
+    result = searched(model, sparsity=0.9, max_metric_drop="0.2%", sparsity_step=0.3, apply=True)
+    report = result.report
+    assert report.evaluation["fingerprint"] == reported.fingerprint
+    assert report.selection["fingerprint"] == chosen_by.fingerprint != reported.fingerprint
+    assert report.selection["value"] == pytest.approx(perplexity(model, chosen_by), rel=1e-6)
+    assert report.evaluation["dense"]["perplexity"] == pytest.approx(dense, rel=1e-6)
+    assert report.evaluation["pruned"]["perplexity"] == pytest.approx(perplexity(model, reported), rel=1e-6)
+    card = str(build_card(report, result.config, {}, "here"))
+    assert "**Chosen apart.**" in card
+    assert report.selection["protocol"] in card
+
+
+def test_a_promise_that_does_not_hold_elsewhere_is_said():
+    """The half that chose is all that a loss falls on; on the other it rises with every zero."""
+    model, (chosen_by, _) = cases.build("llama"), halves()
+    rows = {tuple(row.tolist()) for batch in chosen_by for row in batch["input_ids"]}
+    target = find_targets(model)[0]
+
+    def loss(model, batch):
+        found = summed_loss(model, batch)[0]
+        if torch.is_grad_enabled() or tuple(batch["input_ids"][0].tolist()) in rows:
+            return found
+        return found * (1 + (target_seen(model, target) == 0).float().mean())
+
+    report = searched(model, sparsity=0.2, max_metric_drop="1%", loss_fn=loss).report
+    assert all(point["within"] for point in report.curve)
+    assert any("beyond max_metric_drop=1%" in warning for warning in report.warnings)
+
+
+def test_a_metric_of_ones_own_is_called_what_chose():
+    found = searched(cases.build("llama"), sparsity=0.1, max_metric_drop=0.5, metric_fn=lambda _: 0.75)
+    assert found.report.selection == {"source": None, "metric": "metric_fn", "limit": 0.25, "value": 0.75}
+    assert found.report.evaluation["samples"] == 4, "its own loss is measured on all rows, which chose nothing"
+    assert "**Chosen by the same measurement.**" in str(build_card(found.report, found.config, {}, "here"))
+
+
+def test_one_row_cannot_choose_and_report():
+    with pytest.raises(ValueError, match=r"has 1 row in 1 batch.*at least two rows"):
+        searched(cases.build("llama"), evaluation=cases.batches("llama", rows=1), max_metric_drop=0.1)
 
 
 def test_a_metric_of_ones_own_is_to_stay_high():
@@ -100,10 +162,12 @@ def test_a_drop_that_allows_everything_ends_at_the_sparsity_asked_for():
 def test_the_promise_is_about_the_reconstructed_model(update):
     options = {"sparsity": 0.9, "sparsity_step": 0.3, "update": update}
     result = searched(cases.build("llama"), max_metric_drop="0.2%", **options)
-    found = result.report.evaluation
-    assert found["pruned"]["perplexity"] <= 1.002 * found["dense"]["perplexity"]
     kept = max((point for point in result.report.curve if point["within"]), key=lambda point: point["sparsity"])
-    assert kept["metric"] == found["pruned"]["perplexity"], "what was measured is what is delivered"
+    model = cases.build("llama")
+    assert kept["metric"] <= 1.002 * perplexity(model, halves()[0])
+    with serving(model, result.targets, result.masks, new_weights=result.new_weights):
+        delivered = perplexity(model, halves()[0])
+    assert kept["metric"] == pytest.approx(delivered, rel=1e-6), "what was measured is what is delivered"
 
 
 def test_what_was_kept_is_delivered_where_bisection_finds_nothing_more(monkeypatch):

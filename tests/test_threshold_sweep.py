@@ -73,6 +73,12 @@ def test_what_is_tuned_is_the_sparsest_that_keeps_the_promise(drop):
     tuned = next(one for one in found.rows if one.gradient_threshold == found.tuned)
     assert tuned in kept
     assert tuned.zeros == max(one.zeros for one in kept)
+    assert found.reported.row.zeros == tuned.zeros
+    assert found.reported.row.loss != tuned.loss, "measured on rows that did not choose"
+    everywhere = (found.dense.loss + found.reported.dense.loss) / 2  # halves of six rows
+    whole = sweep_gradient_thresholds(cases.build("llama"), [0.0], **texts())
+    assert whole.dense.loss == pytest.approx(everywhere, rel=1e-6)
+    assert whole.reported is None
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def print_pruning(report: Report, output: str) -> None:
     if report.evaluation:
         _print_ratio(out, report.evaluation["divergence"])
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
+    if report.selection:
+        out.print(_choice(report.selection), style="dim")
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
@@ -115,6 +117,12 @@ def _sparsities(label: str, rows: Iterable[tuple[str, int, int, float]]) -> Tabl
     for name, weights, zeros, sparsity in rows:
         table.add_row(name, f"{weights:,}", f"{zeros:,}", f"{sparsity:.2%}")
     return table
+
+
+def _choice(selection: dict[str, Any]) -> str:
+    value = "none that was tried" if selection["value"] is None else f"{selection['value']:,.4g}"
+    where = selection["protocol"] if selection["source"] else "the same measurement that is reported"
+    return f"sparsity chosen by {selection['metric']} ({value} within {selection['limit']:,.4g}) on {where}"
 
 
 def _cost(report: Report) -> str:

@@ -58,11 +58,42 @@ class Batches:
             and all(isinstance(v, Tensor) and v.shape[1:] == first[name].shape[1:] for name, v in item.items())
             for item in self.items
         )
-        if not alike:
+        # Images may come as patches of all rows in one tensor, which belong to no row by their position.
+        if not alike or any(len({value.shape[:1] for value in item.values()}) > 1 for item in self.items):
             return self
         rows = {name: torch.cat([item[name] for item in self.items]).split(size) for name in first}
         items = tuple(dict(zip(rows, parts, strict=True)) for parts in zip(*rows.values(), strict=True))
         return replace(self, items=items)
+
+    def halves(self, seed: int) -> tuple[Batches, Batches]:
+        """Two parts without a row in common, drawn by the seed: one to choose by, one to report on.
+
+        Rows are dealt out; where those of different batches cannot be stacked, whole batches.
+
+        Raises:
+            ValueError: there are no two of them.
+        """
+        parts = self.in_batches_of(1).items
+        if len(parts) < 2:
+            raise ValueError(
+                f"{self.source} has {self.samples} row in {len(self)} batch, of which no two parts can be made. Give "
+                "at least two rows (evaluation_samples, --evaluation-samples), or two batches."
+            )
+        drawn = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()
+        middle = len(parts) // 2
+        words = (f"a half of it drawn with seed {seed}", f"the half of it that seed {seed} has not drawn")
+        return self._part(parts, drawn[:middle], words[0]), self._part(parts, drawn[middle:], words[1])
+
+    def _part(self, parts: tuple[dict[str, Any], ...], drawn: list[int], words: str) -> Batches:
+        items = tuple(parts[index] for index in sorted(drawn))
+        found = replace(
+            self,
+            items=items,
+            samples=sum(map(row_count, items)),
+            tokens=sum(map(_token_count, items)),
+            protocol=f"{self.protocol}; {words}",
+        )
+        return found.in_batches_of(max(map(row_count, self.items)))
 
     @property
     def fingerprint(self) -> str:

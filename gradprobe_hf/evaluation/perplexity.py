@@ -34,6 +34,11 @@ class Measurement:
     perplexity: float | None
     terms: int
 
+    @property
+    def metric(self) -> float:
+        """The perplexity; the loss where there is none. Lower is better."""
+        return self.loss if self.perplexity is None else self.perplexity
+
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 

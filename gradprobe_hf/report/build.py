@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, shared_rows
+from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
@@ -20,6 +21,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.report.report import MatrixRow, Report
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
+from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.selection.packed_masks import rows_of
 
@@ -42,6 +44,7 @@ def build_report(context: RunContext, decision: PruningDecision, measured: Paire
         matrices=rows,
         calibration=context.calibration.describe() if context.calibration else None,
         evaluation=None if measured is None else {**context.evaluation.describe(), **measured.to_dict()},
+        selection=_selection(context, diagnostics, measured),
         probes=diagnostics.probe_losses,
         passes=diagnostics.passes,
         curve=diagnostics.curve,
@@ -55,6 +58,7 @@ def build_report(context: RunContext, decision: PruningDecision, measured: Paire
             *_about_damping(decision, config),
             *_about_budget(rows, config, decision),
             *_about_search(config, decision),
+            *_about_promise(context, measured),
         ],
     )
 
@@ -145,6 +149,22 @@ def _counts(model: PreTrainedModel, target: Target, decision: PruningDecision) -
     return pruned, before, after
 
 
+def _selection(
+    context: RunContext, diagnostics: Diagnostics, measured: PairedMeasurement | None
+) -> dict[str, Any] | None:
+    """What chose the sparsity; None where nothing did."""
+    kept = [point for point in diagnostics.curve if point["within"]]
+    if not diagnostics.curve:
+        return None
+    own = "loss" if measured is None or measured.dense.perplexity is None else "perplexity"
+    return {
+        **(context.selection.describe() if context.selection else {"source": None}),
+        "metric": own if context.selection else "metric_fn",
+        "limit": diagnostics.curve[-1]["limit"],
+        "value": max(kept, key=lambda point: point["sparsity"])["metric"] if kept else None,
+    }
+
+
 def _about_text(calibration: Batches, evaluation: Batches) -> list[str]:
     shared = shared_rows(calibration, evaluation)
     if not shared:
@@ -190,6 +210,19 @@ def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, decision: Prun
             f"{asked:.4%}."
         ]
     return []
+
+
+def _about_promise(context: RunContext, measured: PairedMeasurement | None) -> list[str]:
+    """Where the text that did not choose the sparsity shows more than `max_metric_drop`."""
+    if not context.selection or measured is None:
+        return []
+    drop, dense, pruned = context.config.max_metric_drop, measured.dense.metric, measured.pruned.metric
+    if pruned <= allowed(dense, drop):
+        return []
+    return [
+        f"On the half of the evaluation that did not choose the sparsity the metric went from {dense:.4g} to "
+        f"{pruned:.4g}, beyond max_metric_drop={drop}; more evaluation text would choose with more certainty."
+    ]
 
 
 def _about_search(config: GradProbeConfig, decision: PruningDecision) -> list[str]:

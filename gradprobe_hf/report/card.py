@@ -43,6 +43,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         snippet=_snippet(report, where),
         evaluation=_evaluation(report),
         metric_name=_metric(report),
+        selection=_chosen_by(report.selection, config),
         calibration=report.calibration,
         config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
@@ -216,6 +217,23 @@ def _evaluation(report: Report) -> dict[str, Any] | None:
         "plot": has_perplexities(report),
         "windows": measured["samples"],
     }
+
+
+def _chosen_by(selection: dict[str, Any] | None, config: GradProbeConfig) -> str:
+    """How the sparsity was chosen, and that what is reported was measured apart from it, or was not."""
+    if selection is None:
+        return ""
+    value = "of no sparsity that was tried" if selection["value"] is None else f"{selection['value']:,.4g}"
+    limit = f"limit {selection['limit']:,.4g}: {config.max_metric_drop} from the dense model's"
+    if selection["source"] is None:
+        return (
+            f"**Chosen by the same measurement.** A metric of the user's own chose the sparsity: {value} ({limit}). "
+            "The number that chose is the number that is reported, so expect less of it on data that it has not seen."
+        )
+    return (
+        f"**Chosen apart.** The sparsity was chosen by the {selection['metric']} on {selection['source']}, "
+        f"{selection['protocol']}: {value} there ({limit}). What is reported was measured on rows that did not choose."
+    )
 
 
 def _key(report: Report) -> str:

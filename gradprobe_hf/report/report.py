@@ -68,6 +68,8 @@ class Report:
         matrices: one row each.
         calibration, evaluation: source, protocol and fingerprint of the texts; dense and pruned measurements, and the
             `divergence` of one from the other, where they predict tokens.
+        selection: what chose the sparsity with `max_metric_drop`: the text (another half of what `evaluation` was drawn
+            from) or the user's own metric, its value there, and the limit.
         probes: mean calibration loss of each probe, in nats.
         passes: forward and backward passes over the calibration data, in whole ones.
         curve: sparsity, metric and its limit at each attempt of a search.
@@ -81,6 +83,7 @@ class Report:
     matrices: list[MatrixRow]
     calibration: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
+    selection: dict[str, Any] | None = None
     probes: dict[str, float] = field(default_factory=dict)
     passes: dict[str, float] = field(default_factory=dict)
     curve: list[dict[str, Any]] = field(default_factory=list)

@@ -62,6 +62,8 @@ class RunContext:
     Attributes:
         calibration: batches to calibrate on; empty where the method reads none.
         evaluation: batches to measure on; empty where nothing is measured.
+        selection: batches that a sparsity or a threshold is chosen by, none of them in `evaluation`; empty where
+            nothing is chosen so.
         checkpointing: whether blocks are recomputed in backward.
         storage: where accumulators are kept.
         folder: for files: accumulators on disk, new weights of an offloaded model; None: a temporary one.
@@ -77,6 +79,7 @@ class RunContext:
     config: GradProbeConfig
     calibration: Batches
     evaluation: Batches
+    selection: Batches = field(default_factory=Batches.none)
     loss_fn: LossFunction | None = None
     processes: Processes = field(default_factory=Processes)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)

@@ -214,8 +214,8 @@ class _Measured:
                     value = float(self.metric(context.model))
                 # Rounding may differ between processes, and with it the branch that each would take.
                 return self.sign * float(context.processes.broadcast(value))
-            found = measure(context.workload_on(context.evaluation), "evaluation", allows_nan=bool(masks))
-        return found.loss if found.perplexity is None else found.perplexity
+            found = measure(context.workload_on(context.selection), "evaluation", allows_nan=bool(masks))
+        return found.metric
 
 
 def _check_agreement(context: RunContext, masks: PackedMasks) -> None:
