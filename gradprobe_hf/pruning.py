@@ -24,6 +24,7 @@ from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate_pair
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs
+from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.snapshots import Snapshots, rows_at_once, run_identity
 from gradprobe_hf.runtime.processes import join_processes
 
@@ -121,6 +122,7 @@ def prune_pretrained(
     if resume_dir is not None and config.batch_size == "auto":
         rows = rows_at_once(resume_dir, context.processes)
     with open_run(context, rows=rows) as context:
+        context = reachable(context)
         context = replace(context, snapshots=_snapshots(context, resume_dir))
         decision = decide_pruning(context, metric_fn)
         measured = _measured(context, decision)

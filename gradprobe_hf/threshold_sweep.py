@@ -22,6 +22,7 @@ from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs
 from gradprobe_hf.run.probe_pair import ProbePair
+from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.runtime.option_checks import check_drop
 from gradprobe_hf.selection.published_rule import thresholds as thresholds_of
 
@@ -126,6 +127,7 @@ def sweep_gradient_thresholds(
     if max_metric_drop is not None:
         loaded = choosing_apart(loaded)
     with open_run(loaded) as context:
+        context = reachable(context)
         for one in wanted:
             thresholds_of(context.targets, one)  # says which pattern does not fit, before any work
         comparison, diagnostics = Comparison(context), Diagnostics()

@@ -26,24 +26,25 @@ def test_magnitude_and_wanda_are_what_they_are_called():
             assert set(row.argsort()[: len(row) // 2].tolist()) == set(mask.nonzero().flatten().tolist())
 
 
-def first_two_blocks(model, batch):
-    """A loss that the last block has no part in."""
-    hidden = model.model(**batch, output_hidden_states=True).hidden_states[2]
-    return hidden.square().sum()
-
-
-def test_a_matrix_the_loss_never_reaches_is_pruned_last_and_named():
-    model = cases.build("llama")
-    found = cases.prune(model, cases.batches("llama"), loss_fn=first_two_blocks)
-    assert not any(mask.any() for name, mask in found.masks.items() if ".layers.2." in name)
+def test_an_expert_that_sees_no_token_is_pruned_last_and_named():
+    model = cases.build("mixtral")
+    for layer in model.model.layers:  # its logit is far below the others, whatever the token
+        layer.post_attention_layernorm.weight.zero_()
+        layer.post_attention_layernorm.weight[0] = 1.0
+        layer.mlp.gate.weight.zero_()
+        layer.mlp.gate.weight[:, 0] = torch.tensor([2.0, 1.0, 1.5, 0.0])
+    found = cases.prune(model, positive(model, cases.batches("mixtral")))
+    unseen = [name for name in found.masks if name.endswith("[3]")]
+    assert unseen
+    assert not any(found.masks[name].any() for name in unseen)
+    assert found.report.unreached == []
     assert found.report.sparsity == pytest.approx(0.5, abs=1e-4)
-    # where a budget is its own, an unreached matrix loses its smallest weights
-    by_row = cases.prune(model, cases.batches("llama"), loss_fn=first_two_blocks, scope="row")
-    name = "model.layers.2.mlp.up_proj.weight"
-    weight = model.get_parameter(name).abs()
-    for row, mask in zip(weight, by_row.masks[name], strict=True):
+    assert any("belong to experts that no token was sent to" in warning for warning in found.report.warnings)
+    # where a budget is its own, such a matrix loses its smallest weights
+    by_row = cases.prune(model, cases.batches("mixtral"), scope="row")
+    target = next(target for target in by_row.targets if target.name == unseen[0])
+    for row, mask in zip(target.matrix(model).abs(), by_row.masks[target.name], strict=True):
         assert row[mask].max() <= row[~mask].min()
-    assert any("7 of 21 matrices" in warning for warning in found.report.warnings)
 
 
 def test_only_what_is_needed_is_measured():

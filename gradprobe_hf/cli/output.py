@@ -33,6 +33,8 @@ def print_pruning(report: Report, output: str) -> None:
     out = console()
     out.print(f"{report.model['class']}: {report.weights:,} weights in {len(report.matrices)} matrices")
     out.print(table)
+    if report.unreached:
+        out.print(f"left as they are, not reached by the calibration data: {len(report.unreached)} matrices")
     if report.evaluation:
         _print_ratio(out, report.evaluation["divergence"])
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")

@@ -25,6 +25,7 @@ from gradprobe_hf.report.report import finite
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs
+from gradprobe_hf.run.reach import reachable
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +144,7 @@ def compare_pretrained(
     if any(other.max_metric_drop is not None for other in chosen.values()):
         loaded = choosing_apart(loaded)
     with open_run(loaded, shares_probe=bool(shared_terms(list(chosen.values())))) as context:
+        context = reachable(context)
         chosen = _possible(context, chosen, known)
         comparison = Comparison(context, list(chosen.values()))
         found = Compared(

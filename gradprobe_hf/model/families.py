@@ -6,6 +6,7 @@ family that differs in any of these is a change to this file alone.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,6 +29,14 @@ ANY_SIZE = 512  # what is assumed of images where a model takes any, in pixels
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
 # Cross-attention: T5, BART and their like, BERT as a decoder. Keys and values come from the encoder's tokens.
 _CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention")
+# Parts of module names -> what readers call that part of a model.
+_TOWERS = {
+    **dict.fromkeys(("vision_tower", "vision_model", "visual", "vision_encoder", "image_encoder"), "vision"),
+    **dict.fromkeys(("language_model", "text_model", "llm"), "text"),
+    **dict.fromkeys(("audio_tower", "audio_encoder", "speech_encoder"), "audio"),
+    "encoder": "encoder",
+    "decoder": "decoder",
+}
 _KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
 # Where the tokens of a multimodal model are patches of images, whatever mask there is for its text.
 _VISION = ("vision_model", "vision_tower", "vision_encoder", "visual")
@@ -108,6 +117,26 @@ def stack_of(block: str) -> str:
     return block.rsplit(".", 1)[0]
 
 
+def tower_names(stacks: Sequence[str]) -> dict[str, str]:
+    """What the stacks of blocks of one model are called: "vision", "text", "encoder", ...; a single one nothing.
+
+    >>> tower_names(["model.vision_tower.encoder.layers", "model.language_model.layers"])
+    {'model.vision_tower.encoder.layers': 'vision', 'model.language_model.layers': 'text'}
+    >>> tower_names(["decoder.layers"]), tower_names(["a.layers", "b.layers"])
+    ({'decoder.layers': ''}, {'a.layers': 'a', 'b.layers': 'b'})
+    """
+    if len(stacks) < 2:
+        return dict.fromkeys(stacks, "")
+    paths = [stack.split(".") for stack in stacks]
+    shared = next(depth for depth in range(len(paths[0]) + 1) if len({tuple(p[: depth + 1]) for p in paths}) > 1)
+    names = [next((_TOWERS[part] for part in path[shared:] if part in _TOWERS), "") for path in paths]
+    # Two stacks of one tower, or none that is known: the part of the path that tells them apart.
+    return {
+        stack: name if name and names.count(name) == 1 else ".".join(path[shared:-1]) or path[-1]
+        for stack, path, name in zip(stacks, paths, names, strict=True)
+    }
+
+
 def shares_keys_across_blocks(model: nn.Module) -> bool:
     """Whether blocks read keys and values that other blocks have computed (Gemma 3n): none can be run by itself."""
     shared = "num_kv_shared_layers"
@@ -142,6 +171,17 @@ def is_read_by_parent(model: nn.Module, name: str) -> bool:
 def is_expert(name: str) -> bool:
     """Whether a matrix belongs to an expert, which is sent tokens of any sequence in any order."""
     return any("expert" in part for part in name.split("."))
+
+
+def expert_kind(name: str) -> str:
+    """A matrix's name without the number of its expert: the same for all experts of a mixture.
+
+    >>> [expert_kind(f"layers.3.mlp.{name}") for name in ("experts.7.up_proj", "up_proj")]
+    ['layers.3.mlp.experts.*.up_proj', 'layers.3.mlp.up_proj']
+    """
+    parts = name.split(".")
+    pairs = zip(["", *parts], parts, strict=False)
+    return ".".join("*" if part.isdigit() and "expert" in before else part for before, part in pairs)
 
 
 def is_compared_by_token(name: str) -> bool:

@@ -132,6 +132,25 @@ def matches(pattern: str, name: str) -> bool:
     return name == pattern or name.endswith("." + pattern) or fnmatchcase(name, pattern)
 
 
+def covering_patterns(wanted: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Patterns that match all the wanted of these names, and none of the others; as few as their prefixes allow.
+
+    >>> covering_patterns(["text.0.q", "text.0.k", "text.1.q"], ["text.0.q", "text.0.k", "text.1.q", "head", "image.q"])
+    ['text.*']
+    """
+    others = set(names) - set(wanted)
+    found = dict.fromkeys(_shortest_pattern(name, others) for name in wanted)
+    # Where blocks hold both, one pattern for all blocks, unless it says too much.
+    numbered = dict.fromkeys(re.sub(r"\.\d+(?=\.|$)", ".*", pattern) for pattern in found)
+    return list(found if any(matches(pattern, name) for pattern in numbered for name in others) else numbered)
+
+
+def _shortest_pattern(name: str, others: set[str]) -> str:
+    parts = name.split(".")
+    prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+    return next((f"{p}.*" for p in prefixes if not any(o == p or o.startswith(f"{p}.") for o in others)), name)
+
+
 def _inside_blocks(model: nn.Module, uses: list[Use]) -> set[str]:
     """The linear maps inside the blocks."""
     # No embeddings: T5 has one in a block, its position bias, which is a target only if it is named.

@@ -203,12 +203,29 @@ def observe_inputs(work: Workload, targets: Sequence[Target], statistics: Statis
             forward_only(model, batch)
 
 
+@torch.no_grad()
+def reached_inputs(work: Workload, targets: Sequence[Target]) -> set[str]:
+    """Names of the targets that a forward pass over the batches gives an input."""
+    model, reached = work.model, set[str]()
+    maps = instrumented(model, targets, ServedWeights(), on_input=lambda target, *_: reached.add(target.name))
+    with resharded(model), eval_mode(model), maps:
+        for batch in work.batches:
+            forward_only(model, send_to_device(batch, input_device(model)))
+    return reached
+
+
 def _check_loss(loss: Tensor, model: PreTrainedModel) -> None:
     if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.grad_fn is None:
         raise ValueError(
             f"the loss of {type(model).__name__} must be a scalar that depends on the matrices to prune, got "
-            f"{tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__}; check loss_fn and include."
+            f"{_described(loss)}; check loss_fn, include, and that the calibration reaches what include names."
         )
+
+
+def _described(loss: object) -> str:
+    if not isinstance(loss, Tensor):
+        return type(loss).__name__
+    return f"a tensor of shape {tuple(loss.shape)}" + ("" if loss.grad_fn else " that depends on none of them")
 
 
 def _check_finite(loss: Tensor, label: str) -> None:

@@ -18,7 +18,7 @@ from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.report.report import MatrixRow, Report
+from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
@@ -42,6 +42,7 @@ def build_report(context: RunContext, decision: PruningDecision, measured: Paire
         model={**_describe(model, targets), "processing_class": type(context.processing_class).__name__},
         config=config.to_dict(),
         matrices=rows,
+        unreached=[LeftOut(one.name, one.block, one.role, one.numel) for one in context.unreached],
         calibration=context.calibration.describe() if context.calibration else None,
         evaluation=None if measured is None else {**context.evaluation.describe(), **measured.to_dict()},
         selection=_selection(context, diagnostics, measured),
@@ -181,8 +182,8 @@ def _about_evidence(decision: PruningDecision, targets: int) -> list[str]:
         ", ..." if len(decision.unreached) > 3 else ""
     )
     return [
-        f"The calibration loss does not depend on {len(decision.unreached)} of {targets} matrices ({sample}): without "
-        "evidence they go last and by magnitude. Exclude them, or calibrate on what reaches them."
+        f"{len(decision.unreached)} of {targets} matrices belong to experts that no token was sent to ({sample}): "
+        "without evidence they go last and by magnitude. Calibrate on more text."
     ]
 
 

@@ -14,7 +14,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from gradprobe_hf.config import GradientThreshold, GradProbeConfig
-from gradprobe_hf.model.families import CAUSAL, PIPELINE_TAGS
+from gradprobe_hf.model.families import CAUSAL, PIPELINE_TAGS, stack_of
 from gradprobe_hf.report.plots import has_perplexities
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
@@ -43,6 +43,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         snippet=_snippet(report, where),
         evaluation=_evaluation(report),
         metric_name=_metric(report),
+        unreached=_unreached(report),
         selection=_chosen_by(report.selection, config),
         calibration=report.calibration,
         config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
@@ -217,6 +218,21 @@ def _evaluation(report: Report) -> dict[str, Any] | None:
         "plot": has_perplexities(report),
         "windows": measured["samples"],
     }
+
+
+def _unreached(report: Report) -> str:
+    """What was left out of the budget: each place in the model once, with its number of matrices."""
+    if not report.unreached:
+        return ""
+    places: dict[str, int] = {}
+    for one in report.unreached:
+        place = stack_of(one.block) if one.block else one.name
+        places[place] = places.get(place, 0) + 1
+    where = ", ".join(f"{count} in `{place}`" for place, count in places.items())
+    return (
+        f"{len(report.unreached)} further matrices ({where}; {sum(one.weights for one in report.unreached):,} weights) "
+        "are as they were, and not part of the budget: the calibration data does not reach them."
+    )
 
 
 def _chosen_by(selection: dict[str, Any] | None, config: GradProbeConfig) -> str:

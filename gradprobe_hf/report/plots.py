@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradprobe_hf.report.report import Report
+from gradprobe_hf.model.families import stack_of, tower_names
+from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
 
 # Imported where it draws: a run without pictures does not pay for it.
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DENSE, PRUNED, INK, MUTED = "#9aa5b1", "#2f6f9f", "#1f2933", "#616e7c"
+DENSE, PRUNED, INK, MUTED, ABSENT = "#9aa5b1", "#2f6f9f", "#1f2933", "#616e7c", "#d5d9dd"
 
 
 def save_plots(report: Report, directory: Path) -> list[Path]:
@@ -41,30 +43,76 @@ def has_perplexities(report: Report) -> bool:
     return all(value is not None and math.isfinite(value) for value in values)
 
 
-def sparsity_figure(report: Report) -> Figure:
-    """A map of the sparsity: blocks from left to right, kinds of matrix from top to bottom."""
-    blocks = list(dict.fromkeys(row.block for row in report.matrices))
-    roles = list(dict.fromkeys(row.role for row in report.matrices))
-    zeros, weights = np.zeros((2, len(roles), len(blocks)))
-    for row in report.matrices:  # the experts of one kind share a cell
-        cell = roles.index(row.role), blocks.index(row.block)
-        zeros[cell] += row.zeros_after
-        weights[cell] += row.weights
-    grid = np.divide(zeros, weights, out=np.full_like(zeros, np.nan), where=weights > 0)
-    from matplotlib.figure import Figure
+@dataclass(frozen=True)
+class SparsityGrid:
+    """The cells of a map of the sparsity.
 
+    Attributes:
+        rows: kinds of matrix, of each tower of the model its own.
+        columns: numbers of blocks in their tower, "-" for what lies outside of blocks.
+        sparsity: `[rows, columns]`, a fraction; NaN where there is no target.
+        left_out: bool `[rows, columns]`: a matrix is there that the calibration does not reach.
+    """
+
+    rows: list[str]
+    columns: list[str]
+    sparsity: np.ndarray
+    left_out: np.ndarray
+
+
+def sparsity_grid(report: Report) -> SparsityGrid:
+    """Where each matrix stands on the map; the experts of one kind share a cell."""
+    every: list[MatrixRow | LeftOut] = [*report.matrices, *report.unreached]
+    towers = tower_names(list(dict.fromkeys(stack_of(one.block) for one in every if one.block))) | {"": ""}
+    places = [
+        (f"{towers[stack_of(one.block) if one.block else '']} {one.role}".strip(), one.block.rsplit(".", 1)[-1] or "-")
+        for one in every
+    ]
+    rows = list(dict.fromkeys(row for row, _ in places))
+    columns = sorted({column for _, column in places}, key=lambda name: (name == "-", len(name), name))
+    zeros, weights, left_out = np.zeros((3, len(rows), len(columns)))
+    for one, (row, column) in zip(every, places, strict=True):
+        cell = rows.index(row), columns.index(column)
+        if isinstance(one, LeftOut):
+            left_out[cell] = True
+            continue
+        zeros[cell] += one.zeros_after
+        weights[cell] += one.weights
+    sparsity = np.divide(zeros, weights, out=np.full_like(zeros, np.nan), where=weights > 0)
+    return SparsityGrid(rows, columns, sparsity, left_out.astype(bool))
+
+
+def sparsity_figure(report: Report) -> Figure:
+    """A map of the sparsity: blocks from left to right, kinds of matrix from top to bottom.
+
+    A cell without a matrix is grey, one that was left out of the budget is hatched: neither looks like 0%.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch, Rectangle
+
+    grid = sparsity_grid(report)
     figure = Figure(
-        figsize=(max(5.0, 0.24 * len(blocks) + 3.2), max(2.6, 0.32 * len(roles) + 1.5)), layout="constrained"
+        figsize=(max(5.0, 0.24 * len(grid.columns) + 3.2), max(2.6, 0.32 * len(grid.rows) + 1.5)), layout="constrained"
     )
     axes = figure.add_subplot()
-    image = axes.imshow(grid, aspect="auto", cmap="Blues", vmin=0, vmax=1)
-    axes.set_yticks(range(len(roles)), roles, fontsize=8)
-    every = max(1, len(blocks) // 10)
-    labels = [block.rsplit(".", 1)[-1] if block else "-" for block in blocks]
-    axes.set_xticks(range(0, len(blocks), every), labels[::every], fontsize=8)
+    axes.set_facecolor(ABSENT)
+    image = axes.imshow(grid.sparsity, aspect="auto", cmap="Blues", vmin=0, vmax=1)
+    hatched = {"facecolor": "white", "edgecolor": MUTED, "hatch": "////", "linewidth": 0}
+    for row, column in np.argwhere(grid.left_out):
+        axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **hatched))
+    axes.set_yticks(range(len(grid.rows)), grid.rows, fontsize=8)
+    every = max(1, len(grid.columns) // 10)
+    axes.set_xticks(range(0, len(grid.columns), every), grid.columns[::every], fontsize=8)
     axes.set_xlabel("block", color=MUTED)
     axes.set_title(f"Zeros in every matrix, {report.sparsity:.1%} in all", loc="left", color=INK, fontsize=11)
     axes.spines[:].set_visible(False)
+    keys = []
+    if (np.isnan(grid.sparsity) & ~grid.left_out).any():
+        keys.append(Patch(facecolor=ABSENT, label="no matrix"))
+    if grid.left_out.any():
+        keys.append(Patch(**hatched, label="not reached, left as it was"))
+    if keys:
+        figure.legend(handles=keys, loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     bar = figure.colorbar(image, ax=axes, format=lambda x, _: f"{x:.0%}")
     bar.outline.set_visible(False)
     return figure

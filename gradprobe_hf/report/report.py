@@ -46,6 +46,16 @@ class MatrixRow:
 
 
 @dataclass(frozen=True)
+class LeftOut:
+    """A matrix that was asked for and is as it was, outside of the budget: the calibration does not reach it."""
+
+    name: str
+    block: str
+    role: str
+    weights: int
+
+
+@dataclass(frozen=True)
 class Group:
     """Matrices taken together: a block, or a role over all blocks."""
 
@@ -66,6 +76,7 @@ class Report:
         model: name, class, sizes.
         config: as plain data.
         matrices: one row each.
+        unreached: matrices that were asked for and left out.
         calibration, evaluation: source, protocol and fingerprint of the texts; dense and pruned measurements, and the
             `divergence` of one from the other, where they predict tokens.
         selection: what chose the sparsity with `max_metric_drop`: the text (another half of what `evaluation` was drawn
@@ -81,6 +92,7 @@ class Report:
     model: dict[str, Any]
     config: dict[str, Any]
     matrices: list[MatrixRow]
+    unreached: list[LeftOut] = field(default_factory=list)
     calibration: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
     selection: dict[str, Any] | None = None

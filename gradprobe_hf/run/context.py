@@ -62,6 +62,7 @@ class RunContext:
     Attributes:
         calibration: batches to calibrate on; empty where the method reads none.
         evaluation: batches to measure on; empty where nothing is measured.
+        unreached: matrices that were asked for and are no targets, because the calibration does not reach them.
         selection: batches that a sparsity or a threshold is chosen by, none of them in `evaluation`; empty where
             nothing is chosen so.
         checkpointing: whether blocks are recomputed in backward.
@@ -79,6 +80,7 @@ class RunContext:
     config: GradProbeConfig
     calibration: Batches
     evaluation: Batches
+    unreached: tuple[Target, ...] = ()
     selection: Batches = field(default_factory=Batches.none)
     loss_fn: LossFunction | None = None
     processes: Processes = field(default_factory=Processes)

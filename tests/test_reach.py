@@ -1,0 +1,210 @@
+"""What the calibration does not reach is no target: neither pruned, nor paid for by what is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from accelerate import disk_offload
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from gradprobe_hf import GradProbeConfig, compare_pretrained, sweep_gradient_thresholds
+from gradprobe_hf.model.targets import covering_patterns, find_targets
+from gradprobe_hf.report.card import build_card
+from gradprobe_hf.report.plots import sparsity_grid
+from tests import cases
+
+IMAGE = 259  # the token that an image's patches take the place of
+
+
+def llava(vision_layers=1):
+    """A language model of two blocks, and a vision tower that is smaller unless it has many."""
+    torch.manual_seed(0)
+    vision = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=vision_layers, num_attention_heads=4, image_size=8,
+        patch_size=4,
+    )  # fmt: skip
+    text = LlamaConfig(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=64, **cases.CAUSAL,
+    )  # fmt: skip
+    config = LlavaConfig(
+        vision_config=vision, text_config=text, image_token_index=IMAGE, vision_feature_layer=-1,
+        vision_feature_select_strategy="default",
+    )  # fmt: skip
+    model = LlavaForConditionalGeneration(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def texts(batches=3):
+    generator = torch.Generator().manual_seed(1)
+    ids = [torch.randint(256, (2, 12), generator=generator) for _ in range(batches)]
+    return [{"input_ids": one, "labels": one.clone()} for one in ids]
+
+
+def captions():
+    """Texts that begin with the four patches of an image."""
+    generator = torch.Generator().manual_seed(2)
+    return [
+        {
+            **{name: torch.cat([torch.full((2, 4), fill), ids], 1) for name, ids, fill in _with_patches(batch)},
+            "pixel_values": torch.randn(2, 3, 8, 8, generator=generator),
+        }
+        for batch in texts()
+    ]
+
+
+def _with_patches(batch):
+    return ("input_ids", batch["input_ids"], IMAGE), ("labels", batch["labels"], -100)
+
+
+def in_vision(name):
+    return "vision" in name
+
+
+def weights(model, chosen):
+    return sum(target.numel for target in find_targets(model) if chosen(target.name))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"probes": 1}, {"score": "wanda"}, {"preset": "best"}, {"update": "sparsegpt"}, {"checkpointing": True}],
+    ids=str,
+)
+def test_text_alone_prunes_the_language_model_to_what_was_asked_and_nothing_else(options, caplog):
+    model = llava()
+    before = cases.bits(model)
+    found = cases.prune(model, texts(), apply=True, **options)
+    assert found.masks
+    assert not any(map(in_vision, found.masks))
+    assert not any(map(in_vision, cases.changed(model, before)))
+    language = weights(model, lambda name: not in_vision(name))
+    pruned = sum(int(mask.sum()) for mask in found.masks.values())
+    assert pruned == pytest.approx(language / 2, abs=100), "not the whole model's budget, spent on a part of it"
+    left_out = {one.name for one in found.report.unreached}
+    assert left_out == {target.name for target in find_targets(model) if in_vision(target.name)}
+    said = [record.message for record in caplog.records if "does not reach them" in record.message]
+    assert len(said) == 1, "once, before the work"
+    card = str(build_card(found.report, found.config, {}, "here"))
+    assert "6 further matrices (6 in `model.vision_tower.encoder.layers`" in card.replace("vision_model.", "")
+
+
+def test_what_reaches_everything_leaves_nothing_out(caplog):
+    found = cases.prune(llava(), captions())
+    assert any(map(in_vision, found.masks))
+    assert found.report.unreached == []
+    assert "does not reach" not in caplog.text
+
+
+def test_every_batch_is_asked_before_a_matrix_is_left_out():
+    assert cases.prune(llava(), [*texts(2), captions()[0]]).report.unreached == []
+
+
+def test_one_batch_is_enough_where_it_reaches_everything():
+    seen = []
+
+    def loss(model, batch):
+        seen.append(batch["input_ids"])
+        logits = model(**batch).logits
+        return logits.float().square().sum()
+
+    batches = cases.batches("llama", rows=6, batch_size=2)
+    cases.prune(cases.build("llama"), batches, probes=1, loss_fn=loss)
+    assert len(seen) == 1 + len(batches)
+    assert torch.equal(seen[0], batches[0]["input_ids"])
+
+
+def test_a_method_that_reads_no_text_prunes_everything():
+    found = cases.prune(llava(), None, score="magnitude")
+    assert any(map(in_vision, found.masks))
+    assert found.report.unreached == []
+
+
+def test_less_than_half_is_an_error_that_names_a_pattern_which_works():
+    model = llava(vision_layers=4)
+    before = cases.bits(model)
+    with pytest.raises(ValueError, match=r"reaches 14 of 38 matrices, \d+% of the weights") as refusal:
+        cases.prune(model, texts(), apply=True)
+    assert cases.changed(model, before) == []
+    include = ["model.language_model.layers.*"]
+    assert f"include={include}" in str(refusal.value)
+    assert "--include 'model.language_model.layers.*'" in str(refusal.value)
+    found = cases.prune(model, texts(), include=include)
+    assert set(found.masks) == {target.name for target in find_targets(model) if not in_vision(target.name)}
+    assert found.report.unreached == []
+
+
+@pytest.mark.parametrize("include", [["*vision_tower*"], ["model.language_model.layers.*", "*vision_tower*"]])
+def test_what_is_asked_for_by_name_has_to_be_reached(include):
+    with pytest.raises(ValueError, match=r"no calibration batch reaches|depends on none of them"):
+        cases.prune(llava(), texts(), include=include)
+    with pytest.raises(ValueError, match=r"'\*vision_tower\*' asks for 6 matrices that no calibration batch reaches"):
+        cases.prune(llava(), texts(), include=include, score="wanda")
+
+
+def test_a_threshold_for_what_is_left_out_is_refused_before_the_probes():
+    limits = {"*vision*": 0.1, "*": 0.2}
+    with pytest.raises(ValueError, match="decides about no matrix"):
+        cases.prune(llava(), texts(), rule="threshold", gradient_threshold=limits)
+
+
+def first_two_blocks(model, batch):
+    """A loss that the last of three blocks has no part in."""
+    return model.model(**batch, output_hidden_states=True).hidden_states[2].square().sum()
+
+
+def test_a_loss_of_ones_own_decides_what_is_reached():
+    model = cases.build("llama")
+    found = cases.prune(model, cases.batches("llama"), loss_fn=first_two_blocks)
+    assert not any(".layers.2." in name for name in found.masks)
+    assert len(found.report.unreached) == 7
+    assert found.report.sparsity == pytest.approx(0.5, abs=1e-4)
+
+
+def test_of_a_model_on_disk_the_same_is_reached(tmp_path):
+    wanted = cases.prune(cases.build("llama"), cases.batches("llama"), loss_fn=first_two_blocks)
+    model = cases.build("llama")
+    disk_offload(model, str(tmp_path), execution_device=torch.device("cpu"))
+    found = cases.prune(model, cases.batches("llama"), loss_fn=first_two_blocks)
+    assert cases.differing(wanted.masks, found.masks) == 0
+    assert found.report.unreached == wanted.report.unreached
+
+
+def test_rows_of_a_comparison_and_of_a_sweep_are_of_what_is_reached():
+    with_text = {"calibration": texts(), "evaluation": texts(1), "progress": False}
+    configs = {name: GradProbeConfig(score=name) for name in ("magnitude", "wanda", "fisher")}
+    language = weights(llava(), lambda name: not in_vision(name))
+    compared = compare_pretrained(llava(), configs=configs, **with_text)
+    assert [row.weights for row in compared.rows] == [language] * 3
+    swept = sweep_gradient_thresholds(llava(), [0.0], **with_text)
+    assert swept.rows[0].zeros <= language / 2 + 100
+
+
+def test_the_map_tells_towers_apart_and_what_is_left_out_from_what_is_empty():
+    grid = sparsity_grid(cases.prune(llava(), texts()).report)
+    assert "vision self_attn.q_proj" in grid.rows
+    assert "text self_attn.q_proj" in grid.rows
+    assert grid.columns == ["0", "1"]
+    seen = grid.rows.index("vision self_attn.q_proj")
+    assert grid.left_out[seen].tolist() == [True, False], "a tower of one block"
+    assert np.isnan(grid.sparsity[seen]).all()
+    assert not np.isnan(grid.sparsity[grid.rows.index("text self_attn.q_proj")]).any()
+    both = sparsity_grid(cases.prune(llava(), captions()).report)
+    assert not both.left_out.any()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "others", "patterns"),
+    [
+        (["a.b.0.q", "a.b.1.q"], ["a.embed", "c.0.q"], ["a.b.*"]),
+        (["a.0.q", "a.1.q"], ["a.0.k", "a.1.k"], ["a.*.q"]),
+        (["a.0.q", "a.1.k"], ["a.0.k", "a.1.q"], ["a.0.q", "a.1.k"]),
+        (["a.q"], [], ["a.*"]),
+    ],
+)
+def test_patterns_cover_what_is_wanted_and_no_more(wanted, others, patterns):
+    assert covering_patterns(wanted, [*wanted, *others]) == patterns
