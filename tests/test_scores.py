@@ -28,12 +28,9 @@ def test_magnitude_and_wanda_are_what_they_are_called():
 
 def test_an_expert_that_sees_no_token_is_pruned_last_and_named():
     model = cases.build("mixtral")
-    for layer in model.model.layers:  # its logit is far below the others, whatever the token
-        layer.post_attention_layernorm.weight.zero_()
-        layer.post_attention_layernorm.weight[0] = 1.0
-        layer.mlp.gate.weight.zero_()
-        layer.mlp.gate.weight[:, 0] = torch.tensor([2.0, 1.0, 1.5, 0.0])
-    found = cases.prune(model, positive(model, cases.batches("mixtral")))
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _gate, _args, out: (*out[:2], out[2].clamp(max=2)))
+    found = cases.prune(model, cases.batches("mixtral"))
     unseen = [name for name in found.masks if name.endswith("[3]")]
     assert unseen
     assert not any(found.masks[name].any() for name in unseen)
