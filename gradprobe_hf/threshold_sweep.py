@@ -127,9 +127,11 @@ def sweep_gradient_thresholds(
     if max_metric_drop is not None:
         loaded = choosing_apart(loaded)
     with open_run(loaded) as context:
-        context = reachable(context)
         for one in wanted:
             thresholds_of(context.targets, one)  # says which pattern does not fit, before any work
+        context = reachable(context)
+        for one in wanted:
+            thresholds_of(context.targets, one)  # nor any that names only what is left out
         comparison, diagnostics = Comparison(context), Diagnostics()
         chosen_by = context.selection or context.evaluation
         dense = comparison.measured(None, "dense", chosen_by)

@@ -13,6 +13,7 @@ from gradprobe_hf.cli import main
 from gradprobe_hf.comparison import rows
 from gradprobe_hf.comparison.baselines import BASELINES, baselines
 from gradprobe_hf.comparison.rows import Comparison
+from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run import probe_pair, schedule
 from tests import cases
@@ -122,21 +123,28 @@ def test_a_baseline_that_cannot_be_is_left_out_and_named(caplog):
     assert "sparsegpt is left out of the comparison: lm_head.weight" in caplog.text
 
 
-def with_a_block_that_never_runs():
+def with_a_block_that_runs_twice():
     model = cases.build("llama")
-    model.config.num_hidden_layers -= 1
+    first, second = model.model.layers[:2]
+    plain = second.forward
+    second.forward = lambda hidden, **more: plain(first(hidden, **more), **more)
     return model
 
 
 def test_a_baseline_that_turns_out_not_to_be_is_left_out_and_named(caplog):
-    found = compared(with_a_block_that_never_runs())
+    found = compared(with_a_block_that_runs_twice())
     assert [row.method for row in found.rows] == ["magnitude", "wanda", "one probe", "two probes"]
-    assert "one probe + admm is left out of the comparison: model.layers.2 runs 0 times" in caplog.text
+    assert "one probe + admm is left out of the comparison: model.layers.0 runs 2 times" in caplog.text
 
 
 def test_a_comparison_of_nothing_is_an_error():
+    seen = []
+
     def broken(model, batch):
-        raise ValueError("no such label")
+        seen.append(batch)
+        if len(seen) > 1:  # the first batch alone is run to see what it reaches
+            raise ValueError("no such label")
+        return summed_loss(model, batch)[0]
 
     texts = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9), "progress": False}
     config = cases.config()
@@ -154,13 +162,15 @@ def test_a_comparison_of_nothing_is_an_error():
 
 
 def test_blocks_that_cannot_be_reconstructed_are_found_before_any_probe():
-    with pytest.raises(ValueError, match=r"model\.layers\.2 runs 0 times"):
+    seen = []
+    with pytest.raises(ValueError, match=r"model\.layers\.0 runs 2 times"):
         cases.prune(
-            with_a_block_that_never_runs(),
+            with_a_block_that_runs_twice(),
             cases.batches("llama"),
             preset="best",
-            loss_fn=lambda *_: pytest.fail("work began"),
+            loss_fn=lambda *args: seen.append(1) or summed_loss(*args)[0],
         )
+    assert len(seen) == 1, "to see what is reached"
 
 
 @pytest.mark.parametrize(
