@@ -75,12 +75,18 @@ MOMENTS = {
 
 @contextmanager
 def watched(kind, at=None, then=None):
-    """Count the calls of a moment; in the `at`-th do something else first."""
+    """Count the calls of a moment; in the `at`-th do something else first.
+
+    Every run begins with a batch to see what it reaches, also one that goes on: that one does not count.
+    """
     module, name = MOMENTS[kind]
-    owner, calls = import_module(module), []
+    owner, calls, before = import_module(module), [], [1] if kind == "batch" else []
     real = getattr(owner, name)
 
     def call(*args, **kwargs):
+        if before:
+            before.pop()
+            return real(*args, **kwargs)
         calls.append(1)
         if len(calls) == at:
             then()
@@ -228,7 +234,7 @@ def test_what_was_done_is_not_done_again(tmp_path):
 
     def failing(model, batch):
         calls.append(1)
-        if len(calls) == 14:  # the sixth batch of the second probe
+        if len(calls) == 1 + 14:  # behind the first pass, the sixth batch of the second probe
             raise RuntimeError("on purpose")
         return summed_loss(model, batch)[0]
 
@@ -237,7 +243,7 @@ def test_what_was_done_is_not_done_again(tmp_path):
         run(tmp_path / "state", loss_fn=failing, sparsity=0.5)
     assert states(tmp_path / "state") == ["probe-1-4"]
     assert_same(run(tmp_path / "state", loss_fn=failing, sparsity=0.5), wanted)
-    assert len(calls) == 14 + 4, "batches 5 to 8 of the second probe, and none of the first"
+    assert len(calls) == 15 + 1 + 4, "batches 5 to 8 of the second probe, and none of the first"
 
 
 def test_a_state_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
@@ -271,12 +277,12 @@ def interrupted(folder, **options):
 
 
 def failing_at(number):
-    """A loss that cannot be computed once: of the batch with this number, from 1."""
+    """A loss that cannot be computed once: of the batch with this number, from 1, behind the one that is run first."""
     calls = []
 
     def failing(model, batch):
         calls.append(1)
-        if len(calls) == number:
+        if len(calls) == 1 + number:
             raise RuntimeError("on purpose")
         return summed_loss(model, batch)[0]
 
