@@ -97,7 +97,7 @@ def sparsity_figure(report: Report) -> Figure:
     axes = figure.add_subplot()
     axes.set_facecolor(ABSENT)
     image = axes.imshow(grid.sparsity, aspect="auto", cmap="Blues", vmin=0, vmax=1)
-    hatched = {"facecolor": "white", "edgecolor": MUTED, "hatch": "////", "linewidth": 0}
+    hatched: dict[str, Any] = {"facecolor": "white", "edgecolor": MUTED, "hatch": "////", "linewidth": 0}
     for row, column in np.argwhere(grid.left_out):
         axes.add_patch(Rectangle((column - 0.5, row - 0.5), 1, 1, **hatched))
     axes.set_yticks(range(len(grid.rows)), grid.rows, fontsize=8)
