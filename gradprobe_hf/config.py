@@ -13,11 +13,13 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal, get_args
 
 import yaml
 from huggingface_hub import hf_hub_download
 
+from gradprobe_hf.data.text_options import template_columns
 from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
 from gradprobe_hf.decisions.table import DECISIONS, RULES, Decision
 from gradprobe_hf.runtime.option_checks import check_drop, number, one_of, patterns, rounds, threshold, whole
@@ -121,6 +123,15 @@ class GradProbeConfig:
         exclude: patterns of modules to leave dense.
         num_samples: calibration windows, or rows of an already tokenised dataset.
         sequence_length: tokens in a window.
+        text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,
+            `prompt` and `completion`, `text`, or the only column of texts.
+        text_template: several columns as one text, `"{instruction}\\n{output}"` say.
+        assistant_only_loss: count only what the assistant says in a chat, and what ends its turn. Without it all tokens
+            count, the user's too.
+        packing: cut windows from all documents joined. Otherwise each window is one document, cut off at
+            `sequence_length`, or padded and masked.
+        document_separator: what is between documents that are packed: a text, or `"eos"` for the tokenizer's EOS token.
+            Default: a blank line between texts, nothing between chats.
         add_special_tokens: begin each window of text as the tokenizer begins a text, with a BOS say, which counts as
             one of the window's tokens. BERT-like models: end it so, too.
         evaluation_samples: windows to measure perplexity on.
@@ -166,6 +177,11 @@ class GradProbeConfig:
     exclude: Sequence[str] = ()
     num_samples: int = 128
     sequence_length: int = 512
+    text_column: str | None = None
+    text_template: str | None = None
+    assistant_only_loss: bool = False
+    packing: bool = True
+    document_separator: str | None = None
     add_special_tokens: bool = True
     evaluation_samples: int = 20
     seed: int = 0
@@ -203,6 +219,10 @@ class GradProbeConfig:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        for name in _TEXTS:
+            if not isinstance(getattr(self, name), (str, NoneType)):
+                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}.")
+        self._check_columns()
         if self.checkpointing != "auto" and not isinstance(self.checkpointing, bool):
             raise ValueError(f"checkpointing must be True, False or 'auto', got {self.checkpointing!r}.")
         for name, least in _WHOLE.items():
@@ -214,6 +234,18 @@ class GradProbeConfig:
                 number(name, getattr(self, name), wanted, holds)
         if self.max_metric_drop is not None:
             check_drop(self.max_metric_drop)
+
+    def _check_columns(self) -> None:
+        if self.text_column is not None and self.text_template is not None:
+            raise ValueError(
+                f"text_column={self.text_column!r} and text_template={self.text_template!r} both say what the text is; "
+                "leave one of them unset."
+            )
+        if self.text_template is not None and not template_columns(self.text_template):
+            raise ValueError(
+                "text_template must name columns in braces, like '{instruction} {output}', got "
+                f"{self.text_template!r}."
+            )
 
     def _preset_values(self) -> dict[str, Any]:
         """What the preset comes to, beside the options that are given."""
@@ -497,7 +529,8 @@ CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
     "accumulator_dtype": get_args(AccumulatorDtype),
     "accumulator_device": get_args(AccumulatorDevice),
 }
-_SWITCHES = ("add_special_tokens",)
+_SWITCHES = ("add_special_tokens", "assistant_only_loss", "packing")
+_TEXTS = ("text_column", "text_template", "document_separator")
 _WHOLE = {  # the least of each
     "num_samples": 1,
     "evaluation_samples": 1,
@@ -525,6 +558,7 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
     "damping": (lambda c: c.updates, "a weight update (update='admm', ...)"),
     "block_order": (lambda c: c.order == "sequential", "order='sequential'"),
+    "document_separator": (lambda c: c.packing, "packing=True"),
     "blocks_per_step": (lambda c: c.order == "sequential", "order='sequential'"),
     "initial_sparsity": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
     "sparsity_step": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),

@@ -151,8 +151,10 @@ def test_a_stream_is_read_only_as_far_as_needed(tmp_path, monkeypatch, text_file
 def test_too_little_text_says_how_much_there_is_and_how_much_is_needed():
     with pytest.raises(ValueError, match=r"holds 22 tokens.*1 full windows of 16; 4 windows need 64"):
         load(["only twenty-two letters"[:22]])
-    with pytest.raises(ValueError, match="holds 0 tokens"):
+    with pytest.raises(ValueError, match="there is no text in 3 texts"):
         load([""] * 3)
+    with pytest.raises(ValueError, match="there is no text in 2 texts, only white space"):
+        load([" \n" * 100, "\t"])
 
 
 def test_pydoc_is_there_and_its_parts_share_no_paragraph():
@@ -208,6 +210,21 @@ def test_a_loader_that_shuffles_gives_the_same_batches_twice():
         ([], ValueError, "holds no batches"),
         (iter([{"input_ids": torch.ones(1, 2)}]), ValueError, "re-iterable"),
         ([{"input_ids": [1, 2]}], ValueError, "mapping of tensors"),
+        ([(torch.ones(1, 2), torch.ones(1))], ValueError, "list of batches must hold dicts of tensors"),
+        ([{"input_ids": torch.rand(1, 4)}], ValueError, "input_ids must be whole numbers, got torch.float32"),
+        ([{"input_ids": torch.tensor([[1, 260]])}], ValueError, "hold 260.*has 260 embeddings, for ids from 0 to 259"),
+        ([{"input_ids": torch.tensor([[1, -1]])}], ValueError, "hold -1.*has 260 embeddings"),
+        (
+            [{"input_ids": torch.tensor([[1, 2]]), "labels": torch.tensor([[-100, 300]])}],
+            ValueError,
+            "labels of list hold 300",
+        ),
+        ("", ValueError, "which is empty"),
+        ("texts/train.docx", ValueError, "no such file or folder"),
+        ("tests/no-such-folder", ValueError, "no such file or folder"),  # the folder `tests` is here
+        ({}, ValueError, "must name its texts"),
+        ({"pydoc": 0}, ValueError, "the weight of 'pydoc' must be a number > 0, got 0"),
+        ({"pydoc": 1, "self": 1e-9}, ValueError, "of 4 samples none would be of 'self'"),
     ],
 )
 def test_what_cannot_be_read_is_refused(source, error, message):
@@ -261,12 +278,12 @@ def test_a_folder_of_several_formats_is_refused(tmp_path):
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_an_empty_file_is_refused(name, content, tmp_path):
     (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=r"is empty|cannot be read|holds \d tokens|dataset is empty"):
+    with pytest.raises(ValueError, match=r"is empty|cannot be read|there is no text"):
         load(str(tmp_path / name))
 
 
 def test_columns_without_one_text_are_named():
-    with pytest.raises(ValueError, match="its columns are question, answer"):
+    with pytest.raises(ValueError, match="its columns are 'question', 'answer'"):
         load(Dataset.from_dict({"question": ["a"], "answer": ["b"]}))
 
 

@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 from docstring_parser import parse
 
 from gradprobe_hf.cli.options import OPTIONS, VerbParser, given
-from gradprobe_hf.cli.values import kind, reader
+from gradprobe_hf.cli.values import kind, reader, with_line_breaks
 from gradprobe_hf.config import CHOICES, METHOD, GradProbeConfig
 from gradprobe_hf.runtime.yaml_options import read_yaml
 
@@ -31,6 +31,7 @@ HEADINGS = {
     "save_every": "long runs",
 }
 CONFIG_FIELDS = tuple(field.name for field in fields(GradProbeConfig))
+_TEXTS = ("text_template", "document_separator")
 PRESET_FIELDS = ("preset", *METHOD, "dense_target")
 
 
@@ -58,6 +59,8 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
         return {"choices": choices, "type": type(choices[0])}
     if hint == Sequence[str]:
         return {"action": "append", "metavar": "PATTERN"}
+    if name in _TEXTS:
+        return {"metavar": "TEXT", "type": with_line_breaks}
     if hint is str:
         return {"metavar": name.upper()}
     return {"type": reader(hint), "metavar": kind(hint).metavar}

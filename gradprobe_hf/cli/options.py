@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from gradprobe_hf.cli.values import device_map, json_object, text_or_none
+from gradprobe_hf.cli.values import Mixture, device_map, json_object, text_or_none
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "options": {
@@ -32,9 +32,11 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "data": {
         "calibration": {
             "default": "pydoc",
+            "nargs": "+",
+            "action": Mixture,
             "metavar": "SPEC",
-            "help": "text to measure gradients on, or 'self' for text of the model's own (default: pydoc, the Python "
-            "manual)",
+            "help": "text to measure gradients on, or 'self' for text of the model's own; several make a mixture, "
+            "SPEC=WEIGHT says how much of each (default: pydoc, the Python manual)",
         },
         "evaluation": {
             "type": text_or_none,
@@ -67,7 +69,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
 SOURCE = tuple(OPTIONS["which model"])
 PLACEMENT = tuple(OPTIONS["memory"])
 
-_SPEC = "SPEC: 'pydoc', a .txt, .jsonl or .parquet file or a folder of them, or a Hub dataset id[:config[:split]]"
+_SPEC = (
+    "SPEC: 'pydoc', a .txt, .jsonl, .parquet, .csv or .tsv file or a folder of them, or a Hub dataset "
+    "id[:config[:split]]"
+)
 
 
 class VerbParser(argparse.ArgumentParser):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
@@ -33,6 +35,42 @@ def device_map(text: str) -> str | dict[Any, Any]:
 def text_or_none(text: str) -> str | bool:
     """False for 'none', as `prune_pretrained` has it."""
     return text != "none" and text
+
+
+class Mixture(argparse.Action):
+    """Collects `SPEC[=WEIGHT] ...`: one without a weight as it is, otherwise a dict of names and weights."""
+
+    def __call__(self, _parser: Any, options: argparse.Namespace, values: Any, _option: str | None = None) -> None:
+        try:
+            setattr(options, self.dest, mixture(values))
+        except ValueError as error:
+            raise argparse.ArgumentError(self, str(error)) from error
+
+
+def mixture(specs: Sequence[str]) -> str | dict[str, float]:
+    """
+    >>> mixture(["pydoc"]), mixture(["a.jsonl=2", "pydoc"])
+    ('pydoc', {'a.jsonl': 2.0, 'pydoc': 1.0})
+    """
+    if len(specs) == 1:  # a share of all
+        return _weighted(specs[0])[0]
+    found: dict[str, float] = {}
+    for spec in specs:
+        name, weight = _weighted(spec)
+        if name in found:
+            raise ValueError(f"{name!r} is named twice")
+        found[name] = weight
+    return found
+
+
+def _weighted(spec: str) -> tuple[str, float]:
+    found = None if Path(spec).exists() else re.fullmatch(r"(.+)=(\d+(?:\.\d+)?)", spec)
+    return (found[1], float(found[2])) if found else (spec, 1.0)
+
+
+def with_line_breaks(text: str) -> str:
+    """A shell passes a backslash and an n on as they are, where a line break is meant."""
+    return text.replace("\\n", "\n").replace("\\t", "\t")
 
 
 def _numbers(text: str) -> tuple[float, ...]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from gradprobe_hf.model.families import IGNORED
 
@@ -24,6 +25,7 @@ class Batches:
         tokens: tokens without padding; rows where there are no `input_ids`.
         protocol: how windows were cut and drawn, in words.
         dataset_id: the Hub dataset, if it is one.
+        example: the first text, where a template has rendered it.
     """
 
     items: tuple[dict[str, Any], ...]
@@ -32,6 +34,7 @@ class Batches:
     tokens: int
     protocol: str
     dataset_id: str | None = None
+    example: str | None = None
 
     @classmethod
     def none(cls) -> Batches:
@@ -117,6 +120,7 @@ class Batches:
             "protocol": self.protocol,
             "dataset_id": self.dataset_id,
             "fingerprint": self.fingerprint,
+            **({"example": self.example} if self.example is not None else {}),
         }
 
 
@@ -129,41 +133,34 @@ def _row_bytes(batches: Batches) -> set[bytes]:
     return {row.numpy().tobytes() for batch in batches if "input_ids" in batch for row in batch["input_ids"]}
 
 
-def from_windows(windows: Tensor, batch_size: int, unpredicted: int = 0, **described: Any) -> Batches:
-    """Full windows of token ids `[samples, tokens]`: no padding, so no attention mask.
-
-    Args:
-        unpredicted: how many tokens at the beginning of each are no part of the loss.
-    """
-    whole = {"input_ids": windows}
-    if unpredicted > 1:  # the first token of a window is never predicted: labels for it are not needed
-        whole["labels"] = windows.clone()
-        whole["labels"][:, :unpredicted] = IGNORED
-    items = [
-        {name: values[start : start + batch_size].contiguous() for name, values in whole.items()}
-        for start in range(0, len(windows), batch_size)
-    ]
-    return Batches(items=tuple(items), samples=len(windows), tokens=windows.numel(), **described)
-
-
-def from_rows(rows: list[dict[str, Tensor]], batch_size: int, pad_token_id: int, **described: Any) -> Batches:
-    """Tokenised rows of unequal lengths, padded on the right within each batch, and masked."""
+def from_rows(rows: Sequence[Mapping[str, Tensor]], batch_size: int, pad_token_id: int, **described: Any) -> Batches:
+    """Rows of token ids `[tokens]`; where their lengths differ, padded on the right within each batch, and masked."""
+    masked = any("attention_mask" in row for row in rows) or len({len(row["input_ids"]) for row in rows}) > 1
+    labelled = any("labels" in row for row in rows)
     fill = {"input_ids": pad_token_id, "labels": IGNORED}
     items = []
     for start in range(0, len(rows), batch_size):
-        part = [
-            {"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows[start : start + batch_size]
-        ]
+        part = [_completed(row, masked, labelled) for row in rows[start : start + batch_size]]
         items.append(
             {
-                name: torch.nn.utils.rnn.pad_sequence(
-                    [row[name] for row in part], batch_first=True, padding_value=fill.get(name, 0)
-                )
+                name: pad_sequence([row[name] for row in part], batch_first=True, padding_value=fill.get(name, 0))
                 for name in part[0]
             }
         )
-    tokens = sum(int(item["attention_mask"].sum()) for item in items)
+    tokens = sum(map(_token_count, items))
     return Batches(items=tuple(items), samples=len(rows), tokens=tokens, **described)
+
+
+def from_windows(windows: Tensor, batch_size: int, **described: Any) -> Batches:
+    """Full windows of token ids `[samples, tokens]`: no padding, so no attention mask."""
+    return from_rows([{"input_ids": window} for window in windows], batch_size, 0, **described)
+
+
+def _completed(row: Mapping[str, Tensor], masked: bool, labelled: bool) -> dict[str, Tensor]:
+    """A row with a mask and labels where others have them: all of it counts."""
+    mask = {"attention_mask": torch.ones_like(row["input_ids"])} if masked else {}
+    labels = {"labels": row["input_ids"]} if labelled else {}
+    return {**mask, **labels, **row}
 
 
 def from_iterable(source: Iterable[Any], name: str) -> Batches:
@@ -181,7 +178,8 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
     for batch in source:
         if not isinstance(batch, Mapping) or not any(isinstance(value, Tensor) for value in batch.values()):
             raise ValueError(
-                f"a batch must be a mapping of tensors that model(**batch) accepts, got {type(batch).__name__}."
+                f"a batch must be a mapping of tensors that model(**batch) accepts, got {type(batch).__name__}. Name "
+                "them: {'input_ids': ..., 'attention_mask': ...}."
             )
         items.append({k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in batch.items()})
     if not items:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -18,7 +18,23 @@ if TYPE_CHECKING:
 
 STREAMED_FROM_BYTES = 256 * 2**20
 SHUFFLE_BUFFER = 10_000
-FORMATS = {".txt": "text", ".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+# A file's ending -> the loader of `datasets`, and its options. "NA" is a text like any other; and tabs need no quotes,
+# so that a quotation mark in a .tsv is one (3: csv.QUOTE_NONE), and does not swallow the rows up to the next.
+_CSV = {"keep_default_na": False}
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    ".txt": ("text", {}),
+    ".jsonl": ("json", {}),
+    ".json": ("json", {}),
+    ".parquet": ("parquet", {}),
+    ".csv": ("csv", _CSV),
+    ".tsv": ("csv", {**_CSV, "sep": "\t", "quoting": 3}),
+}
+NAMED = ".txt, .jsonl, .parquet, .csv or .tsv"
+# Endings of files, not of data sets: who names one means a path.
+_FILE_ENDING = re.compile(
+    r"\.(\w*[a-z]\w*\.)?(docx?|pdf|md|rst|html?|xlsx?|xml|ya?ml|arrow|zip|gz|zst|bz2|xz|tar|log|py|pt|bin)"
+)
 # In order of preference: with two splits or more, calibration and evaluation read different ones.
 SPLITS = {"calibration": ("train", "validation", "test"), "evaluation": ("test", "validation", "train")}
 
@@ -27,46 +43,47 @@ Rows: TypeAlias = "Dataset | IterableDataset | list[str]"
 
 @dataclass(frozen=True)
 class Source:
-    """Rows of a dataset, or plain texts, and their name in a report."""
+    """Rows of a dataset, or plain texts, and their name in a report.
+
+    Attributes:
+        is_plain: whether it is text without columns: a list of texts, or .txt files.
+    """
 
     rows: Rows
     name: str
     dataset_id: str | None = None
+    is_plain: bool = False
 
 
 def open_source(spec: str, part: str, seed: int) -> Source:
-    """Open a path (file or folder of .txt, .jsonl, .parquet) or a Hub dataset `id[:config[:split]]`.
+    """Open a path (a file or a folder of one kind) or a Hub dataset `id[:config[:split]]`.
 
     Raises:
         ValueError: no such file, or a format that is not supported.
         OSError: no such dataset, or the Hub cannot be reached.
     """
-    path = Path(spec)
+    if not spec.strip():
+        raise ValueError(f"a text to calibrate or measure on is named by {spec!r}, which is empty. {_WHAT_NAMES_TEXT}")
+    path = Path(spec).expanduser()
     if path.exists():
         return _local(path, seed)
-    if (
-        spec.startswith((".", "/", "~"))
-        or path.suffix in FORMATS
-        or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}", spec)
-    ):
-        raise ValueError(
-            f"no such file or folder: {spec!r}. Text is named by a path (.txt, .jsonl, .parquet or a folder of them), "
-            "a Hub dataset 'id', 'id:config' or 'id:config:split', 'pydoc', or 'self'."
-        )
+    if _is_path(spec) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}", spec):
+        raise ValueError(f"no such file or folder: {spec!r}. {_WHAT_NAMES_TEXT}")
     return _from_hub(spec, part, seed)
 
 
-def texts_of(rows: Rows) -> Iterator[str]:
-    """The documents of a dataset: its `text` column, or its only column of strings. Plain texts are documents."""
-    if isinstance(rows, list):
-        return (text for text in rows if text)
-    column = _text_column(rows)
-    return (row[column] for row in rows if row[column])
+_WHAT_NAMES_TEXT = (
+    f"Text is named by a path ({NAMED}, or a folder of one of them), a Hub dataset 'id', 'id:config' or "
+    "'id:config:split', 'pydoc', or 'self'."
+)
 
 
-def is_tokenised(rows: Rows) -> bool:
-    """Whether rows hold token ids already."""
-    return not isinstance(rows, list) and "input_ids" in (rows.column_names or [])
+def _is_path(spec: str) -> bool:
+    """Whether it is meant as one, though nothing is there: then the Hub is not asked."""
+    path = Path(spec)
+    beside = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
+    known = path.suffix.lower() in FORMATS or _FILE_ENDING.fullmatch(path.suffix.lower()) is not None
+    return spec.startswith((".", "/", "~")) or "\\" in spec or known or beside
 
 
 def is_dataset(source: Any) -> bool:
@@ -80,6 +97,11 @@ def is_streamed(rows: Rows) -> bool:
     return is_dataset(rows) and isinstance(rows, sys.modules["datasets"].IterableDataset)
 
 
+def is_tokenised(rows: Rows) -> bool:
+    """Whether rows hold token ids already."""
+    return not isinstance(rows, list) and "input_ids" in (rows.column_names or [])
+
+
 def text_rows(texts: Iterable[str]) -> list[str]:
     """A list of texts as rows.
 
@@ -89,33 +111,61 @@ def text_rows(texts: Iterable[str]) -> list[str]:
     texts = list(texts)
     wrong = next((text for text in texts if not isinstance(text, str)), None)
     if wrong is not None:
-        raise ValueError(f"a list of texts must hold strings, got {type(wrong).__name__}.")
+        raise ValueError(
+            f"a list of texts must hold strings, got {type(wrong).__name__}; a list of batches must hold dicts of "
+            "tensors."
+        )
     return texts
 
 
+def rows_from(rows: Sequence[Mapping[str, Any]]) -> Dataset:
+    """A list of rows, dicts of texts or messages, as a dataset.
+
+    Raises:
+        ValueError: rows of unlike types.
+    """
+    from datasets import Dataset
+    from pyarrow.lib import ArrowException
+
+    try:
+        return Dataset.from_list([dict(row) for row in rows])
+    except (ArrowException, TypeError, ValueError) as error:
+        raise ValueError(f"a list of rows must hold dicts of the same names and types: {error}") from error
+
+
 def _local(path: Path, seed: int) -> Source:
-    files = sorted(p for p in path.rglob("*") if p.suffix in FORMATS) if path.is_dir() else [path]
-    kinds = {FORMATS.get(file.suffix) for file in files}
-    if len(kinds) != 1 or None in kinds:
+    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in FORMATS) if path.is_dir() else [path]
+    endings = {file.suffix.lower() for file in files}
+    if len(endings & set(FORMATS)) != 1 or len(endings) != 1:
         found = ", ".join(sorted({file.suffix or file.name for file in files})) or "no such files"
-        raise ValueError(f"{path} must be .txt, .jsonl or .parquet, or a folder of one of them; it holds {found}.")
-    kind, size = str(kinds.pop()), sum(file.stat().st_size for file in files)
+        raise ValueError(f"{path} must be {NAMED}, or a folder of one of them; it holds {found}.")
+    kind, options = FORMATS[endings.pop()]
+    size = sum(file.stat().st_size for file in files)
     if not size:
         raise ValueError(f"{path} is empty.")
     streaming = size >= STREAMED_FROM_BYTES
     # A whole file is one document, so its line breaks reach the tokenizer. A stream comes line by line: they are kept.
-    options: dict[str, Any] = {}
     if kind == "text":
         options = {"sample_by": "line", "keep_linebreaks": True} if streaming else {"sample_by": "document"}
+    rows = _loaded(path, kind, [str(file) for file in files], streaming, options)
+    return Source(_shuffled(rows, seed) if streaming else rows, path.name, is_plain=kind == "text")
+
+
+def _loaded(path: Path, kind: str, files: list[str], streaming: bool, options: dict[str, Any]) -> Any:
+    """What `datasets` makes of files; whatever it cannot read is an error that names them."""
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
+    from pyarrow.lib import ArrowException  # of rows whose types differ, some are a TypeError or a NotImplementedError
 
-    names = [str(file) for file in files]
     try:
-        rows = load_dataset(kind, data_files=names, split="train", streaming=streaming, **options)
-    except (DatasetsError, ValueError, StopIteration) as error:  # the last two from files without a row
-        raise ValueError(f"{path} cannot be read as {kind}: {error.__cause__ or error}") from error
-    return Source(_shuffled(rows, seed) if streaming else rows, path.name)
+        rows = load_dataset(kind, data_files=files, split="train", streaming=streaming, **options)
+    except (DatasetsError, ArrowException, ValueError, TypeError, StopIteration) as error:
+        # ValueError and StopIteration come from files without a row.
+        raise ValueError(
+            f"{path} cannot be read as {kind}: {error.__cause__ or error} Every row must have the same columns, of "
+            "the same types."
+        ) from error
+    return rows
 
 
 def _from_hub(spec: str, part: str, seed: int) -> Source:
@@ -141,17 +191,3 @@ def _from_hub(spec: str, part: str, seed: int) -> Source:
 
 def _shuffled(rows: IterableDataset, seed: int) -> IterableDataset:
     return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
-
-
-def _text_column(rows: Dataset | IterableDataset) -> str:
-    first = next(iter(rows), None)
-    if first is None:
-        raise ValueError("the dataset is empty.")
-    if isinstance(first.get("text"), str):
-        return "text"
-    strings = [name for name, value in first.items() if isinstance(value, str)]
-    if len(strings) != 1:
-        raise ValueError(
-            f"the dataset has no 'text' column; its columns are {', '.join(first)}. Rename the one to use."
-        )
-    return strings[0]

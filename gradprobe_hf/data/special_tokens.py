@@ -61,7 +61,7 @@ def special_tokens(processing_class: Any, model: PreTrainedModel, wanted: bool =
     Raises:
         ValueError: the tokenizer makes another text of it with its special tokens.
     """
-    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    tokenizer = tokenizer_of(processing_class)
     if not wanted:
         return SpecialTokens()
     whole, plain = (tokenizer(_PLAIN, add_special_tokens=added)["input_ids"] for added in (True, False))
@@ -79,3 +79,8 @@ def special_tokens(processing_class: Any, model: PreTrainedModel, wanted: bool =
     if not described:
         return SpecialTokens()
     return SpecialTokens(before, after, f"each {described}", len(before) if is_causal(model) else 0)
+
+
+def tokenizer_of(processing_class: Any) -> Any:
+    """A tokenizer as it is, and that of a processor."""
+    return getattr(processing_class, "tokenizer", processing_class)

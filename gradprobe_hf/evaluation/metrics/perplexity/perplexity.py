@@ -4,7 +4,8 @@ import datasets
 import evaluate
 import torch
 
-from gradprobe_hf.data.batches import from_windows
+from gradprobe_hf.data.batches import from_rows
+from gradprobe_hf.data.packing import rows_of
 from gradprobe_hf.data.special_tokens import special_tokens
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.loading import load_processing_class
@@ -39,6 +40,6 @@ class Perplexity(evaluate.Measurement):
         special = special_tokens(tokenizer, model, wanted=tokenizer is not None)
         if not special.begin(windows):
             windows = special.around(windows)
-        batches = from_windows(windows, batch_size, special.unpredicted, source="", protocol="")
+        batches = from_rows(rows_of(windows, special.unpredicted), batch_size, 0, source="", protocol="")
         result = measure(Workload(model, batches, progress=False))
         return {"perplexity": result.perplexity, "loss": result.loss, "tokens": result.terms}

@@ -1,0 +1,119 @@
+"""Chats: the messages of a conversation -> token ids, through the tokenizer's own chat template.
+
+The template renders the special tokens itself, a BOS among them, so that none are added when the text is tokenised.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gradprobe_hf.data.documents import Message
+
+ASSISTANT = "assistant"
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+@dataclass(frozen=True)
+class RenderedChat:
+    """A conversation in tokens.
+
+    Attributes:
+        text: as the template renders it.
+        ids: its tokens.
+        counted: of each token whether it is part of the loss.
+    """
+
+    text: str
+    ids: list[int]
+    counted: list[bool]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer and its chat template."""
+
+    tokenizer: Any
+    template: str
+
+    @classmethod
+    def of(cls, processing_class: Any, name: str) -> ChatTemplate:
+        """That of a tokenizer, or of a processor.
+
+        Raises:
+            ValueError: there is none. `name` is of the data, for the error.
+        """
+        tokenizer = getattr(processing_class, "tokenizer", processing_class)
+        found = [getattr(one, "chat_template", None) for one in (tokenizer, processing_class)]
+        template = next((one for one in found if one), None)
+        if isinstance(template, dict):  # several by name
+            template = template.get("default")
+        if template is None:
+            raise ValueError(
+                f"{name} holds chats, and this {type(tokenizer).__name__} has no chat template. Give a tokenizer that "
+                "has one (processing_class=), or read the columns as plain text with a text_template "
+                '(--text-template "{prompt} {completion}") or a text_column.'
+            )
+        return cls(tokenizer, template)
+
+    def render(self, messages: Sequence[Message], assistant_only: bool) -> RenderedChat:
+        """The whole conversation.
+
+        Args:
+            assistant_only: count only what the assistant says, the token that ends its turn included.
+
+        Raises:
+            ValueError: the template refuses the messages, or does not tell what the assistant says.
+        """
+        text = self._text(messages)
+        if assistant_only and _GENERATION.search(self.template):
+            found = self.tokenizer.apply_chat_template(
+                list(messages), chat_template=self.template, return_dict=True, return_assistant_tokens_mask=True
+            )
+            return RenderedChat(text, list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
+        if not assistant_only:
+            ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+            return RenderedChat(text, list(ids), [True] * len(ids))
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ValueError(
+                f"assistant_only_loss needs a fast tokenizer, which tells where in the text a token is, and this "
+                f"{type(self.tokenizer).__name__} is none. Count all tokens: assistant_only_loss=False."
+            )
+        spans = self._assistant_spans(messages, text)
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = [start for start, _ in found["offset_mapping"]]
+        counted = [any(first <= start < last for first, last in spans) for start in starts]
+        return RenderedChat(text, list(found["input_ids"]), counted)
+
+    def _assistant_spans(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
+        """Where in the rendered text the assistant speaks: each turn is what it adds to the turns before it."""
+        spans = []
+        for at, message in enumerate(messages):
+            if message["role"] != ASSISTANT:
+                continue
+            before = self._text(messages[:at], add_generation_prompt=True)
+            upto = self._text(messages[: at + 1])
+            if not (upto.startswith(before) and text.startswith(upto)):
+                raise ValueError(
+                    "the chat template renders earlier turns in another way once later ones follow, so that what the "
+                    "assistant says cannot be told. Set assistant_only_loss=False (--assistant-only-loss off), or use "
+                    "a template that marks it with {% generation %}."
+                )
+            # The line break behind the token that ends a turn is not the assistant's.
+            spans.append((len(before), len(before) + len(upto[len(before) :].rstrip())))
+        return spans
+
+    def _text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    list(messages),
+                    chat_template=self.template,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                )
+            )
+        except Exception as error:  # templates raise what they like
+            raise ValueError(f"the chat template cannot render these messages: {error}") from error

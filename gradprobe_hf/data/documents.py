@@ -1,0 +1,151 @@
+"""Documents: the rows of a source -> texts or chats, from the columns that the options name or that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from string import Formatter
+from typing import Any, TypeAlias
+
+from gradprobe_hf.data.sources import Source
+from gradprobe_hf.data.text_options import TextOptions, template_columns
+
+Message: TypeAlias = Mapping[str, Any]
+# A text, or the messages of a chat.
+Document: TypeAlias = "str | list[Message]"
+Row: TypeAlias = Mapping[str, Any]
+
+MESSAGES = "messages"
+PROMPT, COMPLETION = "prompt", "completion"
+
+
+def documents(opened: Source, options: TextOptions, order: Iterable[int] | None = None) -> Iterator[Document]:
+    """The documents of a source; empty texts are left out.
+
+    Args:
+        order: the numbers of rows; by default all rows, one after the other.
+
+    Raises:
+        ValueError: no column that can be read, or a row in which it is not what it should be.
+    """
+    if opened.is_plain:
+        texts = (row if isinstance(row, str) else row["text"] for _, row in _rows(opened, order))
+        return (text for text in texts if text)
+    return _read(opened, options, order)
+
+
+def holds_chats(opened: Source, options: TextOptions) -> bool:
+    """Whether the documents are chats; the first row tells."""
+    if opened.is_plain:
+        return False
+    first = _first_row(opened)
+    return isinstance(_document(opened, _reader(opened, first, options), 0, first), list)
+
+
+def _read(opened: Source, options: TextOptions, order: Iterable[int] | None) -> Iterator[Document]:
+    read = _reader(opened, _first_row(opened), options)
+    for number, row in _rows(opened, order):
+        if document := _document(opened, read, number, row):
+            yield document
+
+
+def _document(opened: Source, read: Callable[[Row], Document], number: int, row: Row) -> Document:
+    try:
+        return read(row)
+    except ValueError as error:
+        raise ValueError(f"{opened.name}, row {number + 1}: {error}") from error
+
+
+def _rows(opened: Source, order: Iterable[int] | None = None) -> Iterator[tuple[int, Any]]:
+    """Rows and their numbers from 0."""
+    rows: Any = opened.rows
+    return iter(enumerate(rows)) if order is None else ((number, rows[number]) for number in order)
+
+
+def _first_row(opened: Source) -> Row:
+    rows: Any = opened.rows
+    first = next(iter(rows), None)
+    if first is None:
+        raise ValueError(f"{opened.name} is empty: it holds no rows.")
+    return first
+
+
+def _reader(opened: Source, first: Row, options: TextOptions) -> Callable[[Row], Document]:
+    """What makes a document of a row."""
+    columns = ", ".join(map(repr, first))
+    if options.text_template is not None:
+        named = template_columns(options.text_template)
+        for name in named:
+            if name not in first:
+                raise ValueError(
+                    f"text_template={options.text_template!r} (--text-template) names the column {name!r}, which "
+                    f"{opened.name} does not have; its columns are {columns}."
+                )
+        return partial(_filled, template=options.text_template, named=named)
+    if options.text_column is not None:
+        if options.text_column not in first:
+            raise ValueError(
+                f"text_column={options.text_column!r} (--text-column): {opened.name} has no such column; its columns "
+                f"are {columns}."
+            )
+        return partial(_one_column, column=options.text_column)
+    if MESSAGES in first:
+        return partial(_one_column, column=MESSAGES)
+    if PROMPT in first and COMPLETION in first:
+        return _prompt_and_completion
+    strings = [name for name, value in first.items() if isinstance(value, str)]
+    if "text" in first or len(strings) == 1:
+        return partial(_one_column, column="text" if "text" in first else strings[0])
+    several = r"\n".join(f"{{{name}}}" for name in strings or list(first))
+    raise ValueError(
+        f"{opened.name} has no 'text' column; its columns are {columns}. Name the one to use with text_column "
+        f'(--text-column), or several with a text_template (--text-template "{several}").'
+    )
+
+
+def _one_column(row: Row, column: str) -> Document:
+    value = row[column]
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+        return messages(value, column)
+    raise ValueError(f"the column {column!r} must hold a text, or a list of messages, and holds {_shown(value)}.")
+
+
+def _filled(row: Row, template: str, named: list[str]) -> str:
+    for name in named:
+        if row[name] is None:
+            raise ValueError(f"the column {name!r}, which the template names, holds {_shown(None)}.")
+    # Not `str.format`, which would take a column "a.b" for an attribute.
+    return "".join(text + ("" if name is None else str(row[name])) for text, name, _, _ in Formatter().parse(template))
+
+
+def _prompt_and_completion(row: Row) -> Document:
+    """A chat: a prompt of text is the user's message, a completion of text the assistant's."""
+    turns: list[Message] = []
+    for column, role in ((PROMPT, "user"), (COMPLETION, "assistant")):
+        value = row[column]
+        if isinstance(value, str):
+            turns.append({"role": role, "content": value})
+        elif isinstance(value, list):
+            turns += messages(value, column)
+        else:
+            raise ValueError(f"the column {column!r} must hold a text, or a list of messages, holds {_shown(value)}.")
+    return turns
+
+
+def messages(value: list[Any], column: str) -> list[Message]:
+    """The messages of a chat, checked. Fields that are None, as a table has them where rows differ, are left out."""
+    for message in value:
+        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
+            raise ValueError(
+                f"a message in the column {column!r} must be a dict with 'role' and 'content', got {_shown(message)}."
+            )
+    return [{name: field for name, field in message.items() if field is not None} for message in value]
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing (null)"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"

@@ -1,0 +1,57 @@
+"""Mixtures: several sources and their weights -> rows of all of them, in proportion and in a seeded order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from gradprobe_hf.data.packing import Drawn
+from gradprobe_hf.runtime.option_checks import number
+
+
+def is_mixture(source: Any) -> bool:
+    """Whether it is a dict of names and weights."""
+    return isinstance(source, Mapping)
+
+
+def shares(weights: Mapping[Any, Any], samples: int) -> dict[str, int]:
+    """How many samples of each source: in proportion, and exactly `samples` in all (largest remainders).
+
+    Raises:
+        ValueError: a name that is no text, a weight that is not positive, or too few samples for a source to have one.
+
+    >>> shares({"a.jsonl": 2, "pydoc": 1}, 64)
+    {'a.jsonl': 43, 'pydoc': 21}
+    """
+    if not weights:
+        raise ValueError("a mixture must name its texts, like {'a.jsonl': 2, 'pydoc': 1}, got an empty dict.")
+    for name, weight in weights.items():
+        if not isinstance(name, str):
+            raise ValueError(f"a mixture names its texts, like {{'a.jsonl': 2, 'pydoc': 1}}, got {name!r}.")
+        number(f"the weight of {name!r}", weight, "a number > 0", lambda x: x > 0)
+    whole = sum(weights.values())
+    exact = {name: samples * weight / whole for name, weight in weights.items()}
+    counts = {name: int(share) for name, share in exact.items()}
+    # Of equal remainders the first wins: `sorted` is stable.
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: samples - sum(counts.values())]:
+        counts[name] += 1
+    without = [name for name, count in counts.items() if not count]
+    if without:
+        raise ValueError(
+            f"of {samples} samples none would be of {', '.join(map(repr, without))}: ask for more, or leave it out."
+        )
+    return counts
+
+
+def mixed(parts: Mapping[str, Drawn], weights: Mapping[str, float], seed: int) -> Drawn:
+    """The rows of all sources in one seeded order, so that every batch is of the mixture."""
+    rows = [row for part in parts.values() for row in part.rows]
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    source = "a mixture: " + ", ".join(f"{len(part.rows)} of {part.source}" for part in parts.values())
+    given = ", ".join(f"{name}={weights[name]:g}" for name in parts)
+    protocol = f"weights {given}; " + "; ".join(f"{part.source}: {part.protocol}" for part in parts.values())
+    example = next((part.example for part in parts.values() if part.example is not None), None)
+    return Drawn([rows[i] for i in order], source, f"{protocol}; mixed with seed {seed}", example=example)

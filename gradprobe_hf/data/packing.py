@@ -1,0 +1,295 @@
+"""Packing: documents -> rows of token ids, drawn with a seed.
+
+Packed, documents are joined and cut into consecutive full windows; the windows are shuffled and the first taken. Else
+every row is one document, cut off where it is too long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gradprobe_hf.data.chat import ChatTemplate, RenderedChat
+from gradprobe_hf.data.documents import documents, holds_chats
+from gradprobe_hf.data.sources import Source, is_streamed
+from gradprobe_hf.data.special_tokens import SpecialTokens, tokenizer_of
+from gradprobe_hf.data.text_options import BLANK_LINE, EOS, TextOptions
+from gradprobe_hf.model.loss import IGNORED
+
+CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read before it is tokenised
+LONGEST_EXAMPLE = 2_000  # characters of the first document that a report shows
+
+Row = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class WindowSpec:
+    """Which windows to draw from a text.
+
+    Attributes:
+        samples: windows.
+        sequence_length: tokens in a window, special ones among them.
+        batch_size: windows in a batch.
+        seed: draws the calibration windows; evaluation has one of its own.
+        text: how a text becomes windows.
+    """
+
+    samples: int
+    sequence_length: int
+    batch_size: int
+    seed: int = 0
+    text: TextOptions = field(default_factory=TextOptions)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Rows, before they are batched, and what a report says about them.
+
+    Attributes:
+        rows: `input_ids` `[tokens]` of each, and what else belongs to its tokens.
+        example: the first document as a template has rendered it; None where there is none.
+    """
+
+    rows: list[Row]
+    source: str
+    protocol: str
+    dataset_id: str | None = None
+    example: str | None = None
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "source": self.source,
+            "protocol": self.protocol,
+            "dataset_id": self.dataset_id,
+            "example": self.example,
+        }
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """Documents in one row of tokens.
+
+    Attributes:
+        ids: `[tokens]`.
+        counted: of each token whether it is part of the loss; None: all are.
+        joined: how, in the words of a protocol.
+    """
+
+    ids: Tensor
+    counted: Tensor | None
+    joined: str
+    example: str | None = None
+
+
+def rows_of(windows: Tensor, unpredicted: int = 0, counted: Tensor | None = None) -> list[Row]:
+    """Windows of token ids `[samples, tokens]` as rows, with labels where not every token is one.
+
+    Args:
+        unpredicted: how many tokens at the beginning of each are no part of the loss.
+        counted: `[samples, tokens]`, of each token whether it is part of the loss.
+    """
+    if unpredicted <= 1 and counted is None:  # the first token of a window is never predicted
+        return [{"input_ids": window} for window in windows]
+    labels = windows.clone()
+    labels[:, :unpredicted] = IGNORED
+    if counted is not None:
+        labels[~counted] = IGNORED
+    return [{"input_ids": window, "labels": label} for window, label in zip(windows, labels, strict=True)]
+
+
+def draw_packed(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> Drawn:
+    """Full windows of all documents joined.
+
+    Raises:
+        ValueError: too little text, or none.
+    """
+    samples, length, seed = spec.samples, spec.sequence_length, spec.seed
+    own = length - len(special)  # tokens of a window that are of the text
+    if own < 1:
+        raise ValueError(f"sequence_length={length} leaves no room for text: {special.described}. Ask for longer ones.")
+    made = _chat_stream if holds_chats(opened, spec.text) else _text_stream
+    stream = made(opened, spec, processing_class, special)
+    whole = len(stream.ids) // own
+    if whole < samples:
+        raise ValueError(
+            f"{opened.name} holds {len(stream.ids):,} tokens, which is {whole} full windows of {own}; {samples} "
+            f"windows need {samples * own:,} tokens. Give more text, or ask for "
+            + (f"at most {whole} samples or shorter windows." if whole else "shorter windows.")
+        )
+    order = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:samples]
+    windows = special.around(stream.ids[: whole * own].view(whole, own)[order])
+    counted = None
+    if stream.counted is not None:
+        inside = stream.counted[: whole * own].view(whole, own)[order]
+        counted = F.pad(inside, (len(special.before), len(special.after)), value=False)
+    streamed = "; of rows drawn from a stream" if is_streamed(opened.rows) else ""
+    protocol = (
+        f"{samples} windows of {length} tokens, cut one after the other from the tokenised text "
+        f"({stream.joined}{special.described}{streamed}), shuffled with seed {seed}{_loss(spec.text)}"
+    )
+    rows = rows_of(windows, special.unpredicted, counted)
+    if not any(map(predicts, rows)):
+        raise ValueError(f"{opened.name}: none of the windows holds a token that counts in the loss.")
+    return Drawn(rows, opened.name, protocol, opened.dataset_id, stream.example)
+
+
+def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> Drawn:
+    """A document each, cut off behind `sequence_length` tokens.
+
+    Raises:
+        ValueError: too few documents.
+    """
+    samples, chats = spec.samples, holds_chats(opened, spec.text)
+    made = _chat_rows if chats else _text_rows
+    found = list(islice(made(opened, spec, processing_class, special), samples))
+    if len(found) < samples:
+        raise ValueError(
+            f"{opened.name} holds {len(found)} documents of two tokens or more and {samples} were asked for. Give "
+            "more, ask for fewer samples, or set packing=True (--packing on) to cut windows from all of them joined."
+        )
+    begun = "as the tokenizer's chat template has them" if chats else special.described
+    protocol = (
+        f"{samples} documents, a row each, of at most {spec.sequence_length} tokens, padded and masked ({begun}), "
+        f"drawn with seed {spec.seed}{_loss(spec.text)}"
+    )
+    return Drawn([row for row, _ in found], opened.name, protocol, opened.dataset_id, _shortened(found[0][1]))
+
+
+def _text_rows(
+    opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens
+) -> Iterator[tuple[Row, str | None]]:
+    """Texts as the tokenizer begins, ends and truncates them, and as a template renders them, if there is one."""
+    tokenizer = tokenizer_of(processing_class)
+    cut = {"truncation": True, "max_length": spec.sequence_length, "verbose": False}
+    for text in documents(opened, spec.text, _order(opened, spec.seed)):
+        ids = tokenizer(text, add_special_tokens=spec.text.add_special_tokens, **cut)["input_ids"]
+        (row,) = rows_of(torch.tensor([ids], dtype=torch.long), special.unpredicted)
+        if predicts(row):
+            yield row, str(text) if spec.text.text_template else None
+
+
+def _chat_rows(
+    opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens
+) -> Iterator[tuple[Row, str | None]]:
+    del special  # the template has them
+    for chat in _chats(opened, spec, processing_class):
+        ids, counted = torch.tensor([chat.ids]), torch.tensor([chat.counted])
+        only = counted[:, : spec.sequence_length] if spec.text.assistant_only_loss else None
+        (row,) = rows_of(ids[:, : spec.sequence_length], 0, only)
+        if predicts(row):
+            yield row, chat.text
+
+
+def _text_stream(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> _Stream:
+    """The tokens of texts, joined; of a stream at least as many as are needed, if it has them."""
+    del special
+    separator = BLANK_LINE if spec.text.document_separator is None else spec.text.document_separator
+    texts: list[str] = [str(text) for text in _enough(opened, documents(opened, spec.text), spec)]
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"there is no text in {opened.name}{', only white space' if texts else ''}.")
+    tokenizer = tokenizer_of(processing_class)
+    joined = f"documents separated by {separator_words(separator, tokenizer)}; " if len(texts) > 1 else ""
+    example = _shortened(texts[0]) if spec.text.text_template else None
+    if separator == EOS:
+        end = eos_token_id(tokenizer)
+        parts = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        ids = [token for part in parts for token in (*part, end)]
+    else:
+        # One text, so that the tokenizer sees what stands at the borders. `verbose=False`: it warns that a whole text
+        # is longer than its model's context, and it is cut below.
+        ids = tokenizer(separator.join(texts), add_special_tokens=False, verbose=False)["input_ids"]
+    return _Stream(torch.tensor(ids, dtype=torch.long), None, joined, example)
+
+
+def _chat_stream(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> _Stream:
+    """The tokens of chats in a seeded order, as many as are needed.
+
+    What the template begins each with is left out where the windows begin with it: no window has it twice.
+    """
+    separator, tokenizer = spec.text.document_separator, tokenizer_of(processing_class)
+    between: list[int] = []
+    if separator == EOS:
+        between = [eos_token_id(tokenizer)]
+    elif separator:
+        between = list(tokenizer(separator, add_special_tokens=False)["input_ids"])
+    ids: list[int] = []
+    counted: list[bool] = []
+    needed, example = spec.samples * (spec.sequence_length - len(special)), None
+    for chat in _chats(opened, spec, processing_class):
+        skipped = len(special.before) if tuple(chat.ids[: len(special.before)]) == special.before else 0
+        ids += [*chat.ids[skipped:], *between]
+        counted += [*chat.counted[skipped:], *(not spec.text.assistant_only_loss for _ in between)]
+        example = example or chat.text
+        if len(ids) >= needed:
+            break
+    words = f", separated by {separator_words(separator, tokenizer)}" if separator else ""
+    only = torch.tensor(counted, dtype=torch.bool) if spec.text.assistant_only_loss else None
+    joined = f"chats in the tokenizer's chat template{words}; "
+    return _Stream(torch.tensor(ids, dtype=torch.long), only, joined, _shortened(example))
+
+
+def _chats(opened: Source, spec: WindowSpec, processing_class: Any) -> Iterator[RenderedChat]:
+    template = ChatTemplate.of(processing_class, opened.name)
+    for messages in documents(opened, spec.text, _order(opened, spec.seed)):
+        assert isinstance(messages, list), "a column holds texts or chats, not both"
+        yield template.render(messages, spec.text.assistant_only_loss)
+
+
+def _order(opened: Source, seed: int) -> Sequence[int] | None:
+    """Row numbers in a seeded order; None of a stream, which is shuffled already."""
+    if is_streamed(opened.rows):
+        return None
+    return torch.randperm(len(opened.rows), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def _enough(opened: Source, texts: Iterable[Any], spec: WindowSpec) -> list[Any]:
+    """All texts; of a stream the first with enough characters in all, so that the rest is never read."""
+    if not is_streamed(opened.rows):
+        return list(texts)
+    taken, characters = [], spec.samples * spec.sequence_length * CHARACTERS_PER_TOKEN
+    for text in texts:
+        taken.append(text)
+        characters -= len(text)
+        if characters <= 0:
+            break
+    return taken
+
+
+def predicts(row: Row) -> bool:
+    """Whether a token of a row is part of the loss."""
+    return bool((row.get("labels", row["input_ids"])[1:] != IGNORED).any())
+
+
+def separator_words(separator: str, tokenizer: Any) -> str:
+    """A separator in the words of a protocol.
+
+    >>> separator_words("\\n\\n", None), separator_words(" | ", None), separator_words("", None)
+    ('a blank line', "' | '", 'nothing')
+    """
+    if separator == EOS:
+        return str(tokenizer.eos_token)
+    return {BLANK_LINE: "a blank line", "": "nothing"}.get(separator, repr(separator))
+
+
+def eos_token_id(tokenizer: Any) -> int:
+    """The id of the end-of-text token, or ValueError."""
+    if getattr(tokenizer, "eos_token_id", None) is None:
+        raise ValueError(
+            f"document_separator='eos' (--document-separator eos) needs an EOS token, and this "
+            f"{type(tokenizer).__name__} has none; give a text that separates documents."
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def _loss(text: TextOptions) -> str:
+    return "; the loss is over the assistant's tokens alone" if text.assistant_only_loss else ""
+
+
+def _shortened(example: str | None) -> str | None:
+    return example if example is None or len(example) <= LONGEST_EXAMPLE else example[:LONGEST_EXAMPLE] + " ..."

@@ -1,0 +1,49 @@
+"""Text options: how rows become texts, and texts windows. They are options of `GradProbeConfig`, of the same names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from string import Formatter
+
+BLANK_LINE = "\n\n"
+EOS = "eos"
+
+
+@dataclass(frozen=True)
+class TextOptions:
+    """How a data set is read and cut.
+
+    Attributes:
+        text_column: the column with the text, or with the messages of a chat; None: `messages`, `prompt` and
+            `completion`, `text`, or the only column of strings.
+        text_template: several columns as one text, `"{instruction}\\n{output}"` say.
+        assistant_only_loss: whether only what the assistant says in a chat counts.
+        packing: whether windows are cut from all documents joined; otherwise a document is a window, and padded.
+        document_separator: what is between packed documents, or `"eos"`; None: a blank line, and nothing between chats.
+        add_special_tokens: whether each window begins as the tokenizer begins a text.
+    """
+
+    text_column: str | None = None
+    text_template: str | None = None
+    assistant_only_loss: bool = False
+    packing: bool = True
+    document_separator: str | None = None
+    add_special_tokens: bool = True
+
+
+def template_columns(template: str) -> list[str]:
+    """The columns that a template names, in its order.
+
+    >>> template_columns("{instruction}\\n{output}")
+    ['instruction', 'output']
+
+    Raises:
+        ValueError: a brace that is not closed, or one without a name.
+    """
+    try:
+        named = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+    except ValueError as error:
+        raise ValueError(f"text_template={template!r} (--text-template) is no template: {error}.") from error
+    if not all(name.strip() for name in named):
+        raise ValueError(f"text_template={template!r} (--text-template) has braces without a column's name in them.")
+    return named

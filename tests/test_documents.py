@@ -1,0 +1,272 @@
+"""Columns, templates, chats and mixtures: what is read of a row, and which tokens of it are in the loss."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from datasets import Dataset
+
+from gradprobe_hf import GradProbeConfig
+from gradprobe_hf.cli.values import mixture
+from gradprobe_hf.data.chat import ChatTemplate
+from tests import cases
+from tests.test_calibration import TOKENIZER, ids, load
+
+# As SmolLM2's, Llama's and, in the last one, with the marks that say what the assistant writes.
+CHATML = (
+    "{% for m in messages %}{{ '[' + m.role + ']\n' + m.content + '</s>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
+)
+WITH_BOS = "{{ '<s>' }}" + CHATML
+MARKED = (
+    "{% for m in messages %}{{ '[' + m.role + ']\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ m.content + '</s>' }}{% endgeneration %}{% else %}{{ m.content + '</s>' }}{% endif %}{{ '\n' }}{% endfor %}"
+)
+FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else '(' + m.role + ')' }}{% endfor %}"  # as Qwen3's
+TURNS = [("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "And 3 + 3?"), ("assistant", "It is 6.")]
+CHAT = [{"role": role, "content": content} for role, content in TURNS]
+
+
+def chatting(template, begins="$A"):
+    tokenizer = cases.tokenizer(begins)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def said(row):
+    """The text that a row of a batch counts in the loss."""
+    return TOKENIZER.decode(row["input_ids"][0][row["labels"][0] != -100])
+
+
+def long_model():
+    model = cases.build("llama")
+    model.config.max_position_embeddings = 256  # rotary: computed, whatever their number
+    return model
+
+
+LONG = long_model()
+
+
+def one_chat(template=CHATML, chat=CHAT, **options):
+    return load([{"messages": chat}], samples=1, length=200, batch_size=1, packing=False, model=LONG, **options).items[
+        0
+    ]
+
+
+COLUMNS = {"question": ["Why?", "How so?"] * 20, "answer": ["Because.", "That way."] * 20}
+
+
+def test_a_column_by_its_name_and_several_by_a_template():
+    rows = Dataset.from_dict(COLUMNS)
+    named = load(rows, text_column="answer")
+    assert named.fingerprint == load(COLUMNS["answer"]).fingerprint
+    filled = load(rows, text_template="Q: {question}\nA: {answer}")
+    texts = [f"Q: {q}\nA: {a}" for q, a in zip(*COLUMNS.values(), strict=True)]
+    assert filled.fingerprint == load(texts).fingerprint
+    assert filled.describe()["example"] == "Q: Why?\nA: Because."
+    assert "example" not in named.describe()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, r"no 'text' column; its columns are 'question', 'answer'.*--text-column.*\{question\}\\n\{answer\}"),
+        ({"text_column": "body"}, r"'body'.*no such column; its columns are 'question', 'answer'"),
+        ({"text_template": "{question} {reply}"}, r"names the column 'reply', which .* its columns are 'question'"),
+    ],
+)
+def test_a_column_that_is_not_there_is_an_error_that_names_those_that_are(options, message):
+    with pytest.raises(ValueError, match=message):
+        load(Dataset.from_dict(COLUMNS), **options)
+
+
+@pytest.mark.parametrize(("ending", "between"), [("csv", ","), ("tsv", "\t")])
+def test_tables_are_read_as_they_are_written(ending, between, tmp_path):
+    path = tmp_path / f"rows.{ending}"
+    quoted = '"He said ""NA"", then"' if ending == "csv" else 'He said "NA", then'
+    lines = [between.join(("sentence", "label")), between.join((quoted, "1")), between.join(("NA", "0"))]
+    path.write_text("\n".join(lines * 1) + "\n")
+    found = load(str(path), samples=2, packing=False, text_column="sentence", length=40)
+    rows = [row[mask == 1] for batch in found for row, mask in zip(*list(batch.values())[::-1], strict=True)]
+    assert sorted(TOKENIZER.decode(row) for row in rows) == ['He said "NA", then', "NA"]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (None, r"row 2: the column 'text'.*nothing \(null\)"),
+        ([1, 2], "cannot be read as json|row 2: the column 'text'"),
+    ],
+)
+def test_a_row_without_a_text_is_named(value, message, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("good", value, "good")))
+    with pytest.raises(ValueError, match=message):
+        load(str(path))
+
+
+def test_a_list_as_text_and_rows_that_change_their_types_are_refused(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"text": ["a", "b"]}) + "\n")
+    with pytest.raises(ValueError, match=r"row 1: the column 'text' must hold a text.*holds list \['a', 'b'\]"):
+        load(str(path), text_column="text")
+    path.write_text('{"text": "a"}\n{"text": {"b": 1}}\n{"text": 3}\n')
+    with pytest.raises(ValueError, match=r"cannot be read as json|row 2: the column 'text'.*\{'b': 1\}"):
+        load(str(path))
+
+
+def test_a_document_each_is_what_the_tokenizer_makes_of_it():
+    texts = [f"Document {'x' * i} ends." for i in range(1, 9)]
+    tokenizer = cases.tokenizer("<s> $A")
+    found = load(texts, samples=8, packing=False, length=20, tokenizer=tokenizer)
+    rows = [
+        row[mask == 1].tolist()
+        for batch in found
+        for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+    ]
+    assert sorted(rows) == sorted(tokenizer(texts, truncation=True, max_length=20)["input_ids"])
+    assert "a row each, of at most 20 tokens, padded and masked (each begins with <s>)" in found.protocol
+    with pytest.raises(ValueError, match=r"holds 8 documents.*9 were asked for.*packing=True"):
+        load(texts, samples=9, packing=False)
+
+
+def test_what_separates_documents_is_in_the_windows_and_in_the_protocol():
+    texts = [f"{i:03}" for i in range(40)]
+    for separator, text, words in (
+        (None, "\n\n", "a blank line"),
+        (" | ", " | ", "' | '"),
+        ("eos", "</s>", "</s>"),
+    ):
+        found = load(texts, samples=1, document_separator=separator, seed=5)
+        assert f"documents separated by {words}" in found.protocol
+        pieces = TOKENIZER(text.join(texts) + (text if separator == "eos" else ""))["input_ids"]
+        windows = torch.tensor(pieces[: len(pieces) // 16 * 16]).view(-1, 16)
+        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(5))
+        assert torch.equal(ids(found), windows[order[:1]])
+
+
+@pytest.mark.parametrize("template", [CHATML, WITH_BOS, MARKED])
+def test_a_chat_is_rendered_by_the_template_and_only_the_assistant_may_count(template):
+    tokenizer = chatting(template, "<s> $A")
+    whole = one_chat(tokenizer=tokenizer)
+    assert TOKENIZER.decode(whole["input_ids"][0]) == tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert "labels" not in whole
+    row = one_chat(tokenizer=tokenizer, assistant_only_loss=True)
+    assert torch.equal(row["input_ids"], whole["input_ids"])
+    assert said(row) == "It is 4.</s>It is 6.</s>"
+
+
+def test_prompts_and_completions_are_a_chat():
+    strings = {"prompt": "What is 2 + 2?", "completion": "It is 4."}
+    lists = {"prompt": CHAT[:3], "completion": CHAT[3:]}
+    tokenizer = chatting(CHATML)
+    for row, wanted in ((strings, "It is 4.</s>"), (lists, "It is 4.</s>It is 6.</s>")):
+        found = load(
+            [row], samples=1, length=200, packing=False, model=LONG, tokenizer=tokenizer, assistant_only_loss=True
+        )
+        assert said(found.items[0]) == wanted
+
+
+def test_packed_chats_begin_once_and_keep_their_labels():
+    tokenizer = chatting(WITH_BOS, "<s> $A")
+    rows = [
+        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]}
+        for i in range(30)
+    ]
+    found = load(rows, samples=8, length=32, tokenizer=tokenizer, assistant_only_loss=True)
+    windows, labels = ids(found), torch.cat([batch["labels"] for batch in found])
+    assert ((windows == 256).sum(1) == 1).all()  # the template has a BOS of its own in each chat
+    assert (windows[:, 0] == 256).all()
+    # The stream is the template's text without it: every counted token is behind [assistant] and before [user].
+    for window, label in zip(windows, labels, strict=True):
+        kept = label != -100
+        assert torch.equal(window[kept], label[kept])
+        assert set(TOKENIZER.decode(window[kept]).replace("</s>", "")) <= set("0123456789!")
+    assert (labels != -100).any()
+    assert "chats in the tokenizer's chat template; each begins with <s>" in found.protocol
+    assert "the loss is over the assistant's tokens alone" in found.protocol
+    assert found.example.startswith("<s>[user]\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "options", "message"),
+    [
+        (None, {"messages": CHAT}, {}, "holds chats, and this .* has no chat template.*--text-template"),
+        (FORGETFUL, {"messages": CHAT}, {"assistant_only_loss": True}, "renders earlier turns in another way"),
+        (CHATML, {"text": "plain " * 40}, {"assistant_only_loss": True}, "is for chats.*holds texts"),
+        (CHATML, {"messages": [{"from": "me", "value": "x"}]}, {}, "row 1: a message.*'role' and 'content'"),
+        (CHATML, {"messages": CHAT[:1]}, {"assistant_only_loss": True}, "documents of two tokens or more|counts"),
+    ],
+)
+def test_chats_that_cannot_be_read_are_refused(template, row, options, message):
+    with pytest.raises(ValueError, match=message):
+        load([row], samples=1, packing=False, tokenizer=chatting(template), **options)
+
+
+def test_the_generation_marks_win_over_prefixes():
+    """The template forgets earlier turns, but says itself what the assistant writes."""
+    forgetful = MARKED.replace(
+        "m.content + '</s>' }}{% endgeneration", "('4.' if loop.last else '..') }}{% endgeneration"
+    )
+    chat = ChatTemplate.of(chatting(forgetful), "x").render(CHAT, assistant_only=True)
+    counted = [token for token, counts in zip(chat.ids, chat.counted, strict=True) if counts]
+    assert TOKENIZER.decode(counted) == "..4."
+
+
+def test_a_mixture_has_exact_shares_in_a_seeded_order(text_file, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": "z" * 40}) + "\n" for _ in range(20)))
+    weights = {str(rows): 2, str(text_file): 1, "self": 1}
+    found = load(weights, samples=9)
+    kinds = [
+        "z" if (row == ord("z") - 33).float().mean() > 0.5 else "self" if row[0] == 256 else "text"
+        for row in ids(found)
+    ]
+    assert sorted(kinds) == ["self"] * 2 + ["text"] * 2 + ["z"] * 5
+    assert kinds != sorted(kinds)
+    assert found.fingerprint == load(weights, samples=9, batch_size=3).fingerprint
+    assert found.fingerprint != load(weights, samples=9, seed=1).fingerprint
+    assert f"5 of rows.jsonl, 2 of {text_file.name}, 2 of written by the model itself" in found.source
+    assert f"weights {rows}=2, {text_file}=1, self=1" in found.protocol
+
+
+def test_a_mixture_of_chats_and_text_counts_all_of_the_text(text_file):
+    # A dataset has no name, so the mixture is of files.
+    path = text_file.parent / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": CHAT}) + "\n" for _ in range(8)))
+    found = load(
+        {str(path): 1, str(text_file): 1}, samples=8, length=64, assistant_only_loss=True, tokenizer=chatting(CHATML)
+    )
+    shares = torch.cat([(batch["labels"] != -100).float().mean(1) for batch in found])
+    assert sorted((shares == 1).tolist()) == [False] * 4 + [True] * 4
+    assert (shares > 0).all()
+
+
+def test_mixtures_on_the_command_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "odd=2").write_text("a file of that name")
+    assert mixture(["pydoc"]) == "pydoc"
+    assert mixture(["a.jsonl=2", "pydoc=1"]) == {"a.jsonl": 2, "pydoc": 1}
+    assert mixture(["a.jsonl", "b.jsonl"]) == {"a.jsonl": 1, "b.jsonl": 1}
+    assert mixture(["odd=2"]) == "odd=2"
+    with pytest.raises(ValueError, match="'a' is named twice"):
+        mixture(["a=1", "a=2"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"text_column": "a", "text_template": "{b}"}, "both say what the text is"),
+        ({"text_template": "no columns"}, "must name columns in braces"),
+        ({"text_template": "{a"}, "is no template"),
+        ({"text_template": "{}"}, "without a column's name"),
+        ({"packing": False, "document_separator": "eos"}, "document_separator='eos' has no effect here"),
+        ({"packing": "yes"}, "packing must be True or False, got 'yes'"),
+        ({"text_column": 3}, "text_column must be a text, got 3"),
+    ],
+)
+def test_options_that_contradict_each_other_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        GradProbeConfig(**options)
