@@ -26,8 +26,7 @@ from gradprobe_hf.data.self_generated import own_text
 from gradprobe_hf.data.sources import Source, is_dataset, is_tokenised, open_source, rows_from, text_rows
 from gradprobe_hf.data.special_tokens import special_tokens, tokenizer_of
 from gradprobe_hf.data.text_options import TextOptions
-from gradprobe_hf.model.families import is_causal, text_attribute
-from gradprobe_hf.model.loss import IGNORED
+from gradprobe_hf.model.families import IGNORED, is_causal, text_attribute
 
 __all__ = ["TextOptions", "WindowSpec", "load_batches"]
 
