@@ -171,6 +171,7 @@ OWNED = {
     "blocks_per_step": (2, {"order": "sequential"}, {}),
     "initial_sparsity": (0.25, {"max_metric_drop": 1}, {"rounds": (0.2, 0.5)}),
     "sparsity_step": (0.25, {"max_metric_drop": 1}, {}),
+    "document_separator": ("eos", {}, {"packing": False}),
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from gradprobe_hf.cli.config_options import add_fields
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
-from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
+from gradprobe_hf.data.text_options import TextOptions
 
 TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
 
@@ -28,6 +28,7 @@ def add_arguments(parser: VerbParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.output import print_evaluation, print_json
+    from gradprobe_hf.data.windows import WindowSpec, load_batches
     from gradprobe_hf.evaluation.perplexity import measure
     from gradprobe_hf.model.loading import load_model, load_processing_class
     from gradprobe_hf.probe.engine import Workload

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
@@ -26,7 +25,7 @@ from gradprobe_hf.data.self_generated import own_text
 from gradprobe_hf.data.sources import Source, is_dataset, is_tokenised, open_source, rows_from, text_rows
 from gradprobe_hf.data.special_tokens import special_tokens, tokenizer_of
 from gradprobe_hf.data.text_options import TextOptions
-from gradprobe_hf.model.families import IGNORED, is_causal, text_attribute
+from gradprobe_hf.model.families import text_attribute
 
 __all__ = ["TextOptions", "WindowSpec", "load_batches"]
 
@@ -65,12 +64,9 @@ def load_batches(
         reader.mixed(source, windows) if is_mixture(source) else reader.drawn(source, windows, part == "calibration")
     )
     if drawn is None:
-        found = from_iterable(source, type(source).__name__)
-    else:
-        pad = getattr(tokenizer_of(processing_class), "pad_token_id", None) or 0  # any id will do: padding is masked
-        found = from_rows(drawn.rows, windows.batch_size, pad, **drawn.described())
-    _check_ids(found, model, processing_class)
-    return found
+        return from_iterable(source, type(source).__name__)
+    pad = getattr(tokenizer_of(processing_class), "pad_token_id", None) or 0  # any id will do: padding is masked
+    return from_rows(drawn.rows, windows.batch_size, pad, **drawn.described())
 
 
 @dataclass(frozen=True)
@@ -174,28 +170,3 @@ def check_length(model: PreTrainedModel, length: int) -> None:
             f"sequence_length={length} is more than the {longest} positions of {type(model).__name__} "
             f"(max_position_embeddings); pass sequence_length={longest}, or rows of that many tokens at most."
         )
-
-
-def _check_ids(batches: Batches, model: PreTrainedModel, processing_class: Any) -> None:
-    """Raise ValueError for token ids that are no whole numbers, or that the model has no embedding of."""
-    known = getattr(model.get_input_embeddings(), "num_embeddings", None) if is_causal(model) else None
-    for name in ("input_ids", "labels") if is_causal(model) else ("input_ids",):
-        values = [item[name] for item in batches if isinstance(item.get(name), Tensor) and item[name].numel()]
-        for ids in values:
-            if ids.is_floating_point() or ids.is_complex():
-                raise ValueError(f"{name} must be whole numbers, got {ids.dtype} in {batches.source}.")
-        if not values or known is None:
-            continue
-        used = values if name == "input_ids" else [ids[ids != IGNORED] for ids in values]
-        highest = max((int(ids.max()) for ids in used if ids.numel()), default=0)
-        lowest = min((int(ids.min()) for ids in used if ids.numel()), default=0)
-        if lowest < 0 or highest >= known:
-            wrong = lowest if lowest < 0 else highest
-            tokens = len(processing_class) if hasattr(tokenizer_of(processing_class), "convert_ids_to_tokens") else 0
-            tokenizer = (
-                f"; its tokenizer has {tokens:,} tokens, so it may be of another model" if tokens > known else ""
-            )
-            raise ValueError(
-                f"{name} of {batches.source} hold {wrong}, and {type(model).__name__} has {known:,} embeddings, for "
-                f"ids from 0 to {known - 1}{tokenizer}."
-            )
