@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.push import check_push, push_folder
@@ -58,7 +59,8 @@ def prune_pretrained(
     (or one that FSDP2 shards): they share the batches, reach the same masks, and the main one writes.
 
     Args:
-        model_or_id: a Hub id, a folder, or a loaded `PreTrainedModel`, offloaded by Accelerate or not.
+        model_or_id: a Hub id, a folder, or a loaded `PreTrainedModel`, offloaded by Accelerate or not. With
+            `merge_adapters=True` also an adapter's id or folder, or a model with PEFT adapters (`PeftModel`).
         config: how to prune; the defaults remove 50% of the weights of the blocks, and change the others.
         calibration: text or batches to measure gradients on. `"pydoc"` (default: the Python manual, always there),
             `"self"` (the model's own text), a `.txt`, `.jsonl` or `.parquet` file or a folder of them, a Hub dataset
@@ -81,7 +83,9 @@ def prune_pretrained(
         from_pretrained_kwargs: for loading by name: `device_map` (also `"disk"`: weights are read when they are
             needed, and the checkpoint itself is never written to), `max_memory`, `dtype`, `revision`, `gguf_file`,
             `trust_remote_code`, ... `offload_folder` is also where files of the run go: weights on disk that have to
-            be written, and accumulators on disk (default: a temporary folder).
+            be written, and accumulators on disk (default: a temporary folder). Two are no arguments of transformers:
+            `merge_adapters=True` folds PEFT adapters into the weights, of a model in memory into a copy, which is
+            pruned in its place; `allow_missing_weights=True` takes weights that a checkpoint lacks as initialised.
 
     Raises:
         ValueError: an option, a pattern, the data or the loss is wrong; the message names the value and the remedy.
@@ -241,4 +245,4 @@ def _repository(push_to_hub: bool | str, output_dir: str | Path | None) -> str |
 
 
 def _name_of(model_or_id: PreTrainedModel | str | Path) -> str:
-    return model_or_id.name_or_path if isinstance(model_or_id, PreTrainedModel) else str(model_or_id)
+    return str(getattr(model_or_id, "name_or_path", "")) if isinstance(model_or_id, nn.Module) else str(model_or_id)

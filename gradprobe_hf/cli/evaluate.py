@@ -30,10 +30,11 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.output import print_evaluation, print_json
     from gradprobe_hf.data.windows import WindowSpec, load_batches
     from gradprobe_hf.evaluation.perplexity import measure
-    from gradprobe_hf.model.loading import load_model, load_processing_class
+    from gradprobe_hf.model.loading import load, load_processing_class
     from gradprobe_hf.probe.engine import Workload
 
-    model = load_model(options.model, **given(options, *SOURCE, *PLACEMENT))
+    loaded = load(options.model, **given(options, *SOURCE, *PLACEMENT))
+    model = loaded.model
     batches = load_batches(
         options.data,
         WindowSpec(
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
         ),
         part="evaluation",
         model=model,
-        processing_class=load_processing_class(model, **given(options, *SOURCE)),
+        processing_class=load_processing_class(model, loaded.processing_name, **given(options, *SOURCE)),
         progress=not options.quiet,
     )
     found = measure(Workload(model, batches, progress=not options.quiet))

@@ -23,6 +23,16 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "default": None,
             "help": "run model code that comes with the checkpoint",
         },
+        "merge_adapters": {
+            "action": "store_true",
+            "default": None,
+            "help": "fold an adapter (PEFT) into the base model that it names, and prune the result",
+        },
+        "allow_missing_weights": {
+            "action": "store_true",
+            "default": None,
+            "help": "take weights that the checkpoint does not have as they are initialised",
+        },
         "gguf_file": {"metavar": "FILE", "help": "GGUF file inside MODEL, dequantised on loading"},
     },
     "the target": {},

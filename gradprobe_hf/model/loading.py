@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import difflib
 import logging
+import re
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -16,6 +18,7 @@ import torch
 import transformers
 from accelerate import init_empty_weights
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -27,7 +30,18 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from gradprobe_hf.model.adapters import (
+    AdapterSource,
+    active_adapters,
+    check_mergeable,
+    has_adapters,
+    has_file,
+    merge_stored,
+    merged_copy,
+    stored_adapter,
+)
 from gradprobe_hf.model.families import names_causal_class
+from gradprobe_hf.model.loading_report import check_complete
 
 logger = logging.getLogger(__name__)
 
@@ -37,28 +51,110 @@ DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch
 SOURCE_KWARGS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code", "gguf_file")
 
 
-def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any) -> PreTrainedModel:
+@dataclass(frozen=True)
+class Loaded:
+    """A model and what is known of how it came to be.
+
+    Attributes:
+        processing_name: where its tokenizer or processor is; "": nowhere.
+        adapter: that was folded into it.
+        stored_as: the quantised type that its weights were stored in.
+    """
+
+    model: PreTrainedModel
+    processing_name: str
+    adapter: str | None = None
+    stored_as: str | None = None
+
+    @property
+    def origin(self) -> dict[str, str]:
+        """What a report says of it: `adapter` and `stored_as`, where there is something to say."""
+        # Reports are published, and paths tell about the machine.
+        adapter = Path(self.adapter).name if self.adapter and Path(self.adapter).is_dir() else self.adapter
+        return {name: value for name, value in {"adapter": adapter, "stored_as": self.stored_as}.items() if value}
+
+
+def load_model(model_or_id: nn.Module | str | Path, **options: Any) -> PreTrainedModel:
+    """The model alone of what `load` gives."""
+    return load(model_or_id, **options).model
+
+
+def load(
+    model_or_id: nn.Module | str | Path,
+    *,
+    merge_adapters: bool = False,
+    allow_missing_weights: bool = False,
+    **from_pretrained_kwargs: Any,
+) -> Loaded:
     """A loaded model as it is, or `from_pretrained` with the class the checkpoint asks for.
 
     `dtype` defaults to the checkpoint's. A GGUF file is dequantised, so that it can be saved again. `device_map="disk"`
-    offloads every module.
+    offloads every module. What `torch.compile` has wrapped is unwrapped.
+
+    Args:
+        merge_adapters: fold PEFT adapters into the weights: of an adapter's folder or repository into its base, of a
+            model in memory into a copy of it.
+        allow_missing_weights: take weights that the checkpoint does not have, or in another size, as they are
+            initialised.
 
     Raises:
-        ValueError: arguments for loading given with a loaded model, or a device map that names no module.
+        ValueError: arguments for loading given with a loaded model, a device map that names no module, adapters that
+            were not to be folded, or weights that are missing.
         OSError: no such model, a gated one, or no network; transformers' message and the remedies.
+        ImportError: an adapter, and PEFT is not installed.
     """
-    if isinstance(model_or_id, PreTrainedModel):
-        if from_pretrained_kwargs:
-            raise ValueError(
-                f"{', '.join(from_pretrained_kwargs)} only make sense when a model is loaded by name; "
-                f"this {type(model_or_id).__name__} is loaded already."
-            )
-        return model_or_id
+    if isinstance(model_or_id, nn.Module):
+        given = from_pretrained_kwargs | ({"allow_missing_weights": True} if allow_missing_weights else {})
+        return _in_memory(getattr(model_or_id, "_orig_mod", model_or_id), merge_adapters, given)
     if not isinstance(model_or_id, (str, bytes)) and not hasattr(model_or_id, "__fspath__"):
         raise ValueError(f"expected a model id, a folder or a PreTrainedModel, got {type(model_or_id).__name__}.")
-    with ExitStack() as undo, _load_errors(model_or_id):
+    name = str(model_or_id)
+    adapter = stored_adapter(name, _source(from_pretrained_kwargs))
+    if adapter is None:
+        if merge_adapters:
+            raise ValueError(f"merge_adapters=True has no effect here: {name!r} is no adapter. Leave it out.")
+        model, stored_as = _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs)
+        return Loaded(model, model.name_or_path, stored_as=stored_as)
+    base_kwargs = {key: value for key, value in from_pretrained_kwargs.items() if key not in ("revision", "subfolder")}
+    if adapter.base_revision is not None:
+        base_kwargs["revision"] = adapter.base_revision
+    base, stored_as = _load_checkpoint(check_mergeable(adapter, merge_adapters), allow_missing_weights, base_kwargs)
+    tokenizer = _stored_tokenizer(adapter)
+    model = merge_stored(base, adapter, None if tokenizer is None else len(tokenizer))
+    return Loaded(model, model.name_or_path if tokenizer is None else name, adapter=name, stored_as=stored_as)
+
+
+def _in_memory(model: nn.Module, merge_adapters: bool, given: Mapping[str, Any]) -> Loaded:
+    if given:
+        raise ValueError(
+            f"{', '.join(given)} only make sense when a model is loaded by name; this {type(model).__name__} is loaded "
+            "already."
+        )
+    if has_adapters(model):
+        plain = merged_copy(model, merge_adapters)
+        return Loaded(plain, plain.name_or_path, adapter=active_adapters(model))
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(f"expected a model id, a folder or a PreTrainedModel, got {type(model).__name__}.")
+    if merge_adapters:
+        raise ValueError(f"merge_adapters=True has no effect here: this {type(model).__name__} has no adapters.")
+    return Loaded(model, model.name_or_path)
+
+
+def _stored_tokenizer(adapter: AdapterSource) -> Any:
+    """The tokenizer stored with an adapter, or None: then its base's counts."""
+    # Asked first: for a folder without one, AutoTokenizer would go looking for a configuration that is not there.
+    if not has_file(adapter.name, "tokenizer_config.json", adapter.where):
+        return None
+    return AutoTokenizer.from_pretrained(adapter.name, **adapter.where)
+
+
+def _load_checkpoint(
+    name: str, allow_missing: bool, from_pretrained_kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, str | None]:
+    """A model from its checkpoint, and the quantised type that its weights were stored in, if it was one."""
+    with ExitStack() as undo, _load_errors(name):
         scratch = None
-        config = AutoConfig.from_pretrained(model_or_id, **_source(from_pretrained_kwargs))
+        config = AutoConfig.from_pretrained(name, **_source(from_pretrained_kwargs))
         if (device_map := from_pretrained_kwargs.get("device_map")) is not None:
             from_pretrained_kwargs["device_map"] = device_map = _checked_map(config, device_map)
             if from_pretrained_kwargs.get("offload_folder") is None and device_map != {"": "cpu"}:
@@ -68,14 +164,32 @@ def load_model(model_or_id: PreTrainedModel | str, **from_pretrained_kwargs: Any
         if "gguf_file" in from_pretrained_kwargs:
             from_pretrained_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
             from_pretrained_kwargs.setdefault("config", config)  # to parse a GGUF header takes seconds, each time
-        model = model_class(config).from_pretrained(model_or_id, **from_pretrained_kwargs)
+        stored_as = _stored_as(config, from_pretrained_kwargs.get("gguf_file"))
+        reinitialises = from_pretrained_kwargs.get("ignore_mismatched_sizes", False)
+        model, loading = model_class(config).from_pretrained(
+            name,
+            # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
+            **from_pretrained_kwargs | {"ignore_mismatched_sizes": True, "output_loading_info": True},
+        )
+        if not allow_missing:
+            check_complete(model, name, loading, reinitialises)
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
         weakref.finalize(model, shutil.rmtree, scratch, True)
     if "gguf_file" in from_pretrained_kwargs:
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
-    return model
+    return model, stored_as
+
+
+def _stored_as(config: PreTrainedConfig, gguf_file: str | None) -> str | None:
+    """The quantised type of a checkpoint's weights; of a GGUF file as its name says, which by convention it does."""
+    if gguf_file is not None:
+        found = re.search(r"(?:^|[-._])([IT]?Q\d\w*|MXFP4|B?F16|F32)(?=[-.]|$)", Path(gguf_file).name, re.IGNORECASE)
+        return found[1].upper() if found else "GGUF"
+    quantised = getattr(config, "quantization_config", None) or {}
+    values = quantised if isinstance(quantised, dict) else quantised.to_dict()
+    return values.get("quant_method")
 
 
 @contextmanager
@@ -150,17 +264,22 @@ def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str
     return model.to(dtype).eval()
 
 
-def load_processing_class(model: PreTrainedModel, **from_pretrained_kwargs: Any) -> Any:
-    """The tokenizer (or processor) stored beside the model, or None."""
-    if not model.name_or_path:
+def load_processing_class(model: PreTrainedModel, name: str | None = None, **from_pretrained_kwargs: Any) -> Any:
+    """The tokenizer (or processor) stored beside the model, or None.
+
+    Args:
+        name: where it is, if not beside the model.
+    """
+    name = name or model.name_or_path
+    if not name:
         return None
     # A processor holds the tokenizer of a model that has both. A GGUF file has none, and takes seconds to say so.
     for auto in (AutoTokenizer,) if "gguf_file" in from_pretrained_kwargs else (AutoProcessor, AutoTokenizer):
         try:
-            return auto.from_pretrained(model.name_or_path, **_source(from_pretrained_kwargs))
+            return auto.from_pretrained(name, **_source(from_pretrained_kwargs))
         except Exception as error:  # tokenizers raises plain Exception; a model without a tokenizer can still be pruned
             reason = error
-    logger.warning("no tokenizer or processor was found for %s: %s", model.name_or_path, reason)
+    logger.warning("no tokenizer or processor was found for %s: %s", name, reason)
     return None
 
 

@@ -35,11 +35,11 @@ def build_report(context: RunContext, decision: PruningDecision, measured: Paire
     Args:
         measured: the losses of the dense and the pruned model, where something was measured.
     """
-    model, targets, config = context.model, context.targets, context.config
+    targets, config = context.targets, context.config
     rows = matrix_rows(context, decision)
     diagnostics = decision.diagnostics
     return Report(
-        model={**_describe(model, targets), "processing_class": type(context.processing_class).__name__},
+        model=_describe(context),
         config=config.to_dict(),
         matrices=rows,
         unreached=[LeftOut(one.name, one.block, one.role, one.numel) for one in context.unreached],
@@ -101,14 +101,17 @@ def _peak_resident() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _describe(model: PreTrainedModel, targets: tuple[Target, ...]) -> dict[str, Any]:
+def _describe(context: RunContext) -> dict[str, Any]:
+    model = context.model
     return {
         "name": published_name(model),
         "class": type(model).__name__.removeprefix("FSDP"),  # FSDP2 renames the class of what it shards
         "objective": objective(model),
         "parameters": model.num_parameters(),
-        "target_weights": sum(target.numel for target in targets),
+        "target_weights": sum(target.numel for target in context.targets),
         "dtype": str(model.dtype).removeprefix("torch."),
+        "processing_class": type(context.processing_class).__name__,
+        **context.origin,
     }
 
 

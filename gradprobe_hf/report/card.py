@@ -272,7 +272,18 @@ def _summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> s
         f"({kind}; {report.zeros:,} weights, {report.zeros / report.model['parameters']:.1%} of all parameters){how}. "
         "**The zeros are stored densely: the model is no smaller and no faster by itself.** It "
         "is a plain transformers checkpoint, made with gradprobe_hf and loaded without it."
+        + "".join(f" {sentence}" for sentence in _origin(report.model))
     )
+
+
+def _origin(model: dict[str, Any]) -> list[str]:
+    """What the weights went through before they were pruned."""
+    said = []
+    if "adapter" in model:
+        said.append(f"Before, the adapter `{model['adapter']}` was folded into the weights of its base.")
+    if "stored_as" in model:
+        said.append(f"Its weights were dequantised from {model['stored_as']}, and have that rounding in them.")
+    return said
 
 
 def _set_options(config: GradProbeConfig) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Report:
     """What happened in one run.
 
     Attributes:
-        model: name, class, sizes.
+        model: name, class, sizes; the `adapter` that was folded into it, and the quantised type it was `stored_as`.
         config: as plain data.
         matrices: one row each.
         unreached: matrices that were asked for and left out.

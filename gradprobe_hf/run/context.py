@@ -69,6 +69,7 @@ class RunContext:
         storage: where accumulators are kept.
         folder: for files: accumulators on disk, new weights of an offloaded model; None: a temporary one.
         notes: how the run is computed and why so, for the report; no result depends on it.
+        origin: what the model was before it was loaded: the `adapter` folded into it, the type it is `stored_as`.
         snapshots: where the run's state is saved, if it is.
         shared_probe: a first probe made before, for this configuration too.
         keeps_row_fisher: whether the Fisher information of rows is kept for another configuration's weight update.
@@ -90,6 +91,7 @@ class RunContext:
     storage: AccumulatorStorage = field(default_factory=AccumulatorStorage)
     folder: Path | None = None
     notes: dict[str, str] = field(default_factory=dict)
+    origin: dict[str, str] = field(default_factory=dict)
     snapshots: Snapshots | None = None
     shared_probe: SharedProbe | None = None
     keeps_row_fisher: bool = False

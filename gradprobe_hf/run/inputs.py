@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
@@ -14,7 +15,7 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.windows import EVALUATION_SEED, TextOptions, WindowSpec, load_batches
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import check_sharding
-from gradprobe_hf.model.loading import load_model, load_processing_class
+from gradprobe_hf.model.loading import Loaded, load, load_processing_class
 from gradprobe_hf.model.parameters import unload_leftovers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.compatibility import check_targets
@@ -35,7 +36,8 @@ def load_inputs(request: RunRequest) -> RunContext:
     config, processes, stopwatch = request.config, join_processes(), Stopwatch()
     progress = request.progress and processes.is_main
     with stopwatch("load"):
-        model, processing_class = _load(request, processes)
+        loaded, processing_class = _load(request, processes)
+        model = loaded.model
         check_sharding(model)
         targets = find_targets(model, config.include, config.exclude)
         check_targets(model, targets, config)
@@ -61,6 +63,7 @@ def load_inputs(request: RunRequest) -> RunContext:
         stopwatch=stopwatch,
         progress=progress,
         folder=None if folder is None else Path(folder),
+        origin=loaded.origin,
     )
 
 
@@ -88,16 +91,17 @@ def text_options(config: GradProbeConfig) -> TextOptions:
     return TextOptions(**{field.name: getattr(config, field.name) for field in fields(TextOptions)})
 
 
-def _load(request: RunRequest, processes: Processes) -> tuple[PreTrainedModel, Any]:
+def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
     kwargs = {name: value for name, value in request.from_pretrained_kwargs.items() if value is not None}
-    if isinstance(request.model_or_id, PreTrainedModel):  # then the folder is for accumulators alone
+    if isinstance(request.model_or_id, nn.Module):  # then the folder is for accumulators alone
         kwargs.pop("offload_folder", None)
     elif "offload_folder" in kwargs and processes.count > 1:
         # transformers writes there what it has to convert: each process in a folder of its own
         kwargs["offload_folder"] = Path(kwargs["offload_folder"]) / f"process-{processes.rank}"
-    model = load_model(request.model_or_id, **kwargs)
-    unload_leftovers(model)
-    return model, request.processing_class or load_processing_class(model, **kwargs)
+    loaded = load(request.model_or_id, **kwargs)
+    unload_leftovers(loaded.model)
+    found = request.processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)
+    return loaded, found
 
 
 def _evaluation(evaluation: Any, calibration: Any, model: PreTrainedModel) -> Any:

@@ -1,0 +1,199 @@
+"""Adapters: a model with PEFT adapters -> the plain model they make of it, each folded into the weights it adapts.
+
+An adapter is never pruned: its matrices are small and trained, and what they add would undo the zeros under them.
+transformers wraps no model for them (`add_adapter` puts them inside), PEFT does (`PeftModel`); either is understood,
+and so is a folder or repository that holds an adapter and names its base.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import cached_file
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.parameters import is_offloaded
+
+# What says where a file is, of the keyword arguments of `from_pretrained`.
+_FINDING = ("cache_dir", "token", "revision", "local_files_only", "subfolder")
+_OPTION = "merge_adapters=True (--merge-adapters)"
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """A stored adapter: its name, what finds it (revision, token, ...), and the base it was trained on.
+
+    Attributes:
+        base: None: the adapter's configuration names none.
+    """
+
+    name: str
+    where: dict[str, Any]
+    base: str | None
+    base_revision: str | None = None
+
+
+def stored_adapter(name: str, where: dict[str, Any]) -> AdapterSource | None:
+    """What a folder or repository holds, if it is an adapter.
+
+    Args:
+        where: keyword arguments of `from_pretrained` that say where files come from.
+
+    Raises:
+        ValueError: its configuration cannot be read.
+    """
+    path = find_adapter_config_file(name, **_finding(where))
+    if path is None:
+        return None
+    try:
+        values = json.loads(Path(path).read_text(encoding="utf-8"))
+        return AdapterSource(name, where, values.get("base_model_name_or_path"), values.get("revision"))
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"{path} is no adapter configuration: {error}") from error
+
+
+def has_file(name: str, file: str, where: dict[str, Any]) -> bool:
+    """Whether a folder or repository holds a file."""
+    return bool(cached_file(name, file, _raise_exceptions_for_missing_entries=False, **_finding(where)))
+
+
+def _finding(where: dict[str, Any]) -> dict[str, Any]:
+    return {key: where[key] for key in _FINDING if key in where}
+
+
+def check_mergeable(source: AdapterSource, merge_adapters: bool) -> str:
+    """The name of the base to load, once it is clear that the adapter may be folded into it.
+
+    Raises:
+        ValueError: it was not asked for, or no base is named.
+        ImportError: PEFT is not installed.
+    """
+    if not merge_adapters:
+        raise ValueError(
+            f"{source.name!r} is an adapter for {source.base!r} (adapter_config.json), not a model: adapters are not "
+            f"pruned. To prune the model that it makes of its base, fold it in with {_OPTION}."
+        )
+    _peft()
+    if not source.base:
+        raise ValueError(
+            f"the adapter {source.name!r} does not name its base (base_model_name_or_path): load both with PEFT and "
+            "pass the PeftModel."
+        )
+    return source.base
+
+
+def merge_stored(base: PreTrainedModel, source: AdapterSource, vocabulary: int | None) -> PreTrainedModel:
+    """The base, which is changed, with a stored adapter folded into it.
+
+    Args:
+        vocabulary: tokens of the tokenizer stored with the adapter: the embeddings it was trained with have as many.
+
+    Raises:
+        ValueError: the adapter is none of this base, cannot be folded, or some of its weights are missing.
+    """
+    _check_in_memory(base)
+    if vocabulary is not None and vocabulary > base.get_input_embeddings().weight.shape[0]:
+        base.resize_token_embeddings(vocabulary)
+    try:
+        with warnings.catch_warnings():
+            # What is missing would be folded in as it was initialised.
+            warnings.filterwarnings("error", message="Found missing adapter keys")
+            adapted = _peft().PeftModel.from_pretrained(base, source.name, **source.where)
+    except (ValueError, RuntimeError, KeyError, UserWarning) as error:
+        raise ValueError(f"the adapter {source.name!r} does not fit {source.base!r}: {error}") from error
+    return _merged(adapted)
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT wraps the model, or has layers inside it."""
+    peft = sys.modules.get("peft")  # who has adapters has imported it
+    if peft is None:
+        return False
+    layer = peft.tuners.tuners_utils.BaseTunerLayer
+    return isinstance(model, (peft.PeftModel, peft.PeftMixedModel)) or any(
+        isinstance(module, layer) for module in model.modules()
+    )
+
+
+def active_adapters(model: Any) -> str:
+    """The names of the adapters that a model works with."""
+    layer = sys.modules["peft"].tuners.tuners_utils.BaseTunerLayer
+    names = [name for module in model.modules() if isinstance(module, layer) for name in module.active_adapters]
+    return ", ".join(dict.fromkeys(names)) or "without a name"
+
+
+def merged_copy(model: nn.Module, merge_adapters: bool) -> PreTrainedModel:
+    """A copy of a model in memory with its active adapters folded in; the model itself stays as it is.
+
+    Raises:
+        ValueError: it was not asked for, the adapters cannot be folded, or the model is not in memory in one piece.
+    """
+    if not merge_adapters:
+        raise ValueError(
+            f"this {type(model).__name__} has adapters ({active_adapters(model)}), which are not pruned: what they add "
+            f"would undo the zeros under them. Fold them in with {_OPTION}: a copy of the model is pruned then."
+        )
+    _check_in_memory(model)
+    return _merged(copy.deepcopy(model))
+
+
+def _check_in_memory(model: nn.Module) -> None:
+    if is_offloaded(model) or is_sharded(model):
+        raise ValueError(
+            "adapters are folded into a model that is in memory in one piece, and this one is offloaded or sharded. "
+            "Fold them first (PEFT's merge_and_unload), save the result, and prune that."
+        )
+
+
+def _merged(model: Any) -> PreTrainedModel:
+    peft = _peft()
+    if isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
+        if not isinstance(getattr(model, "base_model", None), peft.tuners.tuners_utils.BaseTuner):
+            raise ValueError(
+                "this adapter learns a prompt or a prefix, which no weight can take in: prune the base model alone."
+            )
+        plain = model.merge_and_unload()
+    else:
+        _unload_inside(model, peft.tuners.tuners_utils.BaseTunerLayer)
+        plain = model
+    # Otherwise `save_pretrained` would write an adapter alone.
+    plain.__dict__.pop("peft_config", None)
+    plain._hf_peft_config_loaded = False
+    return plain
+
+
+def _unload_inside(model: nn.Module, layer: type[Any]) -> None:
+    """PEFT's `merge_and_unload`, for adapters that nothing wraps."""
+    outer = [name for name, module in model.named_modules() if _is_adapted(module, layer)]
+    for name in outer:
+        if any(name.startswith(f"{other}.") for other in outer):
+            continue  # an adapter's own layers go with it
+        module: Any = model.get_submodule(name)
+        if hasattr(module, "unload_and_optionally_merge_module"):
+            plain = module.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        else:
+            module.merge()
+            plain = module.get_base_layer()
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, plain)
+
+
+def _is_adapted(module: nn.Module, layer: type[Any]) -> bool:
+    return isinstance(module, layer) or hasattr(module, "unload_and_optionally_merge_module")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError as error:
+        raise ImportError("adapters need PEFT: pip install 'gradprobe_hf[peft]'") from error
+    return peft

@@ -1,0 +1,189 @@
+"""Adapters are never pruned: they are folded into the weights when that is asked for, and refused when it is not."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.cli import main
+from gradprobe_hf.model import adapters
+from gradprobe_hf.report.card import build_card
+from tests import cases
+
+peft = pytest.importorskip("peft")
+
+MODULES = {"llama": ["q_proj", "down_proj"], "gpt2": ["c_attn", "c_proj"]}
+
+
+def lora(name="llama", **options):
+    return peft.LoraConfig(r=4, target_modules=MODULES[name], fan_in_fan_out=name == "gpt2", **options)
+
+
+def trained(model):
+    """With adapters that do something: LoRA begins with B at zero."""
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "lora_B" in parameter_name:
+                parameter.normal_(std=0.3)
+    return model.eval()
+
+
+def wrapped(name="llama", **options):
+    return trained(peft.get_peft_model(cases.build(name), lora(name, **options)))
+
+
+def injected():
+    model = cases.build("llama")
+    model.add_adapter(lora())
+    return trained(model)
+
+
+def mixed():
+    return trained(peft.get_peft_model(cases.build("llama"), lora(), mixed=True))
+
+
+def logits(model, batch):
+    with torch.no_grad():
+        return model(**batch).logits
+
+
+def run(model, **options):
+    batches = cases.batches("llama", rows=2)
+    settings = {"calibration": batches, "evaluation": False, "progress": False} | options
+    return prune_pretrained(model, GradProbeConfig(probes=1), **settings)
+
+
+@pytest.mark.parametrize("make", [wrapped, injected, mixed])
+def test_adapters_in_memory_are_refused_before_any_work(make):
+    model = make()
+    before = cases.bits(model)
+    with pytest.raises(ValueError, match=r"has adapters \(default\), which are not pruned.*merge_adapters=True"):
+        run(model, calibration="no such text")
+    assert cases.changed(model, before) == []
+
+
+@pytest.mark.parametrize("make", [wrapped, injected, mixed, lambda: wrapped("gpt2")])
+def test_folded_adapters_are_pruned_as_the_model_they_make(make, tmp_path):
+    model = make()
+    before, batch = cases.bits(model), cases.batches("llama", rows=2)[0]
+    wanted = logits(model, batch)
+    dense = run(model, merge_adapters=True, apply=False)
+    torch.testing.assert_close(logits(dense.model, batch), wanted, atol=1e-5, rtol=1e-4)
+    assert not any("lora" in name for name in dense.masks)
+    found = run(model, merge_adapters=True, output_dir=tmp_path / "out")
+    assert cases.changed(model, before) == [], "what is pruned is a copy"
+    assert torch.equal(logits(model, batch), wanted)
+    assert found.report.sparsity == pytest.approx(0.5, abs=1e-3)
+    for target in found.targets:
+        assert not target.matrix(found.model)[found.masks[target.name]].any()
+    saved = type(found.model).from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(saved, batch), logits(found.model, batch))
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
+
+
+def test_a_run_that_fails_leaves_the_adapted_model_as_it_was():
+    model = wrapped()
+    before = cases.bits(model)
+
+    def failing(model, batch):
+        raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run(model, merge_adapters=True, loss_fn=failing)
+    assert cases.changed(model, before) == []
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    """A base and an adapter in folders of their own, and the logits of both together."""
+    folder = tmp_path_factory.mktemp("adapted")
+    base = cases.build("llama")
+    base.save_pretrained(folder / "base")
+    cases.tokenizer().save_pretrained(folder / "base")
+    model = trained(peft.get_peft_model(LlamaForCausalLM.from_pretrained(folder / "base"), lora()))
+    model.save_pretrained(folder / "adapter")
+    return folder / "base", folder / "adapter", logits(model, cases.batches("llama", rows=2)[0])
+
+
+def test_an_adapters_folder_is_its_base_with_the_adapter_folded_in(stored, tmp_path):
+    _, folder, wanted = stored
+    dense = run(folder, merge_adapters=True, apply=False, output_dir=tmp_path / "out")
+    torch.testing.assert_close(logits(dense.model, cases.batches("llama", rows=2)[0]), wanted, atol=1e-5, rtol=1e-4)
+    assert dense.processing_class is not None, "the base's tokenizer"
+    assert dense.report.model["adapter"] == "adapter"
+    assert dense.report.model["name"] == "base"
+    assert "the adapter `adapter` was folded into" in str(build_card(dense.report, dense.config, {}, "here"))
+
+
+def test_from_the_command_line(stored, text_file, tmp_path, capsys):
+    _, folder, _ = stored
+    options = ["prune", str(folder), "--output", str(tmp_path / "out"), "--calibration", str(text_file), "--quiet"]
+    options += ["--probes", "1", "--num-samples", "2", "--sequence-length", "16"]
+    assert main(options) == 1
+    said = capsys.readouterr().err
+    assert "is an adapter for" in said
+    assert "--merge-adapters" in said
+    assert not (tmp_path / "out").exists()
+    assert main([*options, "--merge-adapters"]) == 0
+    assert json.loads((tmp_path / "out" / "gradprobe_report.json").read_text())["model"]["adapter"] == "adapter"
+
+
+def test_an_adapters_tokenizer_goes_before_its_bases(stored, tmp_path):
+    base, folder, _ = stored
+    model = peft.PeftModel.from_pretrained(cases.build("llama"), folder)
+    model.base_model.model.resize_token_embeddings(cases.VOCABULARY + 1)
+    model.peft_config["default"].base_model_name_or_path = str(base)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=True)
+    tokenizer = cases.tokenizer()
+    tokenizer.add_tokens(["<tool>"])
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    found = run(tmp_path / "adapter", merge_adapters=True, apply=False)
+    assert "<tool>" in found.processing_class.get_vocab()
+    rows = found.model.get_input_embeddings().weight
+    assert torch.equal(rows, model.get_input_embeddings().weight)
+
+
+def test_weights_that_the_adapters_file_lacks_are_an_error(stored, tmp_path):
+    _, folder, _ = stored
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_bytes((folder / "adapter_config.json").read_bytes())
+    tensors = load_file(folder / "adapter_model.safetensors")
+    del tensors[next(name for name in tensors if "lora_B" in name)]
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"does not fit .*Found missing adapter keys"):
+        run(tmp_path / "adapter", merge_adapters=True)
+
+
+def test_a_prompt_that_was_learned_cannot_be_folded():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    model = peft.get_peft_model(cases.build("llama"), config)
+    with pytest.raises(ValueError, match="learns a prompt or a prefix"):
+        run(model, merge_adapters=True)
+
+
+def test_a_model_without_adapters_has_none_to_fold(checkpoint):
+    for model in (cases.build("llama"), checkpoint):
+        with pytest.raises(ValueError, match="merge_adapters=True has no effect here"):
+            run(model, merge_adapters=True)
+
+
+def test_without_peft_an_adapters_folder_says_what_to_install(stored, monkeypatch):
+    def missing():
+        raise ImportError("adapters need PEFT: pip install 'gradprobe_hf[peft]'")
+
+    monkeypatch.setattr(adapters, "_peft", missing)
+    with pytest.raises(ImportError, match="pip install"):
+        run(stored[1], merge_adapters=True)
+
+
+def test_a_compiled_model_is_unwrapped():
+    model = cases.build("llama")
+    found = run(torch.compile(model))
+    assert found.model is model
+    assert found.report.sparsity == pytest.approx(0.5, abs=1e-3)

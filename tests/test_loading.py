@@ -1,0 +1,111 @@
+"""What was loaded is what the checkpoint holds, or it is said."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import BertForSequenceClassification, LlamaForCausalLM
+
+from gradprobe_hf import prune_pretrained
+from gradprobe_hf.cli import main
+from gradprobe_hf.model.loading import _stored_as, load_model
+from tests import cases
+
+
+def changed_checkpoint(model, folder, change):
+    """A saved model, with the tensors of its file changed."""
+    model.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def without(*names):
+    return lambda tensors: [tensors.pop(name) for name in names]
+
+
+def test_weights_that_are_missing_are_listed_and_nothing_is_pruned(tmp_path, capsys):
+    gone = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.weight"]
+    folder = changed_checkpoint(cases.build("llama"), tmp_path / "base", without(*gone))
+    with pytest.raises(ValueError, match=r"2 are missing: model\.layers\.0\.mlp\.up_proj\.weight, model\.layers\.1"):
+        prune_pretrained(folder, calibration=cases.batches("llama"), evaluation=False, progress=False)
+    assert main(["prune", str(folder), "--output", str(tmp_path / "out"), "--score", "magnitude", "--quiet"]) == 1
+    said = capsys.readouterr().err
+    assert "are missing: model.layers.0.mlp.up_proj.weight" in said
+    assert "--allow-missing-weights" in said
+    assert not (tmp_path / "out").exists()
+    options = ["--score", "magnitude", "--evaluation", "none", "--quiet", "--allow-missing-weights"]
+    assert main(["prune", str(folder), "--output", str(tmp_path / "out"), *options]) == 0
+
+
+def test_a_head_that_was_never_trained_is_missing(tmp_path):
+    base = cases.build("bert")
+    base.config.architectures = None
+    base.bert.save_pretrained(tmp_path)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"architectures": ["BertForSequenceClassification"]}))
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification .* missing: .*classifier\.bias, classifier"):
+        load_model(tmp_path)
+    assert isinstance(load_model(tmp_path, allow_missing_weights=True), BertForSequenceClassification)
+
+
+def test_a_checkpoint_of_another_architecture_names_what_it_holds(tmp_path):
+    cases.build("gpt2").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(cases.build("llama").config.to_dict()))
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"architectures": ["LlamaForCausalLM"]}))
+    with pytest.raises(ValueError, match=r"are missing: .* others: transformer\.h\.0.*Of another architecture\?"):
+        load_model(tmp_path)
+
+
+def test_other_sizes_than_the_configuration_says_are_listed(tmp_path):
+    def shorter(tensors):
+        name = "model.layers.0.mlp.up_proj.weight"
+        tensors[name] = tensors[name][:20].contiguous()
+
+    folder = changed_checkpoint(cases.build("llama"), tmp_path, shorter)
+    with pytest.raises(ValueError, match=r"other sizes .*up_proj\.weight \(20, 16\) for \(24, 16\)"):
+        load_model(folder)
+    assert load_model(folder, ignore_mismatched_sizes=True).get_parameter("model.layers.0.mlp.up_proj.weight").numel()
+
+
+@pytest.mark.parametrize("name", [*cases.CASES])
+def test_every_whole_checkpoint_is_whole(name, tmp_path):
+    """Tied weights are stored once, and buffers not at all."""
+    model = cases.build(name)
+    model.save_pretrained(tmp_path)
+    assert cases.changed(load_model(tmp_path), cases.bits(model)) == []
+
+
+def test_weights_that_have_no_place_are_said(tmp_path, caplog):
+    def more(tensors):
+        tensors["value_head.weight"] = torch.ones(2)
+
+    folder = changed_checkpoint(cases.build("llama"), tmp_path, more)
+    with caplog.at_level(logging.WARNING):
+        assert isinstance(load_model(folder), LlamaForCausalLM)
+    assert any("will not be in the result: value_head.weight" in record.message for record in caplog.records)
+
+
+def test_options_of_loading_mean_nothing_for_a_loaded_model():
+    with pytest.raises(ValueError, match="allow_missing_weights only make sense when a model is loaded by name"):
+        load_model(cases.build("llama"), allow_missing_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("file", "wanted"),
+    [
+        ("smollm2-135m-instruct-q4_1.gguf", "Q4_1"),
+        ("Llama-3.2-1B.Q4_K_M.gguf", "Q4_K_M"),
+        ("model-IQ2_XS-00001-of-2.gguf", "IQ2_XS"),
+        ("tiny-F16.gguf", "F16"),
+        ("model.gguf", "GGUF"),
+    ],
+)
+def test_a_gguf_files_name_says_what_it_was_quantised_to(file, wanted):
+    assert _stored_as(cases.build("llama").config, file) == wanted
