@@ -163,6 +163,7 @@ def test_every_option_has_the_spelling_that_was_promised():
         "--num-samples 128 --sequence-length 512 --seed 0 --batch-size 2 --checkpointing auto "
         "--accumulator-dtype int8 --accumulator-device cpu --device-map auto --max-memory {} --offload-folder f "
         "--resume-dir r --save-every 4 --dtype bfloat16 --revision v --trust-remote-code --gguf-file g --config f "
+        "--merge-adapters --allow-missing-weights "
         "--push-to-hub r --private --overwrite --quiet --json --add-special-tokens on"
     )
     options = vars(parser("prune").parse_args(line.split()))
