@@ -1,0 +1,199 @@
+"""Columns: which of a data set's hold what a task needs, and what stands in them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Row = Mapping[str, Any]
+
+IGNORED = -100  # a label that counts nowhere, in every loss of transformers
+
+
+@dataclass(frozen=True)
+class ColumnKind:
+    """What a column may hold.
+
+    Attributes:
+        names: that such columns usually have, in order of preference.
+        holds: whether a value is of this kind.
+        what: in words.
+    """
+
+    names: tuple[str, ...]
+    holds: Callable[[Any], bool]
+    what: str
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
+
+
+def _is_image(value: Any) -> bool:
+    return hasattr(value, "convert") or (isinstance(value, Mapping) and "bytes" in value)
+
+
+def _is_audio(value: Any) -> bool:
+    return (isinstance(value, Mapping) and "array" in value) or hasattr(value, "get_all_samples")
+
+
+TEXT = ColumnKind(
+    ("text", "sentence", "source", "document", "article", "dialogue", "review", "content"),
+    lambda value: isinstance(value, str),
+    "text",
+)
+WORDS = ColumnKind(("tokens", "words"), _is_words, "words")
+IMAGE = ColumnKind(("image", "img", "images"), _is_image, "images")
+AUDIO = ColumnKind(("audio", "speech"), _is_audio, "audio")
+# Columns that a pair of sentences usually has.
+PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+)
+
+
+def value_of(row: Row, column: str) -> Any:
+    """The value of a column; `a.b` is a field of a column that holds fields.
+
+    >>> value_of({"translation": {"en": "a cat", "de": "eine Katze"}}, "translation.de")
+    'eine Katze'
+    """
+    if column in row:
+        return row[column]
+    value: Any = row
+    for part in column.split("."):
+        value = value[part]
+    return value
+
+
+def has_column(row: Row, column: str) -> bool:
+    try:
+        value_of(row, column)
+    except (KeyError, TypeError, IndexError):
+        return False
+    return True
+
+
+def find_column(row: Row, kind: ColumnKind, option: str, given: str | None = None, apart: Sequence[str] = ()) -> str:
+    """The column of a kind: the one that is given, one of a usual name, or the only one that holds such values.
+
+    Args:
+        row: the first of the data set.
+        option: that names the column, for errors.
+        apart: columns that are something else.
+
+    Raises:
+        ValueError: there is none, or more than one may be meant.
+    """
+    if given is not None:
+        return checked_column(row, given, option)
+    usual = [name for name in kind.names if name in row and name not in apart]
+    alike = [name for name, value in row.items() if name not in apart and kind.holds(value)]
+    found = usual[:1] or alike
+    if len(found) != 1:
+        may = f"{', '.join(map(repr, alike))} may be meant" if alike else "none holds such"
+        raise ValueError(
+            f"the data needs a column of {kind.what}, and {may}; its columns are {', '.join(row)}. Name it with "
+            f"{option}= (--{option.replace('_', '-')}), or rename it {kind.names[0]!r}."
+        )
+    return found[0]
+
+
+def checked_column(row: Row, column: str, option: str) -> str:
+    """Raise ValueError unless the row has this column."""
+    if not has_column(row, column):
+        raise ValueError(f"{option}={column!r}: there is no such column; the data has {', '.join(row)}.")
+    return column
+
+
+def find_label(row: Row, names: Sequence[str], given: str | None) -> str:
+    """The column of labels: the one that is given, or one of a usual name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if given is not None:
+        return checked_column(row, given, "label_column")
+    found = next((name for name in names if name in row), None)
+    if found is None:
+        raise ValueError(
+            f"the data has no column of labels: its columns are {', '.join(row)}, and none is called "
+            f"{' or '.join(map(repr, names))}. Name it with label_column= (--label-column)."
+        )
+    return found
+
+
+@dataclass(frozen=True)
+class LabelNames:
+    """Labels as a data set has them -> the model's.
+
+    Attributes:
+        ids: of the model: name -> number.
+        count: of the model's labels.
+        stored: the names that the data set gives its own numbers, if it does.
+    """
+
+    ids: Mapping[str, int]
+    count: int
+    stored: tuple[str, ...] = ()
+
+    @property
+    def renumbered(self) -> bool:
+        """Whether numbers go through names: the data set numbers the same labels in its own order."""
+        known = {name.lower() for name in self.ids}
+        return bool(self.stored) and all(name.lower() in known for name in self.stored)
+
+    def number(self, value: Any, where: str) -> int:
+        """The model's number of a label.
+
+        Args:
+            where: the row, for errors.
+
+        Raises:
+            ValueError: no label, or none of the model's.
+        """
+        if isinstance(value, Tensor) and value.ndim == 0:
+            value = value.item()
+        if isinstance(value, Integral) and self.renumbered and 0 <= int(value) < len(self.stored):
+            value = self.stored[int(value)]
+        if isinstance(value, str):
+            return self._named(value, where)
+        if isinstance(value, Integral):
+            if not 0 <= int(value) < self.count:
+                raise ValueError(
+                    f"{where} has label {int(value)}, and the model has {self.count} labels, 0 to {self.count - 1}. "
+                    f"{self._known()}"
+                )
+            return int(value)
+        raise ValueError(
+            f"{where} has no label."
+            if value is None
+            else f"{where} has the label {value!r}: a label is a whole number or a name, got {type(value).__name__}."
+        )
+
+    def _named(self, value: str, where: str) -> int:
+        folded = {name.lower(): number for name, number in self.ids.items()}
+        if value in self.ids:
+            return self.ids[value]
+        if value.lower() in folded:
+            return folded[value.lower()]
+        if value.strip().isdigit():
+            return LabelNames(self.ids, self.count).number(int(value), where)
+        raise ValueError(f"{where} has label {value!r}, which is none of the model's. {self._known()}")
+
+    def _known(self) -> str:
+        shown = [f"{name!r} ({number})" for name, number in list(self.ids.items())[:8]]
+        return f"They are {', '.join(shown)}{', ...' if len(self.ids) > 8 else ''} (label2id in its config.json)."
+
+
+def stacked(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
+    """`[rows, longest]`: whole numbers of unequal lengths, filled on the right."""
+    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
+    return torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=fill)

@@ -1,0 +1,80 @@
+"""Predictions: a model and a batch with labels -> what it predicts, and what is right.
+
+Labels stay tensors on the model's device: reading one would wait for it in every batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.tasks.columns import IGNORED
+
+# Tokens that a text may be longer than its reference.
+SLACK = 16
+Predicted = tuple[Any, Any]
+
+
+def predicted_labels(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
+    """The most likely class of each row, or of each token that has a label. Both `[labels]`."""
+    found = model(**_inputs(batch)).logits.argmax(-1)
+    labels = batch["labels"].to(found.device)
+    counted = labels != IGNORED
+    return found[counted], labels[counted]
+
+
+def predicted_next(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
+    """The most likely next token, wherever the next one is a label. Both `[labels]`."""
+    labels = batch.get("labels")
+    labels = batch["input_ids"] if labels is None else labels
+    if (mask := batch.get("attention_mask")) is not None:
+        labels = labels.masked_fill(mask == 0, IGNORED)
+    found = model(**_inputs(batch), use_cache=False).logits.argmax(-1)[:, :-1]
+    labels = labels.to(found.device)[:, 1:]
+    counted = labels != IGNORED
+    return found[counted], labels[counted]
+
+
+def written_texts(model: Any, batch: Mapping[str, Any], processing_class: Any) -> Predicted:
+    """What the model writes, token after token the most likely one, and the texts that it should write."""
+    labels = batch["labels"]
+    room = labels.shape[1] + SLACK
+    if (limit := getattr(model.config, "max_target_positions", None)) is not None:
+        room = min(room, limit - 8)  # Whisper's decoder begins with a few tokens of its own
+    # Processes that share a model gather its weights at every token: all go on until the last one has finished.
+    ids = model.generate(
+        **_inputs(batch), max_new_tokens=room, do_sample=False, num_beams=1, synced_gpus=_is_sharded(model)
+    )
+    return _decoded(ids, processing_class), _decoded(labels, processing_class)
+
+
+def transcribed(model: Any, batch: Mapping[str, Any], processing_class: Any) -> Predicted:
+    """What a model that is trained with CTC hears: the most likely token of each frame, and what was said."""
+    found = model(**_inputs(batch)).logits.argmax(-1)
+    if (mask := batch.get("attention_mask")) is not None and hasattr(model, "_get_feat_extract_output_lengths"):
+        lengths = model._get_feat_extract_output_lengths(mask.sum(-1))
+        silent = torch.arange(found.shape[1], device=found.device) >= lengths.to(found.device)[:, None]
+        found = found.masked_fill(silent, model.config.pad_token_id)  # CTC's blank
+    labels = batch["labels"].masked_fill(batch["labels"] == IGNORED, model.config.pad_token_id)
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    heard, said = tokenizer.batch_decode(found), tokenizer.batch_decode(labels, group_tokens=False)
+    return heard, said
+
+
+def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is given to predict from."""
+    return {name: value for name, value in batch.items() if name not in ("labels", "decoder_input_ids")}
+
+
+def _decoded(ids: Tensor, processing_class: Any) -> list[str]:
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    pad = tokenizer.pad_token_id
+    plain = ids.masked_fill(ids == IGNORED, tokenizer.eos_token_id if pad is None else pad)
+    return [text.strip() for text in tokenizer.batch_decode(plain, skip_special_tokens=True)]
+
+
+def _is_sharded(model: Any) -> bool:
+    return type(model).__name__.startswith("FSDP")

@@ -1,0 +1,328 @@
+"""The table of tasks. To add one: a function that makes a batch of rows, unless one here does, and a row.
+
+Nothing of transformers is imported before it is asked for: the configuration and the command line read the names alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from gradprobe_hf.tasks.columns import AUDIO, IMAGE, PAIRS, TEXT, WORDS, ColumnKind, Row, find_column, find_label
+from gradprobe_hf.tasks.media_batches import classified_images, images_with_text, transcribed_speech
+from gradprobe_hf.tasks.metrics import METRICS, Compared, Metric
+from gradprobe_hf.tasks.predictions import (
+    Predicted,
+    predicted_labels,
+    predicted_next,
+    transcribed,
+    written_texts,
+)
+from gradprobe_hf.tasks.row_reader import RowReader
+from gradprobe_hf.tasks.text_batches import classified_texts, classified_words, masked_tokens, texts_to_write
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What is known by task.
+
+    Attributes:
+        name: as the Hub calls it; the pipeline tag of a card.
+        auto_class: of transformers, that loads a model for it.
+        mapping: of `transformers.models.auto.modeling_auto`: the classes that are for it.
+        objective: as transformers names its losses; what the classes of such models end with.
+        inputs: the kinds of column that go in.
+        labels: names that a column of labels usually has; none: rows need no labels.
+        label_is_optional: whether a column of labels is read only if it is named.
+        batch_of: rows of a data set -> what the model is called with; None: text alone is cut into windows, and any
+            other data has to come as batches.
+        prepare: a batch of tokens -> what the model is called with, where those alone have no loss.
+        row: what the report calls a row.
+        term: what the loss is a mean over.
+        predict: model, batch and processing class -> predictions and references; None: no metric is known.
+        compares: what kind of predictions these are.
+        default_metric: measured where there are labels; None: the loss says enough.
+        example: what a pipeline of this task may be called with, for the card; "": it has none.
+    """
+
+    name: str
+    auto_class: str
+    mapping: str
+    objective: str
+    inputs: tuple[ColumnKind, ...] = ()
+    labels: tuple[str, ...] = ()
+    label_is_optional: bool = False
+    batch_of: Callable[[Sequence[Row], RowReader], dict[str, Any]] | None = None
+    prepare: Callable[[Mapping[str, Any], RowReader], dict[str, Any]] | None = None
+    row: str = "examples"
+    term: str = "examples"
+    predict: Callable[[Any, Mapping[str, Any], Any], Predicted] | None = None
+    compares: Compared = "labels"
+    default_metric: str | None = None
+    example: str = ""
+
+    @property
+    def auto(self) -> Any:
+        """The Auto class."""
+        import transformers
+
+        return getattr(transformers, self.auto_class)
+
+    @property
+    def classes(self) -> frozenset[str]:
+        """The names of the classes that are for it."""
+        from transformers.models.auto import modeling_auto
+
+        mapping: Mapping[str, str | tuple[str, ...]] = getattr(modeling_auto, self.mapping)
+        return frozenset(name for one in mapping.values() for name in ([one] if isinstance(one, str) else one))
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The names of the metrics that fit its predictions."""
+        if self.predict is None:
+            return ()
+        return tuple(name for name, metric in METRICS.items() if metric.compares == self.compares)
+
+    def reads(self, first: Row) -> bool:
+        """Whether a data set with such rows is made into batches here, and not cut into windows of text."""
+        if self.batch_of is None:
+            return False
+        # A model that takes images and text can be given text alone.
+        needed = [kind for kind in self.inputs if kind is not TEXT] or [TEXT]
+        return needed == [TEXT] or any(kind.holds(value) for kind in needed for value in first.values())
+
+    def columns(
+        self, first: Row, text_columns: Sequence[str], label_column: str | None
+    ) -> tuple[tuple[str, ...], str | None]:
+        """The columns of what goes in, and that of the labels.
+
+        Raises:
+            ValueError: there is no such column, or none to be found.
+        """
+        label = None
+        if label_column is not None or (self.labels and not self.label_is_optional):
+            label = find_label(first, self.labels, label_column)
+        apart = [] if label is None else [label]
+        if self.inputs == (TEXT,) and not text_columns:
+            pair = next((pair for pair in PAIRS if set(pair) <= set(first) - {label}), None)
+            if pair is not None and not set(TEXT.names) & (set(first) - {label} - set(pair)):
+                return pair, label
+        found: list[str] = []
+        for kind in self.inputs:
+            given = text_columns if kind in (TEXT, WORDS) else ()
+            if len(given) > 1:
+                found += [find_column(first, kind, "text_column", one) for one in given]
+            else:
+                found.append(find_column(first, kind, "text_column", *given[:1], apart=[*apart, *found]))
+        return tuple(found), label
+
+    def metric(self, name: str) -> Metric:
+        """A metric of this task.
+
+        Raises:
+            ValueError: one that its predictions cannot be judged by.
+        """
+        if name not in self.metrics:
+            known = f"it knows {', '.join(map(repr, self.metrics))}" if self.metrics else "it knows none"
+            raise ValueError(f"metric={name!r} is not one of task={self.name!r}; {known}. Or give a metric_fn.")
+        return METRICS[name]
+
+
+_WRITES = Task(
+    name="text2text-generation",
+    auto_class="AutoModelForSeq2SeqLM",
+    mapping="MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    objective="ForConditionalGeneration",
+    inputs=(TEXT,),
+    labels=("target", "summary", "highlights", "output", "label", "labels"),
+    batch_of=texts_to_write,
+    term="target tokens",
+    predict=written_texts,
+    compares="texts",
+)
+_HEARS = Task(
+    name="automatic-speech-recognition",
+    auto_class="AutoModelForSpeechSeq2Seq",
+    mapping="MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
+    objective="ForConditionalGeneration",
+    inputs=(AUDIO,),
+    labels=("text", "sentence", "transcription", "transcript", "label"),
+    batch_of=transcribed_speech,
+    row="recordings",
+    term="target tokens",
+    predict=written_texts,
+    compares="texts",
+    default_metric="wer",
+    example='"speech.wav"',
+)
+
+# A class that several tasks know belongs to the first of them.
+_ROWS = (
+    _HEARS,
+    replace(
+        _HEARS,
+        auto_class="AutoModelForCTC",
+        mapping="MODEL_FOR_CTC_MAPPING_NAMES",
+        objective="ForCTC",
+        predict=transcribed,
+    ),
+    Task(
+        name="image-text-to-text",
+        auto_class="AutoModelForImageTextToText",
+        mapping="MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+        objective="ForConditionalGeneration",
+        inputs=(IMAGE, TEXT),
+        labels=("answer", "label"),
+        label_is_optional=True,
+        batch_of=images_with_text,
+        row="images with text",
+        term="predicted tokens",
+        predict=predicted_next,
+        example='text="What is in this picture?", images="picture.png"',
+    ),
+    _WRITES,
+    replace(_WRITES, name="translation"),
+    replace(_WRITES, name="summarization"),
+    Task(
+        name="text-generation",
+        auto_class="AutoModelForCausalLM",
+        mapping="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+        objective="ForCausalLM",
+        inputs=(TEXT,),
+        row="windows",
+        term="predicted tokens",
+        predict=predicted_next,
+        example='"The largest ocean is", max_new_tokens=20',
+    ),
+    Task(
+        name="text-classification",
+        auto_class="AutoModelForSequenceClassification",
+        mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+        objective="ForSequenceClassification",
+        inputs=(TEXT,),
+        labels=("label", "labels"),
+        batch_of=classified_texts,
+        predict=predicted_labels,
+        default_metric="accuracy",
+        example='"A sentence to classify."',
+    ),
+    Task(
+        name="token-classification",
+        auto_class="AutoModelForTokenClassification",
+        mapping="MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+        objective="ForTokenClassification",
+        inputs=(WORDS,),
+        labels=("labels", "ner_tags", "pos_tags", "tags", "label"),
+        batch_of=classified_words,
+        term="words",
+        predict=predicted_labels,
+        default_metric="accuracy",
+        example='"My name is Ada and I live in London."',
+    ),
+    Task(
+        name="image-classification",
+        auto_class="AutoModelForImageClassification",
+        mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        objective="ForImageClassification",
+        inputs=(IMAGE,),
+        labels=("label", "labels"),
+        batch_of=classified_images,
+        row="images",
+        term="images",
+        predict=predicted_labels,
+        default_metric="accuracy",
+        example='"picture.png"',
+    ),
+    Task(
+        name="fill-mask",
+        auto_class="AutoModelForMaskedLM",
+        mapping="MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+        objective="ForMaskedLM",
+        inputs=(TEXT,),
+        prepare=masked_tokens,
+        row="windows",
+        term="masked tokens",
+        predict=predicted_labels,
+        example='"The largest ocean is the <mask>."',
+    ),
+    # What has no function yet is given as batches; a card still knows what such a model is for.
+    Task(
+        name="audio-classification",
+        auto_class="AutoModelForAudioClassification",
+        mapping="MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
+        objective="ForSequenceClassification",
+        row="recordings",
+        term="recordings",
+        predict=predicted_labels,
+        default_metric="accuracy",
+    ),
+    Task(
+        name="question-answering",
+        auto_class="AutoModelForQuestionAnswering",
+        mapping="MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+        objective="ForQuestionAnswering",
+    ),
+    Task(
+        name="multiple-choice",
+        auto_class="AutoModelForMultipleChoice",
+        mapping="MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
+        objective="ForMultipleChoice",
+        predict=predicted_labels,
+        default_metric="accuracy",
+    ),
+    Task(
+        name="image-segmentation",
+        auto_class="AutoModelForSemanticSegmentation",
+        mapping="MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
+        objective="ForSemanticSegmentation",
+        row="images",
+        term="pixels",
+    ),
+    Task(
+        name="zero-shot-image-classification",
+        auto_class="AutoModelForZeroShotImageClassification",
+        mapping="MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        objective="ForZeroShotImageClassification",
+        row="images with text",
+        term="images",
+    ),
+)
+# Task -> its rows: two where models of two kinds are for it.
+TASKS: dict[str, tuple[Task, ...]] = {row.name: tuple(one for one in _ROWS if one.name == row.name) for row in _ROWS}
+
+
+def task_of_class(class_name: str, is_encoder_decoder: bool = False) -> Task | None:
+    """What models of a class are for; None: not known.
+
+    >>> task_of_class("BertForSequenceClassification").name, task_of_class("GPT2LMHeadModel").name
+    ('text-classification', 'text-generation')
+    """
+    name = class_name.removeprefix("FSDP")  # FSDP2 prefixes the name of the class that it shards
+    known = next((row for row in _ROWS if name in row.classes), None)
+    if known is not None:
+        return known
+    # A class that transformers does not have is named as its own are.
+    alike = [row for row in _ROWS if name.endswith(row.objective)]
+    if is_encoder_decoder and _WRITES in alike:
+        return _WRITES
+    return next((row for row in alike if row.objective != _WRITES.objective), None)
+
+
+def task_for(name: str | None, class_name: str, is_encoder_decoder: bool = False) -> Task | None:
+    """The task that is named, if models of this class are for it; without a name the class's own.
+
+    Raises:
+        ValueError: the class is for something else.
+    """
+    own = task_of_class(class_name, is_encoder_decoder)
+    if name is None:
+        return own
+    plain = class_name.removeprefix("FSDP")
+    fits = [row for row in TASKS[name] if plain in row.classes or plain.endswith(row.objective)]
+    if not fits:
+        raise ValueError(
+            f"task={name!r} is for models of {' or '.join(row.auto_class for row in TASKS[name])}, and this is a "
+            f"{plain}" + (f" ({own.name})." if own else ".") + " Leave task unset, or load another class."
+        )
+    return fits[0]

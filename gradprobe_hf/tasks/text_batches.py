@@ -1,0 +1,155 @@
+"""Batches of texts: classified, with classified words, with masked tokens, and with a text to write.
+
+Everywhere `[rows, tokens]`, padded on the right; labels that count nowhere are -100.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.tasks.columns import IGNORED, Row, stacked
+from gradprobe_hf.tasks.row_reader import RowReader
+
+MASKED_SHARE = 0.15  # of the tokens, as BERT was trained (Devlin et al. 2018, section 3.1)
+MASKED_BY_TOKEN, MASKED_BY_RANDOM = 0.8, 0.1  # of these; the rest stay as they are
+
+
+def classified_texts(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
+    """Texts, or pairs of them, with a label `[rows]` each."""
+    if len(rows) > 1 and reader.config.get_text_config().pad_token_id is None:
+        raise ValueError(
+            "the model's configuration has no pad_token_id, by which it would find the last token of each text: set "
+            "model.config.pad_token_id to the tokenizer's, or batch_size=1 (--batch-size 1)."
+        )
+    encoded = []
+    for number, row in enumerate(rows):
+        texts = _texts(reader.input(row), f"row {number + 1} of a batch")
+        encoded.append(dict(reader.tokenizer(*texts, truncation=True, max_length=reader.length)))
+    return reader.padded(encoded) | {"labels": class_labels(rows, reader)}
+
+
+def classified_words(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
+    """Lists of words with a label for each: the first token of a word has it, and no other counts."""
+    encoded, labels = [], []
+    for row in rows:
+        words, given = reader.input(row), reader.raw_label(row)
+        if isinstance(words, str) or not isinstance(given, Sequence) or len(words) != len(given):
+            raise ValueError(
+                f"a row needs a list of words and a label for each, got {_short(words)} with labels {_short(given)}."
+            )
+        one = reader.tokenizer(list(words), is_split_into_words=True, truncation=True, max_length=reader.length)
+        numbers = [_word_label(label, word, reader) for label, word in zip(given, words, strict=True)]
+        labels.append(first_tokens(_word_ids(one), numbers))
+        encoded.append(dict(one))
+    return reader.padded(encoded) | {"labels": stacked(labels, IGNORED)}
+
+
+def first_tokens(words: Sequence[int | None], labels: Sequence[int]) -> list[int]:
+    """The label of each word at the first of its tokens, -100 at the others and at special tokens.
+
+    >>> first_tokens([None, 0, 0, 1, None], [7, 8])
+    [-100, 7, -100, 8, -100]
+    """
+    before = [None, *words[:-1]]
+    return [
+        IGNORED if word is None or word == last else labels[word] for last, word in zip(before, words, strict=True)
+    ]
+
+
+def texts_to_write(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
+    """Source texts, and as labels `[rows, tokens]` those of the target texts."""
+    encoded, labels = [], []
+    for number, row in enumerate(rows):
+        where = f"row {number + 1} of a batch"
+        (source,) = _texts(reader.input(row), where)
+        (target,) = _texts(reader.raw_label(row), where)
+        encoded.append(dict(reader.tokenizer(source, truncation=True, max_length=reader.length)))
+        labels.append(target_ids(target, reader))
+    return reader.padded(encoded) | {"labels": stacked(labels, IGNORED)}
+
+
+def target_ids(text: str, reader: RowReader) -> list[int]:
+    """The tokens of a text that a decoder is to write, without the one that it begins with anyway."""
+    tokenizer = reader.tokenizer
+    ids = list(tokenizer(text_target=text, truncation=True, max_length=reader.length)["input_ids"])
+    start = getattr(reader.config, "decoder_start_token_id", None)
+    # Whisper's tokenizer puts it in front, and the model shifts its labels by one all the same.
+    return ids[1:] if len(ids) > 1 and ids[0] == start != tokenizer.eos_token_id else ids
+
+
+def masked_tokens(batch: Mapping[str, Any], reader: RowReader) -> dict[str, Any]:
+    """The batch with 15% of its tokens hidden, and these as labels, as BERT was trained.
+
+    At least one token of each row is hidden: a row without any would have no loss.
+
+    Raises:
+        ValueError: a tokenizer without a mask token.
+    """
+    ids, tokenizer = batch["input_ids"], reader.tokenizer
+    if tokenizer.mask_token_id is None:
+        raise ValueError(
+            f"{type(tokenizer).__name__} has no mask token, and a masked language model is calibrated on masked text: "
+            "give batches with 'labels'."
+        )
+    special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
+    ordinary = ~special & batch.get("attention_mask", torch.ones_like(ids)).bool()
+    drawn = torch.rand(ids.shape, generator=reader.generator)
+    lowest = drawn.masked_fill(~ordinary, 2).argmin(1, keepdim=True)
+    hidden = ((drawn < MASKED_SHARE) | torch.zeros_like(ordinary).scatter_(1, lowest, True)) & ordinary
+    how = torch.rand(ids.shape, generator=reader.generator)
+    random = torch.randint(reader.config.get_text_config().vocab_size, ids.shape, generator=reader.generator)
+    shown = ids.masked_fill(hidden & (how < MASKED_BY_TOKEN), tokenizer.mask_token_id)
+    replaced = hidden & (how >= MASKED_BY_TOKEN) & (how < MASKED_BY_TOKEN + MASKED_BY_RANDOM)
+    return {**batch, "input_ids": torch.where(replaced, random, shown), "labels": ids.masked_fill(~hidden, IGNORED)}
+
+
+def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:
+    """`[rows]`: the number of each row's class, or its measure where the model has one label.
+
+    Raises:
+        ValueError: a label that is none of the model's.
+    """
+    values = [reader.raw_label(row) for row in rows]
+    if not reader.is_regression:
+        named = reader.label_names
+        return torch.tensor([named.number(value, f"a row ({_short(row)})") for value, row in zip(values, rows, strict=True)])
+    for value in values:
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise ValueError(f"a model with one label predicts a number, and a row has the label {value!r}.")
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def _word_label(label: Any, word: str, reader: RowReader) -> int:
+    return IGNORED if label == IGNORED else reader.label_names.number(label, f"the word {word!r}")
+
+
+def _word_ids(encoded: Any) -> list[int | None]:
+    try:
+        return list(encoded.word_ids())
+    except ValueError as error:
+        raise ValueError(
+            "labels of words are aligned by the tokenizer's word_ids, which slow tokenizers do not have: load it with "
+            "use_fast=True, or give tokenised rows with 'labels'."
+        ) from error
+
+
+def _texts(value: Any, where: str) -> tuple[str, ...]:
+    """One text, or several.
+
+    Raises:
+        ValueError: something else.
+    """
+    texts = value if isinstance(value, tuple) else (value,)
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"{where} has {text!r} where a text is needed.")
+    return texts
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
