@@ -27,6 +27,8 @@ from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from gradprobe_hf.scores.table import SCORES, Score
+from gradprobe_hf.tasks.metrics import METRICS
+from gradprobe_hf.tasks.table import TASKS
 from gradprobe_hf.updates.table import UPDATES, WeightUpdate
 
 Order = Literal["joint", "sequential"]
@@ -113,15 +115,23 @@ class GradProbeConfig:
         blocks_per_step: blocks that one step of a sequential order decides about.
         rounds: rising sparsities, each probed on the model as the one before would prune it. The last is `sparsity`;
             every round decides anew about every weight.
-        max_metric_drop: prune as much as possible, up to `sparsity`, without perplexity rising by more than this,
-            absolute (`1.5`) or relative (`"5%"`). One half of the evaluation chooses, the other is reported.
-            `prune_pretrained` takes another metric as its `metric_fn`.
+        max_metric_drop: prune as much as possible, up to `sparsity`, without perplexity rising, or the task's `metric`
+            getting worse, by more than this, absolute (`1.5`) or relative (`"5%"`). One half of the evaluation chooses,
+            the other is reported. `prune_pretrained` takes another metric as its `metric_fn`.
         initial_sparsity: sparsity of the first attempt with `max_metric_drop`. Default: `sparsity_step`.
         sparsity_step: distance between two attempts with `max_metric_drop`, before bisection.
         include: patterns of modules to prune: exact names, ends of names (`"q_proj"`), globs, or `"re:..."`. When
             given, only what they match is pruned, embeddings and output head included if matched.
         exclude: patterns of modules to leave dense.
-        num_samples: calibration windows, or rows of an already tokenised dataset.
+        task: what the model is for, as the Hub calls it: `"text-generation"`, `"text-classification"`, ... It decides
+            how a checkpoint is loaded, how rows of a data set become batches, and which metric is measured. Default:
+            what the checkpoint's class is for.
+        label_column: column of the data set with the labels, or with the texts that are to be written. Default: one of
+            a usual name, such as `label`.
+        metric: what is measured beside the loss, and what `max_metric_drop` is about: `"accuracy"`, `"f1"`, `"wer"` or
+            `"bleu"`. Default: what is usual for the task, `"accuracy"` for a classifier; perplexity for a language
+            model.
+        num_samples: calibration windows, or rows of a labelled or tokenised dataset.
         sequence_length: tokens in a window.
         text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,
             `prompt` and `completion`, `text`, or the only column of texts.
@@ -134,7 +144,8 @@ class GradProbeConfig:
             Default: a blank line between texts, nothing between chats.
         add_special_tokens: begin each window of text as the tokenizer begins a text, with a BOS say, which counts as
             one of the window's tokens. BERT-like models: end it so, too.
-        evaluation_samples: windows to measure perplexity on.
+        evaluation_samples: windows to measure perplexity on, or rows. Default: 20 windows; of labelled rows 1,000, or
+            as many as there are.
         seed: seed of calibration windows, random scores and generated text.
         batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
         checkpointing: recompute each block in the backward pass instead of storing its activations. `"auto"`: where
@@ -175,6 +186,9 @@ class GradProbeConfig:
     # Which matrices, and on what text.
     include: Sequence[str] = ()
     exclude: Sequence[str] = ()
+    task: str | None = None
+    label_column: str | None = None
+    metric: str | None = None
     num_samples: int = 128
     sequence_length: int = 512
     text_column: str | None = None
@@ -183,7 +197,7 @@ class GradProbeConfig:
     packing: bool = True
     document_separator: str | None = None
     add_special_tokens: bool = True
-    evaluation_samples: int = 20
+    evaluation_samples: int | None = None
     seed: int = 0
     # With which memory; no result depends on these but by rounding.
     batch_size: int | Literal["auto"] = 4
@@ -202,6 +216,7 @@ class GradProbeConfig:
             object.__setattr__(self, name, patterns(name, getattr(self, name)))
         object.__setattr__(self, "sparsity", self._resolved_sparsity())
         self._check_rows()
+        self._check_task()
         self._check_scope()
         self._check_bounds()
         self._check_schedule()
@@ -226,7 +241,7 @@ class GradProbeConfig:
         if self.checkpointing != "auto" and not isinstance(self.checkpointing, bool):
             raise ValueError(f"checkpointing must be True, False or 'auto', got {self.checkpointing!r}.")
         for name, least in _WHOLE.items():
-            if name != "batch_size" or self.batch_size != "auto":
+            if getattr(self, name) is not None and (name != "batch_size" or self.batch_size != "auto"):
                 other = "'auto', or " if name == "batch_size" else ""
                 whole(name, getattr(self, name), at_least=least, other=other)
         for name, (wanted, holds) in _NUMBERS.items():
@@ -313,6 +328,19 @@ class GradProbeConfig:
             for other, why in (row.refuses if row else {}).items():
                 if other not in METHOD and getattr(self, other) != _DEFAULTS[other]:
                     raise ValueError(f"{self._refusal(option, other, why)}; leave {other} unset.")
+
+    def _check_task(self) -> None:
+        """A metric has to be one of the task's, where that is given."""
+        if self.task is None:
+            return
+        first = TASKS[self.task][0]
+        if self.metric is not None:
+            first.metric(self.metric)
+        if self.label_column is not None and not first.labels:
+            raise ValueError(
+                f"label_column={self.label_column!r} has no effect here: task={self.task!r} reads no labels. Leave "
+                "label_column unset."
+            )
 
     def _check_scope(self) -> None:
         if self.scope is None:
@@ -526,6 +554,8 @@ CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
     "update": UPDATES,
     "order": get_args(Order),
     "block_order": get_args(BlockOrder),
+    "task": TASKS,
+    "metric": METRICS,
     "accumulator_dtype": get_args(AccumulatorDtype),
     "accumulator_device": get_args(AccumulatorDevice),
 }

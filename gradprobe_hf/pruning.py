@@ -23,7 +23,7 @@ from gradprobe_hf.model.offload_store import check_store_room
 from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext, RunRequest
-from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate_pair
+from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.snapshots import Snapshots, rows_at_once, run_identity
@@ -71,7 +71,7 @@ def prune_pretrained(
             calibrated on `"pydoc"`, the held-out part of that; else nothing. False: nothing.
         loss_fn: `loss_fn(model, batch)` returns the loss *summed* over tokens, in place of the model's own.
         metric_fn: `metric_fn(model)` returns a number of which more is better, an accuracy say: what `max_metric_drop`
-            is about, in place of the perplexity.
+            is about, in place of the perplexity or the task's `metric`.
         apply: False leaves the weights as they are; masks and report are made all the same.
         output_dir: where to save the checkpoint. An existing folder is refused unless `overwrite` is set.
         push_to_hub: upload it: to this repository, or with True to one of the name of `output_dir`.
@@ -95,6 +95,8 @@ def prune_pretrained(
         ConnectionError: another process ended.
     """
     config = config or GradProbeConfig()
+    if metric_fn is not None and config.metric is not None:
+        raise ValueError(f"metric={config.metric!r} and metric_fn are two metrics: give one of them.")
     if metric_fn is not None and config.max_metric_drop is None:
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
     out = _Destination(output_dir, overwrite, _repository(push_to_hub, output_dir), hub_private_repo)
@@ -129,8 +131,8 @@ def prune_pretrained(
         context = reachable(context)
         context = replace(context, snapshots=_snapshots(context, resume_dir))
         decision = decide_pruning(context, metric_fn)
-        measured = _measured(context, decision)
-    report = build_report(context, decision, measured)
+        measured, metric = _measured(context, decision), _task_metric(context, decision)
+    report = build_report(context, decision, measured, metric)
     for warning in report.warnings:
         logger.warning(warning)
     result = PruneResult(
@@ -230,6 +232,17 @@ def _measured(context: RunContext, decision: PruningDecision) -> PairedMeasureme
         return None
     with context.stopwatch("evaluate"):
         return evaluate_pair(context, decision)
+
+
+def _task_metric(context: RunContext, decision: PruningDecision) -> dict[str, Any] | None:
+    """The task's metric before and after, where there is one."""
+    if context.metric is None:
+        return None
+    found: dict[str, Any] = {"name": context.metric.name, "title": context.metric.metric.title}
+    for name, made in (("dense", None), ("pruned", decision)):
+        with context.stopwatch(f"evaluate {name}"):
+            found[name] = evaluate_metric(context, made, name)
+    return found
 
 
 def _repository(push_to_hub: bool | str, output_dir: str | Path | None) -> str | None:

@@ -16,6 +16,7 @@ PACKAGE = ROOT / "gradprobe_hf"
 # A folder imports only from those above it.
 ORDER = [
     "runtime",
+    "tasks",
     "model",
     "data",
     "scores",

@@ -26,7 +26,7 @@ HEADINGS = {
     "score": "the method",
     "order": "in which steps",
     "include": "which matrices",
-    "num_samples": "data",
+    "task": "data",
     "batch_size": "memory",
     "save_every": "long runs",
 }

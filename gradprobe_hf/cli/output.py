@@ -30,6 +30,8 @@ def print_pruning(report: Report, output: str) -> None:
         key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
         _add_divergence(table, report.evaluation["divergence"])
+        if metric := report.evaluation["metric"]:
+            table.add_row(metric["title"], *(f"{metric[name]:.4f}" for name in ("dense", "pruned")))
     out = console()
     out.print(f"{report.model['class']}: {report.weights:,} weights in {len(report.matrices)} matrices")
     out.print(table)

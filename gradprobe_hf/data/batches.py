@@ -93,7 +93,7 @@ class Batches:
             self,
             items=items,
             samples=sum(map(row_count, items)),
-            tokens=sum(map(_token_count, items)),
+            tokens=sum(map(token_count, items)),
             protocol=f"{self.protocol}; {words}",
         )
         return found.in_batches_of(max(map(row_count, self.items)))
@@ -147,7 +147,7 @@ def from_rows(rows: Sequence[Mapping[str, Tensor]], batch_size: int, pad_token_i
                 for name in part[0]
             }
         )
-    tokens = sum(map(_token_count, items))
+    tokens = sum(map(token_count, items))
     return Batches(items=tuple(items), samples=len(rows), tokens=tokens, **described)
 
 
@@ -188,7 +188,7 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
         items=tuple(items),
         source=name,
         samples=sum(row_count(batch) for batch in items),
-        tokens=sum(_token_count(batch) for batch in items),
+        tokens=sum(token_count(batch) for batch in items),
         protocol="batches as given",
     )
 
@@ -200,8 +200,10 @@ def row_count(batch: Mapping[str, Any]) -> int:
     return next(value.shape[0] for value in batch.values() if isinstance(value, Tensor))
 
 
-def _token_count(batch: Mapping[str, Any]) -> int:
-    if (mask := batch.get("attention_mask")) is not None:
-        return int(mask.sum())
+def token_count(batch: Mapping[str, Any]) -> int:
+    """Tokens without padding; rows of a batch that has no token ids."""
     ids = batch.get("input_ids")
-    return ids.numel() if ids is not None else row_count(batch)
+    if ids is None:
+        return row_count(batch)
+    mask = batch.get("attention_mask")
+    return ids.numel() if mask is None else int(mask.sum())

@@ -6,22 +6,42 @@ Rows are shuffled with the seed and the first `samples` taken; none is cut in tw
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import islice
-from typing import Any
+from string import Formatter
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.data.batches import Batches, row_count
+from gradprobe_hf.data.batches import Batches, row_count, token_count
+from gradprobe_hf.data.packing import WindowSpec
 from gradprobe_hf.data.sources import Source
-from gradprobe_hf.tasks.columns import IGNORED, Row
+from gradprobe_hf.data.text_options import TextOptions
+from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import Task
 
+Item = TypeVar("Item")
+
 ROWS_MEASURED = 1000  # at most, where no number was asked for: it takes 1,000 to tell accuracies apart by 3%
+
+
+@dataclass(frozen=True)
+class TaskOptions:
+    """What a model is for, and where its labels are.
+
+    Attributes:
+        task: None: not known.
+        label_column: None: it is looked for.
+        most: rows at most, where no number was asked for; None: exactly as many as windows.
+    """
+
+    task: Task | None = None
+    label_column: str | None = None
+    most: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +55,7 @@ class RowSpec:
         length: tokens of a row at most.
         batch_size: rows in a batch.
         seed: shuffles the rows, and draws what is drawn.
-        text_columns: of what goes in; none: they are looked for.
-        text_of: the text of a row, where a template makes it of several columns.
+        text: the columns of what goes in.
         label_column: None: it is looked for.
     """
 
@@ -46,108 +65,174 @@ class RowSpec:
     length: int
     batch_size: int
     seed: int
-    text_columns: tuple[str, ...] = ()
-    text_of: Callable[[Row], str] | None = None
+    text: TextOptions
     label_column: str | None = None
 
 
-def labelled_batches(opened: Source, spec: RowSpec, model: PreTrainedModel, processing_class: Any) -> Batches:
-    """Rows of texts, images or speech, as batches of the task.
+@dataclass(frozen=True)
+class Labels:
+    """Reads rows with labels, for one model."""
 
-    Raises:
-        ValueError: too few rows, no such column, or a value that is not what it should be.
-    """
-    assert spec.task.batch_of is not None, "the task reads rows"
-    if isinstance(opened.rows, list):
-        raise ValueError(
-            f"{opened.name} is plain text, and {spec.task.name} needs rows with labels: give a data set with a column "
-            "of them (calibration, evaluation), or batches with 'labels'."
+    spec: RowSpec
+    model: PreTrainedModel
+    processing_class: Any
+
+    @classmethod
+    def of(
+        cls, options: TaskOptions, windows: WindowSpec, model: PreTrainedModel, processing_class: Any
+    ) -> Labels | None:
+        """As many rows as windows are asked for, unless `options` say otherwise; None where the task is not known."""
+        if options.task is None:
+            return None
+        spec = RowSpec(
+            task=options.task,
+            samples=windows.samples if options.most is None else options.most,
+            exactly=options.most is None,
+            length=windows.sequence_length,
+            batch_size=windows.batch_size,
+            seed=windows.seed,
+            text=windows.text,
+            label_column=options.label_column,
         )
-    rows = _taken(opened, spec)
-    inputs, label = spec.task.columns(rows[0], spec.text_columns, spec.label_column)
-    reader = _reader(spec, model, processing_class, inputs, label, _stored_names(opened.rows, label))
-    items = [
-        spec.task.batch_of(rows[start : start + spec.batch_size], reader)
-        for start in range(0, len(rows), spec.batch_size)
-    ]
-    columns = ", ".join(filter(None, (*inputs, label)))
-    renumbered = reader.label_names.renumbered and label is not None
-    by_name = ", labels matched to the model's by name" if renumbered else ""
-    protocol = f"{len(rows)} {spec.task.row} ({columns}{by_name}), shuffled with seed {spec.seed}"
-    return _described(items, opened, protocol + _cut(items, reader.length))
+        return cls(spec, model, processing_class)
+
+    def batches(self, opened: Source) -> Batches | None:
+        """The rows of a source as batches; None if it is text to cut into windows.
+
+        Raises:
+            ValueError: too few rows, no such column, or a value that is not what it should be.
+        """
+        task = self.spec.task
+        if not task.cuts_windows and self._is_prepared(opened):
+            return self._prepared(opened)
+        if not task.reads(_first_row(opened)):
+            if self.spec.label_column is not None:
+                raise ValueError(
+                    f"label_column={self.spec.label_column!r} has no effect here: of {opened.name} windows of text are "
+                    "made, without labels. Leave label_column unset."
+                )
+            return None
+        _check_text_options(self.spec)
+        return self._read(opened)
+
+    def of_windows(self, found: Batches) -> Batches:
+        """Windows as the task needs them: with masked tokens as labels, for a masked language model."""
+        prepare = self.spec.task.prepare
+        if prepare is None or any("labels" in batch for batch in found):
+            return found
+        reader = self._reader((), None, ())
+        items = tuple(prepare(batch, reader) for batch in found)
+        masked = f"; 15% of the tokens masked with seed {self.spec.seed}"
+        return replace(found, items=items, protocol=found.protocol + masked)
+
+    def _read(self, opened: Source) -> Batches:
+        """Texts, images or speech."""
+        spec = self.spec
+        assert spec.task.batch_of is not None, "the task reads rows"
+        if opened.is_plain:
+            raise ValueError(
+                f"{opened.name} is plain text, and {spec.task.name} needs rows with labels: give a data set with a "
+                "column of them (calibration, evaluation), or batches with 'labels'."
+            )
+        rows = _taken(opened, spec)
+        inputs, label = _columns(spec, rows[0])
+        reader = self._reader(inputs, label, _stored_names(opened.rows, label))
+        items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
+        columns = ", ".join(filter(None, (*inputs, label)))
+        by_name = ", labels matched to the model's by name" if label and reader.label_names.renumbered else ""
+        protocol = f"{len(rows)} {spec.task.row} ({columns}{by_name}), shuffled with seed {spec.seed}"
+        return _described(items, opened, protocol + _cut(items, reader.length))
+
+    def _prepared(self, opened: Source) -> Batches:
+        """Rows that hold what the model is called with: tokens, or pixels. Padded on the right within each batch."""
+        spec = self.spec
+        rows = _taken(opened, spec)
+        names = _stored_names(opened.rows, next((name for name in ("label", "labels") if name in rows[0]), None))
+        reader = self._reader((), None, names)
+        keep = [name for name in rows[0] if name in reader.accepts and name != "labels"]
+        values = [{name: torch.as_tensor(row[name]) for name in keep} for row in rows]
+        for one, row in zip(values, rows, strict=True):
+            labels = _row_label(row, reader, spec.task)
+            if labels is not None:
+                one["labels"] = labels
+        items = [_stacked(part, reader) for part in _parts(values, spec.batch_size)]
+        kind = "tokenised rows" if "input_ids" in keep else spec.task.row
+        return _described(items, opened, f"{len(rows)} {kind}, shuffled with seed {spec.seed}")
+
+    def _is_prepared(self, opened: Source) -> bool:
+        """Whether rows hold what the model is called with already."""
+        names = [] if isinstance(opened.rows, list) else opened.rows.column_names or []
+        return self.model.main_input_name in names or "input_ids" in names
+
+    def _reader(self, inputs: tuple[str, ...], label: str | None, stored_names: tuple[str, ...]) -> RowReader:
+        return RowReader(
+            config=self.model.config,
+            processing_class=self.processing_class,
+            # Of the class: Accelerate hangs a wrapper that takes anything on an offloaded model.
+            accepts=frozenset(inspect.signature(type(self.model).forward).parameters),
+            inputs=inputs,
+            label=label,
+            text_template=self.spec.text.text_template,
+            length=_length(self.spec.length, self.model.config, self.processing_class),
+            stored_names=stored_names,
+            generator=torch.Generator().manual_seed(self.spec.seed),
+        )
 
 
-def prepared_batches(opened: Source, spec: RowSpec, model: PreTrainedModel, processing_class: Any) -> Batches:
-    """Rows that hold what the model is called with: tokens, or pixels. Padded on the right within each batch.
+def _check_text_options(spec: RowSpec) -> None:
+    """Raise ValueError for options that are about windows of text."""
+    columns = ("text_column", "text_template")
+    for option in fields(TextOptions):
+        value = getattr(spec.text, option.name)
+        if option.name not in columns and value != option.default:
+            raise ValueError(
+                f"{option.name}={value!r} has no effect here: it is about windows of text, and {spec.task.name} reads "
+                f"rows. Leave {option.name} unset."
+            )
+    named = next((name for name in columns if getattr(spec.text, name) is not None), None)
+    if named and TEXT not in spec.task.inputs and WORDS not in spec.task.inputs:
+        raise ValueError(f"{named} has no effect here: {spec.task.name} reads no text. Leave {named} unset.")
+
+
+def _first_row(opened: Source) -> Row:
+    """The first row of a source, that tells its columns; plain texts have one column.
 
     Raises:
-        ValueError: too few rows, or a label that is none of the model's.
+        ValueError: there is none, or it cannot be decoded.
     """
-    rows = _taken(opened, spec)
-    names = _stored_names(opened.rows, next((name for name in ("label", "labels") if name in rows[0]), None))
-    reader = _reader(spec, model, processing_class, (), None, names)
-    keep = [name for name in rows[0] if name in reader.accepts and name != "labels"]
-    values = [{name: torch.as_tensor(row[name]) for name in keep} for row in rows]
-    for one, row in zip(values, rows, strict=True):
-        labels = _row_label(row, reader, spec.task)
-        if labels is not None:
-            one["labels"] = labels
-    items = [_stacked(values[start : start + spec.batch_size], reader) for start in range(0, len(rows), spec.batch_size)]
-    kind = "tokenised rows" if "input_ids" in keep else spec.task.row
-    return _described(items, opened, f"{len(rows)} {kind}, shuffled with seed {spec.seed}")
+    if opened.is_plain:
+        return {"text": ""}
+    assert not isinstance(opened.rows, list), "plain texts are not rows"
+    try:
+        return dict(next(iter(opened.rows)))
+    except StopIteration:
+        raise ValueError(f"{opened.name} is empty: it holds no rows.") from None
+    except ImportError as error:  # a column of audio or video, and no library that decodes it
+        raise ValueError(f"{opened.name} cannot be decoded: {error}") from error
 
 
-def with_labels(found: Batches, spec: RowSpec, model: PreTrainedModel, processing_class: Any) -> Batches:
-    """Batches of tokens as the task needs them: with masked tokens as labels, for a masked language model."""
-    if spec.task.prepare is None or any("labels" in batch for batch in found):
-        return found
-    reader = _reader(spec, model, processing_class, (), None, ())
-    items = tuple(spec.task.prepare(batch, reader) for batch in found)
-    return replace(found, items=items, protocol=f"{found.protocol}; 15% of the tokens masked with seed {spec.seed}")
-
-
-def is_prepared(rows: Any, model: PreTrainedModel) -> bool:
-    """Whether rows hold what the model is called with already."""
-    names = [] if isinstance(rows, list) else rows.column_names or []
-    return model.main_input_name in names or "input_ids" in names
+def _columns(spec: RowSpec, first: Row) -> tuple[tuple[str, ...], str | None]:
+    """The columns of what goes in, and that of the labels."""
+    template = spec.text.text_template
+    if template is None:
+        return spec.task.columns(first, spec.text.text_column, spec.label_column)
+    named = tuple(name for _, name, _, _ in Formatter().parse(template) if name)
+    for name in named:
+        checked_column(first, name, "text_template")
+    return named, spec.task.columns(first, named[0], spec.label_column)[1]
 
 
 def _taken(opened: Source, spec: RowSpec) -> list[Row]:
     assert not isinstance(opened.rows, list), "plain texts are not rows"
-    try:
-        taken = list(islice(opened.rows.shuffle(seed=spec.seed), spec.samples))
-    except ImportError as error:  # a column of audio or video, and no library that decodes it
-        raise ValueError(f"{opened.name} cannot be decoded: {error}") from error
+    taken = list(islice(opened.rows.shuffle(seed=spec.seed), spec.samples))
     if not taken:
-        raise ValueError(f"{opened.name} holds no rows.")
+        raise ValueError(f"{opened.name} is empty: it holds no rows.")
     if spec.exactly and len(taken) < spec.samples:
         raise ValueError(
             f"{opened.name} holds {len(taken)} rows and {spec.samples} were asked for: give more rows, or ask for at "
             f"most {len(taken)} samples."
         )
     return taken
-
-
-def _reader(
-    spec: RowSpec,
-    model: PreTrainedModel,
-    processing_class: Any,
-    inputs: tuple[str, ...],
-    label: str | None,
-    stored_names: tuple[str, ...],
-) -> RowReader:
-    return RowReader(
-        config=model.config,
-        processing_class=processing_class,
-        # Of the class: Accelerate hangs a wrapper that takes anything on an offloaded model.
-        accepts=frozenset(inspect.signature(type(model).forward).parameters),
-        inputs=inputs,
-        label=label,
-        text_of=spec.text_of,
-        length=_length(spec.length, model.config, processing_class),
-        stored_names=stored_names,
-        generator=torch.Generator().manual_seed(spec.seed),
-    )
 
 
 def _length(asked: int, config: Any, processing_class: Any) -> int:
@@ -174,7 +259,7 @@ def _row_label(row: Row, reader: RowReader, task: Task) -> Tensor | None:
     found = torch.as_tensor(value) if not isinstance(value, str) else None
     if found is not None and found.ndim:
         return found
-    if not task.classifies:
+    if not task.one_label:
         return None  # a number beside a text that is to be continued is about something else
     if reader.is_regression:
         return torch.as_tensor(value, dtype=torch.float32)
@@ -203,17 +288,14 @@ def _described(items: Sequence[Mapping[str, Any]], opened: Source, protocol: str
         items=tuple(dict(item) for item in items),
         source=opened.name,
         samples=sum(map(row_count, items)),
-        tokens=sum(map(_tokens, items)),
+        tokens=sum(map(token_count, items)),
         protocol=protocol,
         dataset_id=opened.dataset_id,
     )
 
 
-def _tokens(batch: Mapping[str, Any]) -> int:
-    ids = batch.get("input_ids")
-    if ids is None:
-        return row_count(batch)
-    return int(batch["attention_mask"].sum()) if "attention_mask" in batch else ids.numel()
+def _parts(rows: Sequence[Item], size: int) -> list[Sequence[Item]]:
+    return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
 def _cut(items: Sequence[Mapping[str, Any]], length: int) -> str:

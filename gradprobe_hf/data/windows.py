@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
 from gradprobe_hf.data.documents import holds_chats
+from gradprobe_hf.data.labelled import Labels, TaskOptions
 from gradprobe_hf.data.mixture import is_mixture, mixed, shares
 from gradprobe_hf.data.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of
 from gradprobe_hf.data.pydoc_text import Part, manual_text
@@ -40,6 +41,7 @@ def load_batches(
     part: Part,
     model: PreTrainedModel,
     processing_class: Any,
+    task: TaskOptions | None = None,
     progress: bool = True,
 ) -> Batches:
     """Turn `source` into batches for `model`.
@@ -51,6 +53,7 @@ def load_batches(
         windows: what to draw. Batches passed as such are all used, as they are.
         part: which split of a dataset, or half of `"pydoc"`.
         processing_class: the tokenizer, or a processor with one; needed for text.
+        task: what the model is for: how rows with labels, images or speech become batches.
 
     Raises:
         ValueError: too little text, no tokenizer, windows that the model cannot take, or a source of an unknown kind.
@@ -59,6 +62,11 @@ def load_batches(
     if part == "evaluation":
         windows = replace(windows, seed=EVALUATION_SEED)
     source = str(source) if isinstance(source, Path) else source
+    labels = None if task is None else Labels.of(task, windows, model, processing_class)
+    if labels is not None and not is_mixture(source) and not _is_self(source):
+        source = _open(source, part, windows.seed) or source
+        if isinstance(source, Source) and (found := labels.batches(source)) is not None:
+            return found
     reader = _Reader(part, model, processing_class, progress)
     drawn = (
         reader.mixed(source, windows) if is_mixture(source) else reader.drawn(source, windows, part == "calibration")
@@ -66,7 +74,12 @@ def load_batches(
     if drawn is None:
         return from_iterable(source, type(source).__name__)
     pad = getattr(tokenizer_of(processing_class), "pad_token_id", None) or 0  # any id will do: padding is masked
-    return from_rows(drawn.rows, windows.batch_size, pad, **drawn.described())
+    found = from_rows(drawn.rows, windows.batch_size, pad, **drawn.described())
+    return found if labels is None else labels.of_windows(found)
+
+
+def _is_self(source: Any) -> bool:
+    return isinstance(source, str) and source == SELF
 
 
 @dataclass(frozen=True)
@@ -84,7 +97,7 @@ class _Reader:
         Args:
             has_to_be_chats: whether `assistant_only_loss` on anything else is an error.
         """
-        if isinstance(source, str) and source == SELF:
+        if _is_self(source):
             return self._written(windows)
         opened = _open(source, self.part, windows.seed)
         if opened is None:
@@ -129,6 +142,8 @@ class _Reader:
 
 def _open(source: Any, part: Part, seed: int) -> Source | None:
     """The source as rows; None if it is batches already."""
+    if isinstance(source, Source):
+        return source
     if isinstance(source, str):
         if source == "pydoc":
             name = f"pydoc ({part} part): the Python manual's topics"

@@ -14,15 +14,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-# Objective, as transformers names its losses -> the Hub's task.
-PIPELINE_TAGS = {
-    "ForCausalLM": "text-generation",
-    "ForMaskedLM": "fill-mask",
-    "ForSequenceClassification": "text-classification",
-    "ForTokenClassification": "token-classification",
-    "ForQuestionAnswering": "question-answering",
-    "ForImageClassification": "image-classification",
-}
 CAUSAL = "ForCausalLM"
 ANY_SIZE = 512  # what is assumed of images where a model takes any, in pixels
 # How configurations call the number of experts that a token is routed to.

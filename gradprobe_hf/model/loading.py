@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,6 +82,7 @@ def load_model(model_or_id: nn.Module | str | Path, **options: Any) -> PreTraine
 def load(
     model_or_id: nn.Module | str | Path,
     *,
+    auto_classes: Sequence[Any] = (),
     merge_adapters: bool = False,
     allow_missing_weights: bool = False,
     **from_pretrained_kwargs: Any,
@@ -92,6 +93,8 @@ def load(
     offloads every module. What `torch.compile` has wrapped is unwrapped.
 
     Args:
+        auto_classes: of transformers: the first that knows the configuration loads it; none: the checkpoint's own
+            class.
         merge_adapters: fold PEFT adapters into the weights: of an adapter's folder or repository into its base, of a
             model in memory into a copy of it.
         allow_missing_weights: take weights that the checkpoint does not have, or in another size, as they are
@@ -113,12 +116,13 @@ def load(
     if adapter is None:
         if merge_adapters:
             raise ValueError(f"merge_adapters=True has no effect here: {name!r} is no adapter. Leave it out.")
-        model, stored_as = _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs)
+        model, stored_as = _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes)
         return Loaded(model, model.name_or_path, stored_as=stored_as)
     base_kwargs = {key: value for key, value in from_pretrained_kwargs.items() if key not in ("revision", "subfolder")}
     if adapter.base_revision is not None:
         base_kwargs["revision"] = adapter.base_revision
-    base, stored_as = _load_checkpoint(check_mergeable(adapter, merge_adapters), allow_missing_weights, base_kwargs)
+    base_name = check_mergeable(adapter, merge_adapters)
+    base, stored_as = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, auto_classes)
     tokenizer = _stored_tokenizer(adapter)
     model = merge_stored(base, adapter, None if tokenizer is None else len(tokenizer))
     return Loaded(model, model.name_or_path if tokenizer is None else name, adapter=name, stored_as=stored_as)
@@ -149,7 +153,7 @@ def _stored_tokenizer(adapter: AdapterSource) -> Any:
 
 
 def _load_checkpoint(
-    name: str, allow_missing: bool, from_pretrained_kwargs: dict[str, Any]
+    name: str, allow_missing: bool, from_pretrained_kwargs: dict[str, Any], auto_classes: Sequence[Any]
 ) -> tuple[PreTrainedModel, str | None]:
     """A model from its checkpoint, and the quantised type that its weights were stored in, if it was one."""
     with ExitStack() as undo, _load_errors(name):
@@ -166,7 +170,7 @@ def _load_checkpoint(
             from_pretrained_kwargs.setdefault("config", config)  # to parse a GGUF header takes seconds, each time
         stored_as = _stored_as(config, from_pretrained_kwargs.get("gguf_file"))
         reinitialises = from_pretrained_kwargs.get("ignore_mismatched_sizes", False)
-        model, loading = model_class(config).from_pretrained(
+        model, loading = (chosen_class(config, auto_classes) or model_class(config)).from_pretrained(
             name,
             # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
             **from_pretrained_kwargs | {"ignore_mismatched_sizes": True, "output_loading_info": True},
@@ -259,7 +263,7 @@ def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str
     dtype = _dtype(dtype or getattr(config, "dtype", None) or torch.float32)
     cls = cls or model_class(config)
     with init_empty_weights(include_buffers=True):
-        model = cls.from_config(config) if cls is AutoModelForCausalLM else cls(config)
+        model = cls(config) if issubclass(cls, PreTrainedModel) else cls.from_config(config)
     model.tie_weights()  # `init_empty_weights` replaces each parameter by one of its own, and breaks the ties
     return model.to(dtype).eval()
 
@@ -290,6 +294,12 @@ def model_class(config: Any) -> Any:
     if named is not None and issubclass(named, PreTrainedModel) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return named
     return AutoModelForCausalLM if names_causal_class(architecture) or named is None else named
+
+
+def chosen_class(config: PreTrainedConfig, auto_classes: Sequence[Any]) -> Any:
+    """The first Auto class that knows the configuration, else the first of all; None of none."""
+    knowing = (one for one in auto_classes if type(config) in one._model_mapping)
+    return next(knowing, auto_classes[0] if auto_classes else None)
 
 
 def _dtype(name: torch.dtype | str) -> torch.dtype:

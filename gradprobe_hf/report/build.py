@@ -29,22 +29,29 @@ PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "
 STATUS = Path("/proc/self/status")  # proc(5)
 
 
-def build_report(context: RunContext, decision: PruningDecision, measured: PairedMeasurement | None) -> Report:
+def build_report(
+    context: RunContext,
+    decision: PruningDecision,
+    measured: PairedMeasurement | None,
+    metric: dict[str, Any] | None = None,
+) -> Report:
     """Everything that a reader of the card or the JSON may want to know. The model still has its original weights.
 
     Args:
         measured: the losses of the dense and the pruned model, where something was measured.
+        metric: the task's metric of both, and its name.
     """
     targets, config = context.targets, context.config
     rows = matrix_rows(context, decision)
+    evaluation = _data(context, context.evaluation)
     diagnostics = decision.diagnostics
     return Report(
         model=_describe(context),
         config=config.to_dict(),
         matrices=rows,
         unreached=[LeftOut(one.name, one.block, one.role, one.numel) for one in context.unreached],
-        calibration=context.calibration.describe() if context.calibration else None,
-        evaluation=None if measured is None else {**context.evaluation.describe(), **measured.to_dict()},
+        calibration=_data(context, context.calibration),
+        evaluation=None if measured is None else {**(evaluation or {}), **measured.to_dict(), "metric": metric},
         selection=_selection(context, diagnostics, measured),
         probes=diagnostics.probe_losses,
         passes=diagnostics.passes,
@@ -54,7 +61,7 @@ def build_report(context: RunContext, decision: PruningDecision, measured: Paire
         execution=context.notes,
         versions=versions(),
         warnings=[
-            *_about_text(context.calibration, context.evaluation),
+            *_about_data(context),
             *_about_evidence(decision, len(targets)),
             *_about_damping(decision, config),
             *_about_budget(rows, config, decision),
@@ -101,12 +108,21 @@ def _peak_resident() -> int:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
+def _data(context: RunContext, batches: Batches) -> dict[str, Any] | None:
+    """What the batches are, and what the task calls their rows and the terms of their loss; None of none."""
+    if not batches:
+        return None
+    task = context.task
+    return {**batches.describe(), "rows": task.row if task else "rows", "term": task.term if task else "terms"}
+
+
 def _describe(context: RunContext) -> dict[str, Any]:
-    model = context.model
+    model, task = context.model, context.task
     return {
         "name": published_name(model),
         "class": type(model).__name__.removeprefix("FSDP"),  # FSDP2 renames the class of what it shards
         "objective": objective(model),
+        "task": task.name if task else None,
         "parameters": model.num_parameters(),
         "target_weights": sum(target.numel for target in context.targets),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -161,6 +177,8 @@ def _selection(
     if not diagnostics.curve:
         return None
     own = "loss" if measured is None or measured.dense.perplexity is None else "perplexity"
+    if context.metric is not None:
+        own = context.metric.metric.title
     return {
         **(context.selection.describe() if context.selection else {"source": None}),
         "metric": own if context.selection else "metric_fn",
@@ -169,13 +187,13 @@ def _selection(
     }
 
 
-def _about_text(calibration: Batches, evaluation: Batches) -> list[str]:
-    shared = shared_rows(calibration, evaluation)
+def _about_data(context: RunContext) -> list[str]:
+    evaluation = context.evaluation
+    shared = shared_rows(context.calibration, evaluation)
     if not shared:
         return []
-    return [
-        f"{shared} of the {evaluation.samples} evaluation windows were also calibrated on; evaluate on another text."
-    ]
+    rows = context.task.row if context.task else "rows"
+    return [f"{shared} of the {evaluation.samples} evaluation {rows} were also calibrated on; evaluate on others."]
 
 
 def _about_evidence(decision: PruningDecision, targets: int) -> list[str]:

@@ -14,10 +14,12 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
 from gradprobe_hf.config import GradientThreshold, GradProbeConfig
-from gradprobe_hf.model.families import CAUSAL, PIPELINE_TAGS, stack_of
+from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.report.plots import has_perplexities
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
+from gradprobe_hf.tasks.metrics import METRICS
+from gradprobe_hf.tasks.table import TASKS
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +47,9 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         metric_name=_metric(report),
         unreached=_unreached(report),
         selection=_chosen_by(report.selection, config),
+        task_metric=_metric_row(report),
         calibration=report.calibration,
+        calibrated_on=_rows(report.calibration) if report.calibration else "",
         config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
         dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
@@ -169,7 +173,7 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
     return ModelCardData(
         **base,
         library_name="transformers",
-        pipeline_tag=PIPELINE_TAGS.get(report.model["objective"]),
+        pipeline_tag=report.model["task"],
         tags=["gradprobe", "pruning", "sparse", *pattern],
         datasets=[dataset_id] if dataset_id else None,
         model_name=Path(where).name,
@@ -178,17 +182,23 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
 
 
 def _eval_results(report: Report) -> list[EvalResult] | None:
-    measured = report.evaluation
-    if measured is None or not has_perplexities(report):
+    measured, task = report.evaluation, report.model["task"]
+    if measured is None or task is None:
         return None
-    found = [("perplexity", "Perplexity", measured["pruned"]["perplexity"])]
+    found = (
+        []
+        if measured["pruned"]["perplexity"] is None
+        else [("perplexity", "Perplexity", measured["pruned"]["perplexity"])]
+    )
     if (divergence := measured["divergence"]) is not None:
         found.append(("kl_divergence", "KL divergence from the dense model (nats per token)", divergence["kl"]))
         found.append(("top1_agreement", "Top-1 agreement with the dense model", divergence["top1_agreement"]))
+    if metric := measured["metric"]:
+        found.append((metric["name"], capitalised(metric["title"]), metric["pruned"]))
     return [
         EvalResult(
-            task_type="text-generation",
-            task_name="Text Generation",
+            task_type=task,
+            task_name=task.replace("-", " ").title(),
             dataset_type=measured["dataset_id"] or measured["source"].split(" ")[0],
             dataset_name=measured["source"],
             metric_type=kind,
@@ -197,7 +207,12 @@ def _eval_results(report: Report) -> list[EvalResult] | None:
         )
         for kind, name, value in found
         if math.isfinite(value)
-    ]
+    ] or None
+
+
+def capitalised(text: str) -> str:
+    """With a capital in front, and the others as they are: "BLEU" stays that."""
+    return text[:1].upper() + text[1:]
 
 
 def _evaluation(report: Report) -> dict[str, Any] | None:
@@ -212,7 +227,7 @@ def _evaluation(report: Report) -> dict[str, Any] | None:
         "dense_text": f"{measured['dense'][key]:,.{digits}f}",
         "pruned_text": f"{measured['pruned'][key]:,.{digits}f}",
         "terms": measured["dense"]["terms"],
-        "unit": "predicted tokens" if causal else "labels",
+        "unit": measured["term"],
         "definition": "exp of the mean next-token loss inside the windows" if causal else "the mean loss, in nats,",
         "dtype": report.model["dtype"],
         "plot": has_perplexities(report),
@@ -250,6 +265,23 @@ def _chosen_by(selection: dict[str, Any] | None, config: GradProbeConfig) -> str
         f"**Chosen apart.** The sparsity was chosen by the {selection['metric']} on {selection['source']}, "
         f"{selection['protocol']}: {value} there ({limit}). What is reported was measured on rows that did not choose."
     )
+
+
+def _rows(data: dict[str, Any]) -> str:
+    """How much data it is: tokens, or images, or examples."""
+    if data["tokens"] != data["samples"]:
+        return f"{data['tokens']:,} tokens"
+    return f"{data['samples']:,} {data['rows']}"
+
+
+def _metric_row(report: Report) -> dict[str, str] | None:
+    """The task's metric before and after, as it is shown."""
+    metric = (report.evaluation or {}).get("metric")
+    if not metric:
+        return None
+    row = METRICS[metric["name"]]
+    values = {name: f"{metric[name]:.4f}" for name in ("dense", "pruned")}
+    return {"title": row.title, "sentence": row.sentence, **values}
 
 
 def _key(report: Report) -> str:
@@ -299,13 +331,9 @@ def _short_name(model: dict[str, Any]) -> str:
 
 
 def _snippet(report: Report, where: str) -> str:
-    if report.model["objective"] == CAUSAL and report.model["processing_class"] != "NoneType":
-        return (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'tokenizer = AutoTokenizer.from_pretrained("{where}")\n'
-            f'model = AutoModelForCausalLM.from_pretrained("{where}")\n'
-            'inputs = tokenizer("The largest ocean is", return_tensors="pt")\n'
-            "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"
-        )
+    task = report.model["task"]
+    snippet = TASKS[task][0].snippet if task else ""
+    if snippet and report.model["processing_class"] != "NoneType":
+        return snippet.replace("{where}", where)
     name = report.model["class"]
     return f'from transformers import {name}\n\nmodel = {name}.from_pretrained("{where}")'

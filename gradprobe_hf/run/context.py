@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.evaluation.task_metric import TaskMetric
 from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
@@ -18,6 +19,7 @@ from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.snapshots import Snapshots
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.tasks.table import Task
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,8 @@ class RunContext:
         unreached: matrices that were asked for and are no targets, because the calibration does not reach them.
         selection: batches that a sparsity or a threshold is chosen by, none of them in `evaluation`; empty where
             nothing is chosen so.
+        task: what the model is for, if that is known.
+        metric: measured on the evaluation beside the loss; None: nothing is.
         checkpointing: whether blocks are recomputed in backward.
         storage: where accumulators are kept.
         folder: for files: accumulators on disk, new weights of an offloaded model; None: a temporary one.
@@ -83,6 +87,8 @@ class RunContext:
     evaluation: Batches
     unreached: tuple[Target, ...] = ()
     selection: Batches = field(default_factory=Batches.none)
+    task: Task | None = None
+    metric: TaskMetric | None = None
     loss_fn: LossFunction | None = None
     processes: Processes = field(default_factory=Processes)
     stopwatch: Stopwatch = field(default_factory=Stopwatch)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.perplexity import Measurement, measure
+from gradprobe_hf.evaluation.task_metric import measure_metric
 from gradprobe_hf.model.block_cache import BlockSequence
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.patches import eval_mode
@@ -147,6 +148,14 @@ def evaluate_pair(context: RunContext, decision: PruningDecision, label: str = "
     return measure_pair(work, work, pruned, label)
 
 
+def evaluate_metric(context: RunContext, decision: PruningDecision | None, label: str) -> float:
+    """The task's metric of the model as a decision would leave it, or as it is; its weights are untouched."""
+    assert context.metric is not None, "asked for where there is one"
+    made = decision or PruningDecision({})
+    with serving(context.model, context.targets, made.masks, new_weights=made.new_weights):
+        return measure_metric(context.workload_on(context.evaluation), context.metric, f"evaluation ({label})")
+
+
 def _save(snapshots: Snapshots, masks: PackedMasks | None, diagnostics: Diagnostics) -> None:
     values = {"diagnostics": diagnostics.to_dict(), "columns": None if masks is None else masks.all_columns}
     snapshots.enter(Step.of("decision"), values, [("masks", {} if masks is None else masks.all_packed)])
@@ -201,8 +210,10 @@ class _Measured:
 
     @property
     def sign(self) -> int:
-        """Of a metric of one's own, of which more is better, the negative is measured."""
-        return 1 if self.metric is None else -1
+        """Of a metric of which more is better, as one of the user's own, the negative is measured."""
+        if self.metric is not None:
+            return -1
+        return 1 if self.context.metric is None else self.context.metric.sign
 
     def __call__(self, masks: PackedMasks) -> float:
         context = self.context
@@ -214,6 +225,8 @@ class _Measured:
                     value = float(self.metric(context.model))
                 # Rounding may differ between processes, and with it the branch that each would take.
                 return self.sign * float(context.processes.broadcast(value))
+            if context.metric is not None:
+                return self.sign * measure_metric(context.workload_on(context.selection), context.metric)
             found = measure(context.workload_on(context.selection), "evaluation", allows_nan=bool(masks))
         return found.metric
 

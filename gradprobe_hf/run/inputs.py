@@ -12,7 +12,9 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
 from gradprobe_hf.data.windows import EVALUATION_SEED, TextOptions, WindowSpec, load_batches
+from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import check_sharding
 from gradprobe_hf.model.loading import Loaded, load, load_processing_class
@@ -22,8 +24,10 @@ from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.tasks.table import TASKS, task_for
 
 BUILT_IN = "pydoc"
+WINDOWS_MEASURED = 20  # where no number was asked for
 
 
 def load_inputs(request: RunRequest) -> RunContext:
@@ -41,15 +45,23 @@ def load_inputs(request: RunRequest) -> RunContext:
         check_sharding(model)
         targets = find_targets(model, config.include, config.exclude)
         check_targets(model, targets, config)
+        task = task_for(config.task, type(model).__name__, model.config.is_encoder_decoder)
     with stopwatch("read data"):
         read = partial(_read, request, model=model, processing_class=processing_class, progress=progress)
+        labels = TaskOptions(task, config.label_column)
         calibration = BUILT_IN if request.calibration is None else request.calibration
         evaluation = _evaluation(request.evaluation, calibration, model)
         reads_text = request.always_calibrate or config.needs.passes != "none"
-        calibrated = read(calibration, part="calibration", samples=config.num_samples) if reads_text else Batches.none()
+        calibrated = Batches.none()
+        if reads_text:
+            calibrated = read(calibration, part="calibration", samples=config.num_samples, task=labels)
         measured = Batches.none()
         if evaluation is not None:
-            measured = read(evaluation, part="evaluation", samples=config.evaluation_samples)
+            if config.evaluation_samples is None:
+                labels = replace(labels, most=ROWS_MEASURED)
+            samples = config.evaluation_samples or WINDOWS_MEASURED
+            measured = read(evaluation, part="evaluation", samples=samples, task=labels)
+        metric = metric_of(task, config.metric, measured, processing_class)
     folder = request.from_pretrained_kwargs.get("offload_folder")
     return RunContext(
         model,
@@ -58,6 +70,8 @@ def load_inputs(request: RunRequest) -> RunContext:
         config,
         calibrated,
         measured,
+        task=task,
+        metric=metric,
         loss_fn=request.loss_fn,
         processes=processes,
         stopwatch=stopwatch,
@@ -98,7 +112,8 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
     elif "offload_folder" in kwargs and processes.count > 1:
         # transformers writes there what it has to convert: each process in a folder of its own
         kwargs["offload_folder"] = Path(kwargs["offload_folder"]) / f"process-{processes.rank}"
-    loaded = load(request.model_or_id, **kwargs)
+    auto = [row.auto for row in TASKS[request.config.task]] if request.config.task else []
+    loaded = load(request.model_or_id, auto_classes=auto, **kwargs)
     unload_leftovers(loaded.model)
     found = request.processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)
     return loaded, found

@@ -80,6 +80,15 @@ class Processes:
             dist.broadcast_object_list(box, src=source)
         return box[0]
 
+    def gather(self, value: Item) -> list[Item]:
+        """The values of all processes, by rank; they are pickled."""
+        if self.count == 1:
+            return [value]
+        values: list[Any] = [None] * self.count
+        with self._collective():
+            dist.all_gather_object(values, value)
+        return values
+
     def on_main(self, check: Callable[[], None]) -> None:
         """Run a check in the main process; its ValueError or OSError is raised in all of them."""
         # Raised in one process alone it would leave the others waiting in their next collective.

@@ -57,6 +57,7 @@ PAIRS = (
     ("question1", "question2"),
     ("question", "sentence"),
 )
+_IN_PAIRS = {name for pair in PAIRS for name in pair}
 
 
 def value_of(row: Row, column: str) -> Any:
@@ -104,6 +105,22 @@ def find_column(row: Row, kind: ColumnKind, option: str, given: str | None = Non
             f"{option}= (--{option.replace('_', '-')}), or rename it {kind.names[0]!r}."
         )
     return found[0]
+
+
+def find_pair(row: Row, given: str | None) -> tuple[str, str] | None:
+    """The two columns of a pair of texts: as given, with a comma between them, or by usual names; None: no pair.
+
+    Raises:
+        ValueError: there is no such column.
+    """
+    if given is not None:
+        first, comma, second = given.partition(",")
+        if not comma or has_column(row, given):
+            return None
+        return checked_column(row, first.strip(), "text_column"), checked_column(row, second.strip(), "text_column")
+    if any(name in row for name in TEXT.names if name not in _IN_PAIRS):
+        return None
+    return next((pair for pair in PAIRS if set(pair) <= set(row)), None)
 
 
 def checked_column(row: Row, column: str, option: str) -> str:

@@ -127,8 +127,8 @@ def _with_image(processor: Any, text: str, answer: str | None) -> str:
 
 
 def _image_token_ids(processor: Any, config: Any) -> set[int]:
-    known = {getattr(one, "image_token_id", None) for one in (processor, config)}
-    return {*known, getattr(config, "image_token_index", None)} - {None}
+    known = [getattr(one, "image_token_id", None) for one in (processor, config)]
+    return {int(token) for token in (*known, getattr(config, "image_token_index", None)) if token is not None}
 
 
 def _tensors(made: Mapping[str, Any], reader: RowReader) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ class RowReader:
         accepts: the names of what `model(**batch)` takes.
         inputs: the columns of what goes in.
         label: the column of labels; None: there is none.
-        text_of: the text of a row, where it is made of several columns by a template.
+        text_template: what makes one text of several columns; None: they are one input each.
         length: tokens at most.
         stored_names: what the data set calls its labels, if it numbers them.
         generator: draws what is drawn, such as the tokens to mask.
@@ -33,7 +33,7 @@ class RowReader:
     accepts: frozenset[str]
     inputs: tuple[str, ...]
     label: str | None
-    text_of: Callable[[Row], str] | None
+    text_template: str | None
     length: int
     stored_names: tuple[str, ...]
     generator: torch.Generator
@@ -77,8 +77,8 @@ class RowReader:
 
     def input(self, row: Row) -> Any:
         """What goes in: of several columns the values, in their order."""
-        if self.text_of is not None:
-            return self.text_of(row)
+        if self.text_template is not None:
+            return self.text_template.format(**row)
         values = tuple(value_of(row, column) for column in self.inputs)
         return values[0] if len(values) == 1 else values
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradprobe_hf.tasks.columns import AUDIO, IMAGE, PAIRS, TEXT, WORDS, ColumnKind, Row, find_column, find_label
+from gradprobe_hf.tasks.columns import AUDIO, IMAGE, TEXT, WORDS, ColumnKind, Row, find_column, find_label, find_pair
 from gradprobe_hf.tasks.media_batches import classified_images, images_with_text, transcribed_speech
 from gradprobe_hf.tasks.metrics import METRICS, Compared, Metric
 from gradprobe_hf.tasks.predictions import (
@@ -35,6 +35,7 @@ class Task:
         inputs: the kinds of column that go in.
         labels: names that a column of labels usually has; none: rows need no labels.
         label_is_optional: whether a column of labels is read only if it is named.
+        one_label: whether a row has one label: a class, or a measure.
         batch_of: rows of a data set -> what the model is called with; None: text alone is cut into windows, and any
             other data has to come as batches.
         prepare: a batch of tokens -> what the model is called with, where those alone have no loss.
@@ -43,7 +44,7 @@ class Task:
         predict: model, batch and processing class -> predictions and references; None: no metric is known.
         compares: what kind of predictions these are.
         default_metric: measured where there are labels; None: the loss says enough.
-        example: what a pipeline of this task may be called with, for the card; "": it has none.
+        snippet: how the model is used, for the card; `{where}` stands for its name. "": it is only loaded.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Task:
     inputs: tuple[ColumnKind, ...] = ()
     labels: tuple[str, ...] = ()
     label_is_optional: bool = False
+    one_label: bool = False
     batch_of: Callable[[Sequence[Row], RowReader], dict[str, Any]] | None = None
     prepare: Callable[[Mapping[str, Any], RowReader], dict[str, Any]] | None = None
     row: str = "examples"
@@ -60,7 +62,7 @@ class Task:
     predict: Callable[[Any, Mapping[str, Any], Any], Predicted] | None = None
     compares: Compared = "labels"
     default_metric: str | None = None
-    example: str = ""
+    snippet: str = ""
 
     @property
     def auto(self) -> Any:
@@ -84,6 +86,11 @@ class Task:
             return ()
         return tuple(name for name, metric in METRICS.items() if metric.compares == self.compares)
 
+    @property
+    def cuts_windows(self) -> bool:
+        """Whether text alone is its data, cut into windows."""
+        return self.batch_of is None and self.inputs == (TEXT,)
+
     def reads(self, first: Row) -> bool:
         """Whether a data set with such rows is made into batches here, and not cut into windows of text."""
         if self.batch_of is None:
@@ -93,9 +100,12 @@ class Task:
         return needed == [TEXT] or any(kind.holds(value) for kind in needed for value in first.values())
 
     def columns(
-        self, first: Row, text_columns: Sequence[str], label_column: str | None
+        self, first: Row, text_column: str | None = None, label_column: str | None = None
     ) -> tuple[tuple[str, ...], str | None]:
         """The columns of what goes in, and that of the labels.
+
+        Args:
+            text_column: the one with the text; two, with a comma between them, for pairs of texts.
 
         Raises:
             ValueError: there is no such column, or none to be found.
@@ -103,18 +113,12 @@ class Task:
         label = None
         if label_column is not None or (self.labels and not self.label_is_optional):
             label = find_label(first, self.labels, label_column)
-        apart = [] if label is None else [label]
-        if self.inputs == (TEXT,) and not text_columns:
-            pair = next((pair for pair in PAIRS if set(pair) <= set(first) - {label}), None)
-            if pair is not None and not set(TEXT.names) & (set(first) - {label} - set(pair)):
-                return pair, label
+        if self.inputs == (TEXT,) and self.one_label and (pair := find_pair(first, text_column)) is not None:
+            return pair, label
         found: list[str] = []
         for kind in self.inputs:
-            given = text_columns if kind in (TEXT, WORDS) else ()
-            if len(given) > 1:
-                found += [find_column(first, kind, "text_column", one) for one in given]
-            else:
-                found.append(find_column(first, kind, "text_column", *given[:1], apart=[*apart, *found]))
+            given = text_column if kind in (TEXT, WORDS) else None
+            found.append(find_column(first, kind, "text_column", given, apart=[*found, *([label] if label else [])]))
         return tuple(found), label
 
     def metric(self, name: str) -> Metric:
@@ -129,6 +133,20 @@ class Task:
         return METRICS[name]
 
 
+def _pipeline(task: str, call: str) -> str:
+    return f'from transformers import pipeline\n\npipe = pipeline("{task}", model="{{where}}")\nprint(pipe({call}))'
+
+
+def _generation(auto_class: str, text: str) -> str:
+    return (
+        f"from transformers import {auto_class}, AutoTokenizer\n\n"
+        'tokenizer = AutoTokenizer.from_pretrained("{where}")\n'
+        f'model = {auto_class}.from_pretrained("{{where}}")\n'
+        f'inputs = tokenizer("{text}", return_tensors="pt")\n'
+        "print(tokenizer.decode(model.generate(**inputs, max_new_tokens=20)[0]))"
+    )
+
+
 _WRITES = Task(
     name="text2text-generation",
     auto_class="AutoModelForSeq2SeqLM",
@@ -140,6 +158,7 @@ _WRITES = Task(
     term="target tokens",
     predict=written_texts,
     compares="texts",
+    snippet=_generation("AutoModelForSeq2SeqLM", "A text to write another from."),
 )
 _HEARS = Task(
     name="automatic-speech-recognition",
@@ -154,7 +173,7 @@ _HEARS = Task(
     predict=written_texts,
     compares="texts",
     default_metric="wer",
-    example='"speech.wav"',
+    snippet=_pipeline("automatic-speech-recognition", '"speech.wav"'),
 )
 
 # A class that several tasks know belongs to the first of them.
@@ -179,7 +198,7 @@ _ROWS = (
         row="images with text",
         term="predicted tokens",
         predict=predicted_next,
-        example='text="What is in this picture?", images="picture.png"',
+        snippet=_pipeline("image-text-to-text", 'text="What is in this picture?", images="picture.png"'),
     ),
     _WRITES,
     replace(_WRITES, name="translation"),
@@ -193,19 +212,20 @@ _ROWS = (
         row="windows",
         term="predicted tokens",
         predict=predicted_next,
-        example='"The largest ocean is", max_new_tokens=20',
+        snippet=_generation("AutoModelForCausalLM", "The largest ocean is"),
     ),
     Task(
         name="text-classification",
         auto_class="AutoModelForSequenceClassification",
         mapping="MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
         objective="ForSequenceClassification",
+        one_label=True,
         inputs=(TEXT,),
         labels=("label", "labels"),
         batch_of=classified_texts,
         predict=predicted_labels,
         default_metric="accuracy",
-        example='"A sentence to classify."',
+        snippet=_pipeline("text-classification", '"A sentence to classify."'),
     ),
     Task(
         name="token-classification",
@@ -218,13 +238,14 @@ _ROWS = (
         term="words",
         predict=predicted_labels,
         default_metric="accuracy",
-        example='"My name is Ada and I live in London."',
+        snippet=_pipeline("token-classification", '"My name is Ada and I live in London."'),
     ),
     Task(
         name="image-classification",
         auto_class="AutoModelForImageClassification",
         mapping="MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES",
         objective="ForImageClassification",
+        one_label=True,
         inputs=(IMAGE,),
         labels=("label", "labels"),
         batch_of=classified_images,
@@ -232,7 +253,7 @@ _ROWS = (
         term="images",
         predict=predicted_labels,
         default_metric="accuracy",
-        example='"picture.png"',
+        snippet=_pipeline("image-classification", '"picture.png"'),
     ),
     Task(
         name="fill-mask",
@@ -244,7 +265,7 @@ _ROWS = (
         row="windows",
         term="masked tokens",
         predict=predicted_labels,
-        example='"The largest ocean is the <mask>."',
+        snippet=_pipeline("fill-mask", 'f"The largest ocean is the {pipe.tokenizer.mask_token}."'),
     ),
     # What has no function yet is given as batches; a card still knows what such a model is for.
     Task(
@@ -252,6 +273,7 @@ _ROWS = (
         auto_class="AutoModelForAudioClassification",
         mapping="MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
         objective="ForSequenceClassification",
+        one_label=True,
         row="recordings",
         term="recordings",
         predict=predicted_labels,
@@ -268,6 +290,7 @@ _ROWS = (
         auto_class="AutoModelForMultipleChoice",
         mapping="MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
         objective="ForMultipleChoice",
+        one_label=True,
         predict=predicted_labels,
         default_metric="accuracy",
     ),

@@ -55,9 +55,7 @@ def first_tokens(words: Sequence[int | None], labels: Sequence[int]) -> list[int
     [-100, 7, -100, 8, -100]
     """
     before = [None, *words[:-1]]
-    return [
-        IGNORED if word is None or word == last else labels[word] for last, word in zip(before, words, strict=True)
-    ]
+    return [IGNORED if word is None or word == last else labels[word] for last, word in zip(before, words, strict=True)]
 
 
 def texts_to_write(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
@@ -116,7 +114,9 @@ def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:
     values = [reader.raw_label(row) for row in rows]
     if not reader.is_regression:
         named = reader.label_names
-        return torch.tensor([named.number(value, f"a row ({_short(row)})") for value, row in zip(values, rows, strict=True)])
+        return torch.tensor(
+            [named.number(value, f"a row ({_short(row)})") for value, row in zip(values, rows, strict=True)]
+        )
     for value in values:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"a model with one label predicts a number, and a row has the label {value!r}.")

@@ -1,0 +1,113 @@
+"""Task metrics: what a model predicts for batches with labels -> accuracy, F1, word error rate, BLEU, ..."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.model.fsdp import is_sharded, resharded
+from gradprobe_hf.model.parameters import input_device
+from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.probe.engine import Workload
+from gradprobe_hf.probe.steps import share
+from gradprobe_hf.tasks.metrics import Metric
+from gradprobe_hf.tasks.table import Task
+
+
+@dataclass(frozen=True)
+class TaskMetric:
+    """A metric of what a model predicts.
+
+    Attributes:
+        name: "accuracy", ...
+        metric: its row.
+        task: whose predictions it is about.
+        processing_class: turns token ids into texts.
+    """
+
+    name: str
+    metric: Metric
+    task: Task
+    processing_class: Any
+
+    @property
+    def sign(self) -> int:
+        """1 where lower is better, -1 where higher is."""
+        return -1 if self.metric.higher_is_better else 1
+
+
+def metric_of(task: Task | None, name: str | None, batches: Batches, processing_class: Any) -> TaskMetric | None:
+    """The metric that was asked for; the task's default, where these batches allow it; else None.
+
+    Raises:
+        ValueError: the one that was asked for is none of the task's, or cannot be measured on these batches.
+    """
+    if task is None:
+        if name is not None:
+            raise ValueError(f"metric={name!r}: it is not known what this model is for; give a metric_fn.")
+        return None
+    asked, name = name is not None, name or task.default_metric
+    if name is None:
+        return None
+    metric = task.metric(name)
+    lacks = _lacks(metric, batches, processing_class)
+    if lacks and asked:
+        raise ValueError(f"metric={name!r} cannot be measured: {lacks}.")
+    if not lacks:
+        metric.check()
+    return None if lacks else TaskMetric(name, metric, task, processing_class)
+
+
+def _lacks(metric: Metric, batches: Batches, processing_class: Any) -> str:
+    """What a metric misses in these batches, in words; "": nothing."""
+    if not batches:
+        return "there is nothing to measure on, give an evaluation (--evaluation)"
+    labels = [batch.get("labels") for batch in batches]
+    if not all(isinstance(one, Tensor) for one in labels) and any("input_ids" not in batch for batch in batches):
+        return "the evaluation batches have no 'labels'"
+    if any(isinstance(one, Tensor) and one.is_floating_point() for one in labels):
+        return "the labels are measures, not classes"
+    if metric.compares == "texts" and processing_class is None:
+        return "its texts need a tokenizer, and none was found beside the model: pass processing_class="
+    return ""
+
+
+@torch.no_grad()
+def measure_metric(work: Workload, measured: TaskMetric, label: str = "evaluation") -> float:
+    """The metric over all batches. All processes share them and return the same.
+
+    Args:
+        label: for the progress bar and for errors.
+
+    Raises:
+        ValueError: no prediction could be compared.
+    """
+    model, device = work.model, input_device(work.model)
+    predictions: list[Any] = []
+    references: list[Any] = []
+    assert measured.task.predict is not None, "a task with metrics predicts"
+    with resharded(model), eval_mode(model):
+        steps = share(list(work.batches), work.processes, is_sharded(model))
+        for batch, counted in tqdm(steps, desc=f"{label}: {measured.name}", unit="batch", disable=not work.progress):
+            found, right = measured.task.predict(model, send_to_device(batch, device), measured.processing_class)
+            if counted:
+                predictions.append(found)
+                references.append(right)
+    # Read once, behind the loop, and brought together: a metric need not be a mean over batches.
+    shares = work.processes.gather((_flat(predictions), _flat(references)))
+    said = [value for one, _ in shares for value in one]
+    wanted = [value for _, one in shares for value in one]
+    if not wanted:
+        raise ValueError(f"{label}: there is no label to measure the {measured.name} on.")
+    return float(measured.metric.function(said, wanted))
+
+
+def _flat(parts: list[Any]) -> list[Any]:
+    """The values of tensors, or of lists, one behind the other."""
+    return [value for part in parts for value in (part.tolist() if isinstance(part, Tensor) else part)]
