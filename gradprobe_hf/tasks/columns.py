@@ -35,11 +35,12 @@ def _is_words(value: Any) -> bool:
 
 
 def _is_image(value: Any) -> bool:
-    return hasattr(value, "convert") or (isinstance(value, Mapping) and "bytes" in value)
+    return hasattr(value, "convert") or (isinstance(value, Mapping) and "bytes" in value and "path" in value)
 
 
 def _is_audio(value: Any) -> bool:
-    return (isinstance(value, Mapping) and "array" in value) or hasattr(value, "get_all_samples")
+    numbers = isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], float)
+    return bool(numbers) or (isinstance(value, Mapping) and "array" in value) or hasattr(value, "get_all_samples")
 
 
 TEXT = ColumnKind(
@@ -82,27 +83,27 @@ def has_column(row: Row, column: str) -> bool:
     return True
 
 
-def find_column(row: Row, kind: ColumnKind, option: str, given: str | None = None, apart: Sequence[str] = ()) -> str:
+def find_column(row: Row, kind: ColumnKind, given: str | None = None, apart: Sequence[str] = ()) -> str:
     """The column of a kind: the one that is given, one of a usual name, or the only one that holds such values.
 
     Args:
         row: the first of the data set.
-        option: that names the column, for errors.
         apart: columns that are something else.
 
     Raises:
         ValueError: there is none, or more than one may be meant.
     """
     if given is not None:
-        return checked_column(row, given, option)
+        return checked_column(row, given, "text_column")
     usual = [name for name in kind.names if name in row and name not in apart]
     alike = [name for name, value in row.items() if name not in apart and kind.holds(value)]
     found = usual[:1] or alike
     if len(found) != 1:
-        may = f"{', '.join(map(repr, alike))} may be meant" if alike else "none holds such"
+        several = f"{' and '.join(map(repr, alike))} may be it" if alike else "there is none"
+        named = "Name it with text_column= (--text-column), or rename" if kind in (TEXT, WORDS) else "Rename"
         raise ValueError(
-            f"the data needs a column of {kind.what}, and {may}; its columns are {', '.join(row)}. Name it with "
-            f"{option}= (--{option.replace('_', '-')}), or rename it {kind.names[0]!r}."
+            f"the data needs a column of {kind.what}, and {several}: its columns are {', '.join(map(repr, row))}. "
+            f"{named} it {kind.names[0]!r}."
         )
     return found[0]
 

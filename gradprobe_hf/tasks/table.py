@@ -96,8 +96,8 @@ class Task:
         if self.batch_of is None:
             return False
         # A model that takes images and text can be given text alone.
-        needed = [kind for kind in self.inputs if kind is not TEXT] or [TEXT]
-        return needed == [TEXT] or any(kind.holds(value) for kind in needed for value in first.values())
+        apart = [kind for kind in self.inputs if kind is not TEXT] if len(self.inputs) > 1 else []
+        return all(any(kind.holds(value) for value in first.values()) for kind in apart)
 
     def columns(
         self, first: Row, text_column: str | None = None, label_column: str | None = None
@@ -117,8 +117,8 @@ class Task:
             return pair, label
         found: list[str] = []
         for kind in self.inputs:
-            given = text_column if kind in (TEXT, WORDS) else None
-            found.append(find_column(first, kind, "text_column", given, apart=[*found, *([label] if label else [])]))
+            named = text_column if kind in (TEXT, WORDS) else None
+            found.append(find_column(first, kind, named, apart=[*found, *([label] if label else [])]))
         return tuple(found), label
 
     def metric(self, name: str) -> Metric:

@@ -1,0 +1,138 @@
+"""Metrics against what is worked out by hand or by search, and what they decide."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradprobe_hf.tasks.metrics import METRICS, accuracy, f1, word_error_rate
+from tests import cases, labelled
+
+LABELLED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12)
+WORDS = st.lists(st.sampled_from("abc"), max_size=5)
+
+
+@given(LABELLED)
+def test_accuracy_and_f1_from_the_table_of_confusions(pairs):
+    said, right = zip(*pairs, strict=True)
+    confusions = Counter(pairs)
+    assert accuracy(said, right) == pytest.approx(sum(confusions[one, one] for one in range(4)) / len(pairs))
+    scores = []
+    for one in set(said) | set(right):
+        hits, predicted, there = confusions[one, one], said.count(one), right.count(one)
+        precision, recall = hits / predicted if predicted else 0, hits / there if there else 0
+        scores.append(2 * precision * recall / (precision + recall) if hits else 0)
+    assert f1(said, right) == pytest.approx(sum(scores) / len(scores))
+
+
+@given(st.lists(st.tuples(WORDS, WORDS.filter(bool)), min_size=1, max_size=3))
+def test_word_errors_are_the_fewest_edits(pairs):
+    @cache
+    def fewest(a, b):
+        if not a or not b:
+            return len(a) + len(b)
+        return min(fewest(a[1:], b) + 1, fewest(a, b[1:]) + 1, fewest(a[1:], b[1:]) + (a[0] != b[0]))
+
+    wanted = sum(fewest(tuple(a), tuple(b)) for a, b in pairs) / sum(len(b) for _, b in pairs)
+    assert word_error_rate([" ".join(a) for a, _ in pairs], [" ".join(b) for _, b in pairs]) == pytest.approx(wanted)
+
+
+def report(name, **options):
+    case = labelled.CASES[name]
+    options = {"num_samples": 8, "sequence_length": 32, "batch_size": 3} | options
+    rows = case.rows()
+    return cases.prune(labelled.build(name), rows, evaluation=rows, processing_class=case.processor(), **options)
+
+
+def test_accuracy_before_and_after_is_what_the_models_predict():
+    case, model = labelled.CASES["bert"], labelled.build("bert")
+    rows, words = case.rows(), case.processor()
+    result = cases.prune(model, rows, evaluation=rows, processing_class=words, apply=True, num_samples=8, sparsity=0.8)
+    metric = result.report.evaluation["metric"]
+
+    def share_right(one):
+        right = 0
+        for text, label in zip(rows["sentence"], rows["label"], strict=True):
+            ids = torch.tensor([words(text)["input_ids"]])
+            right += int(one(ids).logits.argmax()) == label
+        return right / len(rows)
+
+    with torch.no_grad():
+        assert metric["pruned"] == share_right(model)
+        assert metric["dense"] == share_right(labelled.build("bert"))
+    assert result.report.evaluation["dense"]["terms"] == len(rows)
+    assert result.report.evaluation["samples"] == 8, "all rows, where no number was asked for"
+
+
+def test_a_sparsity_is_searched_for_that_keeps_the_accuracy():
+    found = report("bert", metric="accuracy", max_metric_drop=0.2, sparsity=0.9, sparsity_step=0.3).report
+    assert len(found.curve) > 1
+    for point in found.curve:
+        assert point["within"] == (point["metric"] >= point["limit"])
+        assert (8 * point["metric"]) == int(8 * point["metric"]), "a share of eight rows"
+    kept = max((point["sparsity"] for point in found.curve if point["within"]), default=0)
+    assert found.sparsity == pytest.approx(kept, abs=2e-3)
+
+
+def test_an_error_rate_is_searched_from_below():
+    found = report("wav2vec2", max_metric_drop="5%", sparsity=0.6, sparsity_step=0.3).report
+    assert found.curve
+    for point in found.curve:
+        assert point["within"] == (point["metric"] <= point["limit"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"metric": "wer"}, "metric='wer' is not one of task='text-classification'; it knows 'accuracy', 'f1'"),
+        ({"metric": "f1", "evaluation": False}, "metric='f1' cannot be measured: there is nothing to measure on"),
+        ({"metric": "f1", "metric_fn": float, "max_metric_drop": 1.0}, "metric='f1' and metric_fn are two metrics"),
+        ({"metric": "bleu", "task": "text-classification"}, "metric='bleu' is not one of task='text-classification'"),
+        ({"metric": "accurate"}, "metric must be one of 'accuracy', 'f1'"),
+        ({"task": "classification"}, "task must be one of"),
+        ({"task": "fill-mask", "label_column": "label"}, "task='fill-mask' reads no labels"),
+    ],
+)
+def test_metrics_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        cases.prune(
+            labelled.build("bert"),
+            labelled.classified(),
+            **{"evaluation": labelled.classified(), "processing_class": labelled.tokenizer(), "num_samples": 4}
+            | options,
+        )
+
+
+BLEU = """
+import datasets
+import evaluate
+
+class Bleu(evaluate.Metric):
+    def _info(self):
+        features = datasets.Features(
+            {"predictions": datasets.Value("string"), "references": datasets.Sequence(datasets.Value("string"))}
+        )
+        return evaluate.MetricInfo(description="", citation="", inputs_description="", features=features)
+
+    def _compute(self, predictions, references):
+        return {"bleu": sum(a in b for a, b in zip(predictions, references)) / len(predictions)}
+"""
+
+
+def test_bleu_is_what_evaluate_computes(tmp_path, monkeypatch):
+    """Its script comes from the Hub; one in the working folder goes before."""
+    METRICS["bleu"].check.cache_clear()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=r"metric='bleu'.*Load it once with network"):
+        report("t5", metric="bleu")
+    (tmp_path / "bleu").mkdir()
+    (tmp_path / "bleu" / "bleu.py").write_text(BLEU)
+    found = report("t5", metric="bleu", num_samples=2, evaluation_samples=2).report.evaluation["metric"]
+    METRICS["bleu"].check.cache_clear()
+    assert found["name"] == "bleu"
+    assert 0 <= found["pruned"] <= 1

@@ -1,0 +1,203 @@
+"""Every task, from rows of a data set to a pruned model with its metric; and what cannot be read is said."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from datasets import ClassLabel, Dataset, Features, Value
+
+from gradprobe_hf.data.labelled import TaskOptions
+from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.tasks.table import task_of_class
+from tests import cases, labelled
+
+CASES = labelled.CASES
+
+
+def batches(name, rows=None, *, samples=4, batch_size=2, label_column=None, model=None):
+    case = CASES[name]
+    model = model or labelled.build(name)
+    return load_batches(
+        case.rows() if rows is None else rows,
+        WindowSpec(samples, 32, batch_size),
+        part="calibration",
+        model=model,
+        processing_class=case.processor(),
+        task=TaskOptions(task_of_class(type(model).__name__), label_column),
+        progress=False,
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rows_of_every_task_prune_its_model(name):
+    case, model = CASES[name], labelled.build(name)
+    result = cases.prune(
+        model,
+        case.rows(),
+        evaluation=case.rows(),
+        processing_class=case.processor(),
+        apply=True,
+        sparsity=0.5,
+        num_samples=4,
+        evaluation_samples=4,
+        sequence_length=32,
+        batch_size=2,
+    )
+    report = result.report
+    assert sum(int((target.matrix(model) == 0).sum()) for target in result.targets) == report.zeros
+    assert report.sparsity == pytest.approx(0.5, abs=1e-3)
+    assert report.model["task"] == case.task
+    metric = report.evaluation["metric"]
+    assert (metric and metric["name"]) == case.metric
+
+
+def test_texts_are_padded_and_have_the_class_of_their_row():
+    found = batches("bert", samples=8, batch_size=4)
+    reference = labelled.CASES["bert"].rows().shuffle(seed=0)
+    words = labelled.tokenizer()
+    assert torch.cat([batch["labels"] for batch in found]).tolist() == reference["label"]
+    for batch, start in zip(found, (0, 4), strict=True):
+        encoded = words(reference["sentence"][start : start + 4])["input_ids"]
+        for row, wanted, mask in zip(batch["input_ids"], encoded, batch["attention_mask"], strict=True):
+            assert row[mask.bool()].tolist() == wanted
+            assert (row[~mask.bool()] == 258).all()
+    assert "sentence, label" in found.protocol
+    assert found.tokens == sum(len(one) for one in words(reference["sentence"])["input_ids"])
+
+
+def test_labels_by_name_find_the_models_own_numbers():
+    """A data set that numbers the same labels in another order, as MNLI and many models of it do."""
+    names = ["positive", "Negative", "neutral"]
+    rows = Dataset.from_dict(
+        {"text": list("abcdef"), "label": [0, 1, 2, 0, 1, 2]},
+        features=Features({"text": Value("string"), "label": ClassLabel(names=names)}),
+    )
+    by_number = batches("bert", rows, samples=6)
+    assert "matched to the model's by name" in by_number.protocol
+    named = Dataset.from_dict({"text": list("abcdef"), "tag": [names[label] for label in rows["label"]]})
+    by_name = batches("bert", named, samples=6, label_column="tag")
+    wanted = [labelled.LABELS[names[label].lower()] for label in rows.shuffle(seed=0)["label"]]
+    for found in (by_number, by_name):
+        assert torch.cat([batch["labels"] for batch in found]).tolist() == wanted
+
+
+@pytest.mark.parametrize(("name", "columns"), [("t5", ["input_ids", "labels"]), ("bert", ["input_ids", "label"])])
+def test_a_tokenised_dataset_works_as_it_is(name, columns):
+    case = CASES[name]
+    words = case.processor()
+    plain = labelled.classified()
+    targets = {"label": plain["label"], "labels": words(plain["sentence"])["input_ids"]}
+    values = {"input_ids": words(plain["sentence"])["input_ids"]} | targets
+    rows = Dataset.from_dict({column: values[column] for column in columns} | {"idx": list(range(len(plain)))})
+    found = batches(name, rows, samples=8, batch_size=3)
+    order = rows.shuffle(seed=0)
+    labels = [row.tolist() for batch in found for row in batch["labels"]]
+    if name == "bert":
+        assert labels == order["label"]
+    else:
+        assert [[token for token in row if token != -100] for row in labels] == order["labels"]
+    result = cases.prune(labelled.build(name), rows, processing_class=words, num_samples=8, batch_size=3)
+    assert result.report.sparsity == pytest.approx(0.5, abs=1e-3)
+
+
+def test_prepared_images_work_as_they_are():
+    rows = Dataset.from_dict({"pixel_values": torch.randn(4, 3, 8, 8).tolist(), "labels": [0, 1, 2, 0]})
+    found = batches("vit", rows)
+    assert found.items[0]["pixel_values"].shape == (2, 3, 8, 8)
+    assert sorted(torch.cat([batch["labels"] for batch in found]).tolist()) == [0, 0, 1, 2]
+
+
+def test_the_first_token_of_each_word_has_its_label():
+    rows = Dataset.from_dict({"tokens": [["Ada", "in", "Rome"]], "labels": [["B-PER", "O", "B-LOC"]]})
+    (batch,) = batches("tags", rows, samples=1)
+    ids, labels = batch["input_ids"][0].tolist(), batch["labels"][0].tolist()
+    words = labelled.word_tokenizer()
+    pieces = [words([word], is_split_into_words=True)["input_ids"] for word in ("Ada", "in", "Rome")]
+    assert ids == [token for piece in pieces for token in piece]
+    wanted = [[label, *[-100] * (len(piece) - 1)] for piece, label in zip(pieces, (1, 0, 2), strict=True)]
+    assert labels == [label for one in wanted for label in one]
+
+
+def test_tokens_are_masked_as_bert_was_trained():
+    reader_model, rows = labelled.build("masked"), Dataset.from_dict({"text": ["many words " * 4000]})
+    found = load_batches(
+        rows,
+        WindowSpec(200, 64, 8),
+        part="calibration",
+        model=reader_model,
+        processing_class=labelled.tokenizer(),
+        task=TaskOptions(task_of_class("BertForMaskedLM")),
+    )
+    plain = load_batches(
+        rows,
+        WindowSpec(200, 64, 8),
+        part="calibration",
+        model=reader_model,
+        processing_class=labelled.tokenizer(),
+    )
+    ids, labels = (torch.cat([batch[name] for batch in found]) for name in ("input_ids", "labels"))
+    original = torch.cat([batch["input_ids"] for batch in plain])
+    hidden = labels != -100
+    assert torch.equal(ids[~hidden], original[~hidden])
+    assert torch.equal(labels[hidden], original[hidden])
+    assert hidden.any(1).all()
+    assert float(hidden.float().mean()) == pytest.approx(0.15, abs=0.01)
+    assert float((ids[hidden] == 259).float().mean()) == pytest.approx(0.8, abs=0.03)
+    assert float((ids[hidden] == original[hidden]).float().mean()) == pytest.approx(0.1, abs=0.03)
+    assert "masked with seed 0" in found.protocol
+
+
+def test_no_token_of_an_image_is_a_label():
+    (batch, _) = batches("llava")
+    image = batch["input_ids"] == cases.VOCABULARY
+    assert image.sum(1).tolist() == [4, 4]
+    assert (batch["labels"][image] == -100).all()
+    assert torch.equal(batch["labels"] != -100, batch["attention_mask"].bool() & ~image)
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "message"),
+    [
+        ("bert", {"sentence": ["a"] * 4, "stars": [1] * 4}, r"no column of labels.*sentence, stars.*--label-column"),
+        ("bert", {"label": [1] * 4, "a": ["b"] * 4, "c": ["d"] * 4}, r"'a' and 'c' may be it.*--text-column"),
+        ("bert", {"text": ["a"] * 4, "label": [0.5] * 4}, "a label is a whole number or a name, got float"),
+        ("bert", {"text": ["a"] * 4, "label": [7] * 4}, r"label 7, and the model has 3 labels, 0 to 2"),
+        (
+            "bert",
+            {"text": ["a"] * 4, "label": ["great"] * 4},
+            r"'great', which is none .*'negative' \(0\)",
+        ),
+        ("bert", {"text": ["a", None, "b", "c"], "label": [0] * 4}, "None where a text is needed"),
+        ("bert", {"text": ["a"] * 4, "label": [0, None, 1, 1]}, "has no label"),
+        ("bert", {"text": ["a"] * 2, "label": [0] * 2}, "holds 2 rows and 4 were asked for"),
+        ("bert", {"input_ids": [[1]] * 4, "label": [9] * 4}, "label 9, and the model has 3 labels"),
+        ("vit", {"picture": ["a.png"] * 4, "label": [0] * 4}, "a column of images, and there is none"),
+        ("vit", {"image": ["no/such.png"] * 4, "label": [0] * 4}, "is no image"),
+        ("whisper", {"text": ["a"] * 4}, "a column of audio, and there is none"),
+        ("whisper", {"audio": [{"array": [0.1] * 9, "sampling_rate": 8000}] * 4, "text": ["a"] * 4}, "8000 Hz.*16000"),
+        ("tags", {"tokens": [["a", "b"]] * 4, "labels": [[0]] * 4}, "a list of words and a label for each"),
+        ("t5", {"text": ["a"] * 4}, "no column of labels"),
+    ],
+)
+def test_rows_that_cannot_be_read_are_refused(name, columns, message):
+    with pytest.raises(ValueError, match=f"(?s){message}"):
+        batches(name, Dataset.from_dict(columns))
+
+
+def test_a_decoder_that_classifies_needs_its_pad_token():
+    model = labelled.build("llama")
+    model.config.pad_token_id = None
+    with pytest.raises(ValueError, match=r"no pad_token_id.*batch_size=1"):
+        batches("llama", model=model)
+    assert len(batches("llama", model=model, batch_size=1)) == 4
+
+
+def test_rows_without_what_reads_them_are_refused():
+    model = labelled.build("vit")
+    with pytest.raises(ValueError, match=r"an image processor.*processing_class="):
+        cases.prune(model, CASES["vit"].rows(), processing_class=cases.tokenizer(), num_samples=4)
+
+
+def test_a_task_that_is_another_models_is_refused():
+    with pytest.raises(ValueError, match=r"AutoModelForTokenClassification.*BertForSequenceClassification"):
+        cases.prune(labelled.build("bert"), labelled.classified(), task="token-classification", num_samples=4)
