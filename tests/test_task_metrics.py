@@ -70,11 +70,13 @@ def test_accuracy_before_and_after_is_what_the_models_predict():
 
 
 def test_a_sparsity_is_searched_for_that_keeps_the_accuracy():
-    found = report("bert", metric="accuracy", max_metric_drop=0.2, sparsity=0.9, sparsity_step=0.3).report
+    found = report("bert", metric="accuracy", max_metric_drop=0.2, sparsity=0.9, sparsity_step=0.3, batch_size=2).report
     assert len(found.curve) > 1
     for point in found.curve:
         assert point["within"] == (point["metric"] >= point["limit"])
-        assert (8 * point["metric"]) == int(8 * point["metric"]), "a share of eight rows"
+        assert (4 * point["metric"]) == int(4 * point["metric"]), "a share of the four rows that choose"
+    assert found.selection["metric"] == "accuracy"
+    assert (4 * found.evaluation["metric"]["pruned"]) % 1 == 0, "and of the four that do not"
     kept = max((point["sparsity"] for point in found.curve if point["within"]), default=0)
     assert found.sparsity == pytest.approx(kept, abs=2e-3)
 
