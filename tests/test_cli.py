@@ -159,7 +159,6 @@ def test_every_option_has_the_spelling_that_was_promised():
         "--block-order size --blocks-per-step 2 --rounds 0.2,0.5 --max-metric-drop 5% --initial-sparsity 0.1 "
         "--sparsity-step 0.1 --include a --include b --exclude c --calibration c --evaluation e "
         "--task text-classification --label-column l --metric f1 "
-        "--task text-classification --label-column l --metric f1 "
         "--text-column c --text-template {c} --assistant-only-loss on --packing off --document-separator eos "
         "--add-special-tokens off --evaluation-samples 3 "
         "--num-samples 128 --sequence-length 512 --seed 0 --batch-size 2 --checkpointing auto "
