@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -21,7 +22,7 @@ from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint, pattern_holds
 from gradprobe_hf.estimation.estimate import estimate
 from gradprobe_hf.model.loading import load_config, skeleton
-from gradprobe_hf.model.loss import forward_only
+from gradprobe_hf.model.loss import forward_only, summed_loss
 from gradprobe_hf.model.parameters import aliases
 from gradprobe_hf.model.targets import find_targets
 from tests.architectures import ARCHITECTURES, Architecture
@@ -36,9 +37,14 @@ PARTS = ("tokenizer", "image_processor", "feature_extractor", "processor")
 HEADER = """# Architectures
 
 Each row is a tiny random model of its class. It was saved with its tokenizer or processor, pruned, saved, loaded again
-by its Auto class and run in its pipeline, and the answers are those of the model in memory. The budget is met to the
-weight, zeros are where the report says, and tied weights are one weight still. `make architectures` writes this page,
-and `make test-all` fails where it says anything else than what is seen.
+by its Auto class and run in its pipeline, where it answers as the model in memory does. "Yes" also says that
+
+- the budget is met to the weight, and zeros are where the report says;
+- the loss that was measured before anything was written is that of the checkpoint;
+- tied weights are still one weight;
+- with `device_map="disk"` the same weights go.
+
+`make architectures` writes this page, and `make test-all` fails where it says anything else than what is seen.
 
 Real checkpoints differ in size and in what they have learned; what pruning costs them is measured on
 [a few](method.md#results). What is a target in which family stands in
@@ -65,13 +71,15 @@ def seen(architecture: Architecture, folder: Path, ways: Collection[str] = tuple
 
 def _pruned(architecture: Architecture, source: Path, out: Path, way: str) -> str:
     config, batches = GradProbeConfig(**WAYS[way], sequence_length=16), architecture.batches()
-    result = prune_pretrained(source, config, calibration=batches, evaluation=False, output_dir=out, progress=False)
+    result = prune_pretrained(source, config, calibration=batches, evaluation=batches, output_dir=out, progress=False)
     _check_zeros(result, config)
     loaded = architecture.auto.from_pretrained(out).eval()
     assert type(loaded) is type(result.model)
+    _check_loss(result.report.evaluation["pruned"]["loss"], loaded, batches)
     assert _outputs(loaded, batches[0]) == _outputs(result.model, batches[0])
     assert aliases(loaded) == aliases(result.model) == aliases(architecture.make())
     assert _answers(architecture, out, None) == _answers(architecture, out, result.model)
+    _check_on_disk(source, config, batches, result)
     found = inspect_checkpoint(out)
     assert (found.weights, found.zeros) == (
         sum(row.weights for row in result.report.matrices),
@@ -93,6 +101,21 @@ def _check_zeros(result: PruneResult, config: GradProbeConfig) -> None:
         assert (matrix[mask] == 0).all()
         assert int((matrix == 0).sum()) == row.zeros_after
         assert config.group is None or pattern_holds(matrix, *config.group)
+
+
+def _check_loss(measured: float, model: PreTrainedModel, batches: list[dict[str, Any]]) -> None:
+    """What was measured before the weights were written is the loss of the checkpoint."""
+    with torch.no_grad():
+        losses = [summed_loss(model, batch) for batch in batches]
+    assert measured == pytest.approx(float(sum(loss for loss, _ in losses) / sum(terms for _, terms in losses)))
+
+
+def _check_on_disk(source: Path, config: GradProbeConfig, batches: list[dict[str, Any]], result: PruneResult) -> None:
+    """The same masks where no weight is in memory."""
+    offloaded = prune_pretrained(
+        source, config, calibration=batches, evaluation=False, apply=False, progress=False, device_map="disk"
+    )
+    assert all(torch.equal(offloaded.masks[name], mask) for name, mask in result.masks.items())
 
 
 def _outputs(model: PreTrainedModel, batch: dict[str, Any]) -> list[list[float]]:
