@@ -50,8 +50,10 @@ class Architecture:
         batch: what it is calibrated on, `[rows, ...]` with labels.
         process: its tokenizer or processor; None where that needs packages that the tests do without.
         ask: what the pipeline is called with.
-        dense: the matrices inside blocks that are no targets, by their ends.
+        refused: the ways to prune it that are an error, before any work.
         note: for the page.
+        rows: of a batch.
+        offloads: whether it runs with its weights on disk, pruned or not.
     """
 
     name: str
@@ -62,8 +64,10 @@ class Architecture:
     batch: Callable[[int], dict[str, Any]]
     process: Callable[[], Any] | None
     ask: dict[str, Any] = field(default_factory=dict)
-    dense: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     note: str = ""
+    rows: int = 2
+    offloads: bool = True
 
     def build(self, seed: int = 0) -> PreTrainedModel:
         """The model, with weights that are large enough for gradients to differ from matrix to matrix."""
@@ -80,9 +84,9 @@ class Architecture:
         if self.process is not None:
             self.process().save_pretrained(folder)
 
-    def batches(self, count: int = 2, rows: int = 2) -> list[dict[str, Any]]:
+    def batches(self, count: int = 2) -> list[dict[str, Any]]:
         torch.manual_seed(1)
-        return [self.batch(rows) for _ in range(count)]
+        return [self.batch(self.rows) for _ in range(count)]
 
 
 def byte_tokenizer(**tokens: str) -> hf.PreTrainedTokenizerFast:
@@ -154,7 +158,7 @@ def _decoder(name: str, config: PreTrainedConfig, cls: Any, **more: Any) -> Arch
     )
 
 
-def _encoder(name: str, config: PreTrainedConfig, cls: Any) -> Architecture:
+def _encoder(name: str, config: PreTrainedConfig, cls: Any, **more: Any) -> Architecture:
     masked = "ForMaskedLM" in cls.__name__
     return Architecture(
         name,
@@ -165,6 +169,7 @@ def _encoder(name: str, config: PreTrainedConfig, cls: Any) -> Architecture:
         (lambda rows: ids(rows, labels=True)) if masked else classified,
         byte_tokenizer,
         {"inputs": "A <mask> sentence."} if masked else {"inputs": SENTENCE},
+        **more,
     )
 
 
@@ -211,8 +216,8 @@ def _whisper_processor() -> hf.WhisperProcessor:
     return hf.WhisperProcessor(extractor, tokenizer)
 
 
-def _wav2vec2() -> PreTrainedModel:
-    config = hf.Wav2Vec2Config(
+def _transcriber(name: str, config: Any, cls: Any, **more: Any) -> Architecture:
+    made = config(
         **SIZES,
         vocab_size=32,
         conv_dim=(8, 8),
@@ -223,7 +228,17 @@ def _wav2vec2() -> PreTrainedModel:
         num_feat_extract_layers=2,
         pad_token_id=0,
     )
-    return hf.Wav2Vec2ForCTC(config)
+    return Architecture(
+        name,
+        "speech",
+        hf.AutoModelForCTC,
+        "automatic-speech-recognition",
+        lambda: cls(made),
+        _spoken,
+        _wav2vec2_processor,
+        {"inputs": speech(0.1)},
+        **more,
+    )
 
 
 def _wav2vec2_processor() -> hf.Wav2Vec2Processor:
@@ -233,6 +248,13 @@ def _wav2vec2_processor() -> hf.Wav2Vec2Processor:
         file.flush()
         tokenizer = hf.Wav2Vec2CTCTokenizer(file.name)
     return hf.Wav2Vec2Processor(hf.Wav2Vec2FeatureExtractor(sampling_rate=RATE), tokenizer)
+
+
+def _swin() -> PreTrainedModel:
+    config = hf.SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=(2, 1), num_heads=(2, 4), window_size=4, num_labels=3
+    )
+    return hf.SwinForImageClassification(config)
 
 
 def _segformer() -> PreTrainedModel:
@@ -362,7 +384,6 @@ ARCHITECTURES = [
         "Mamba",
         hf.MambaConfig(vocab_size=TOKENS, hidden_size=16, state_size=4, num_hidden_layers=2, time_step_rank=4, **IDS),
         hf.MambaForCausalLM,
-        dense=("dt_proj",),
         note="`dt_proj` stays dense: the mixer multiplies with its weight by itself",
     ),
     _decoder("Mixtral", hf.MixtralConfig(**GROUPED, num_local_experts=4), hf.MixtralForCausalLM, **MIXTURE),
@@ -424,6 +445,13 @@ ARCHITECTURES = [
         hf.ModernBertConfig(**TEXT, cls_token_id=BOS, sep_token_id=EOS, local_attention=8),
         hf.ModernBertForMaskedLM,
     ),
+    _encoder(
+        "ALBERT",
+        hf.AlbertConfig(**TEXT, embedding_size=8),
+        hf.AlbertForMaskedLM,
+        refused=("`best`", "`2:4`"),
+        note='its layers are one and the same: with `update="none"`',
+    ),
     _translator(
         "T5",
         hf.T5Config(
@@ -467,15 +495,13 @@ ARCHITECTURES = [
         _whisper_processor,
         {"inputs": speech(1.0)},
     ),
-    Architecture(
-        "wav2vec 2.0",
-        "speech",
-        hf.AutoModelForCTC,
-        "automatic-speech-recognition",
-        _wav2vec2,
-        _spoken,
-        _wav2vec2_processor,
-        {"inputs": speech(0.1)},
+    _transcriber("wav2vec 2.0", hf.Wav2Vec2Config, hf.Wav2Vec2ForCTC),
+    _transcriber(
+        "WavLM",
+        hf.WavLMConfig,
+        hf.WavLMForCTC,
+        note="its attention stays dense: a function of torch multiplies with those weights; not from disk",
+        offloads=False,
     ),
     Architecture(
         "ViT",
@@ -486,6 +512,18 @@ ARCHITECTURES = [
         lambda rows: {"pixel_values": pixels(rows), "labels": torch.randint(3, (rows,))},
         lambda: hf.ViTImageProcessorPil(size={"height": 8, "width": 8}),
         {"inputs": image()},
+    ),
+    Architecture(
+        "Swin",
+        "vision",
+        hf.AutoModelForImageClassification,
+        "image-classification",
+        _swin,
+        lambda rows: {"pixel_values": pixels(rows, 16), "labels": torch.randint(3, (rows,))},
+        lambda: hf.ViTImageProcessorPil(size={"height": 16, "width": 16}),
+        {"inputs": image(16)},
+        note="batches of one image, which its windows cut up",
+        rows=1,
     ),
     Architecture(
         "SegFormer",

@@ -36,7 +36,8 @@ _READ_BY_PARENT = {
     "MambaMixer": ("dt_proj",),
     "FalconMambaMixer": ("dt_proj",),
     "JambaMambaMixer": ("dt_proj",),
-    "MultiheadAttention": ("out_proj",),  # torch's
+    "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),  # by F.multi_head_attention_forward
+    "MultiheadAttention": ("out_proj",),  # torch's own
 }
 IGNORED = -100  # a label that counts nowhere
 
