@@ -82,6 +82,8 @@ def test_the_loss_of_a_batch_is_the_sum_of_those_of_its_rows(architecture):
 
 @EACH
 def test_a_pass_from_finished_blocks_on_has_the_same_output(architecture):
+    if architecture.refused:
+        pytest.skip("its blocks do not follow on each other")
     model, batches = architecture.build(), architecture.batches(count=1)
     sequence = BlockSequence.of(model, find_targets(model), batches[0])
     with torch.no_grad():
