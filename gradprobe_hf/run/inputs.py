@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
 from gradprobe_hf.data.windows import EVALUATION_SEED, TextOptions, WindowSpec, load_batches
 from gradprobe_hf.evaluation.task_metric import metric_of
@@ -97,7 +98,11 @@ def _read(request: RunRequest, source: Any, *, samples: int, **more: Any) -> Bat
     config = request.config
     batch_size = 4 if config.batch_size == "auto" else config.batch_size
     windows = WindowSpec(samples, config.sequence_length, batch_size, config.seed, text_options(config))
-    return load_batches(source, windows, **more)
+    batches = load_batches(source, windows, **more)
+    measures_loss = more["part"] == "evaluation" or config.needs.probes
+    if measures_loss and request.loss_fn is None:  # one of the user's own may not look at labels
+        check_evidence(more["model"], batches, more["part"])
+    return batches
 
 
 def text_options(config: GradProbeConfig) -> TextOptions:

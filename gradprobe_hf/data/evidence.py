@@ -1,0 +1,29 @@
+"""Evidence: whether a loss over batches can tell anything, from their labels alone."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.model.families import is_causal
+from gradprobe_hf.model.loss import counted_labels
+
+
+def check_evidence(model: PreTrainedModel, batches: Batches, part: str) -> None:
+    """Raise ValueError where no label counts: the loss would be 0, or not a number, whatever the weights are.
+
+    transformers' losses are means over the labels of a batch, which are not a number over none; ours, of causal
+    language models, are sums: there a batch without labels adds nothing and does no harm.
+
+    Args:
+        part: what the batches are for: the name of an argument.
+    """
+    counts = [counted_labels(model, batch) for batch in batches]
+    empty = [number for number, count in enumerate(counts, start=1) if count == 0]
+    if not empty or (is_causal(model) and len(empty) < len(counts)):
+        return
+    where = "no batch has" if len(empty) == len(counts) else f"batch {empty[0]} of {len(counts)} does not have"
+    raise ValueError(
+        f"{part} ({batches.source}): {where} a label that counts: all are -100, or padding, so there is no loss to "
+        "measure. Look at how labels are masked: answers that are cut off at the end of a row leave none."
+    )
