@@ -65,7 +65,11 @@ def run(args: argparse.Namespace) -> None:
     text = windows(args.text, "calibration", args.steps * args.batch_size)
     rows = [{"input_ids": row["input_ids"][0], "labels": row["input_ids"][0]} for row in text]
     config = GradProbeConfig(
-        sparsity=args.sparsity, num_samples=args.num_samples, sequence_length=args.sequence_length, seed=0
+        sparsity=args.sparsity,
+        preset="balanced",
+        num_samples=args.num_samples,
+        sequence_length=args.sequence_length,
+        seed=0,
     )
     result = prune_pretrained(model, config, calibration=args.text, evaluation=held_out, processing_class=tokenizer)
     assert result.report.evaluation is not None, "it was measured"

@@ -3,51 +3,155 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import TYPE_CHECKING, Any
 
 from gradprobe_hf.cli.config_options import add_fields
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
+from gradprobe_hf.cli.values import at_least, names
 from gradprobe_hf.data.text_options import TextOptions
 
+if TYPE_CHECKING:
+    from gradprobe_hf.data.batches import Batches
+
 TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
+PAPER_OPTIONS = ("text_column", "add_special_tokens")  # those that a text of consecutive windows has a use for
+SAMPLES, LENGTH, BATCH = 20, 512, 4
+PAPER_BATCH = 1  # its windows are four times as long
+
+
+def _measures_text(options: argparse.Namespace) -> bool:
+    return bool(options.data) or options.protocol == "paper"
+
+
+# Options of one kind of measurement -> what they belong to, and whether that is asked for.
+_BELONGS: dict[str, tuple[str, Callable[[argparse.Namespace], bool]]] = {
+    **{
+        name: ("--data with --protocol windows", lambda o: bool(o.data) and o.protocol == "windows")
+        for name in ("num_samples", *TEXT_OPTIONS)
+    },
+    **dict.fromkeys(("sequence_length", *PAPER_OPTIONS), ("--data or --protocol paper", _measures_text)),
+    **{name: ("--tasks", lambda o: bool(o.tasks)) for name in ("include_path", "num_fewshot", "limit")},
+}
 
 
 def add_arguments(parser: VerbParser) -> None:
     parser.add_model(*SOURCE)
     parser.add_options(*PLACEMENT, "quiet")
-    parser.add_option("data", "data", required=True, metavar="SPEC", help="text to measure perplexity on")
+    against = "the dense model, loaded beside MODEL and measured too: how far their predictions are from each other"
+    parser.add_option("options", "against", metavar="DENSE", help=against)
+    card = "add what was measured to the metadata of the card in MODEL, a checkpoint folder"
+    parser.add_option("options", "write_card", action="store_true", help=card)
+    parser.add_option("data", "data", metavar="SPEC", help="text to measure perplexity on")
+    protocol = (
+        "'windows' drawn from the text, or 'paper': WikiText-2's raw test split (or --data) whole, in consecutive "
+        "windows of the model's context, as GPTQ, SparseGPT and Wanda measure (default: windows)"
+    )
+    parser.add_option("data", "protocol", choices=("windows", "paper"), default="windows", help=protocol)
     numbers = {
-        "num_samples": (20, "windows"),
-        "sequence_length": (512, "tokens in a window"),
-        "batch_size": (4, "windows in one forward pass"),
+        "num_samples": (1, f"windows (default: {SAMPLES})"),
+        "sequence_length": (2, f"tokens in a window (default: {LENGTH}; of the paper's the context, at most 2048)"),
+        "batch_size": (1, f"windows in one forward pass (default: {BATCH}, of the paper's {PAPER_BATCH})"),
     }
-    for name, (default, what) in numbers.items():
-        parser.add_option("data", name, type=int, default=default, metavar="N", help=f"{what} (default: {default})")
+    for name, (least, what) in numbers.items():
+        parser.add_option("data", name, type=at_least(least), metavar="N", help=what)
     add_fields(parser, TEXT_OPTIONS)
+    tasks = "tasks of lm-evaluation-harness, arc_easy,hellaswag say (needs pip install 'gradprobe_hf[lm-eval]')"
+    parser.add_option("tasks", "tasks", type=names, metavar="NAME,...", help=tasks)
+    parser.add_option("tasks", "include_path", metavar="DIR", help="folder with YAML files of further tasks")
+    shots = "examples before each question (default: as the task says)"
+    parser.add_option("tasks", "num_fewshot", type=at_least(0), metavar="N", help=shots)
+    parser.add_option("tasks", "limit", type=at_least(1), metavar="N", help="the first N questions of each task alone")
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model that is measured. Attributes: `name`, as the user gave it."""
+
+    name: str
+    model: Any
+    tokenizer: Any
+
+    @classmethod
+    def from_name(cls, name: str, **kwargs: Any) -> _Loaded:
+        from gradprobe_hf.model.loading import load, load_processing_class
+
+        loaded = load(name, **kwargs)
+        source = {key: value for key, value in kwargs.items() if key in SOURCE}
+        return cls(name, loaded.model, load_processing_class(loaded.model, loaded.processing_name, **source))
 
 
 def run(options: argparse.Namespace) -> None:
+    from gradprobe_hf.checkpoint.card_results import add_results, check_card
     from gradprobe_hf.cli.output import print_evaluation, print_json
-    from gradprobe_hf.data.windows import WindowSpec, load_batches
+    from gradprobe_hf.evaluation.harness import TaskRequest, check_tasks, evaluate_tasks
+    from gradprobe_hf.report.eval_results import task_results, text_results
+
+    _check(options)
+    if options.write_card:
+        check_card(options.model)
+    how = given(options, "include_path", "num_fewshot", "limit", "batch_size")
+    asked = TaskRequest(options.tasks, **how) if options.tasks else None
+    manager = check_tasks(asked) if asked else None
+    models = {"pruned": _Loaded.from_name(options.model, **given(options, *SOURCE, *PLACEMENT))}
+    if options.against:  # a revision or a GGUF file is one of MODEL
+        kwargs = given(options, "dtype", "trust_remote_code", *PLACEMENT)
+        models["dense"] = _Loaded.from_name(options.against, **kwargs)
+    values: dict[str, Any] = {"model": options.model, **given(options, "against")}
+    results = []
+    if _measures_text(options):
+        values |= _on_text(options, models["pruned"], models.get("dense"))
+        results += text_results(values, "text-generation", values)
+    if asked:
+        scores = {name: evaluate_tasks(one.model, one.tokenizer, asked, manager) for name, one in models.items()}
+        values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}
+        results += task_results(scores["pruned"])
+    if options.write_card:
+        add_results(options.model, results)
+    print_json(values) if options.json else print_evaluation(values)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raise ValueError where there is nothing to measure, and for options without effect."""
+    if not _measures_text(options) and not options.tasks:
+        raise ValueError("there is nothing to measure: give a text (--data), --protocol paper, or tasks (--tasks).")
+    for name, (belongs_to, has_effect) in _BELONGS.items():
+        if getattr(options, name) is not None and not has_effect(options):
+            raise ValueError(f"--{name.replace('_', '-')} has no effect here: it belongs to {belongs_to}.")
+
+
+def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None) -> dict[str, Any]:
+    """The loss on a text, and how far the predictions are from a dense model's."""
+    from gradprobe_hf.evaluation.divergence import check_one_vocabulary, measure_pair
     from gradprobe_hf.evaluation.perplexity import measure
-    from gradprobe_hf.model.loading import load, load_processing_class
     from gradprobe_hf.probe.engine import Workload
 
-    loaded = load(options.model, **given(options, *SOURCE, *PLACEMENT))
-    model = loaded.model
-    batches = load_batches(
+    if dense is not None:
+        check_one_vocabulary(pruned.tokenizer, dense.tokenizer, (pruned.name, dense.name))
+    batches = _batches(options, pruned)
+    work = Workload(pruned.model, batches, progress=not options.quiet)
+    if dense is None:
+        return {**measure(work).to_dict(), **batches.describe()}
+    found = measure_pair(Workload(dense.model, batches, progress=not options.quiet), work).to_dict()
+    return {**found["pruned"], "dense": found["dense"], "divergence": found["divergence"], **batches.describe()}
+
+
+def _batches(options: argparse.Namespace, measured: _Loaded) -> Batches:
+    from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
+    from gradprobe_hf.data.windows import WindowSpec, load_batches
+
+    text = TextOptions(**given(options, *TEXT_OPTIONS))
+    if options.protocol == "paper":
+        read = {name: value for name, value in asdict(text).items() if name in PAPER_OPTIONS}
+        spec = PaperSpec(options.sequence_length, options.batch_size or PAPER_BATCH, **read)
+        return paper_batches(options.data, measured.model, measured.tokenizer, spec)
+    length, batch_size = options.sequence_length or LENGTH, options.batch_size or BATCH
+    return load_batches(
         options.data,
-        WindowSpec(
-            options.num_samples,
-            options.sequence_length,
-            options.batch_size,
-            text=TextOptions(**given(options, *TEXT_OPTIONS)),
-        ),
+        WindowSpec(options.num_samples or SAMPLES, length, batch_size, text=text),
         part="evaluation",
-        model=model,
-        processing_class=load_processing_class(model, loaded.processing_name, **given(options, *SOURCE)),
+        model=measured.model,
+        processing_class=measured.tokenizer,
         progress=not options.quiet,
     )
-    found = measure(Workload(model, batches, progress=not options.quiet))
-    values = {"model": options.model, **found.to_dict(), **batches.describe()}
-    print_json(values) if options.json else print_evaluation(values)

@@ -20,7 +20,10 @@ VERBS = {
     ),
     "compare": ("MODEL [options]", "Prune a model in several ways to one sparsity and measure the perplexity of each."),
     "estimate": ("MODEL [options]", "Estimate the memory, disk space and passes of a run, without reading any weight."),
-    "evaluate": ("MODEL --data SPEC [options]", "Measure the perplexity of a model on a text."),
+    "evaluate": (
+        "MODEL --data SPEC [options]",
+        "Measure a model on a text or on tasks, alone or beside a dense one.",
+    ),
     "inspect": (
         "DIR [options]",
         "Count the zeros in a checkpoint's files, per matrix and block, and find the n:m patterns that hold.",

@@ -54,6 +54,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "help": "text to measure perplexity on, or 'none' (default: with --calibration pydoc its held-out part)",
         },
     },
+    "tasks": {},
     "memory": {
         "device_map": {
             "type": device_map,

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from gradprobe_hf.checkpoint.inspect import Inspection
 from gradprobe_hf.comparison.rows import ComparedRow
+from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.report.next_choice import next_choices
 from gradprobe_hf.report.report import Group, Report, finite
 
 
@@ -44,6 +46,8 @@ def print_pruning(report: Report, output: str) -> None:
         out.print(_choice(report.selection), style="dim")
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
+    for choice in next_choices(GradProbeConfig.from_dict(report.config)):
+        out.print(choice)
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
 
 
@@ -93,12 +97,45 @@ def _shown(divergence: Divergence | None) -> tuple[str, str]:
 
 
 def print_evaluation(values: dict[str, Any]) -> None:
-    table = table_of("perplexity", "loss (nats)", "terms")
-    perplexity = "-" if values["perplexity"] is None else f"{values['perplexity']:,.4f}"
-    table.add_row(perplexity, f"{values['loss']:.4f}", f"{values['terms']:,}")
+    """What was measured on a text, on tasks, or on both; of the model alone, or beside a dense one."""
     out = console()
-    out.print(table)
-    out.print(f"{values['source']}: {values['protocol']}", style="dim")
+    if "loss" in values:
+        out.print(_beside(values) if "dense" in values else _alone(values))
+        _print_ratio(out, values.get("divergence"))
+        out.print(f"{values['source']}: {values['protocol']}", style="dim")
+    if "tasks" in values:
+        out.print(_tasks(values["tasks"]))
+        out.print("scored by lm-evaluation-harness; ± one standard error over the questions", style="dim")
+
+
+def _alone(values: dict[str, Any]) -> Table:
+    table = table_of("perplexity", "loss (nats)", "terms")
+    table.add_row(_perplexity(values), f"{values['loss']:.4f}", f"{values['terms']:,}")
+    return table
+
+
+def _beside(values: dict[str, Any]) -> Table:
+    table = table_of("", "dense", "pruned")
+    table.add_row("perplexity", _perplexity(values["dense"]), _perplexity(values))
+    table.add_row("loss (nats)", f"{values['dense']['loss']:.4f}", f"{values['loss']:.4f}")
+    _add_divergence(table, values["divergence"])
+    return table
+
+
+def _perplexity(values: dict[str, Any]) -> str:
+    return "-" if values["perplexity"] is None else f"{values['perplexity']:,.4f}"
+
+
+def _tasks(scores: dict[str, list[dict[str, Any]]]) -> Table:
+    """One line a metric; the dense model's before the pruned one's, where there is one."""
+    names = [name for name in ("dense", "pruned") if name in scores]
+    table = table_of("task", "metric", "shots", "questions", *(names if len(names) > 1 else ["value"]))
+    for rows in zip(*(scores[name] for name in names), strict=True):
+        first = rows[0]
+        stderr = [f" ± {row['stderr']:.4f}" if row["stderr"] is not None else "" for row in rows]
+        shown = [f"{row['value']:.4f}{error}" for row, error in zip(rows, stderr, strict=True)]
+        table.add_row(first["task"], first["metric"], str(first["shots"]), f"{first['samples']:,}", *shown)
+    return table
 
 
 def print_inspection(found: Inspection, directory: str) -> None:

@@ -32,6 +32,29 @@ def device_map(text: str) -> str | dict[Any, Any]:
     return json_object(text) if text.startswith("{") else text
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Reads a whole number that is not below `least`."""
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number >= {least}")
+        return value
+
+    return read
+
+
+def names(text: str) -> tuple[str, ...]:
+    """A list like a,b; spaces around a name are dropped."""
+    found = tuple(name.strip() for name in text.split(","))
+    if not all(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of names, like a,b")
+    return found
+
+
 def text_or_none(text: str) -> str | bool:
     """False for 'none', as `prune_pretrained` has it."""
     return text != "none" and text

@@ -106,6 +106,16 @@ def measure_pair(
     return PairedMeasurement(before, after, _divergence(before, after, windows))
 
 
+def check_one_vocabulary(one: Any, other: Any, names: tuple[str, str]) -> None:
+    """Raise ValueError for two tokenizers whose ids mean different tokens."""
+    words = [dict(tokenizer.get_vocab()) if hasattr(tokenizer, "get_vocab") else None for tokenizer in (one, other)]
+    if None not in words and words[0] != words[1]:
+        raise ValueError(
+            f"{names[0]} and {names[1]} have different tokenizers: what one predicts cannot be compared with the other "
+            "token by token. Give the model that the first was pruned from."
+        )
+
+
 def _predicts_tokens(work: Workload) -> bool:
     return work.loss_fn is None and is_causal(work.model) and all("input_ids" in batch for batch in work.batches)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 from gradprobe_hf.config import GradientThreshold, GradProbeConfig
 from gradprobe_hf.model.families import stack_of
+from gradprobe_hf.report.eval_results import text_results
 from gradprobe_hf.report.plots import has_perplexities
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
@@ -185,34 +185,7 @@ def _eval_results(report: Report) -> list[EvalResult] | None:
     measured, task = report.evaluation, report.model["task"]
     if measured is None or task is None:
         return None
-    found = (
-        []
-        if measured["pruned"]["perplexity"] is None
-        else [("perplexity", "Perplexity", measured["pruned"]["perplexity"])]
-    )
-    if (divergence := measured["divergence"]) is not None:
-        found.append(("kl_divergence", "KL divergence from the dense model (nats per token)", divergence["kl"]))
-        found.append(("top1_agreement", "Top-1 agreement with the dense model", divergence["top1_agreement"]))
-    if metric := measured["metric"]:
-        found.append((metric["name"], capitalised(metric["title"]), metric["pruned"]))
-    return [
-        EvalResult(
-            task_type=task,
-            task_name=task.replace("-", " ").title(),
-            dataset_type=measured["dataset_id"] or measured["source"].split(" ")[0],
-            dataset_name=measured["source"],
-            metric_type=kind,
-            metric_name=name,
-            metric_value=round(value, 4),
-        )
-        for kind, name, value in found
-        if math.isfinite(value)
-    ] or None
-
-
-def capitalised(text: str) -> str:
-    """With a capital in front, and the others as they are: "BLEU" stays that."""
-    return text[:1].upper() + text[1:]
+    return text_results(measured, task, {**measured["pruned"], **measured}) or None
 
 
 def _evaluation(report: Report) -> dict[str, Any] | None:

@@ -1,0 +1,42 @@
+"""Results that were measured after a checkpoint was written: into the metadata of its card, and nowhere else in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from huggingface_hub import EvalResult, ModelCard
+
+
+def check_card(folder: str | Path) -> None:
+    """Raise ValueError, before anything is measured, where there is no card that results can be added to."""
+    card = Path(folder) / "README.md"
+    if not card.is_file():
+        raise ValueError(f"--write-card adds results to the card of a checkpoint folder, and there is no {card}.")
+    try:
+        ModelCard.load(card)
+    except ValueError as error:
+        raise ValueError(f"{card}: its metadata cannot be read, so no results are added to it: {error}") from error
+
+
+def add_results(folder: str | Path, results: Sequence[EvalResult]) -> None:
+    """Add results to the model-index of `README.md`.
+
+    An earlier one of the same metric and data is replaced. Every other result, the other metadata and the text stay.
+    """
+    path = Path(folder) / "README.md"
+    card = ModelCard.load(path)
+    known = card.data.eval_results or []
+    kept = [one for one in known if not any(_same(one, other) for other in results)]
+    card.data.eval_results = [*kept, *results]
+    if card.data.model_name is None:
+        card.data.model_name = Path(folder).absolute().name
+    card.save(path)
+
+
+def _same(one: EvalResult, other: EvalResult) -> bool:
+    return (one.unique_identifier, one.metric_type, one.metric_name) == (
+        other.unique_identifier,
+        other.metric_type,
+        other.metric_name,
+    )

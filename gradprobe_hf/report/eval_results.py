@@ -1,0 +1,62 @@
+"""Entries of a card's model-index: what was measured, under the names that the Hub shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from huggingface_hub import EvalResult
+
+from gradprobe_hf.evaluation.harness import TaskScore
+
+
+def text_results(described: Mapping[str, Any], task: str, measured: Mapping[str, Any]) -> list[EvalResult]:
+    """Those of batches; what is not finite is no entry.
+
+    Args:
+        described: the batches, as `Batches.describe` has them.
+        task: the Hub's name of what the model is for.
+        measured: `perplexity`, `divergence` (`Divergence.to_dict`) and `metric` of the pruned model, each or None.
+    """
+    found = [("perplexity", "Perplexity", measured["perplexity"])]
+    if divergence := measured.get("divergence"):
+        found.append(("kl_divergence", "KL divergence from the dense model (nats per token)", divergence["kl"]))
+        found.append(("top1_agreement", "Top-1 agreement with the dense model", divergence["top1_agreement"]))
+    if metric := measured.get("metric"):
+        found.append((metric["name"], capitalised(metric["title"]), metric["pruned"]))
+    return [
+        EvalResult(
+            task_type=task,
+            task_name=task.replace("-", " ").title(),
+            dataset_type=described["dataset_id"] or described["source"].split(" ")[0],
+            dataset_name=described["source"],
+            metric_type=kind,
+            metric_name=name,
+            metric_value=round(value, 4),
+        )
+        for kind, name, value in found
+        if value is not None and math.isfinite(value)
+    ]
+
+
+def capitalised(text: str) -> str:
+    """With a capital in front, and the others as they are: "BLEU" stays that."""
+    return text[:1].upper() + text[1:]
+
+
+def task_results(scores: Iterable[TaskScore]) -> list[EvalResult]:
+    """Those of tasks of lm-evaluation-harness."""
+    return [
+        EvalResult(
+            task_type="text-generation",
+            task_name="Text Generation",
+            dataset_type=score.task,
+            dataset_name=f"{score.task} (lm-evaluation-harness)",
+            metric_type=score.metric.split(" ")[0],
+            metric_name=f"{score.metric}, {score.shots}-shot",
+            metric_value=round(score.value, 4),
+        )
+        for score in scores
+        if math.isfinite(score.value)
+    ]

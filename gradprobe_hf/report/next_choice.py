@@ -1,0 +1,60 @@
+"""The next choice: what the next better and the next faster preset took where they were measured.
+
+From benchmarks/results/quality.json, which `make bench-quality` writes: SmolLM2-135M-Instruct at 60%, and at 2:4 in the
+place of every n:m pattern. A test holds the two together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gradprobe_hf.config import METHOD, GradProbeConfig, Preset
+
+MEASURED_ON = "SmolLM2-135M-Instruct"
+CLEARLY_FASTER = 0.75
+
+
+@dataclass(frozen=True)
+class Price:
+    """Attributes: `seconds` of a run on 2 cores; `perplexity`, the geometric mean of WikiText-2's and pydoc's."""
+
+    seconds: float
+    perplexity: float
+
+
+PRICES: dict[Preset, Price] = {
+    "fast": Price(141.5, 50.08),
+    "balanced": Price(342.5, 45.06),
+    "best": Price(369.9, 32.23),
+}
+PRICES_IN_GROUPS: dict[Preset, Price] = {
+    "fast": Price(134.8, 62.64),
+    "balanced": Price(273.3, 46.76),
+    "best": Price(398.6, 45.91),
+}
+
+
+def next_choices(config: GradProbeConfig) -> list[str]:
+    """A sentence for the best preset that is clearly faster, and one for the best of all, if this is another one.
+
+    A method that is no preset has no measured price here, so nothing is said about it.
+    """
+    prices = PRICES if config.group is None else PRICES_IN_GROUPS
+    own = next((preset for preset in prices if _is(config, preset)), None)
+    if own is None:
+        return []
+    better = min(prices, key=lambda preset: prices[preset].perplexity)
+    quick = [preset for preset in prices if prices[preset].seconds <= CLEARLY_FASTER * prices[own].seconds]
+    faster = min(quick, key=lambda preset: prices[preset].perplexity, default=own)
+    at = "60%" if config.group is None else "2:4"
+    return [
+        f"{word}: preset {other} ({prices[other].seconds / prices[own].seconds:.2g}x the time, "
+        f"{prices[other].perplexity / prices[own].perplexity:.2f}x the perplexity on {MEASURED_ON} at {at})"
+        for word, other in (("better", better), ("faster", faster))
+        if other != own
+    ]
+
+
+def _is(config: GradProbeConfig, preset: Preset) -> bool:
+    plain = GradProbeConfig(preset=preset, pattern=config.pattern)
+    return config.order == "joint" and all(getattr(config, name) == getattr(plain, name) for name in METHOD)
