@@ -1,0 +1,269 @@
+"""`gradprobe evaluate`: beside a dense model, by the paper protocol, on tasks, and into a card."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+from huggingface_hub import EvalResult, ModelCard
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from gradprobe_hf import prune_pretrained
+from gradprobe_hf.cli import main
+from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
+from gradprobe_hf.evaluation import harness
+from gradprobe_hf.evaluation.perplexity import measure
+from tests import cases
+
+TEXT = ["--num-samples", "4", "--sequence-length", "16"]
+
+
+@pytest.fixture
+def evaluated(capsys):
+    """Run the verb: exit code, standard output, standard error."""
+
+    def run(*arguments):
+        try:
+            code = main(["evaluate", *map(str, arguments)])
+        except SystemExit as error:
+            code = error.code
+        said = capsys.readouterr()
+        return code, said.out, said.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def pruned(checkpoint, text_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluated") / "tiny-50"
+    config = cases.config(preset="fast", num_samples=4, sequence_length=16, evaluation_samples=4)
+    texts = {"calibration": str(text_file), "evaluation": "pydoc"}
+    return prune_pretrained(str(checkpoint), config, output_dir=folder, progress=False, **texts).report, folder
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *(("--num-samples", value) for value in ("0", "-3", "2.5")),
+        *(("--sequence-length", value) for value in ("0", "1", "-8")),
+        *(("--batch-size", value) for value in ("0", "-1", "auto")),
+        ("--limit", "0"),
+        ("--num-fewshot", "-1"),
+    ],
+    ids=" ".join,
+)
+def test_a_number_that_is_none_is_refused_by_its_flag(given, checkpoint, evaluated):
+    code, out, err = evaluated(checkpoint, "--data", "pydoc", *given)
+    assert (code, out) == (2, "")
+    assert f"{given[0]}: {given[1]!r} is not a whole number >= " in err
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((), "nothing to measure: give a text (--data), --protocol paper, or tasks (--tasks)"),
+        (("--tasks", "arc", "--num-samples", "3"), "--num-samples has no effect here: it belongs to --data"),
+        (("--protocol", "paper", "--num-samples", "3"), "--num-samples has no effect here: it belongs to --data"),
+        (("--tasks", "arc", "--sequence-length", "9"), "it belongs to --data or --protocol paper"),
+        (("--data", "pydoc", "--limit", "3"), "--limit has no effect here: it belongs to --tasks"),
+        (("--data", "pydoc", "--write-card"), "there is no"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_is_said_before_a_model_is_loaded(given, message, evaluated, tmp_path):
+    code, out, err = evaluated(tmp_path / "no model", *given)
+    assert (code, out) == (1, "")
+    assert message in err
+
+
+def test_against_the_dense_model_is_what_the_report_has(pruned, checkpoint, evaluated):
+    report, folder = pruned
+    _, said, _ = evaluated(folder, "--against", checkpoint, "--data", "pydoc", *TEXT, "--json")
+    found, wanted = json.loads(said), report.evaluation
+    assert found["fingerprint"] == wanted["fingerprint"]
+    assert found["perplexity"] == pytest.approx(wanted["pruned"]["perplexity"], rel=1e-6)
+    assert found["dense"] == wanted["dense"]
+    for name in ("kl", "top1_agreement", "perplexity_ratio", "perplexity_ratio_interval"):
+        assert found["divergence"][name] == pytest.approx(wanted["divergence"][name], rel=1e-5), name
+    _, said, _ = evaluated(folder, "--against", checkpoint, "--data", "pydoc", *TEXT)
+    assert f"{wanted['divergence']['kl']:.4f}" in said
+    assert "top-1 agreement" in said
+    assert "95% interval" in said
+
+
+def test_models_of_different_tokenizers_are_not_compared(pruned, checkpoint, evaluated, tmp_path):
+    AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path / "other")
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.add_tokens(["gradient"])
+    tokenizer.save_pretrained(tmp_path / "other")
+    code, _, err = evaluated(pruned[1], "--against", tmp_path / "other", "--data", "pydoc", *TEXT)
+    assert code == 1
+    assert "have different tokenizers" in err
+
+
+# The paper protocol.
+
+LINES = ["", " = A heading = \n", "", " Words of one paragraph . \n", " More words , and more . \n", "", ""] * 4
+
+
+def as_the_scripts(model, tokenizer, rows, seqlen):
+    """What opt.py and llama.py of GPTQ do, restated: a loss a window, and the exp of their mean."""
+    ids = tokenizer("\n\n".join(rows), return_tensors="pt").input_ids
+    losses = []
+    for i in range(ids.numel() // seqlen):
+        window = ids[:, i * seqlen : (i + 1) * seqlen]
+        with torch.no_grad():
+            logits = model(window).logits
+        losses.append(torch.nn.CrossEntropyLoss()(logits[0, :-1], window[0, 1:]).double() * seqlen)
+    return math.exp(torch.stack(losses).sum() / (len(losses) * seqlen)), len(losses)
+
+
+def beginning_with_bos():
+    tokenizer = cases.tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    return tokenizer
+
+
+@pytest.mark.parametrize("tokenizer", [cases.tokenizer(), beginning_with_bos()], ids=["plain", "bos"])
+def test_the_paper_protocol_is_what_the_scripts_do(tokenizer, tmp_path):
+    model = cases.build("llama", torch.float64)
+    wanted, windows = as_the_scripts(model, tokenizer, LINES, 32)
+    (tmp_path / "raw.txt").write_text("".join(line or " \n" for line in LINES), encoding="utf-8")
+    for source in (LINES, str(tmp_path / "raw.txt")):
+        batches = paper_batches(source, model, tokenizer, PaperSpec(length=32, batch_size=3))
+        assert batches.samples == windows
+        assert measure(cases.workload(model, batches)).perplexity == pytest.approx(wanted, rel=1e-9)
+    first = batches.items[0]["input_ids"][0, 0].item()
+    assert (first == 256) == ("<s> at the very start only" in batches.protocol)
+    assert paper_batches(LINES, model, tokenizer).longest == model.config.max_position_embeddings
+
+
+def test_the_paper_protocol_says_what_it_cannot_do(checkpoint, text_file, evaluated, tmp_path):
+    (tmp_path / "short.txt").write_text("too little", encoding="utf-8")
+    paper = (checkpoint, "--protocol", "paper", "--data")
+    assert "less than one window" in evaluated(*paper, tmp_path / "short.txt")[2]
+    assert "more than the 64 positions" in evaluated(*paper, text_file, "--sequence-length", "128")[2]
+    code, said, _ = evaluated(*paper, text_file, "--json")
+    assert code == 0
+    assert "in order, of the rows joined by blank lines" in json.loads(said)["protocol"]
+
+
+# Tasks and the card.
+
+
+def test_without_the_harness_it_is_named(checkpoint, evaluated, monkeypatch):
+    monkeypatch.setattr(harness, "find_spec", lambda name: None)
+    code, _, err = evaluated(checkpoint, "--tasks", "arc_easy")
+    assert code == 1
+    assert "pip install 'gradprobe_hf[lm-eval]'" in err
+
+
+def test_scores_are_read_as_the_harness_writes_them():
+    found = {
+        "results": {
+            "own": {
+                "alias": "own",
+                "sample_len": 9,
+                "acc,none": 0.5,
+                "acc_stderr,none": 0.1,
+                "em,strict": 0.25,
+                "em_stderr,strict": "N/A",
+            }
+        },
+        "n-shot": {"own": 5},
+        "n-samples": {"own": {"original": 9, "effective": 6}},
+        "higher_is_better": {"own": {"acc": True}},
+    }
+    assert list(harness._scores(found)) == [
+        harness.TaskScore("own", "acc", 0.5, 0.1, True, 5, 6),
+        harness.TaskScore("own", "em (strict)", 0.25, None, None, 5, 6),
+    ]
+
+
+def test_results_go_into_the_metadata_and_replace_their_own_alone(pruned, checkpoint, evaluated):
+    _, folder = pruned
+    path = folder / "README.md"
+    card = ModelCard.load(path)
+    theirs = EvalResult("text-generation", "their/data", "Their data", "accuracy", 0.7, metric_name="Accuracy")
+    card.data.eval_results = [*card.data.eval_results, theirs]
+    card.data["their_key"] = "kept"
+    card.save(path)
+    text, before = ModelCard.load(path).text, ModelCard.load(path).data.eval_results
+    for _ in range(2):  # the second time its own results are there already
+        assert (
+            evaluated(folder, "--data", "pydoc", "--write-card", "--num-samples", "6", "--sequence-length", 16)[0] == 0
+        )
+    card = ModelCard.load(path)
+    assert card.text == text
+    assert card.data.their_key == "kept"
+    after = card.data.eval_results
+    assert len(after) == len(before)
+    assert theirs in after
+    new, old = (next(one for one in found if one.metric_type == "perplexity") for found in (after, before))
+    assert new.metric_value != old.metric_value
+
+
+OWN_TASK = """
+task: own_words
+dataset_path: json
+dataset_name: null
+dataset_kwargs:
+  data_files:
+    test: {data}
+output_type: multiple_choice
+test_split: test
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+metric_list:
+  - metric: acc
+metadata:
+  version: 1.0
+"""
+
+
+def choices_by_hand(folder, rows):
+    """The choice with the largest sum of log-probabilities, given the question."""
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    right = 0
+    for row in rows:
+        question = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
+        sums = []
+        for choice in row["choices"]:
+            answer = tokenizer(" " + choice, add_special_tokens=False)["input_ids"]
+            with torch.no_grad():
+                logits = model(torch.tensor([question + answer])).logits[0].log_softmax(-1)
+            sums.append(sum(float(logits[len(question) - 1 + i, token]) for i, token in enumerate(answer)))
+        right += sums.index(max(sums)) == row["answer"]
+    return right / len(rows)
+
+
+@pytest.mark.slow
+def test_a_task_of_ones_own_is_scored_offline_and_stands_in_the_card(pruned, checkpoint, evaluated, tmp_path):
+    pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install '.[lm-eval]'")
+    rows = [
+        {"question": f"the {word} is", "choices": ["a gradient", "quite large", "zero"], "answer": number % 3}
+        for number, word in enumerate(("weight", "mask", "loss", "model", "block", "score", "probe", "budget", "row"))
+    ]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (tmp_path / "own.yaml").write_text(OWN_TASK.format(data=tmp_path / "own.jsonl"), encoding="utf-8")
+    ask = ("--tasks", "own_words", "--include-path", tmp_path, "--against", checkpoint, "--write-card")
+    code, said, err = evaluated(pruned[1], *ask, "--json")
+    assert code == 0, err
+    scores = json.loads(said)["tasks"]
+    for name, folder in (("pruned", pruned[1]), ("dense", checkpoint)):
+        (score,) = scores[name]
+        assert (score["task"], score["metric"], score["samples"]) == ("own_words", "acc", len(rows))
+        assert score["value"] == pytest.approx(choices_by_hand(folder, rows))
+        assert score["stderr"] > 0
+    (entry,) = (one for one in ModelCard.load(pruned[1] / "README.md").data.eval_results if one.metric_type == "acc")
+    assert entry.dataset_type == "own_words"
+    assert entry.metric_value == pytest.approx(scores["pruned"][0]["value"], abs=1e-4)
+    _, said, _ = evaluated(pruned[1], *ask)
+    assert "±" in said
+    code, _, err = evaluated(pruned[1], "--tasks", "own_wordz", "--include-path", tmp_path)
+    assert code == 1
+    assert "did you mean 'own_words'" in err
