@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
@@ -119,6 +119,20 @@ def test_an_adapters_folder_is_its_base_with_the_adapter_folded_in(stored, tmp_p
     assert dense.report.model["adapter"] == "adapter"
     assert dense.report.model["name"] == "base"
     assert "the adapter `adapter` was folded into" in str(build_card(dense.report, dense.config, {}, "here"))
+
+
+def test_a_classifiers_adapter_brings_the_head_that_its_base_lacks(stored):
+    base, folder, _ = stored
+    classifier = LlamaForSequenceClassification.from_pretrained(base, num_labels=2)
+    classifier.config.pad_token_id = 258
+    model = trained(peft.get_peft_model(classifier, lora(task_type="SEQ_CLS")))
+    beside = folder.parent / "classifier"
+    model.save_pretrained(beside)
+    labelled = [{**batch, "labels": torch.tensor([0, 1])} for batch in cases.batches("llama", rows=2)]
+    found = run(beside, calibration=labelled, merge_adapters=True, apply=False)
+    assert isinstance(found.model, LlamaForSequenceClassification)
+    torch.testing.assert_close(found.model.score.weight, model.base_model.model.score.weight)
+    torch.testing.assert_close(logits(found.model, labelled[0]), logits(model, labelled[0]), atol=1e-5, rtol=1e-4)
 
 
 def test_from_the_command_line(stored, text_file, tmp_path, capsys):

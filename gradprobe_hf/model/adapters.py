@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import transformers
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
@@ -25,6 +26,11 @@ from gradprobe_hf.model.parameters import is_offloaded
 
 # What says where a file is, of the keyword arguments of `from_pretrained`.
 _FINDING = ("cache_dir", "token", "revision", "local_files_only", "subfolder")
+_AUTO_CLASSES = {  # of the tasks whose base may be stored as something else
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+}
 _OPTION = "merge_adapters=True (--merge-adapters)"
 
 
@@ -34,12 +40,22 @@ class AdapterSource:
 
     Attributes:
         base: None: the adapter's configuration names none.
+        task: what the base was loaded for, as PEFT names it: "SEQ_CLS", ...
+        brings: modules that it holds whole, such as a classifier: the base need not have their weights.
     """
 
     name: str
     where: dict[str, Any]
     base: str | None
     base_revision: str | None = None
+    task: str | None = None
+    brings: frozenset[str] = frozenset()
+
+    @property
+    def auto_classes(self) -> list[Any]:
+        """Of transformers, what loads the base; none: the base's own class."""
+        name = _AUTO_CLASSES.get(self.task or "")
+        return [getattr(transformers, name)] if name else []
 
 
 def stored_adapter(name: str, where: dict[str, Any]) -> AdapterSource | None:
@@ -56,7 +72,14 @@ def stored_adapter(name: str, where: dict[str, Any]) -> AdapterSource | None:
         return None
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
-        return AdapterSource(name, where, values.get("base_model_name_or_path"), values.get("revision"))
+        return AdapterSource(
+            name,
+            where,
+            values.get("base_model_name_or_path"),
+            values.get("revision"),
+            values.get("task_type"),
+            frozenset(values.get("modules_to_save") or ()),
+        )
     except (ValueError, AttributeError) as error:
         raise ValueError(f"{path} is no adapter configuration: {error}") from error
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -122,7 +122,8 @@ def load(
     if adapter.base_revision is not None:
         base_kwargs["revision"] = adapter.base_revision
     base_name = check_mergeable(adapter, merge_adapters)
-    base, stored_as = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, auto_classes)
+    classes = auto_classes or adapter.auto_classes
+    base, stored_as = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, adapter.brings)
     tokenizer = _stored_tokenizer(adapter)
     model = merge_stored(base, adapter, None if tokenizer is None else len(tokenizer))
     return Loaded(model, model.name_or_path if tokenizer is None else name, adapter=name, stored_as=stored_as)
@@ -153,9 +154,17 @@ def _stored_tokenizer(adapter: AdapterSource) -> Any:
 
 
 def _load_checkpoint(
-    name: str, allow_missing: bool, from_pretrained_kwargs: dict[str, Any], auto_classes: Sequence[Any]
+    name: str,
+    allow_missing: bool,
+    from_pretrained_kwargs: dict[str, Any],
+    auto_classes: Sequence[Any],
+    brought: Collection[str] = (),
 ) -> tuple[PreTrainedModel, str | None]:
-    """A model from its checkpoint, and the quantised type that its weights were stored in, if it was one."""
+    """A model from its checkpoint, and the quantised type that its weights were stored in, if it was one.
+
+    Args:
+        brought: modules whose weights come from elsewhere.
+    """
     with ExitStack() as undo, _load_errors(name):
         scratch = None
         config = AutoConfig.from_pretrained(name, **_source(from_pretrained_kwargs))
@@ -176,7 +185,7 @@ def _load_checkpoint(
             **from_pretrained_kwargs | {"ignore_mismatched_sizes": True, "output_loading_info": True},
         )
         if not allow_missing:
-            check_complete(model, name, loading, reinitialises)
+            check_complete(model, name, loading, reinitialises, brought)
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
         weakref.finalize(model, shutil.rmtree, scratch, True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -13,16 +13,23 @@ logger = logging.getLogger(__name__)
 _NAMED = 5  # of a list of weights
 
 
-def check_complete(model: PreTrainedModel, name: str, loading: Mapping[str, Any], reinitialises: bool = False) -> None:
+def check_complete(
+    model: PreTrainedModel,
+    name: str,
+    loading: Mapping[str, Any],
+    reinitialises: bool = False,
+    brought: Collection[str] = (),
+) -> None:
     """Raise ValueError where weights are not from the checkpoint: they would be pruned and saved as they were drawn.
 
     Args:
         loading: transformers' loading report.
         reinitialises: whether weights of other sizes were asked to be initialised anew.
+        brought: modules whose weights come from elsewhere.
     """
     # Tied weights are in the checkpoint under their other name, and buffers are no weights.
     weights = {one for one, _ in model.named_parameters(remove_duplicate=False)} - set(model.all_tied_weights_keys)
-    missing = sorted(set(loading["missing_keys"]) & weights)
+    missing = sorted(one for one in set(loading["missing_keys"]) & weights if not set(brought) & set(one.split(".")))
     other_sizes = sorted(f"{one} {tuple(stored)} for {tuple(own)}" for one, stored, own in loading["mismatched_keys"])
     unused = sorted(loading["unexpected_keys"])
     what = f"the weights of {type(model).__name__} in {name!r}"
