@@ -9,6 +9,8 @@ from accelerate import disk_offload
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from gradprobe_hf import GradProbeConfig, compare_pretrained, sweep_gradient_thresholds
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.cli import main
 from gradprobe_hf.model.targets import covering_patterns, find_targets
 from gradprobe_hf.report.card import build_card
 from gradprobe_hf.report.plots import sparsity_grid
@@ -183,6 +185,18 @@ def test_rows_of_a_comparison_and_of_a_sweep_are_of_what_is_reached():
     assert [row.weights for row in compared.rows] == [language] * 3
     swept = sweep_gradient_thresholds(llava(), [0.0], **with_text)
     assert swept.rows[0].zeros <= language / 2 + 100
+
+
+def test_inspection_counts_what_was_in_the_budget(tmp_path, capsys):
+    found = cases.prune(llava(), texts(), pattern="2:4", output_dir=tmp_path / "out")
+    seen = inspect_checkpoint(tmp_path / "out")
+    assert {row.name for row in seen.rows} == set(found.masks)
+    assert seen.patterns == ["2:4", "4:8"]
+    assert seen.zeros == found.report.zeros
+    assert main(["inspect", str(tmp_path / "out")]) == 0
+    assert "not counted: 6 matrices" in capsys.readouterr().out
+    (tmp_path / "out" / "gradprobe_report.json").unlink()
+    assert len(inspect_checkpoint(tmp_path / "out").rows) == len(seen.rows) + 6, "all, where nothing says otherwise"
 
 
 def test_the_map_tells_towers_apart_and_what_is_left_out_from_what_is_empty():

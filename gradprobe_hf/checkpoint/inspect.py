@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from gradprobe_hf.config import CONFIG_NAME, GradProbeConfig
 from gradprobe_hf.model.loading import load_model, skeleton
 from gradprobe_hf.model.targets import Target, find_targets
-from gradprobe_hf.report.report import Group, grouped
+from gradprobe_hf.report.report import REPORT_NAME, Group, grouped
 
 PATTERNS = ((1, 2), (1, 4), (2, 4), (4, 8))
 
@@ -44,10 +44,17 @@ class MatrixSparsity:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Attributes: `rows`, one per matrix, and `patterns`, the n:m patterns that hold in every one of them."""
+    """What is in the files.
+
+    Attributes:
+        rows: one per matrix that was pruned, or that a default configuration would prune.
+        patterns: the n:m patterns that hold in every one of them.
+        left_out: matrices that the run left out of its budget, because its calibration did not reach them.
+    """
 
     rows: list[MatrixSparsity]
     patterns: list[str]
+    left_out: tuple[str, ...] = ()
 
     @property
     def weights(self) -> int:
@@ -76,6 +83,7 @@ class Inspection:
             for row in self.rows
         ]
         totals = {"sparsity": self.sparsity, "weights": self.weights, "zeros": self.zeros, "patterns": self.patterns}
+        totals |= {"left_out": list(self.left_out)} if self.left_out else {}
         return {**totals, **groups, "matrices": matrices}
 
 
@@ -90,6 +98,7 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
     model = skeleton(AutoConfig.from_pretrained(path))
     chosen = GradProbeConfig.from_pretrained(path) if (path / CONFIG_NAME).is_file() else GradProbeConfig()
     targets = {target.name: target for target in find_targets(model, chosen.include, chosen.exclude)}
+    left_out = tuple(name for name in _unreached(path) if targets.pop(name, None))
     stored = {name for names in files.values() for name in names}
     found = _from_files(path, files, targets) if stored >= set(targets) else _from_model(path, targets)
     rows, holding = [], {*PATTERNS, *([chosen.group] if chosen.group else [])}
@@ -98,7 +107,18 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
         rows.append(MatrixSparsity(target.name, target.block, target.role, target.shape, target.numel, zeros))
         holding = {group for group in holding if pattern_holds(matrix, *group)}
     rows.sort(key=lambda row: list(targets).index(row.name))
-    return Inspection(rows, [f"{n}:{m}" for n, m in sorted(holding)])
+    return Inspection(rows, [f"{n}:{m}" for n, m in sorted(holding)], left_out)
+
+
+def _unreached(path: Path) -> list[str]:
+    """What the report of the run says it left out; a checkpoint of somebody else's has none."""
+    if not (path / REPORT_NAME).is_file():
+        return []
+    try:
+        values = json.loads((path / REPORT_NAME).read_text(encoding="utf-8"))
+        return [one["name"] for one in values.get("unreached", [])]
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{path / REPORT_NAME} is damaged ({error}): delete it, and all matrices count.") from error
 
 
 def weight_files(path: Path) -> dict[str, list[str]]:

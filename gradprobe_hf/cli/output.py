@@ -147,6 +147,8 @@ def print_inspection(found: Inspection, directory: str) -> None:
     patterns = ", ".join(found.patterns) or "none"
     out.print(f"{directory}: {found.zeros:,} of {found.weights:,} weights are zero, {found.sparsity:.4%}")
     out.print(f"n:m patterns that hold in every matrix: {patterns}")
+    if found.left_out:
+        out.print(f"not counted: {len(found.left_out)} matrices that the calibration data of its run did not reach")
 
 
 def _groups(label: str, groups: Iterable[Group]) -> Table:

@@ -85,7 +85,7 @@ def sparsity_grid(report: Report) -> SparsityGrid:
 def sparsity_figure(report: Report) -> Figure:
     """A map of the sparsity: blocks from left to right, kinds of matrix from top to bottom.
 
-    A cell without a matrix is grey, one that was left out of the budget is hatched: neither looks like 0%.
+    A cell without a target is grey, one that was left out of the budget is hatched: neither looks like 0%.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch, Rectangle
@@ -108,7 +108,7 @@ def sparsity_figure(report: Report) -> Figure:
     axes.spines[:].set_visible(False)
     keys = []
     if (np.isnan(grid.sparsity) & ~grid.left_out).any():
-        keys.append(Patch(facecolor=ABSENT, label="no matrix"))
+        keys.append(Patch(facecolor=ABSENT, label="no target"))
     if grid.left_out.any():
         keys.append(Patch(**hatched, label="not reached, left as it was"))
     if keys:
