@@ -36,6 +36,7 @@ BlockOrder = Literal["forward", "reverse", "size"]
 Preset = Literal["fast", "balanced", "best"]
 GradientThreshold = float | Mapping[str, float] | Literal["adaptive"]
 AccumulatorDtype = Literal["float32", "bfloat16", "int8"]
+EvaluationProtocol = Literal["windows", "paper"]
 AccumulatorDevice = Literal["same", "cpu", "disk"]
 
 CONFIG_NAME = "gradprobe_config.json"
@@ -146,6 +147,9 @@ class GradProbeConfig:
             one of the window's tokens. BERT-like models: end it so, too.
         evaluation_samples: windows to measure perplexity on, or rows. Default: 20 windows; of labelled rows 1,000, or
             as many as there are.
+        evaluation_protocol: how an evaluation text is cut: into `"windows"` that are drawn from it, or as in a
+            `"paper"` (GPTQ, SparseGPT, Wanda), whole, in consecutive windows of the model's context, at most 2,048
+            tokens. The latter's default text is WikiText-2's raw test split.
         seed: seed of calibration windows, random scores and generated text.
         batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
         checkpointing: recompute each block in the backward pass instead of storing its activations. `"auto"`: where
@@ -198,6 +202,7 @@ class GradProbeConfig:
     document_separator: str | None = None
     add_special_tokens: bool = True
     evaluation_samples: int | None = None
+    evaluation_protocol: EvaluationProtocol = "windows"
     seed: int = 0
     # With which memory; no result depends on these but by rounding.
     batch_size: int | Literal["auto"] = 4
@@ -558,6 +563,7 @@ CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
     "metric": METRICS,
     "accumulator_dtype": get_args(AccumulatorDtype),
     "accumulator_device": get_args(AccumulatorDevice),
+    "evaluation_protocol": get_args(EvaluationProtocol),
 }
 _SWITCHES = ("add_special_tokens", "assistant_only_loss", "packing")
 _TEXTS = ("text_column", "text_template", "document_separator")
@@ -590,6 +596,7 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "block_order": (lambda c: c.order == "sequential", "order='sequential'"),
     "document_separator": (lambda c: c.packing, "packing=True"),
     "blocks_per_step": (lambda c: c.order == "sequential", "order='sequential'"),
+    "evaluation_samples": (lambda c: c.evaluation_protocol == "windows", "evaluation_protocol='windows'"),
     "initial_sparsity": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
     "sparsity_step": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
 }

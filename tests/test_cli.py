@@ -160,12 +160,12 @@ def test_every_option_has_the_spelling_that_was_promised():
         "--sparsity-step 0.1 --include a --include b --exclude c --calibration c --evaluation e "
         "--task text-classification --label-column l --metric f1 "
         "--text-column c --text-template {c} --assistant-only-loss on --packing off --document-separator eos "
-        "--add-special-tokens off --evaluation-samples 3 "
+        "--add-special-tokens off --evaluation-samples 3 --evaluation-protocol windows "
         "--num-samples 128 --sequence-length 512 --seed 0 --batch-size 2 --checkpointing auto "
         "--accumulator-dtype int8 --accumulator-device cpu --device-map auto --max-memory {} --offload-folder f "
         "--resume-dir r --save-every 4 --dtype bfloat16 --revision v --trust-remote-code --gguf-file g --config f "
         "--merge-adapters --allow-missing-weights "
-        "--push-to-hub r --private --overwrite --quiet --json --add-special-tokens on"
+        "--push-to-hub r --private --overwrite --quiet --json"
     )
     options = vars(parser("prune").parse_args(line.split()))
     assert options["include"] == ["a", "b"]

@@ -169,6 +169,7 @@ OWNED = {
     "damping": (0.5, {"update": "sparsegpt"}, {"score": "wanda"}),
     "block_order": ("size", {"order": "sequential"}, {}),
     "blocks_per_step": (2, {"order": "sequential"}, {}),
+    "evaluation_samples": (7, {}, {"evaluation_protocol": "paper"}),
     "initial_sparsity": (0.25, {"max_metric_drop": 1}, {"rounds": (0.2, 0.5)}),
     "sparsity_step": (0.25, {"max_metric_drop": 1}, {}),
     "document_separator": ("eos", {}, {"packing": False}),

@@ -151,6 +151,18 @@ def test_the_paper_protocol_says_what_it_cannot_do(checkpoint, text_file, evalua
     assert "in order, of the rows joined by blank lines" in json.loads(said)["protocol"]
 
 
+def test_a_run_is_measured_by_the_paper_protocol():
+    model, tokenizer = cases.build("llama"), cases.tokenizer()
+    paper = {"processing_class": tokenizer, "evaluation_protocol": "paper", "probes": 1}
+    found = cases.prune(model, cases.batches("llama"), evaluation=LINES, **paper).report.evaluation
+    assert found["protocol"] == paper_batches(LINES, model, tokenizer).protocol
+    assert found["dense"]["perplexity"] == pytest.approx(as_the_scripts(model, tokenizer, LINES, 64)[0], rel=1e-5)
+    with pytest.raises(ValueError, match="no effect where nothing is measured"):
+        cases.prune(model, cases.batches("llama"), **paper)
+    with pytest.raises(ValueError, match="and BertForMaskedLM is none"):
+        cases.prune(cases.build("bert"), cases.batches("bert"), evaluation=LINES, **paper)
+
+
 # Tasks and the card.
 
 

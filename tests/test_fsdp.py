@@ -23,6 +23,7 @@ from gradprobe_hf.run import probe_pair
 from tests import cases
 from tests.launch import together
 from tests.test_offload import tensors_in
+from tests.test_processes import assert_close_divergence
 
 
 def sharded(name, dtype=torch.float64):
@@ -91,6 +92,8 @@ def test_shards_end_as_the_whole_model(case):
         for state in ("dense", "pruned") if options.get("score") != "random" else ():
             loss = wanted["report"][2][state]["loss"]
             assert one["report"][2][state]["loss"] == pytest.approx(loss, rel=1e-9)
+        if options.get("score") != "random":
+            assert_close_divergence(one["report"][2]["divergence"], wanted["report"][2]["divergence"])
         for key, value in wanted["state"].items():
             assert torch.equal(one["state"][key], value), key
         assert one["gradients"]

@@ -77,6 +77,15 @@ def test_two_processes_end_with_the_masks_of_one(kind):
         for state in ("dense", "pruned"):
             wanted = alone["evaluation"][state]["loss"]
             assert one["evaluation"][state]["loss"] == pytest.approx(wanted, rel=close)
+        if close <= 1e-9:
+            assert_close_divergence(one["evaluation"]["divergence"], alone["evaluation"]["divergence"])
+
+
+def assert_close_divergence(found, wanted):
+    """Over the windows of all processes, in their order: the interval is drawn from them."""
+    assert found["top1_agreement"] == wanted["top1_agreement"]
+    for name in ("kl", "perplexity_ratio", "perplexity_ratio_interval"):
+        assert found[name] == pytest.approx(wanted[name], rel=1e-7), name
 
 
 def reconstructed(name, dtype, rows):

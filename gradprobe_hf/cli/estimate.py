@@ -14,7 +14,7 @@ def add_arguments(parser: VerbParser) -> None:
     )
     parser.add_options("quiet")
     # All placements are shown, checkpointed or not, and what does not change memory, disk space and passes is left out.
-    add_config_options(parser, without=("evaluation_samples", "checkpointing", "save_every"))
+    add_config_options(parser, without=("evaluation_samples", "evaluation_protocol", "checkpointing", "save_every"))
     parser.add_option("long runs", "resume", action="store_true", help="count the snapshots of a run with --resume-dir")
 
 

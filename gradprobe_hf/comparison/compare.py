@@ -31,7 +31,16 @@ logger = logging.getLogger(__name__)
 
 # What all configurations of a comparison have in common.
 _TEXT = tuple(field.name for field in fields(TextOptions))
-_SHARED = ("num_samples", "sequence_length", "seed", "include", "exclude", "evaluation_samples", *_TEXT)
+_SHARED = (
+    "num_samples",
+    "sequence_length",
+    "seed",
+    "include",
+    "exclude",
+    "evaluation_samples",
+    "evaluation_protocol",
+    *_TEXT,
+)
 
 RESULT_NAME = "comparison.json"
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, from_windows
 from gradprobe_hf.data.sources import Rows, Source, is_dataset, is_streamed, open_source, text_rows
-from gradprobe_hf.model.families import text_attribute
+from gradprobe_hf.model.families import is_causal, text_attribute
 
 WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1:test"
 LONGEST = 2048
@@ -53,9 +53,14 @@ def paper_batches(source: Any, model: PreTrainedModel, processing_class: Any, sp
         processing_class: the tokenizer.
 
     Raises:
-        ValueError: no tokenizer, a stream, less text than one window, or windows that the model cannot take.
+        ValueError: no causal language model, no tokenizer, a stream, less text than one window, or windows that the
+            model cannot take.
         OSError: the Hub cannot be reached.
     """
+    if not is_causal(model):
+        raise ValueError(
+            f"the paper protocol is the perplexity of a causal language model, and {type(model).__name__} is none."
+        )
     if processing_class is None:
         raise ValueError("the paper protocol tokenises text, and no tokenizer was found beside the model.")
     opened = _rows(WIKITEXT if source is None else source)

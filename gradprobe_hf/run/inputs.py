@@ -10,10 +10,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config import EvaluationProtocol, GradProbeConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
+from gradprobe_hf.data.paper_protocol import WIKITEXT, PaperSpec, paper_batches
 from gradprobe_hf.data.windows import EVALUATION_SEED, TextOptions, WindowSpec, load_batches
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.families import is_causal
@@ -51,13 +52,15 @@ def load_inputs(request: RunRequest) -> RunContext:
         read = partial(_read, request, model=model, processing_class=processing_class, progress=progress)
         labels = TaskOptions(task, config.label_column)
         calibration = BUILT_IN if request.calibration is None else request.calibration
-        evaluation = _evaluation(request.evaluation, calibration, model)
+        evaluation = _evaluation(request.evaluation, calibration, model, config.evaluation_protocol)
         reads_text = request.always_calibrate or config.needs.passes != "none"
         calibrated = Batches.none()
         if reads_text:
             calibrated = read(calibration, part="calibration", samples=config.num_samples, task=labels)
         measured = Batches.none()
-        if evaluation is not None:
+        if evaluation is not None and config.evaluation_protocol == "paper":
+            measured = _read_whole(config, evaluation, model, processing_class)
+        elif evaluation is not None:
             if config.evaluation_samples is None:
                 labels = replace(labels, most=ROWS_MEASURED)
             samples = config.evaluation_samples or WINDOWS_MEASURED
@@ -105,6 +108,14 @@ def _read(request: RunRequest, source: Any, *, samples: int, **more: Any) -> Bat
     return batches
 
 
+def _read_whole(config: GradProbeConfig, source: Any, model: PreTrainedModel, processing_class: Any) -> Batches:
+    """The evaluation text by the paper protocol, in batches of about as many tokens as those of calibration."""
+    spec = PaperSpec(text_column=config.text_column, add_special_tokens=config.add_special_tokens)
+    found = paper_batches(source, model, processing_class, spec)
+    rows = 1 if config.batch_size == "auto" else config.batch_size * config.sequence_length // found.longest
+    return found.in_batches_of(max(1, rows))
+
+
 def text_options(config: GradProbeConfig) -> TextOptions:
     """The options of a configuration that say how a text becomes windows."""
     return TextOptions(**{field.name: getattr(config, field.name) for field in fields(TextOptions)})
@@ -124,8 +135,12 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
     return loaded, found
 
 
-def _evaluation(evaluation: Any, calibration: Any, model: PreTrainedModel) -> Any:
+def _evaluation(evaluation: Any, calibration: Any, model: PreTrainedModel, protocol: EvaluationProtocol) -> Any:
     """What to measure on: as asked, or the held-out part of the built-in text if that is calibrated on."""
+    if protocol == "paper":
+        if evaluation is False:
+            raise ValueError("evaluation_protocol='paper' has no effect where nothing is measured: leave it unset.")
+        return WIKITEXT if evaluation is None else evaluation
     built_in = isinstance(calibration, str) and calibration == BUILT_IN
     if evaluation is None:
         return BUILT_IN if built_in and is_causal(model) else None
