@@ -143,3 +143,26 @@ def test_the_notebook(checkpoint, monkeypatch):
         if cell["cell_type"] == "code":
             exec("".join(cell["source"]), names)
     assert names["zeros"] == names["report"].zeros == inspect_checkpoint(names["folder"]).zeros
+
+
+@pytest.mark.slow
+def test_a_classifier(checkpoint, other_text_file, tmp_path):
+    lines = [
+        f"a {word} film, number {number}\t{label}\n"
+        for number in range(12)
+        for label, word in enumerate(("bad", "good"))
+    ]
+    for name in ("train", "dev", "test"):
+        (tmp_path / f"{name}.tsv").write_text("".join(lines))
+    figures = tmp_path / "figures.json"
+    few = ["--blocks", 1, "--sentences", 8, "--num-samples", 8, "--sparsity", 0.5, "--max-metric-drop", "10%"]
+    run("classifier.py", "--model", checkpoint, "--data", tmp_path, "--text", other_text_file, "--json", figures, *few)
+    dense, *pruned, searched = json.loads(figures.read_text())["rows"]
+    assert (dense["sparsity"], searched["method"]) == (0, "--max-metric-drop 10%")
+    assert [row["calibration"] for row in pruned] == [
+        "its labelled sentences",
+        "its sentences",
+        f"other text ({other_text_file})",
+    ]
+    assert all(row["sparsity"] == pytest.approx(0.5, abs=1e-3) for row in pruned)
+    assert all(0 <= row["accuracy"] <= 1 for row in (dense, *pruned, searched))
