@@ -22,11 +22,13 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.estimate_table import print_estimate
     from gradprobe_hf.cli.output import print_json
     from gradprobe_hf.estimation.estimate import estimate
-    from gradprobe_hf.model.loading import load_config, skeleton
+    from gradprobe_hf.model.loading import chosen_class, load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
+    from gradprobe_hf.tasks.table import auto_classes
 
     config = configuration(options)
-    model = skeleton(load_config(options.model, **given(options, "revision", "trust_remote_code")), dtype=options.dtype)
+    loaded = load_config(options.model, **given(options, "revision", "trust_remote_code"))
+    model = skeleton(loaded, chosen_class(loaded, auto_classes(config.task)), dtype=options.dtype)
     targets = find_targets(model, config.include, config.exclude)
     found = estimate(model, targets, config, snapshots=options.resume)
     print_json({"model": options.model, **found.to_dict()}) if options.json else print_estimate(found)

@@ -14,8 +14,10 @@ from gradprobe_hf.data.text_options import TextOptions
 
 if TYPE_CHECKING:
     from gradprobe_hf.data.batches import Batches
+    from gradprobe_hf.tasks.table import Task
 
 TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
+TASK_OPTIONS = ("task", "label_column", "metric")
 PAPER_OPTIONS = ("text_column", "add_special_tokens")  # those that a text of consecutive windows has a use for
 SAMPLES, LENGTH, BATCH = 20, 512, 4
 PAPER_BATCH = 1  # its windows are four times as long
@@ -29,7 +31,7 @@ def _measures_text(options: argparse.Namespace) -> bool:
 _BELONGS: dict[str, tuple[str, Callable[[argparse.Namespace], bool]]] = {
     **{
         name: ("--data with --protocol windows", lambda o: bool(o.data) and o.protocol == "windows")
-        for name in ("num_samples", *TEXT_OPTIONS)
+        for name in ("num_samples", *TASK_OPTIONS, *TEXT_OPTIONS)
     },
     **dict.fromkeys(("sequence_length", *PAPER_OPTIONS), ("--data or --protocol paper", _measures_text)),
     **{name: ("--tasks", lambda o: bool(o.tasks)) for name in ("include_path", "num_fewshot", "limit")},
@@ -43,20 +45,20 @@ def add_arguments(parser: VerbParser) -> None:
     parser.add_option("options", "against", metavar="DENSE", help=against)
     card = "add what was measured to the metadata of the card in MODEL, a checkpoint folder"
     parser.add_option("options", "write_card", action="store_true", help=card)
-    parser.add_option("data", "data", metavar="SPEC", help="text to measure perplexity on")
+    parser.add_option("data", "data", metavar="SPEC", help="text to measure perplexity on, or labelled rows")
     protocol = (
         "'windows' drawn from the text, or 'paper': WikiText-2's raw test split (or --data) whole, in consecutive "
         "windows of the model's context, as GPTQ, SparseGPT and Wanda measure (default: windows)"
     )
     parser.add_option("data", "protocol", choices=("windows", "paper"), default="windows", help=protocol)
     numbers = {
-        "num_samples": (1, f"windows (default: {SAMPLES})"),
+        "num_samples": (1, f"windows, or rows (default: {SAMPLES} windows, 1,000 rows at most)"),
         "sequence_length": (2, f"tokens in a window (default: {LENGTH}; of the paper's the context, at most 2048)"),
         "batch_size": (1, f"windows in one forward pass (default: {BATCH}, of the paper's {PAPER_BATCH})"),
     }
     for name, (least, what) in numbers.items():
         parser.add_option("data", name, type=at_least(least), metavar="N", help=what)
-    add_fields(parser, TEXT_OPTIONS)
+    add_fields(parser, (*TASK_OPTIONS, *TEXT_OPTIONS))
     tasks = "tasks of lm-evaluation-harness, arc_easy,hellaswag say (needs pip install 'gradprobe_hf[lm-eval]')"
     parser.add_option("tasks", "tasks", type=names, metavar="NAME,...", help=tasks)
     parser.add_option("tasks", "include_path", metavar="DIR", help="folder with YAML files of further tasks")
@@ -74,10 +76,11 @@ class _Loaded:
     tokenizer: Any
 
     @classmethod
-    def from_name(cls, name: str, **kwargs: Any) -> _Loaded:
+    def from_name(cls, name: str, task: str | None, **kwargs: Any) -> _Loaded:
         from gradprobe_hf.model.loading import load, load_processing_class
+        from gradprobe_hf.tasks.table import auto_classes
 
-        loaded = load(name, **kwargs)
+        loaded = load(name, auto_classes=auto_classes(task), **kwargs)
         source = {key: value for key, value in kwargs.items() if key in SOURCE}
         return cls(name, loaded.model, load_processing_class(loaded.model, loaded.processing_name, **source))
 
@@ -94,15 +97,15 @@ def run(options: argparse.Namespace) -> None:
     how = given(options, "include_path", "num_fewshot", "limit", "batch_size")
     asked = TaskRequest(options.tasks, **how) if options.tasks else None
     manager = check_tasks(asked) if asked else None
-    models = {"pruned": _Loaded.from_name(options.model, **given(options, *SOURCE, *PLACEMENT))}
+    models = {"pruned": _Loaded.from_name(options.model, options.task, **given(options, *SOURCE, *PLACEMENT))}
     if options.against:  # a revision or a GGUF file is one of MODEL
         kwargs = given(options, "dtype", "trust_remote_code", *PLACEMENT)
-        models["dense"] = _Loaded.from_name(options.against, **kwargs)
+        models["dense"] = _Loaded.from_name(options.against, options.task, **kwargs)
     values: dict[str, Any] = {"model": options.model, **given(options, "against")}
     results = []
     if _measures_text(options):
         values |= _on_text(options, models["pruned"], models.get("dense"))
-        results += text_results(values, "text-generation", values)
+        results += text_results(values, values["task"] or "text-generation", values)
     if asked:
         scores = {name: evaluate_tasks(one.model, one.tokenizer, asked, manager) for name, one in models.items()}
         values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}
@@ -125,19 +128,30 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
     """The loss on a text, and how far the predictions are from a dense model's."""
     from gradprobe_hf.evaluation.divergence import check_one_vocabulary, measure_pair
     from gradprobe_hf.evaluation.perplexity import measure
+    from gradprobe_hf.evaluation.task_metric import measure_metric, metric_of
     from gradprobe_hf.probe.engine import Workload
+    from gradprobe_hf.tasks.table import task_for
 
     if dense is not None:
         check_one_vocabulary(pruned.tokenizer, dense.tokenizer, (pruned.name, dense.name))
-    batches = _batches(options, pruned)
-    work = Workload(pruned.model, batches, progress=not options.quiet)
+    task = task_for(options.task, type(pruned.model).__name__, pruned.model.config.is_encoder_decoder)
+    batches = _batches(options, pruned, task)
+    metric = metric_of(task, options.metric, batches, pruned.tokenizer)
+    works = {"pruned": Workload(pruned.model, batches, progress=not options.quiet)}
+    if dense is not None:
+        works["dense"] = Workload(dense.model, batches, progress=not options.quiet)
+    values: dict[str, Any] = {"task": task.name if task else None, "metric": None, **batches.describe()}
+    if metric is not None:
+        scores = {name: measure_metric(work, metric, name) for name, work in works.items()}
+        values["metric"] = {"name": metric.name, "title": metric.metric.title, **scores}
     if dense is None:
-        return {**measure(work).to_dict(), **batches.describe()}
-    found = measure_pair(Workload(dense.model, batches, progress=not options.quiet), work).to_dict()
-    return {**found["pruned"], "dense": found["dense"], "divergence": found["divergence"], **batches.describe()}
+        return {**measure(works["pruned"]).to_dict(), **values}
+    found = measure_pair(works["dense"], works["pruned"]).to_dict()
+    return {**found["pruned"], "dense": found["dense"], "divergence": found["divergence"], **values}
 
 
-def _batches(options: argparse.Namespace, measured: _Loaded) -> Batches:
+def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) -> Batches:
+    from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
     from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
     from gradprobe_hf.data.windows import WindowSpec, load_batches
 
@@ -153,5 +167,6 @@ def _batches(options: argparse.Namespace, measured: _Loaded) -> Batches:
         part="evaluation",
         model=measured.model,
         processing_class=measured.tokenizer,
+        task=TaskOptions(task, options.label_column, None if options.num_samples else ROWS_MEASURED),
         progress=not options.quiet,
     )

@@ -109,8 +109,10 @@ def print_evaluation(values: dict[str, Any]) -> None:
 
 
 def _alone(values: dict[str, Any]) -> Table:
-    table = table_of("perplexity", "loss (nats)", "terms")
-    table.add_row(_perplexity(values), f"{values['loss']:.4f}", f"{values['terms']:,}")
+    metric = values["metric"]
+    table = table_of("perplexity", "loss (nats)", "terms", *([metric["title"]] if metric else []))
+    score = [f"{metric['pruned']:.4f}"] if metric else []
+    table.add_row(_perplexity(values), f"{values['loss']:.4f}", f"{values['terms']:,}", *score)
     return table
 
 
@@ -118,6 +120,8 @@ def _beside(values: dict[str, Any]) -> Table:
     table = table_of("", "dense", "pruned")
     table.add_row("perplexity", _perplexity(values["dense"]), _perplexity(values))
     table.add_row("loss (nats)", f"{values['dense']['loss']:.4f}", f"{values['loss']:.4f}")
+    if metric := values["metric"]:
+        table.add_row(metric["title"], *(f"{metric[name]:.4f}" for name in ("dense", "pruned")))
     _add_divergence(table, values["divergence"])
     return table
 

@@ -30,6 +30,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".csv": ("csv", _CSV),
     ".tsv": ("csv", {**_CSV, "sep": "\t", "quoting": 3}),
 }
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 NAMED = ".txt, .jsonl, .parquet, .csv or .tsv"
 # Endings of files, not of data sets: who names one means a path.
 _FILE_ENDING = re.compile(
@@ -65,6 +66,8 @@ def open_source(spec: str, part: str, seed: int) -> Source:
     if not spec.strip():
         raise ValueError(f"a text to calibrate or measure on is named by {spec!r}, which is empty. {_WHAT_NAMES_TEXT}")
     path = Path(spec).expanduser()
+    if path.is_dir() and any(file.suffix.lower() in IMAGES for file in path.rglob("*")):
+        return _images(path, part)
     if path.exists():
         return _local(path, seed)
     if _is_path(spec) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}", spec):
@@ -131,6 +134,15 @@ def rows_from(rows: Sequence[Mapping[str, Any]]) -> Dataset:
         return Dataset.from_list([dict(row) for row in rows])
     except (ArrowException, TypeError, ValueError) as error:
         raise ValueError(f"a list of rows must hold dicts of the same names and types: {error}") from error
+
+
+def _images(path: Path, part: str) -> Source:
+    """Images in a folder for each class, below `train` and `test` if there are any, as `datasets` reads them."""
+    from datasets import load_dataset
+
+    splits = load_dataset("imagefolder", data_dir=str(path))
+    name = next((name for name in SPLITS[part] if name in splits), next(iter(splits)))
+    return Source(splits[name], path.name)
 
 
 def _local(path: Path, seed: int) -> Source:

@@ -26,7 +26,7 @@ from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
-from gradprobe_hf.tasks.table import TASKS, task_for
+from gradprobe_hf.tasks.table import auto_classes, task_for
 
 BUILT_IN = "pydoc"
 WINDOWS_MEASURED = 20  # where no number was asked for
@@ -128,7 +128,7 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
     elif "offload_folder" in kwargs and processes.count > 1:
         # transformers writes there what it has to convert: each process in a folder of its own
         kwargs["offload_folder"] = Path(kwargs["offload_folder"]) / f"process-{processes.rank}"
-    auto = [row.auto for row in TASKS[request.config.task]] if request.config.task else []
+    auto = auto_classes(request.config.task)
     loaded = load(request.model_or_id, auto_classes=auto, **kwargs)
     unload_leftovers(loaded.model)
     found = request.processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)

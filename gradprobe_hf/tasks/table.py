@@ -315,6 +315,11 @@ _ROWS = (
 TASKS: dict[str, tuple[Task, ...]] = {row.name: tuple(one for one in _ROWS if one.name == row.name) for row in _ROWS}
 
 
+def auto_classes(name: str | None) -> list[Any]:
+    """The Auto classes of a task, of which one loads a model for it; none without a name."""
+    return [row.auto for row in TASKS[name]] if name else []
+
+
 def task_of_class(class_name: str, is_encoder_decoder: bool = False) -> Task | None:
     """What models of a class are for; None: not known.
 
