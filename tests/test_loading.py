@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertForSequenceClassification, LlamaForCausalLM
 
-from gradprobe_hf import prune_pretrained
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.model.loading import _stored_as, load_model
 from tests import cases
@@ -95,6 +95,24 @@ def test_weights_that_have_no_place_are_said(tmp_path, caplog):
 def test_options_of_loading_mean_nothing_for_a_loaded_model():
     with pytest.raises(ValueError, match="allow_missing_weights only make sense when a model is loaded by name"):
         load_model(cases.build("llama"), allow_missing_weights=True)
+
+
+def test_what_was_dequantised_once_is_called_so_ever_after(tmp_path):
+    model = cases.build("llama")
+    model.config.gradprobe = {"stored_as": "Q4_1"}
+    model.save_pretrained(tmp_path / "base")
+    batches = cases.batches("llama")
+    for folder, base in (("once", "base"), ("twice", "once")):
+        found = prune_pretrained(
+            tmp_path / base,
+            GradProbeConfig(score="magnitude"),
+            calibration=batches,
+            evaluation=False,
+            output_dir=tmp_path / folder,
+            progress=False,
+        )
+        assert found.report.model["stored_as"] == "Q4_1"
+        assert "Its weights were dequantised from Q4_1" in (tmp_path / folder / "README.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,8 @@ from gradprobe_hf.model.targets import covering_patterns, find_targets
 from gradprobe_hf.report.card import build_card
 from gradprobe_hf.report.plots import sparsity_grid
 from tests import cases
+from tests.launch import together
+from tests.test_fsdp import sharded
 
 IMAGE = 259  # the token that an image's patches take the place of
 
@@ -157,7 +159,7 @@ def test_a_threshold_for_what_is_left_out_is_refused_before_the_probes():
 
 def first_two_blocks(model, batch):
     """A loss that the last of three blocks has no part in."""
-    return model.model(**batch, output_hidden_states=True).hidden_states[2].square().sum()
+    return model(**batch, output_hidden_states=True).hidden_states[2].square().sum()
 
 
 def test_a_loss_of_ones_own_decides_what_is_reached():
@@ -177,6 +179,22 @@ def test_of_a_model_on_disk_the_same_is_reached(tmp_path):
     assert found.report.unreached == wanted.report.unreached
 
 
+def of_one(shards):
+    """What a process leaves out, and what it prunes."""
+    model = sharded("llama", torch.float32) if shards else cases.build("llama")
+    found = cases.prune(model, cases.batches("llama", rows=8, batch_size=2), loss_fn=first_two_blocks, probes=1)
+    return [one.name for one in found.report.unreached], found.report.zeros, found.processes.count
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_processes_leave_out_the_same(shards):
+    alone = cases.prune(
+        cases.build("llama"), cases.batches("llama", rows=8, batch_size=2), loss_fn=first_two_blocks, probes=1
+    )
+    wanted = [one.name for one in alone.report.unreached], alone.report.zeros, 2
+    assert together(of_one, shards) == [wanted, wanted]
+
+
 def test_rows_of_a_comparison_and_of_a_sweep_are_of_what_is_reached():
     with_text = {"calibration": texts(), "evaluation": texts(1), "progress": False}
     configs = {name: GradProbeConfig(score=name) for name in ("magnitude", "wanda", "fisher")}
@@ -187,7 +205,8 @@ def test_rows_of_a_comparison_and_of_a_sweep_are_of_what_is_reached():
     assert swept.rows[0].zeros <= language / 2 + 100
 
 
-def test_inspection_counts_what_was_in_the_budget(tmp_path, capsys):
+def test_inspection_counts_what_was_in_the_budget(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: [])  # they take a second
     found = cases.prune(llava(), texts(), pattern="2:4", output_dir=tmp_path / "out")
     seen = inspect_checkpoint(tmp_path / "out")
     assert {row.name for row in seen.rows} == set(found.masks)

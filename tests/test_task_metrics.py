@@ -76,6 +76,8 @@ def test_a_sparsity_is_searched_for_that_keeps_the_accuracy():
         assert point["within"] == (point["metric"] >= point["limit"])
         assert (4 * point["metric"]) == int(4 * point["metric"]), "a share of the four rows that choose"
     assert found.selection["metric"] == "accuracy"
+    broken = found.evaluation["metric"]["pruned"] < found.evaluation["metric"]["dense"] - 0.2
+    assert broken == any("beyond max_metric_drop" in warning for warning in found.warnings)
     assert (4 * found.evaluation["metric"]["pruned"]) % 1 == 0, "and of the four that do not"
     kept = max((point["sparsity"] for point in found.curve if point["within"]), default=0)
     assert found.sparsity == pytest.approx(kept, abs=2e-3)

@@ -18,15 +18,13 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loading import CONFIG_KEY
 from gradprobe_hf.model.offload_store import existing_parent
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.saving import save_in_shards
 from gradprobe_hf.report.card import base_metadata, build_card
 from gradprobe_hf.report.plots import save_plots
 from gradprobe_hf.report.report import Report
-
-# Our own key in config.json: `quantization_config` would make other libraries refuse the model.
-CONFIG_KEY = "gradprobe"
 
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:
@@ -161,5 +159,7 @@ def _add_own_key(path: Path, config: GradProbeConfig, report: Report) -> None:
         "update": config.update,
         "version": report.versions["gradprobe_hf"],
     }
+    if "stored_as" in report.model:  # still true of what is made of this checkpoint
+        values[CONFIG_KEY]["stored_as"] = report.model["stored_as"]
     # json.dumps, not the configuration's own writer: transformers sorts keys and so do we, which keeps diffs small.
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

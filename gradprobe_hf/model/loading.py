@@ -47,6 +47,9 @@ logger = logging.getLogger(__name__)
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 
+# Our own key in config.json: `quantization_config` would make other libraries refuse the model.
+CONFIG_KEY = "gradprobe"
+
 # The arguments of `from_pretrained` that say where files come from: configuration and tokenizer need the same.
 SOURCE_KWARGS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code", "gguf_file")
 
@@ -196,13 +199,17 @@ def _load_checkpoint(
 
 
 def _stored_as(config: PreTrainedConfig, gguf_file: str | None) -> str | None:
-    """The quantised type of a checkpoint's weights; of a GGUF file as its name says, which by convention it does."""
+    """The quantised type of a checkpoint's weights, now or before they were saved as they are.
+
+    That of a GGUF file is in its name, by convention.
+    """
     if gguf_file is not None:
         found = re.search(r"(?:^|[-._])([IT]?Q\d\w*|MXFP4|B?F16|F32)(?=[-.]|$)", Path(gguf_file).name, re.IGNORECASE)
         return found[1].upper() if found else "GGUF"
     quantised = getattr(config, "quantization_config", None) or {}
     values = quantised if isinstance(quantised, dict) else quantised.to_dict()
-    return values.get("quant_method")
+    before = getattr(config, CONFIG_KEY, None)
+    return values.get("quant_method") or (before.get("stored_as") if isinstance(before, dict) else None)
 
 
 @contextmanager

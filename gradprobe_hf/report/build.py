@@ -66,7 +66,7 @@ def build_report(
             *_about_damping(decision, config),
             *_about_budget(rows, config, decision),
             *_about_search(config, decision),
-            *_about_promise(context, measured),
+            *_about_promise(context, measured, metric),
         ],
     )
 
@@ -234,16 +234,18 @@ def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, decision: Prun
     return []
 
 
-def _about_promise(context: RunContext, measured: PairedMeasurement | None) -> list[str]:
-    """Where the text that did not choose the sparsity shows more than `max_metric_drop`."""
+def _about_promise(context: RunContext, measured: PairedMeasurement | None, metric: dict[str, Any] | None) -> list[str]:
+    """Where the data that did not choose the sparsity shows more than `max_metric_drop`."""
     if not context.selection or measured is None:
         return []
-    drop, dense, pruned = context.config.max_metric_drop, measured.dense.metric, measured.pruned.metric
-    if pruned <= allowed(dense, drop):
+    drop, sign, dense, pruned = context.config.max_metric_drop, 1, measured.dense.metric, measured.pruned.metric
+    if context.metric is not None and metric is not None:
+        sign, dense, pruned = context.metric.sign, metric["dense"], metric["pruned"]
+    if sign * pruned <= allowed(sign * dense, drop):
         return []
     return [
         f"On the half of the evaluation that did not choose the sparsity the metric went from {dense:.4g} to "
-        f"{pruned:.4g}, beyond max_metric_drop={drop}; more evaluation text would choose with more certainty."
+        f"{pruned:.4g}, beyond max_metric_drop={drop}; more evaluation data would choose with more certainty."
     ]
 
 

@@ -29,8 +29,7 @@ def text_results(described: Mapping[str, Any], task: str, measured: Mapping[str,
         EvalResult(
             task_type=task,
             task_name=task.replace("-", " ").title(),
-            dataset_type=described["dataset_id"] or described["source"].split(" ")[0],
-            dataset_name=described["source"],
+            **_data_set(described["dataset_id"], described["source"]),
             metric_type=kind,
             metric_name=name,
             metric_value=round(value, 4),
@@ -38,6 +37,24 @@ def text_results(described: Mapping[str, Any], task: str, measured: Mapping[str,
         for kind, name, value in found
         if value is not None and math.isfinite(value)
     ]
+
+
+def _data_set(dataset_id: str | None, source: str) -> dict[str, Any]:
+    """The data set as the Hub knows it: its id, configuration and split, and a name to read; of a file its own.
+
+    >>> _data_set("Salesforce/wikitext", "Salesforce/wikitext:wikitext-2-raw-v1:test")["dataset_name"]
+    'wikitext (wikitext-2-raw-v1), test'
+    """
+    rest = source.removeprefix(f"{dataset_id}:").split(":") if dataset_id else []
+    if dataset_id is None or not 1 <= len(rest) <= 2 or not source.startswith(f"{dataset_id}:"):
+        return {"dataset_type": dataset_id or source.split(" ")[0], "dataset_name": source}
+    *config, split = rest
+    return {
+        "dataset_type": dataset_id,
+        "dataset_name": dataset_id.split("/")[-1] + "".join(f" ({name})" for name in config) + f", {split}",
+        "dataset_config": config[0] if config else None,
+        "dataset_split": split,
+    }
 
 
 def capitalised(text: str) -> str:
