@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import os
 import re
 import threading
 from collections.abc import Iterator
@@ -52,6 +53,8 @@ class Hub:
 
     def start(self, port: int = 0) -> None:
         self.server = ThreadingHTTPServer(("127.0.0.1", port), type("BoundHandler", (Handler,), {"hub": self}))
+        # A team of processes that is forked from here would keep the port open, and answer nothing, after `stop`.
+        os.register_at_fork(after_in_child=self.server.socket.close)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
