@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
     if options.write_card:
         check_card(options.model)
     how = given(options, "include_path", "num_fewshot", "limit", "batch_size")
-    asked = TaskRequest(options.tasks, **how) if options.tasks else None
+    asked = TaskRequest(options.tasks, progress=not options.quiet, **how) if options.tasks else None
     manager = check_tasks(asked) if asked else None
     models = {"pruned": _Loaded.from_name(options.model, options.task, **given(options, *SOURCE, *PLACEMENT))}
     if options.against:  # a revision or a GGUF file is one of MODEL

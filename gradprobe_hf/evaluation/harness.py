@@ -6,9 +6,10 @@ It is optional (`pip install 'gradprobe_hf[lm-eval]'`) and imported when it is a
 from __future__ import annotations
 
 import difflib
+import io
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,6 +58,7 @@ class TaskRequest:
         num_fewshot: examples before the question; None: as the task says.
         limit: the first so many questions of each task, for trying things out; None: all.
         batch_size: requests in one forward pass.
+        progress: show the harness's progress bars.
     """
 
     names: Sequence[str]
@@ -64,6 +66,7 @@ class TaskRequest:
     num_fewshot: int | None = None
     limit: int | None = None
     batch_size: int = 4
+    progress: bool = True
 
 
 def check_tasks(request: TaskRequest) -> Any:
@@ -110,7 +113,7 @@ def evaluate_tasks(
     from lm_eval import simple_evaluate
 
     try:
-        with _quiet(), eval_mode(model), torch.no_grad():
+        with _quiet(request.progress), eval_mode(model), torch.no_grad():
             found = simple_evaluate(
                 _wrapped(model, tokenizer, request.batch_size),
                 tasks=list(request.names),
@@ -160,12 +163,13 @@ def _scores(found: Any) -> Iterator[TaskScore]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Its warnings are about arguments that are not used here."""
+def _quiet(progress: bool = True) -> Iterator[None]:
+    """Its warnings are about arguments that are not used here; its progress bars can only be sent away."""
     logger = logging.getLogger("lm_eval")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with nullcontext() if progress else redirect_stderr(io.StringIO()):
+            yield
     finally:
         logger.setLevel(before)
