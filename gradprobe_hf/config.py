@@ -6,7 +6,6 @@ configuration serves many models.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import re
@@ -18,11 +17,14 @@ from typing import Any, Literal, get_args
 
 import yaml
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
 
 from gradprobe_hf.data.text_options import template_columns
 from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
 from gradprobe_hf.decisions.table import DECISIONS, RULES, Decision
+from gradprobe_hf.runtime.names_elsewhere import unknown_option
 from gradprobe_hf.runtime.option_checks import check_drop, number, one_of, patterns, rounds, threshold, whole
+from gradprobe_hf.runtime.paths import looks_like_path
 from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
@@ -42,6 +44,7 @@ AccumulatorDevice = Literal["same", "cpu", "disk"]
 CONFIG_NAME = "gradprobe_config.json"
 LARGEST_GROUP = 256
 PROBES = (0, 1, 2)
+LARGEST_SEED = 2**63 - 1  # of torch's generators
 
 # The options that a preset stands for.
 METHOD = ("score", "probes", "rule", "update")
@@ -211,6 +214,16 @@ class GradProbeConfig:
     accumulator_device: AccumulatorDevice = "same"
     save_every: int = 16
 
+    def __new__(cls, *values: Any, **options: Any) -> GradProbeConfig:
+        """Raises TypeError for what is no option; a dataclass would not say which one it may be."""
+        known = [field.name for field in fields(cls)]
+        if values:
+            raise TypeError(f"options are given by their names, like sparsity=0.5, got {values[0]!r}.")
+        for name in options:
+            if name not in known:
+                raise TypeError(f"GradProbeConfig: {unknown_option(name, known)}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         self._check_types()
         self._fill(self._preset_values())
@@ -232,10 +245,8 @@ class GradProbeConfig:
     def _check_types(self) -> None:
         """Values that are wrong by themselves."""
         for name, choices in CHOICES.items():
-            if getattr(self, name) is not None:
+            if not self._is_left_out(name):
                 one_of(name, getattr(self, name), tuple(choices))
-        if isinstance(self.probes, bool):
-            raise ValueError(f"probes must be one of {', '.join(map(repr, PROBES))}, got {self.probes!r}.")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
@@ -246,11 +257,13 @@ class GradProbeConfig:
         if self.checkpointing != "auto" and not isinstance(self.checkpointing, bool):
             raise ValueError(f"checkpointing must be True, False or 'auto', got {self.checkpointing!r}.")
         for name, least in _WHOLE.items():
-            if getattr(self, name) is not None and (name != "batch_size" or self.batch_size != "auto"):
+            if not self._is_left_out(name) and (name != "batch_size" or self.batch_size != "auto"):
                 other = "'auto', or " if name == "batch_size" else ""
                 whole(name, getattr(self, name), at_least=least, other=other)
+        if self.seed > LARGEST_SEED:
+            raise ValueError(f"seed must be at most {LARGEST_SEED}, got {self.seed}.")
         for name, (wanted, holds) in _NUMBERS.items():
-            if getattr(self, name) is not None:
+            if not self._is_left_out(name):
                 number(name, getattr(self, name), wanted, holds)
         if self.max_metric_drop is not None:
             check_drop(self.max_metric_drop)
@@ -266,6 +279,10 @@ class GradProbeConfig:
                 "text_template must name columns in braces, like '{instruction} {output}', got "
                 f"{self.text_template!r}."
             )
+
+    def _is_left_out(self, name: str) -> bool:
+        """None stands for what is not given, where the default is found out later."""
+        return getattr(self, name) is None and _DEFAULTS[name] is None
 
     def _preset_values(self) -> dict[str, Any]:
         """What the preset comes to, beside the options that are given."""
@@ -386,11 +403,16 @@ class GradProbeConfig:
         if several is None:
             return
         if self.order == "sequential":
-            raise ValueError(f"{several} is for order='joint': a sequential order decides about every block once.")
+            raise ValueError(
+                f"{several}={getattr(self, several)!r} is for order='joint': a sequential order decides about every "
+                "block once."
+            )
         if self.group is not None:
             raise ValueError(f"pattern={self.pattern!r} has one sparsity only; leave {several} unset.")
         if self.rounds and not self.needs.probes:
-            raise ValueError(f"rounds probe again at every sparsity, and score={self.score!r} makes no probe.")
+            raise ValueError(
+                f"rounds={self.rounds!r} probe again at every sparsity, and score={self.score!r} makes no probe."
+            )
 
     def _check_effect(self) -> None:
         """Refuse options that would be accepted and change nothing."""
@@ -518,12 +540,17 @@ class GradProbeConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> GradProbeConfig:
+        """The configuration of these options.
+
+        Raises:
+            ValueError: an option that there is not, or a value that is wrong.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"options are a dict, like {{'sparsity': 0.5}}, got {type(values).__name__}.")
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known options: {', '.join(known)}."
-                raise ValueError(f"unknown option {name!r}; {hint}")
+                raise ValueError(unknown_option(name, known))
         return cls(**values)
 
     def to_yaml(self, path: str | Path) -> None:
@@ -531,7 +558,20 @@ class GradProbeConfig:
 
     @classmethod
     def from_yaml(cls, path: str | Path) -> GradProbeConfig:
-        return cls.from_dict(read_yaml(path))
+        """The configuration in a YAML file.
+
+        Raises:
+            OSError: no such file.
+            ValueError: not YAML, or not a configuration; the message names the file.
+        """
+        return cls._of_file(path, read_yaml(path))
+
+    @classmethod
+    def _of_file(cls, path: str | Path, values: Any) -> GradProbeConfig:
+        try:
+            return cls.from_dict(values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write `gradprobe_config.json` into `directory`."""
@@ -543,10 +583,47 @@ class GradProbeConfig:
     def from_pretrained(cls, name_or_path: str | Path, **hub_kwargs: Any) -> GradProbeConfig:
         """Read `gradprobe_config.json` from a folder or a Hub repository (`hub_kwargs`: revision, token, ...)."""
         folder = Path(name_or_path)
-        path = (
-            folder / CONFIG_NAME if folder.is_dir() else hf_hub_download(str(name_or_path), CONFIG_NAME, **hub_kwargs)
-        )
-        return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        path = folder / CONFIG_NAME if folder.exists() else _fetched(str(name_or_path), hub_kwargs)
+        try:
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise FileNotFoundError(f"{name_or_path} has no {CONFIG_NAME}: it was not pruned with this.") from error
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged: {error}") from error
+        return cls._of_file(path, values)
+
+
+def _fetched(name: str, hub_kwargs: Mapping[str, Any]) -> str:
+    """The file of a Hub repository."""
+    if looks_like_path(name):
+        raise FileNotFoundError(f"no such folder: {name!r}.")
+    try:
+        return hf_hub_download(name, CONFIG_NAME, **hub_kwargs)
+    except (OSError, HFValidationError) as error:
+        raise OSError(f"cannot get {CONFIG_NAME} of {name!r} from the Hub: {error}") from error
+
+
+def resolve_config(config: GradProbeConfig | None) -> GradProbeConfig:
+    """The configuration that was passed, or the default one.
+
+    Raises:
+        TypeError: something else was passed; the message says what makes a configuration of it.
+    """
+    if config is None or isinstance(config, GradProbeConfig):
+        return config or GradProbeConfig()
+    remedy = ""
+    if isinstance(config, Mapping):
+        remedy = ": GradProbeConfig.from_dict makes one of it"
+    elif isinstance(config, float):
+        remedy = f": GradProbeConfig(sparsity={config!r}), say"
+    elif isinstance(config, (str, Path)):
+        remedy = ": GradProbeConfig.from_yaml reads one from a file"
+    elif config is GradProbeConfig:
+        remedy = ": GradProbeConfig() is one"
+    elif callable(config):
+        remedy = "; a tokenizer is passed as processing_class="
+    shown = config if isinstance(config, (str, Path, int, float, dict)) else type(config).__name__
+    raise TypeError(f"config must be a GradProbeConfig, got {type(config).__name__} ({shown!r}){remedy}.")
 
 
 CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
@@ -597,6 +674,9 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "document_separator": (lambda c: c.packing, "packing=True"),
     "blocks_per_step": (lambda c: c.order == "sequential", "order='sequential'"),
     "evaluation_samples": (lambda c: c.evaluation_protocol == "windows", "evaluation_protocol='windows'"),
+    "checkpointing": (lambda c: c.needs.probes, "a probe (score='fisher', or probes=2)"),
+    "accumulator_dtype": (lambda c: c.needs.probes, "a probe (score='fisher', or probes=2)"),
+    "accumulator_device": (lambda c: c.needs.probes, "a probe (score='fisher', or probes=2)"),
     "initial_sparsity": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
     "sparsity_step": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
 }

@@ -11,10 +11,10 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.push import check_push, push_folder
+from gradprobe_hf.checkpoint.push import check_push, check_repository_name, push_folder
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.checkpoint.write import Checkpoint, check_destination, check_room, write_checkpoint
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config import GradProbeConfig, resolve_config
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.fsdp import is_sharded
@@ -22,11 +22,14 @@ from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.model.offload_store import check_store_room
 from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.apply import applied
+from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs
 from gradprobe_hf.run.reach import reachable
+from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.run.snapshots import Snapshots, rows_at_once, run_identity
+from gradprobe_hf.runtime.option_checks import check_callable, check_folder
 from gradprobe_hf.runtime.processes import join_processes
 
 logger = logging.getLogger(__name__)
@@ -94,18 +97,17 @@ def prune_pretrained(
         OSError: no such model, no network or login, or a full disk.
         ConnectionError: another process ended.
     """
-    config = config or GradProbeConfig()
+    config = resolve_config(config)
+    check_callable("metric_fn", metric_fn, ("model",))
     if metric_fn is not None and config.metric is not None:
         raise ValueError(f"metric={config.metric!r} and metric_fn are two metrics: give one of them.")
     if metric_fn is not None and config.max_metric_drop is None:
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
     out = _Destination(output_dir, overwrite, _repository(push_to_hub, output_dir), hub_private_repo)
     out.check(_name_of(model_or_id))
-    if resume_dir is not None and not (config.needs.probes or config.updates):
-        raise ValueError(
-            f"resume_dir={str(resume_dir)!r} has no effect here: only probes and weight updates are resumed, and this "
-            "configuration has neither. Leave it out."
-        )
+    if resume_dir is not None:
+        check_folder("resume_dir", resume_dir)
+        check_resumable(config, f"resume_dir={str(resume_dir)!r}")
     request = RunRequest(
         model_or_id,
         config,
@@ -116,6 +118,7 @@ def prune_pretrained(
         from_pretrained_kwargs,
         progress=progress,
     )
+    check_request(request, prune_pretrained)
     context = load_inputs(request)
     if config.max_metric_drop is not None and not context.evaluation and metric_fn is None:
         raise ValueError(
@@ -176,6 +179,8 @@ class _Destination:
                 f"hub_private_repo={self.private!r} has no effect here: it belongs to push_to_hub. Set that, or leave "
                 "it out."
             )
+        if self.repo_id is not None:
+            check_repository_name(self.repo_id)
         if self.output_dir is not None:
             check = partial(check_destination, self.output_dir, model_name, self.overwrite)
             join_processes().on_main(check)
@@ -246,10 +251,12 @@ def _task_metric(context: RunContext, decision: PruningDecision) -> dict[str, An
 
 
 def _repository(push_to_hub: bool | str, output_dir: str | Path | None) -> str | None:
-    if not push_to_hub:
-        return None
     if isinstance(push_to_hub, str):
         return push_to_hub
+    if not isinstance(push_to_hub, bool):
+        raise ValueError(f"push_to_hub must be True, False or a repository 'user/name', got {push_to_hub!r}.")
+    if not push_to_hub:
+        return None
     if output_dir is None:
         raise ValueError(
             "push_to_hub=True names the repository after output_dir: set that, or push_to_hub='user/name'."

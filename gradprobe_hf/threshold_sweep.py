@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.comparison.compare import check_evaluation
 from gradprobe_hf.comparison.rows import Comparison
-from gradprobe_hf.config import GradientThreshold, GradProbeConfig
+from gradprobe_hf.config import GradientThreshold, GradProbeConfig, resolve_config
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.evaluation.perplexity import Measurement
@@ -23,6 +23,7 @@ from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs
 from gradprobe_hf.run.probe_pair import ProbePair
 from gradprobe_hf.run.reach import reachable
+from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.runtime.option_checks import check_drop
 from gradprobe_hf.selection.published_rule import thresholds as thresholds_of
 
@@ -104,11 +105,13 @@ def sweep_gradient_thresholds(
     """
     if max_metric_drop is not None:
         check_drop(max_metric_drop)
-    config = (config or GradProbeConfig()).varied(probes=2, rule="threshold", preset=None, update="none")
+    config = resolve_config(config).varied(probes=2, rule="threshold", preset=None, update="none")
     if config.order != "joint":
         raise ValueError(
             "thresholds are measured on masks of the whole model: order='sequential' has no part in it; leave it unset."
         )
+    if isinstance(thresholds, str) or not isinstance(thresholds, Sequence):
+        raise TypeError(f"thresholds must be a list of thresholds, like [0.1, 0.5], got {thresholds!r}.")
     wanted = [replace(config, gradient_threshold=one).gradient_threshold for one in thresholds]
     if not wanted:
         raise ValueError("thresholds is empty: there is nothing to try.")
@@ -122,6 +125,7 @@ def sweep_gradient_thresholds(
         from_pretrained_kwargs,
         progress=progress,
     )
+    check_request(request, sweep_gradient_thresholds)
     loaded = load_inputs(request)
     check_evaluation(loaded)
     if max_metric_drop is not None:

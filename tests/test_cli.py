@@ -21,7 +21,7 @@ import pytest
 import gradprobe_hf
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.cli.config_options import HEADINGS, configuration, help_of
-from gradprobe_hf.cli.main import VERBS, main, parser
+from gradprobe_hf.cli.main import VERBS, main, parser, read
 from gradprobe_hf.cli.options import OPTIONS
 from gradprobe_hf.model import loading
 from gradprobe_hf.report.build import versions
@@ -49,7 +49,7 @@ def gradprobe(capsys):
 
 
 def configured(*arguments):
-    return configuration(parser("prune").parse_args([*PRUNE, *map(str, arguments)]))
+    return configuration(read([*PRUNE, *map(str, arguments)]))
 
 
 def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path, gradprobe):
@@ -75,7 +75,7 @@ def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path, gradprobe):
 
 def test_prune_from_disk_with_everything_small(checkpoint, tmp_path, gradprobe):
     """The flags have the names of the arguments, and the result is that of a run in memory."""
-    common = ["prune", checkpoint, "--sparsity", 0.5, "--evaluation", "none", "--json", *SMALL]
+    common = ["prune", checkpoint, "--sparsity", 0.5, "--evaluation", "none", "--json", *SMALL[:4]]
     _, memory, _ = gradprobe(*common, "--output", tmp_path / "memory", "--batch-size", "auto")
     flags = ["--device-map", "disk", "--offload-folder", tmp_path / "off", "--accumulator-device", "disk"]
     flags += ["--checkpointing", "on", "--resume-dir", tmp_path / "state", "--save-every", 1]
@@ -87,41 +87,6 @@ def test_prune_from_disk_with_everything_small(checkpoint, tmp_path, gradprobe):
     assert [row["zeros_after"] for row in first["matrices"]] == [row["zeros_after"] for row in second["matrices"]]
     assert not (tmp_path / "state").exists()
     assert not [path for path in (tmp_path / "off").rglob("*") if path.is_file()], "nothing is left in the folder"
-
-
-@pytest.mark.parametrize(
-    ("flags", "code", "said"),
-    [
-        (["--device-map", '{"model.layerz": "disk"}'], 1, "no such module"),
-        (["--checkpointing", "maybe"], 2, "is not 'on', 'off' or 'auto'"),
-        (["--max-memory", "8GiB"], 2, "is not a JSON object"),
-        (["--save-every", "0"], 1, "save_every must be a whole number"),
-        (["--accumulator-dtype", "fp8"], 2, "invalid choice"),
-        (["--sparsity", "1.5"], 1, "sparsity must be a fraction in [0, 1)"),
-        (["--sparsity", "0.6", "--pattern", "2:4"], 1, "contradicts pattern='2:4'"),
-        (["--pattern", "2:64"], 1, "not divisible by 64"),
-        (["--include", "nothing"], 1, "matches no prunable module"),
-        (["--calibration", "no/such/file.txt"], 1, "no such file or folder"),
-        (["--sequence-length", "4096"], 1, "max_position_embeddings"),
-        (["--num-samples", "99999"], 1, "full windows"),
-        (["--config", "/no/recipe.yaml"], 1, "/no/recipe.yaml"),
-        (["--dtype", "int7"], 1, "int7"),
-        (["--rounds", "0.2;0.5"], 2, "--rounds: '0.2;0.5' is not a list of numbers, like 0.2,0.35"),
-        (["--max-metric-drop", "five"], 1, "max_metric_drop must be a number >= 0, or a share like '5%'"),
-        (["--gradient-threshold", "much"], 2, "'much' is not a number, a JSON object or 'adaptive'"),
-        (["--batch-size", "many"], 2, "'many' is not a whole number or 'auto'"),
-        (["--probes", "3"], 2, "argument --probes: invalid choice: 3"),
-        (["--sparsity", "half"], 2, "argument --sparsity: 'half' is not a number"),
-    ],
-)
-def test_wrong_input_is_one_readable_line(flags, code, said, checkpoint, tmp_path, gradprobe):
-    """Code 2, as argparse has it, where the text cannot be read; 1 where what it says is wrong."""
-    ended, out, err = gradprobe("prune", checkpoint, "--output", tmp_path / "out", *SMALL, *flags)
-    assert ended == code
-    assert said in err.splitlines()[-1]
-    assert "Traceback" not in err
-    assert out == ""
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_json_is_the_whole_of_standard_output(checkpoint, tmp_path, gradprobe):
@@ -374,9 +339,18 @@ def test_the_entry_points_start():
         assert "prune" in ran.stdout
 
 
+class Seen(BaseException):
+    """No error of a load, which would be explained."""
+
+
 def test_which_model_it_is_reaches_the_loader(monkeypatch, tmp_path):
     seen = {}
-    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", lambda name, **source: seen.update(source) or 1 / 0)
+
+    def from_pretrained(name, **source):
+        seen.update(source)
+        raise Seen
+
+    monkeypatch.setattr(loading.AutoConfig, "from_pretrained", from_pretrained)
     for verb in (
         ["prune", "--output", str(tmp_path / "out")],
         ["compare"],
@@ -384,7 +358,7 @@ def test_which_model_it_is_reaches_the_loader(monkeypatch, tmp_path):
         ["estimate"],
     ):
         seen.clear()
-        with pytest.raises(ZeroDivisionError):
+        with pytest.raises(Seen):
             main([verb[0], "someone/model", *verb[1:], "--revision", "v2", "--trust-remote-code"])
         assert seen == {"revision": "v2", "trust_remote_code": True}, verb
 

@@ -95,9 +95,9 @@ def test_the_report_says_who_trained_how_often(tmp_path, caplog):
     [
         ({}, "pass one of the two"),
         ({"top_k": 1, "fraction": 0.5}, "pass one of the two"),
-        ({"top_k": 0}, "top_k=0"),
-        ({"fraction": 0.0}, "fraction=0.0"),
-        ({"top_k": 1, "every": 0}, "every=0"),
+        ({"top_k": 0}, "top_k must be a whole number >= 1, got 0"),
+        ({"fraction": 0.0}, "got 0.0"),
+        ({"top_k": 1, "every": 0}, "every must be a whole number >= 1"),
         ({"top_k": 1, "groups": "layer"}, "groups='layer'"),
         ({"top_k": 1, "groups": ["nowhere"]}, "'nowhere' of groups matches no parameter"),
         ({"top_k": 9}, "top_k=9 of 4 groups"),
@@ -154,8 +154,8 @@ def test_clipping_waits_for_v_and_resets_begin_anew():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold": 0.0}, "threshold=0.0"),
-        ({"warmup": 0}, "warmup=0"),
+        ({"threshold": 0.0}, "got 0.0"),
+        ({"warmup": 0}, "warmup must be a whole number >= 1"),
         ({"warmup": 10, "reset_every": 10}, "reset_every=10 is within warmup=10"),
     ],
 )

@@ -208,12 +208,12 @@ def test_state_that_is_not_there_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"target_sparsity": 1.0}, "target_sparsity=1.0"),
+        ({"target_sparsity": 1.0}, "got 1.0"),
         ({"target_sparsity": 0.5, "saliency": "fisher"}, "saliency='fisher' is not known"),
         ({"target_sparsity": 0.5, "schedule": "cosine"}, "schedule='cosine'"),
         ({"target_sparsity": 0.5, "scope": "row"}, "scope='row'"),
         ({"target_sparsity": 0.5, "begin_step": 9, "end_step": 3}, "begin_step=9 and end_step=3"),
-        ({"target_sparsity": 0.5, "every": 0}, "every=0"),
+        ({"target_sparsity": 0.5, "every": 0}, "every must be a whole number >= 1"),
         ({"target_sparsity": 0.5, "initial_sparsity": 0.6}, "initial_sparsity=0.6"),
     ],
 )

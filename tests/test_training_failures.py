@@ -183,7 +183,7 @@ def test_two_that_decide_zeros_are_refused(tmp_path):
         ("from-ones", "masks='from-ones'"),
         ({}, "masks for nothing"),
         ({"model.layers.9.mlp.up_proj.weight": torch.ones(2, 2)}, "layers.9"),
-        ({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2)}, r"is \(2, 2\), and the matrix"),
+        ({"model.layers.0.mlp.up_proj.weight": torch.ones(2, 2).bool()}, r"is \(2, 2\), and the matrix"),
         ("from-zeros", "no weight of the model is zero"),
     ],
 )

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gradprobe_hf.config import CONFIG_NAME, GradProbeConfig
-from gradprobe_hf.model.loading import load_model, skeleton
+from gradprobe_hf.model.loading import load_config, load_model, skeleton
+from gradprobe_hf.model.loading_checks import index_of
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.report.report import REPORT_NAME, Group, grouped
 
@@ -91,11 +92,14 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
     """Count the zeros in a checkpoint's safetensors files.
 
     Raises:
-        ValueError: not a folder with `config.json` and safetensors files.
+        ValueError: not a folder with `config.json` and safetensors files, or files that are damaged.
     """
     path = Path(directory)
+    if not str(directory) or not path.is_dir():
+        what = f"{str(directory)!r} is not a folder" if path.is_file() else f"no such folder: {str(directory)!r}"
+        raise ValueError(f"{what}. Inspected are the files of a checkpoint folder on this machine.")
     files = weight_files(path)
-    model = skeleton(AutoConfig.from_pretrained(path))
+    model = skeleton(load_config(str(path)))
     chosen = GradProbeConfig.from_pretrained(path) if (path / CONFIG_NAME).is_file() else GradProbeConfig()
     targets = {target.name: target for target in find_targets(model, chosen.include, chosen.exclude)}
     left_out = tuple(name for name in _unreached(path) if targets.pop(name, None))
@@ -126,18 +130,30 @@ def weight_files(path: Path) -> dict[str, list[str]]:
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is not a checkpoint folder: it has no config.json.")
     if (path / SAFE_WEIGHTS_INDEX_NAME).is_file():
-        index = json.loads((path / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))["weight_map"]
         files: dict[str, list[str]] = {}
-        for name, file in index.items():
+        for name, file in index_of(path).items():
             files.setdefault(file, []).append(name)
+        if missing := [file for file in files if not (path / file).is_file()]:
+            raise ValueError(f"{path} has no {missing[0]}, which its index names; fetch it again.")
         return files
     if not (path / SAFE_WEIGHTS_NAME).is_file():
         raise ValueError(f"{path} has no safetensors weights ({SAFE_WEIGHTS_NAME}); write them with save_pretrained.")
+    with _opened(path / SAFE_WEIGHTS_NAME) as handle:
+        return {SAFE_WEIGHTS_NAME: list(handle.keys())}
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file.
+
+    Raises:
+        ValueError: it is damaged.
+    """
     try:
-        with safe_open(path / SAFE_WEIGHTS_NAME, framework="pt") as handle:
-            return {SAFE_WEIGHTS_NAME: list(handle.keys())}
+        with safe_open(file, framework="pt") as handle:
+            yield handle
     except SafetensorError as error:
-        raise ValueError(f"{path / SAFE_WEIGHTS_NAME} is damaged: {error}") from error
+        raise ValueError(f"{file} is damaged or cut off: {error}; fetch it again.") from error
 
 
 def pattern_holds(matrix: Tensor, n: int, m: int) -> bool:
@@ -154,11 +170,17 @@ def pattern_holds(matrix: Tensor, n: int, m: int) -> bool:
 
 def _from_files(path: Path, files: dict[str, list[str]], targets: dict[str, Target]) -> Iterator[tuple[Target, Tensor]]:
     for file, names in files.items():
-        with safe_open(path / file, framework="pt") as handle:
+        with _opened(path / file) as handle:
             for name in names:
                 if target := targets.get(name):
                     tensor = handle.get_tensor(name)
-                    yield target, tensor.t() if target.transposed else tensor
+                    matrix = tensor.t() if target.transposed else tensor
+                    if tuple(matrix.shape) != target.shape:
+                        raise ValueError(
+                            f"{name} of {path / file} is {tuple(tensor.shape)}, which is not what config.json has: "
+                            f"{target.shape} [out, in]."
+                        )
+                    yield target, matrix
 
 
 def _from_model(path: Path, targets: dict[str, Target]) -> Iterator[tuple[Target, Tensor]]:

@@ -12,6 +12,14 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalToken
 from huggingface_hub.utils._validators import validate_repo_id
 
 
+def check_repository_name(repo_id: str) -> None:
+    """Raise ValueError unless a repository can be called so."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise ValueError(f"push_to_hub={repo_id!r} is not a repository name like 'user/model': {error}") from error
+
+
 def check_push(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
     """Make sure, before any work, that the repository exists and can be written to; returns its full name.
 
@@ -19,10 +27,7 @@ def check_push(repo_id: str, private: bool | None = None, token: str | None = No
         ValueError: not a repository name.
         OSError: no token, or the Hub refuses; the message says what to do.
     """
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise ValueError(f"{repo_id!r} is not a repository name like 'user/model': {error}") from error
+    check_repository_name(repo_id)
     api = HfApi(token=token)
     with _hub_errors(repo_id):
         full_name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id

@@ -25,6 +25,7 @@ from gradprobe_hf.model.saving import save_in_shards
 from gradprobe_hf.report.card import base_metadata, build_card
 from gradprobe_hf.report.plots import save_plots
 from gradprobe_hf.report.report import Report
+from gradprobe_hf.runtime.option_checks import check_folder
 
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:
@@ -34,10 +35,13 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
         FileExistsError: it exists and `overwrite` is not set, or it is not a checkpoint.
         ValueError: it is the model's own folder.
     """
+    if not isinstance(directory, (str, Path)) or not str(directory):
+        check_folder("output_dir", directory)
     path = Path(directory)
     if model_name and path.exists() and Path(model_name).exists() and path.samefile(model_name):
         raise ValueError(f"{directory} is the model that is to be pruned; write the result to another folder.")
     if not path.exists():
+        check_folder("output_dir", directory)
         return
     if not overwrite:
         raise FileExistsError(f"{directory} exists already; choose another folder, or pass overwrite (--overwrite).")

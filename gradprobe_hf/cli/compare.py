@@ -10,6 +10,7 @@ from pathlib import Path
 from gradprobe_hf.cli.config_options import add_config_options, configuration, option_values
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
 from gradprobe_hf.cli.output import console, print_comparison, print_json
+from gradprobe_hf.cli.recipe import RecipeError
 from gradprobe_hf.comparison.baselines import BASELINES, baselines
 from gradprobe_hf.comparison.compare import RESULT_NAME, Compared, compare_pretrained
 from gradprobe_hf.config import GradProbeConfig
@@ -34,6 +35,10 @@ def add_arguments(parser: VerbParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     config = configuration(options)
+    if options.overwrite and not options.output:
+        raise ValueError("overwrite=True has no effect here: it belongs to output_dir. Set that, or leave it out.")
+    if options.output and Path(options.output).is_file():
+        raise FileExistsError(f"--output {options.output} is a file; choose a folder.")
     if options.output and (Path(options.output) / RESULT_NAME).exists() and not options.overwrite:
         raise FileExistsError(f"{options.output}/{RESULT_NAME} exists; --overwrite replaces it.")
     found = compare_pretrained(
@@ -73,10 +78,21 @@ def _chosen(config: GradProbeConfig, options: argparse.Namespace) -> dict[str, G
     names = list(known) if options.methods is None else [name.strip() for name in options.methods.split(",")]
     for name in names:
         if name not in known:
-            raise ValueError(f"no method is called {name!r}; there are: {', '.join(known)}.")
+            raise ValueError(f"--methods: no method is called {name!r}; there are: {', '.join(known)}.")
+        if names.count(name) > 1:
+            raise ValueError(f"--methods names {name!r} twice.")
     found = {name: known[name] for name in names}
     for path in options.also or ():
         if Path(path).stem in found:
             raise ValueError(f"--also {path}: a row is called {Path(path).stem!r} already; rename the file.")
-        found[Path(path).stem] = GradProbeConfig.from_dict(option_values(options) | read_yaml(path))
+        found[Path(path).stem] = _of_file(options, path)
     return found
+
+
+def _of_file(options: argparse.Namespace, path: str) -> GradProbeConfig:
+    try:
+        return GradProbeConfig.from_dict(option_values(options) | read_yaml(path))
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"--also: {error}") from error
+    except ValueError as error:
+        raise RecipeError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from error

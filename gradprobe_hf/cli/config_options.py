@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from typing import Any, get_type_hints
@@ -16,9 +16,9 @@ from typing import Any, get_type_hints
 from docstring_parser import parse
 
 from gradprobe_hf.cli.options import OPTIONS, VerbParser, given
+from gradprobe_hf.cli.recipe import RecipeError
 from gradprobe_hf.cli.values import kind, reader, with_line_breaks
 from gradprobe_hf.config import CHOICES, METHOD, GradProbeConfig
-from gradprobe_hf.runtime.yaml_options import read_yaml
 
 # The first field under each heading; those that follow it in the configuration stand there too.
 HEADINGS = {
@@ -101,12 +101,32 @@ def _on_the_command_line(text: str) -> str:
 
 
 def configuration(options: argparse.Namespace) -> GradProbeConfig:
-    return GradProbeConfig.from_dict(option_values(options))
+    """The configuration of a command.
+
+    Raises:
+        RecipeError: what is wrong stands in its file of options.
+        ValueError: what is wrong stands on the command line.
+    """
+    try:
+        return GradProbeConfig.from_dict(option_values(options))
+    except ValueError as error:
+        if options.recipe and _error_of(options.recipe) == str(error):
+            raise RecipeError(f"{options.config}: {error}") from error
+        raise
+
+
+def _error_of(values: Mapping[str, Any]) -> str | None:
+    """What is wrong with these options by themselves."""
+    try:
+        GradProbeConfig.from_dict(values)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def option_values(options: argparse.Namespace) -> dict[str, Any]:
-    """The file's options, with those of the command line over them."""
-    values: dict[str, Any] = read_yaml(options.config) if options.config else {}
+    """The recipe's options, with those of the command line over them."""
+    values = dict(options.recipe)
     if options.preset is not None:  # wins over what an earlier one came to in the file
         values = {name: value for name, value in values.items() if name not in PRESET_FIELDS}
     return values | given(options, *CONFIG_FIELDS)

@@ -24,11 +24,17 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.estimation.estimate import estimate
     from gradprobe_hf.model.loading import chosen_class, load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
+    from gradprobe_hf.run.compatibility import check_resumable, check_structure
+    from gradprobe_hf.run.request_checks import check_paths
     from gradprobe_hf.tasks.table import auto_classes
 
     config = configuration(options)
+    if options.resume:
+        check_resumable(config, "resume=True")
+    check_paths(options.model, {})
     loaded = load_config(options.model, **given(options, "revision", "trust_remote_code"))
     model = skeleton(loaded, chosen_class(loaded, auto_classes(config.task)), dtype=options.dtype)
     targets = find_targets(model, config.include, config.exclude)
+    check_structure(model, targets, config)
     found = estimate(model, targets, config, snapshots=options.resume)
     print_json({"model": options.model, **found.to_dict()}) if options.json else print_estimate(found)

@@ -90,8 +90,10 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.output import print_evaluation, print_json
     from gradprobe_hf.evaluation.harness import TaskRequest, check_tasks, evaluate_tasks
     from gradprobe_hf.report.eval_results import task_results, text_results
+    from gradprobe_hf.run.request_checks import check_paths
 
     _check(options)
+    check_paths(options.model, {"data": options.data}, against=options.against)
     if options.write_card:
         check_card(options.model)
     how = given(options, "include_path", "num_fewshot", "limit", "batch_size")
@@ -151,22 +153,29 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
 
 
 def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) -> Batches:
+    from gradprobe_hf.data.batch_checks import check_batches, check_reads_text
     from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
     from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
+    from gradprobe_hf.data.sources import is_plain_text
     from gradprobe_hf.data.windows import WindowSpec, load_batches
 
+    if options.protocol == "paper" or is_plain_text(options.data):
+        check_reads_text(measured.model, "data")
     text = TextOptions(**given(options, *TEXT_OPTIONS))
     if options.protocol == "paper":
         read = {name: value for name, value in asdict(text).items() if name in PAPER_OPTIONS}
         spec = PaperSpec(options.sequence_length, options.batch_size or PAPER_BATCH, **read)
-        return paper_batches(options.data, measured.model, measured.tokenizer, spec)
-    length, batch_size = options.sequence_length or LENGTH, options.batch_size or BATCH
-    return load_batches(
-        options.data,
-        WindowSpec(options.num_samples or SAMPLES, length, batch_size, text=text),
-        part="evaluation",
-        model=measured.model,
-        processing_class=measured.tokenizer,
-        task=TaskOptions(task, options.label_column, None if options.num_samples else ROWS_MEASURED),
-        progress=not options.quiet,
-    )
+        batches = paper_batches(options.data, measured.model, measured.tokenizer, spec)
+    else:
+        length, batch_size = options.sequence_length or LENGTH, options.batch_size or BATCH
+        batches = load_batches(
+            options.data,
+            WindowSpec(options.num_samples or SAMPLES, length, batch_size, text=text),
+            part="evaluation",
+            model=measured.model,
+            processing_class=measured.tokenizer,
+            task=TaskOptions(task, options.label_column, None if options.num_samples else ROWS_MEASURED),
+            progress=not options.quiet,
+        )
+    check_batches(measured.model, batches, "data", needs_loss=True)
+    return batches

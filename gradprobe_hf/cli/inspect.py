@@ -9,6 +9,7 @@ from gradprobe_hf.cli.options import VerbParser
 
 def add_arguments(parser: VerbParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="a checkpoint folder with safetensors files")
+    parser.add_options("quiet")
 
 
 def run(options: argparse.Namespace) -> None:

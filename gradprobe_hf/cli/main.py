@@ -10,7 +10,9 @@ from contextlib import contextmanager
 from importlib import import_module
 
 import gradprobe_hf
-from gradprobe_hf.cli.options import VerbParser
+from gradprobe_hf.cli.flags import in_flags
+from gradprobe_hf.cli.options import CommandParser, VerbParser
+from gradprobe_hf.cli.recipe import RecipeError, named_in, read_recipe
 
 # The file of each verb is imported when it is chosen; this is all that `gradprobe --help` knows: usage and description.
 VERBS = {
@@ -33,28 +35,40 @@ INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    arguments = sys.argv[1:] if arguments is None else arguments
+    options = argparse.Namespace()
     try:
-        options = parser(*arguments[:1]).parse_args(arguments)
+        options = read(sys.argv[1:] if arguments is None else arguments)
         with _logging(quiet=getattr(options, "quiet", False)):
             options.run(options)
     except KeyboardInterrupt:
         print("\ngradprobe: interrupted; no unfinished checkpoint is left behind", file=sys.stderr)
         return INTERRUPTED
     except _expected_errors() as error:
-        print(f"gradprobe: error: {error}", file=sys.stderr)
+        print(f"gradprobe: error: {_said(error, options)}", file=sys.stderr)
         return 1
     return 0
 
 
-def parser(chosen: str = "") -> argparse.ArgumentParser:
+def read(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command, those of its recipe among them.
+
+    Raises:
+        SystemExit: they cannot be read (2), or the help was asked for (0).
+        ValueError: see `read_recipe`.
+    """
+    top = parser(*arguments[:1])
+    options = top.parse_args(arguments)
+    read_recipe(top.chosen, options)
+    top.chosen.check_required(options)
+    return options
+
+
+def parser(chosen: str = "") -> CommandParser:
     """The whole command. Only the verb that was chosen has its options."""
-    top = argparse.ArgumentParser(
-        prog="gradprobe", description="Prune pretrained transformers using gradients of their loss."
-    )
+    top = CommandParser(prog="gradprobe", description="Prune pretrained transformers using gradients of their loss.")
     top.add_argument("--version", action="version", version=f"gradprobe_hf {gradprobe_hf.__version__}")
     verbs = top.add_subparsers(
-        dest="verb", required=True, metavar="VERB", title="verbs, each with its own --help", parser_class=VerbParser
+        dest="verb", metavar="VERB", title="verbs, each with its own --help", parser_class=VerbParser, required=True
     )
     for name, (usage, description) in VERBS.items():
         verb = verbs.add_parser(name, usage=f"gradprobe {name} {usage}", help=description, description=description)
@@ -63,7 +77,16 @@ def parser(chosen: str = "") -> argparse.ArgumentParser:
             module.add_arguments(verb)
             verb.add_options("json")
             verb.set_defaults(run=module.run)
+            top.chosen = verb
     return top
+
+
+def _said(error: Exception, options: argparse.Namespace) -> str:
+    """An error on one line, in the words of the command line or of the recipe."""
+    message = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, RecipeError):
+        return message
+    return named_in(message, options) or in_flags(message, vars(options))
 
 
 def _expected_errors() -> tuple[type[Exception], ...]:
@@ -79,14 +102,13 @@ def _logging(quiet: bool) -> Iterator[None]:
     before = root.handlers[:], root.level, own.level
     root.handlers[:] = [logging.StreamHandler(sys.stderr)]
     root.setLevel(logging.WARNING)
-    own.setLevel(logging.ERROR if quiet else logging.INFO)
+    own.setLevel(logging.WARNING if quiet else logging.INFO)
     if quiet:
         from datasets import disable_progress_bars
-        from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+        from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
         disable_progress_bars()
-        set_verbosity_error()
     try:
         yield
     finally:  # who called `main` in an interpreter of their own has their logs back

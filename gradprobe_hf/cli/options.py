@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from functools import cached_property
+from typing import Any, NoReturn
 
+from gradprobe_hf.cli.flags import flag, unknown_flag
 from gradprobe_hf.cli.values import Mixture, device_map, json_object, text_or_none
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
@@ -13,7 +15,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "overwrite": {"action": "store_true", "help": "replace an earlier result in --output"},
         "config": {"metavar": "FILE.yaml", "help": "read options from a file; those on the command line win"},
         "json": {"action": "store_true", "help": "print one JSON object, and nothing else, to standard output"},
-        "quiet": {"action": "store_true", "help": "show no progress bars, and no messages but errors"},
+        "quiet": {"action": "store_true", "help": "show no progress, only warnings and errors"},
     },
     "which model": {
         "dtype": {"metavar": "DTYPE", "help": "load weights as bfloat16, float16 or float32 (default: as stored)"},
@@ -41,7 +43,6 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "which matrices": {},
     "data": {
         "calibration": {
-            "default": "pydoc",
             "nargs": "+",
             "action": Mixture,
             "metavar": "SPEC",
@@ -86,17 +87,54 @@ _SPEC = (
 )
 
 
-class VerbParser(argparse.ArgumentParser):
-    """The parser of one verb, with the same headings in the same order for all; empty ones are not shown."""
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line: how the command is used is behind --help."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
+        # An abbreviation is a guess, and means something else as soon as there is another option.
+        super().__init__(**settings, allow_abbrev=False)
+        self.chosen: CommandParser = self  # of the verb that was chosen
+        self.needed: list[str] = []
+
+    def error(self, message: str) -> NoReturn:
+        if message.endswith("required: VERB"):
+            message = f"no verb: {', '.join(self._verbs())}"
+        self.exit(2, f"gradprobe: error: {message.rstrip('.')}; see {self.prog} --help\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        options, rest = self.parse_known_args(args, namespace)
+        # argparse takes an optional positional to be missing when an option comes first.
+        if rest and not rest[0].startswith("-") and getattr(options, "model", "") is None:
+            options.model = rest.pop(0)
+        if not hasattr(options, "run"):
+            self.error("the verb comes first, its options behind it")
+        if rest:
+            self.chosen.error(unknown_flag(rest[0], self.chosen._option_string_actions))
+        return options
+
+    def check_required(self, options: argparse.Namespace) -> None:
+        """End with an error for what neither the command line nor a recipe has."""
+        for name in self.needed:
+            if getattr(options, name) is None:
+                recipe = f", or as {name!r} in a file of options (--config)" if hasattr(options, "config") else ""
+                self.error(f"{'MODEL' if name == 'model' else flag(name)} is missing: give it here{recipe}")
+
+    def _verbs(self) -> list[str]:
+        return [name for action in self._actions for name in (action.choices if action.dest == "verb" else None) or ()]
+
+
+class VerbParser(CommandParser):
+    """The parser of one verb, with the same headings in the same order for all; empty ones are not shown."""
+
+    @cached_property  # of the verb that was chosen alone
+    def headings(self) -> dict[str, argparse._ActionsContainer]:
         groups = {title: self.add_argument_group(title) for title in OPTIONS if title != "options"}
-        self.headings: dict[str, argparse._ActionsContainer] = {"options": self, **groups}
+        return {"options": self, **groups}
 
     def add_model(self, *which: str, form: str = "a Hub id or a checkpoint folder") -> None:
         """MODEL, and the options that tell which one it is."""
-        self.add_argument("model", metavar="MODEL", help=form)
+        self.add_argument("model", metavar="MODEL", nargs="?", help=form)
+        self.needed.append("model")
         self.add_options(*which)
 
     def add_option(self, heading: str, name: str, **settings: Any) -> None:
@@ -107,6 +145,8 @@ class VerbParser(argparse.ArgumentParser):
 
     def add_options(self, *names: str, **changes: Any) -> None:
         """Rows of the table. Args: changes: settings that these have in this verb alone."""
+        if changes.pop("required", False):
+            self.needed.extend(names)
         for name in names:
             heading = next(heading for heading, rows in OPTIONS.items() if name in rows)
             self.add_option(heading, name, **(OPTIONS[heading][name] | changes))

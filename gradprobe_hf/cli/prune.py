@@ -6,6 +6,7 @@ import argparse
 
 from gradprobe_hf.cli.config_options import add_config_options, configuration
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
+from gradprobe_hf.config import GradProbeConfig
 
 
 def add_arguments(parser: VerbParser) -> None:
@@ -21,15 +22,17 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.output import print_json, print_pruning
     from gradprobe_hf.pruning import prune_pretrained
 
+    config = configuration(options)
+    _check_effect(options, config)
     result = prune_pretrained(
         options.model,
-        configuration(options),
+        config,
         calibration=options.calibration,
         evaluation=options.evaluation,
         apply=False,  # the checkpoint is what is asked for: the weights in memory, or offloaded, are let go
         output_dir=options.output,
         overwrite=options.overwrite,
-        push_to_hub=options.push_to_hub or False,
+        push_to_hub=False if options.push_to_hub is None else options.push_to_hub,
         hub_private_repo=options.private or None,
         resume_dir=options.resume_dir,
         progress=not options.quiet,
@@ -39,3 +42,18 @@ def run(options: argparse.Namespace) -> None:
         print_json(result.report.to_dict() | {"output": options.output})
     elif result.processes.is_main:
         print_pruning(result.report, options.output)
+
+
+def _check_effect(options: argparse.Namespace, config: GradProbeConfig) -> None:
+    """Refuse what was given on this command line and changes nothing; a file of options may serve other runs too."""
+    without_text = "a method that reads text, and --score magnitude or random reads none"
+    belongs = {
+        "save_every": (options.resume_dir, "resume_dir"),
+        "evaluation_samples": (options.evaluation is not False, "an evaluation"),
+        "calibration": (config.needs.passes != "none", without_text),
+    }
+    for name, (has_effect, belongs_to) in belongs.items():
+        if name not in options.recipe and name not in options.from_recipe and given(options, name) and not has_effect:
+            raise ValueError(
+                f"{name}={getattr(options, name)!r} has no effect here: it belongs to {belongs_to}. Leave it out."
+            )

@@ -141,6 +141,8 @@ def reader(hint: Any) -> Callable[[str], Any]:
         except (ValueError, KeyError) as error:
             *others, last = wanted
             expected = f"{', '.join(others)} or {last}" if others else last
+            if hint in (float, float | None) and re.fullmatch(r"\d+(\.\d+)?%", text):
+                expected += f": write {float(text[:-1]) / 100:g}"
             raise argparse.ArgumentTypeError(f"{text!r} is not {expected}") from error
 
     return checked

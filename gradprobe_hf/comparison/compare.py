@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.comparison.baselines import baselines, most_demanding, shared_terms
 from gradprobe_hf.comparison.rows import ComparedRow, Comparison
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config import GradProbeConfig, resolve_config
 from gradprobe_hf.data.windows import TextOptions
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.memory.memory_plan import open_run
@@ -26,6 +26,8 @@ from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs
 from gradprobe_hf.run.reach import reachable
+from gradprobe_hf.run.request_checks import check_request
+from gradprobe_hf.runtime.option_checks import check_callable
 
 logger = logging.getLogger(__name__)
 
@@ -130,12 +132,17 @@ def compare_pretrained(
         ValueError: configurations on other text or matrices, or nothing to measure on; and what `prune_pretrained`
             raises.
     """
-    config = config or GradProbeConfig()
+    config = resolve_config(config)
+    check_callable("on_row", on_row, ("compared",))
     known = baselines(config)
+    if not isinstance(configs, (Mapping, type(None))):
+        raise TypeError(f"configs must be a dict from names to configurations, got {type(configs).__name__}.")
     chosen = dict(known if configs is None else configs)
     if not chosen:
         raise ValueError("configs is empty: there is nothing to compare.")
     for name, other in chosen.items():
+        if not isinstance(other, GradProbeConfig):
+            raise TypeError(f"configs[{name!r}] must be a GradProbeConfig, got {type(other).__name__}.")
         _check_common(name, other, config)
     request = RunRequest(
         model_or_id,
@@ -148,6 +155,7 @@ def compare_pretrained(
         always_calibrate=True,
         progress=progress,
     )
+    check_request(request, compare_pretrained)
     loaded = load_inputs(request)
     check_evaluation(loaded)
     if any(other.max_metric_drop is not None for other in chosen.values()):

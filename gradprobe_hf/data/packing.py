@@ -21,6 +21,7 @@ from gradprobe_hf.data.sources import Source, is_streamed
 from gradprobe_hf.data.special_tokens import SpecialTokens, tokenizer_of
 from gradprobe_hf.data.text_options import BLANK_LINE, EOS, TextOptions
 from gradprobe_hf.model.families import IGNORED
+from gradprobe_hf.runtime.option_checks import whole
 
 CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read before it is tokenised
 LONGEST_EXAMPLE = 2_000  # characters of the first document that a report shows
@@ -45,6 +46,11 @@ class WindowSpec:
     batch_size: int
     seed: int = 0
     text: TextOptions = field(default_factory=TextOptions)
+
+    def __post_init__(self) -> None:
+        whole("num_samples", self.samples, at_least=1)
+        whole("sequence_length", self.sequence_length, at_least=2)  # of one token nothing is predicted
+        whole("batch_size", self.batch_size, at_least=1)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from gradprobe_hf.runtime.paths import looks_like_path
+
 # `datasets` imports pandas and pyarrow, 90 MB of memory: it is imported where a file or a dataset is opened.
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
@@ -70,7 +72,7 @@ def open_source(spec: str, part: str, seed: int) -> Source:
         return _images(path, part)
     if path.exists():
         return _local(path, seed)
-    if _is_path(spec) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}", spec):
+    if is_path(spec) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}", spec):
         raise ValueError(f"no such file or folder: {spec!r}. {_WHAT_NAMES_TEXT}")
     return _from_hub(spec, part, seed)
 
@@ -81,12 +83,19 @@ _WHAT_NAMES_TEXT = (
 )
 
 
-def _is_path(spec: str) -> bool:
+def is_path(spec: str) -> bool:
     """Whether it is meant as one, though nothing is there: then the Hub is not asked."""
     path = Path(spec)
     beside = len(path.parts) > 1 and Path(path.parts[0]).is_dir()
     known = path.suffix.lower() in FORMATS or _FILE_ENDING.fullmatch(path.suffix.lower()) is not None
-    return spec.startswith((".", "/", "~")) or "\\" in spec or known or beside
+    return looks_like_path(spec) or known or beside
+
+
+def is_plain_text(source: Any) -> bool:
+    """Whether it can only be text: a file or a dataset may hold token ids all the same."""
+    if isinstance(source, (str, Path)):
+        return str(source) in ("pydoc", "self") or str(source).endswith(".txt")
+    return isinstance(source, (list, tuple)) and bool(source) and isinstance(source[0], str)
 
 
 def is_dataset(source: Any) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
+from torch import Tensor
 from tqdm.auto import tqdm
 
 from gradprobe_hf.data.batches import row_count
@@ -64,6 +65,9 @@ def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False)
         for batch, counted in tqdm(steps, desc=label, unit="batch", disable=not work.progress):
             batch = send_to_device(batch, device)
             loss, count = (loss_fn(model, batch), row_count(batch)) if loss_fn else summed_loss(model, batch)
+            if not isinstance(loss, Tensor) or loss.ndim:
+                shown = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+                raise ValueError(f"loss_fn must return a scalar, the summed loss of a batch, got {shown}.")
             if counted:
                 losses.append(loss)
                 counts.append(count)

@@ -8,8 +8,8 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 import torch
 import transformers
 from accelerate import init_empty_weights
-from safetensors import SafetensorError
 from torch import nn
 from transformers import (
     AutoConfig,
@@ -40,7 +39,8 @@ from gradprobe_hf.model.adapters import (
     merged_copy,
     stored_adapter,
 )
-from gradprobe_hf.model.families import names_causal_class
+from gradprobe_hf.model.families import names_causal_class, text_attribute
+from gradprobe_hf.model.loading_checks import WEIGHTS, check_dtype, check_placement, check_source, load_errors
 from gradprobe_hf.model.loading_report import check_complete
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,9 @@ def load(
     if isinstance(model_or_id, nn.Module):
         given = from_pretrained_kwargs | ({"allow_missing_weights": True} if allow_missing_weights else {})
         return _in_memory(getattr(model_or_id, "_orig_mod", model_or_id), merge_adapters, given)
-    if not isinstance(model_or_id, (str, bytes)) and not hasattr(model_or_id, "__fspath__"):
-        raise ValueError(f"expected a model id, a folder or a PreTrainedModel, got {type(model_or_id).__name__}.")
+    check_source(model_or_id, from_pretrained_kwargs)
+    check_dtype(from_pretrained_kwargs.get("dtype"))
+    check_placement(from_pretrained_kwargs)
     name = str(model_or_id)
     adapter = stored_adapter(name, _source(from_pretrained_kwargs))
     if adapter is None:
@@ -168,9 +169,10 @@ def _load_checkpoint(
     Args:
         brought: modules whose weights come from elsewhere.
     """
-    with ExitStack() as undo, _load_errors(name):
+    with ExitStack() as undo:
         scratch = None
-        config = AutoConfig.from_pretrained(name, **_source(from_pretrained_kwargs))
+        config = load_config(name, **_source(from_pretrained_kwargs))
+        check_dtype(from_pretrained_kwargs.get("dtype"), getattr(config, "dtype", None))
         if (device_map := from_pretrained_kwargs.get("device_map")) is not None:
             from_pretrained_kwargs["device_map"] = device_map = _checked_map(config, device_map)
             if from_pretrained_kwargs.get("offload_folder") is None and device_map != {"": "cpu"}:
@@ -182,11 +184,12 @@ def _load_checkpoint(
             from_pretrained_kwargs.setdefault("config", config)  # to parse a GGUF header takes seconds, each time
         stored_as = _stored_as(config, from_pretrained_kwargs.get("gguf_file"))
         reinitialises = from_pretrained_kwargs.get("ignore_mismatched_sizes", False)
-        model, loading = (chosen_class(config, auto_classes) or model_class(config)).from_pretrained(
-            name,
-            # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
-            **from_pretrained_kwargs | {"ignore_mismatched_sizes": True, "output_loading_info": True},
-        )
+        with load_errors(name, WEIGHTS):
+            model, loading = (chosen_class(config, auto_classes) or model_class(config)).from_pretrained(
+                name,
+                # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
+                **from_pretrained_kwargs | {"ignore_mismatched_sizes": True, "output_loading_info": True},
+            )
         if not allow_missing:
             check_complete(model, name, loading, reinitialises, brought)
         undo.pop_all()  # from here on the folder lives as long as the model
@@ -212,23 +215,6 @@ def _stored_as(config: PreTrainedConfig, gguf_file: str | None) -> str | None:
     return values.get("quant_method") or (before.get("stored_as") if isinstance(before, dict) else None)
 
 
-@contextmanager
-def _load_errors(model_or_id: Any) -> Iterator[None]:
-    """What can go wrong while a model is loaded, as OSError with what to do about it."""
-    try:
-        yield
-    except SafetensorError as error:  # no OSError, whatever the cause
-        if "No space" in str(error):
-            raise OSError(
-                f"no room to offload {str(model_or_id)!r}: {error}. Choose another offload_folder (--offload-folder)."
-            ) from error
-        raise OSError(
-            f"cannot load {str(model_or_id)!r}: its weights are damaged ({error}); fetch them again."
-        ) from error
-    except OSError as error:
-        raise _not_found(model_or_id, error) from error
-
-
 def _source(from_pretrained_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
 
@@ -245,6 +231,8 @@ def _checked_map(config: PreTrainedConfig, device_map: DeviceMap) -> DeviceMap:
         return device_map
     names = [name for name, _ in skeleton(config).named_modules()]
     for wanted in device_map:
+        if not isinstance(wanted, str):
+            raise ValueError(f"device_map names modules, as in {{'model.layers': 'disk'}}, got {wanted!r}.")
         if wanted not in names and not any(name.startswith(f"{wanted}.") for name in names):
             near = difflib.get_close_matches(wanted, names, n=1)
             raise ValueError(
@@ -260,10 +248,13 @@ def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
     Raises:
         OSError: no such model, a gated one, or no network; transformers' message and the remedies.
     """
-    try:
-        return AutoConfig.from_pretrained(name_or_path, **source)
-    except OSError as error:
-        raise _not_found(name_or_path, error) from error
+    check_source(name_or_path, source, takes_file=True)
+    with load_errors(name_or_path):
+        config = AutoConfig.from_pretrained(name_or_path, **source)
+        for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
+            if isinstance(size := text_attribute(config, name, 1), int) and size < 1:
+                raise ValueError(f"{name} is {size}, and must be 1 or more.")
+        return config
 
 
 def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
@@ -276,7 +267,10 @@ def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str
     Raises:
         ValueError: no such dtype.
     """
-    dtype = _dtype(dtype or getattr(config, "dtype", None) or torch.float32)
+    stored = getattr(config, "dtype", None)
+    check_dtype(dtype, stored)
+    dtype = (None if dtype == "auto" else dtype) or stored or torch.float32
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     cls = cls or model_class(config)
     with init_empty_weights(include_buffers=True):
         model = cls(config) if issubclass(cls, PreTrainedModel) else cls.from_config(config)
@@ -316,17 +310,3 @@ def chosen_class(config: PreTrainedConfig, auto_classes: Sequence[Any]) -> Any:
     """The first Auto class that knows the configuration, else the first of all; None of none."""
     knowing = (one for one in auto_classes if type(config) in one._model_mapping)
     return next(knowing, auto_classes[0] if auto_classes else None)
-
-
-def _dtype(name: torch.dtype | str) -> torch.dtype:
-    found = getattr(torch, name, None) if isinstance(name, str) else name
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ValueError(f"dtype must be 'bfloat16', 'float16', 'float32' or 'float64', got {name!r}.")
-    return found
-
-
-def _not_found(model_or_id: Any, error: OSError) -> OSError:
-    return OSError(
-        f"cannot load {str(model_or_id)!r}: {error} Check the spelling, the network and HF_HUB_OFFLINE; a gated or "
-        "private model needs `hf auth login`."
-    )

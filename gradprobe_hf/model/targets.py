@@ -111,7 +111,11 @@ def find_targets(
     if not targets:
         raise ValueError(
             f"nothing to prune in {type(model).__name__}: "
-            + ("include and exclude together leave no matrix." if include or exclude else _no_blocks(uses))
+            + (
+                f"include={list(include)} and exclude={list(exclude)} together leave no matrix."
+                if include or exclude
+                else _no_blocks(uses)
+            )
         )
     return targets
 

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from gradprobe_hf.config import GradProbeConfig
 from gradprobe_hf.model.families import block_of, shares_keys_across_blocks
 from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loading_checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.selection.published_rule import thresholds
@@ -19,6 +20,20 @@ from gradprobe_hf.selection.published_rule import thresholds
 def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
     """Raise ValueError for the first matrix that cannot be pruned like this."""
     check_editable(model, targets)
+    check_structure(model, targets, config)
+
+
+def check_resumable(config: GradProbeConfig, option: str) -> None:
+    """Raise ValueError where a run saves no state that another could go on from."""
+    if not (config.needs.probes or config.updates):
+        raise ValueError(
+            f"{option} has no effect here: only probes and weight updates are resumed, and this configuration has "
+            "neither. Leave it out."
+        )
+
+
+def check_structure(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
+    """What `check_targets` can tell without any weight."""
     if config.group is not None:
         check_group(targets, *config.group)
         check_rows(model, targets, f"pattern={config.pattern!r}")
@@ -121,7 +136,7 @@ def _check_editable(model: nn.Module, target: Target) -> None:
             f"{target.name} is an expert of a model that FSDP2 shards: its processes would reach different experts. "
             "Prune it on one process with device_map='auto', or with one whole model per process."
         )
-    if not weight.is_floating_point() or type(weight.data) not in (torch.Tensor, DTensor):
+    if weight.dtype not in COMPUTED or type(weight.data) not in (torch.Tensor, DTensor):
         raise ValueError(
             f"{target.name} is stored as {weight.dtype} ({type(weight).__name__}): quantized weights cannot be pruned. "
             "Load the model dequantized (its quantization_config with dequantize=True), or exclude this matrix."

@@ -5,6 +5,7 @@ The model is left as it was throughout.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -222,13 +223,26 @@ class _Measured:
         with context.stopwatch("evaluate attempts"), view:
             if self.metric is not None:
                 with eval_mode(context.model):
-                    value = float(self.metric(context.model))
+                    value = _number(self.metric(context.model))
+                if math.isnan(value) and not masks:
+                    raise ValueError("metric_fn returned nan for the model as it is: nothing compares with that.")
                 # Rounding may differ between processes, and with it the branch that each would take.
                 return self.sign * float(context.processes.broadcast(value))
             if context.metric is not None:
                 return self.sign * measure_metric(context.workload_on(context.selection), context.metric)
             found = measure(context.workload_on(context.selection), "evaluation", allows_nan=bool(masks))
         return found.metric
+
+
+def _number(value: Any) -> float:
+    """What a metric returned, as a number."""
+    shown = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"{type(value).__name__} {value!r:.80}"
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("text")
+        return float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"metric_fn must return a number, of which more is better, got {shown}.") from error
 
 
 def _check_agreement(context: RunContext, masks: PackedMasks) -> None:

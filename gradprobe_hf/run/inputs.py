@@ -11,10 +11,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config import EvaluationProtocol, GradProbeConfig
+from gradprobe_hf.data.batch_checks import check_batches, check_reads_text
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
 from gradprobe_hf.data.paper_protocol import WIKITEXT, PaperSpec, paper_batches
+from gradprobe_hf.data.sources import is_plain_text
 from gradprobe_hf.data.windows import EVALUATION_SEED, TextOptions, WindowSpec, load_batches
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.families import is_causal
@@ -101,10 +103,15 @@ def _read(request: RunRequest, source: Any, *, samples: int, **more: Any) -> Bat
     config = request.config
     batch_size = 4 if config.batch_size == "auto" else config.batch_size
     windows = WindowSpec(samples, config.sequence_length, batch_size, config.seed, text_options(config))
+    model, part = more["model"], more["part"]
+    if is_plain_text(source):
+        check_reads_text(model, part)
     batches = load_batches(source, windows, **more)
-    measures_loss = more["part"] == "evaluation" or config.needs.probes
-    if measures_loss and request.loss_fn is None:  # one of the user's own may not look at labels
-        check_evidence(more["model"], batches, more["part"])
+    measures_loss = part == "evaluation" or config.needs.probes
+    if request.loss_fn is None:  # one of the user's own may make of a batch what it likes
+        check_batches(model, batches, part, measures_loss)
+        if measures_loss:
+            check_evidence(model, batches, part)
     return batches
 
 
@@ -125,6 +132,8 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
     kwargs = {name: value for name, value in request.from_pretrained_kwargs.items() if value is not None}
     if isinstance(request.model_or_id, nn.Module):  # then the folder is for accumulators alone
         kwargs.pop("offload_folder", None)
+    elif request.config.accumulator_device == "disk" and kwargs.get("device_map") is None:
+        kwargs.pop("offload_folder", None)  # it is for accumulators alone here too
     elif "offload_folder" in kwargs and processes.count > 1:
         # transformers writes there what it has to convert: each process in a folder of its own
         kwargs["offload_folder"] = Path(kwargs["offload_folder"]) / f"process-{processes.rank}"

@@ -72,7 +72,10 @@ class Snapshot:
     def part(self, name: str) -> dict[str, Tensor]:
         """The tensors of a part; none of a part that had none."""
         path = self.path / f"{name}.safetensors"
-        return load_file(path) if path.exists() else {}
+        try:
+            return load_file(path) if path.exists() else {}
+        except SafetensorError as error:
+            raise _damaged(path, error) from error
 
 
 class Snapshots:
@@ -216,7 +219,24 @@ def _states_in(own: Path) -> list[Path]:
 
 
 def _read(state: Path) -> dict[str, Any]:
-    return json.loads((state / STATE_NAME).read_text(encoding="utf-8"))
+    """The JSON values of a state.
+
+    Raises:
+        ValueError: they cannot be read.
+    """
+    path = state / STATE_NAME
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        return {"identity": dict(found["identity"]), "values": dict(found["values"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> ValueError:
+    return ValueError(
+        f"the state of the run to resume is damaged: {path} ({type(error).__name__}: {error}). Delete its folder, or "
+        "choose another resume_dir (--resume-dir): the run then begins anew."
+    )
 
 
 def _weights_fingerprint(model: nn.Module, targets: Sequence[Target]) -> str:

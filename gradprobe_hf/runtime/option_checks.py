@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 
-def one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
+def one_of(name: str, value: object, choices: tuple[Any, ...]) -> None:
+    # By type too: True and 1.0 equal 1, and are no number of probes.
+    if not any(type(value) is type(choice) and value == choice for choice in choices):
         raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
 
 
@@ -67,5 +70,35 @@ def patterns(name: str, value: object) -> tuple[str, ...]:
             try:
                 re.compile(pattern[3:])
             except re.error as error:
-                raise ValueError(f"{name}: {pattern!r} is not a regular expression: {error}.") from error
+                raise ValueError(f"{name} pattern {pattern!r} is not a regular expression: {error}.") from error
     return given
+
+
+def check_folder(name: str, value: object) -> None:
+    """Raise unless it can be the path of a folder, whether that exists or not.
+
+    Raises:
+        ValueError: it is no path.
+        NotADirectoryError: it is a file, or below one.
+    """
+    if not isinstance(value, (str, Path)) or not str(value):
+        raise ValueError(f"{name} must be the path of a folder, got {value!r}.")
+    path = Path(value).absolute()
+    there = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not there.is_dir():
+        raise NotADirectoryError(f"{name}={str(value)!r}: {there} is a file; choose another folder.")
+
+
+def check_callable(name: str, value: object, called_with: tuple[str, ...]) -> None:
+    """Raise ValueError unless it is None, or a function of so many arguments."""
+    if value is None:
+        return
+    form = f"{name}({', '.join(called_with)})"
+    if not callable(value):
+        raise ValueError(f"{name} must be a function, called as {form}, got {value!r}.")
+    try:
+        inspect.signature(value).bind(*called_with)
+    except TypeError as error:
+        raise ValueError(f"{name} is called as {form}: {error}.") from error
+    except ValueError:  # a builtin that does not say what it takes
+        return

@@ -213,6 +213,8 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         ...     optimizer.step()
         step 1
     """
+    if not isinstance(callback, StepCallback):
+        raise TypeError(f"callback must be a StepCallback, got {type(callback).__name__}.")
     callback.start(model, optimizer, step)
 
     def before(*_: Any) -> None:
@@ -242,6 +244,8 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 def _check_supported(callback: StepCallback, model: nn.Module, optimizer: Any) -> None:
     name = type(callback).__name__
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{name} needs the model in training, not {model!r:.80}.")
     # ZeRO-3 marks its parameters with `ds_id`; the lower stages show in the optimizer's wrapper only.
     if "DeepSpeed" in type(optimizer).__name__ or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         raise ValueError(

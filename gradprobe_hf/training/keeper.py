@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -102,6 +102,16 @@ class MaskKeeper:
             save_file(tensors, folder / _file_name(self.model, processes))
 
 
+def check_source(source: Any) -> None:
+    """Raise ValueError for what cannot be masks."""
+    if source != "from-zeros" and not isinstance(source, (Mapping, PruneResult)):
+        raise ValueError(f"masks={source!r}: pass masks, a PruneResult, or 'from-zeros'.")
+    for name, mask in source.items() if isinstance(source, Mapping) else ():
+        if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+            kind = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
+            raise ValueError(f"masks[{name!r}] must be a bool tensor [out, in], True = pruned, got {kind}.")
+
+
 def resolve_masks(model: nn.Module, source: MaskSource) -> tuple[tuple[Target, ...], Mapping[str, Tensor]]:
     """The matrices that have a mask, and their masks, of what a user passed as `masks`.
 
@@ -113,8 +123,6 @@ def resolve_masks(model: nn.Module, source: MaskSource) -> tuple[tuple[Target, .
     if isinstance(source, PruneResult):
         source = source.masks
     if isinstance(source, str):
-        if source != "from-zeros":
-            raise ValueError(f"masks={source!r}: pass masks, a PruneResult, or 'from-zeros'.")
         return _masks_from_zeros(model, targets)
     unknown = sorted(set(source) - {target.name for target in targets})
     if unknown or not source:

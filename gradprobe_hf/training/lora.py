@@ -148,6 +148,8 @@ def _lora_layers(model: Any) -> dict[str, Any]:
         from peft.tuners.lora import Linear
     except ImportError as error:
         raise ImportError("LoRA needs PEFT: pip install 'gradprobe_hf[peft]'") from error
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"adapters are merged into a PeftModel, got {model!r:.80}.")
     # `base_model.model.` is what PEFT wraps around the model.
     found = {
         name.removeprefix("base_model.model.") + ".weight": module

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.fsdp import is_sharded, local
 from gradprobe_hf.model.targets import matches
+from gradprobe_hf.runtime.option_checks import number, patterns, whole
 from gradprobe_hf.training.callback import StepCallback, logger
 
 Grouping = Literal["block", "matrix"] | Sequence[str]
@@ -65,14 +66,15 @@ class SelectiveUpdateCallback(StepCallback):
         super().__init__()
         if (top_k is None) == (fraction is None):
             raise ValueError(f"top_k={top_k} and fraction={fraction}: pass one of the two.")
-        if top_k is not None and top_k < 1:
-            raise ValueError(f"top_k={top_k}: at least one group has to train.")
-        if fraction is not None and not 0 < fraction <= 1:
-            raise ValueError(f"fraction={fraction} is not in (0, 1].")
-        if every < 1:
-            raise ValueError(f"every={every} is not a number of steps; choose 1 or more.")
+        if top_k is not None:
+            whole("top_k", top_k, at_least=1)
+        if fraction is not None:
+            number("fraction", fraction, "a fraction in (0, 1]", lambda x: 0 < x <= 1)
+        whole("every", every, at_least=1)
         if isinstance(groups, str) and groups not in ("block", "matrix"):
             raise ValueError(f"groups={groups!r}: choose 'block', 'matrix', or pass a list of patterns.")
+        if not isinstance(groups, str):
+            groups = patterns("groups", groups)
         self.top_k, self.fraction, self.every, self.groups = top_k, fraction, every, groups
         self.members: dict[str, list[nn.Parameter]] = {}
         self.chosen: list[str] = []

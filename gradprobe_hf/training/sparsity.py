@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradprobe_hf.training.callback import StepCallback, attached, logger
-from gradprobe_hf.training.keeper import MaskKeeper, MaskSource, load_masks, resolve_masks
+from gradprobe_hf.training.keeper import MaskKeeper, MaskSource, check_source, load_masks, resolve_masks
 
 
 class SparsityCallback(StepCallback):
@@ -44,6 +44,7 @@ class SparsityCallback(StepCallback):
 
     def __init__(self, masks: MaskSource = "from-zeros") -> None:
         super().__init__()
+        check_source(masks)
         self.source = masks
         self.keeper: MaskKeeper | None = None
 

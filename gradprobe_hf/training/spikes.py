@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.model.fsdp import local
+from gradprobe_hf.runtime.option_checks import number, whole
 from gradprobe_hf.training.callback import StepCallback
 
 
@@ -36,10 +37,10 @@ class SpikeAwareClip(StepCallback):
 
     def __init__(self, threshold: float = 5000.0, warmup: int = 150, reset_every: int | None = 500) -> None:
         super().__init__()
-        if not threshold > 0:
-            raise ValueError(f"threshold={threshold} is not positive; the paper uses 5000.")
-        if warmup < 1:
-            raise ValueError(f"warmup={warmup}: v is empty before the first step; choose 1 step or more.")
+        number("threshold", threshold, "a number > 0, 5000 in the paper", lambda x: x > 0)
+        whole("warmup", warmup, at_least=1)  # v is empty before the first step
+        if reset_every is not None:
+            whole("reset_every", reset_every, at_least=1, other="None, or ")
         if reset_every is not None and reset_every <= warmup:
             raise ValueError(f"reset_every={reset_every} is within warmup={warmup}: nothing would ever be clipped.")
         self.threshold, self.warmup, self.reset_every = threshold, warmup, reset_every

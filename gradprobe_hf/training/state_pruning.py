@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.runtime.option_checks import number, patterns, whole
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.selection.packed_masks import PackedMasks
@@ -113,7 +114,8 @@ class StatePruningCallback(StepCallback):
         super().__init__()
         self.target_sparsity, self.saliency, self.schedule, self.scope = target_sparsity, saliency, schedule, scope
         self.begin_step, self.end_step, self.every = begin_step, end_step, every
-        self.initial_sparsity, self.include, self.exclude = initial_sparsity, tuple(include), tuple(exclude)
+        self.initial_sparsity = initial_sparsity
+        self.include, self.exclude = patterns("include", include), patterns("exclude", exclude)
         self._validate()
         self.history: list[MaskUpdate] = []
         self.keeper: MaskKeeper | None = None
@@ -127,8 +129,10 @@ class StatePruningCallback(StepCallback):
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r} is not known; choose one of {', '.join(map(repr, choices))}.")
-        if not 0 < self.target_sparsity < 1:
-            raise ValueError(f"target_sparsity={self.target_sparsity} is not a fraction in (0, 1).")
+        number("target_sparsity", self.target_sparsity, "a fraction in (0, 1)", lambda x: 0 < x < 1)
+        number("initial_sparsity", self.initial_sparsity, "a fraction in [0, 1)", lambda x: 0 <= x < 1)
+        for name in ("begin_step", "end_step", "every"):
+            whole(name, getattr(self, name), at_least=1)
         if not 0 <= self.initial_sparsity <= self.target_sparsity:
             raise ValueError(
                 f"initial_sparsity={self.initial_sparsity} does not lie between 0 and target_sparsity="
@@ -139,8 +143,6 @@ class StatePruningCallback(StepCallback):
                 f"begin_step={self.begin_step} and end_step={self.end_step}: steps are counted from 1, and the first "
                 "update comes before the last."
             )
-        if self.every < 1:
-            raise ValueError(f"every={self.every} is not a number of steps; choose 1 or more.")
 
     def sparsity_at(self, step: int) -> float:
         """Sparsity of an update after this step, a fraction in [0, 1).

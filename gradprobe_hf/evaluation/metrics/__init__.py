@@ -9,7 +9,7 @@ def path(name: str) -> str:
     Raises:
         ValueError: no such measurement.
     """
-    folder = Path(__file__).parent / name
+    folder = Path(__file__).parent / str(name)
     if not (folder / f"{name}.py").is_file():
         raise ValueError(f"no measurement called {name!r} ships with gradprobe_hf; there is 'perplexity'.")
     return str(folder)

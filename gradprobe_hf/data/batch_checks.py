@@ -1,0 +1,127 @@
+"""Batch checks: values that no model or not this one can take, before the first pass does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.model.families import IGNORED, ignored_label, is_causal, text_attribute
+
+# What says which examples or tokens count, and not what they are.
+_BESIDE = ("labels", "attention_mask", "return_loss")
+_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
+
+
+def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_loss: bool) -> None:
+    """Raise ValueError for the first batch that the model cannot be called with.
+
+    Args:
+        part: what the batches are for: the name of an argument.
+        needs_loss: whether a loss is made of them, and no forward pass alone.
+    """
+    if needs_loss and not is_causal(model) and all(set(batch) <= _INPUTS for batch in batches):
+        raise ValueError(
+            f"{part}: {type(model).__name__} has no loss without labels, and a batch has "
+            f"{', '.join(batches.items[0])} alone, as plain text has. Give batches with labels, or a loss_fn."
+        )
+    taken = inspect.signature(model.forward).parameters
+    for batch in batches:
+        if not any(name in taken for name in batch if name not in _BESIDE):
+            raise ValueError(
+                f"{part}: {type(model).__name__} takes {model.main_input_name}, and a batch has "
+                f"{', '.join(map(str, batch))}."
+            )
+        if isinstance(ids := batch.get("input_ids"), Tensor):
+            _check_ids(model, ids, part)
+            _check_mask(batch.get("attention_mask"), ids, part)
+        if isinstance(labels := batch.get("labels"), Tensor) and not labels.is_floating_point():
+            _check_labels(model, batch, labels, part)
+
+
+def check_reads_text(model: PreTrainedModel, part: str) -> None:
+    """Raise ValueError where a model does not read plain text."""
+    name, needed = type(model).__name__, model.main_input_name
+    if needed != "input_ids" or "pixel_values" in _required(model):
+        what = {"pixel_values": "images", "input_features": "speech", "input_values": "speech"}.get(needed, "more")
+        raise ValueError(f"{part}: {name} does not read plain text, but {what}: give batches with {needed} and labels.")
+
+
+def _required(model: PreTrainedModel) -> list[str]:
+    """Inputs without which nothing is computed: CLIP's images beside its text."""
+    return ["pixel_values"] if getattr(model.config, "model_type", "") in _PAIRED else []
+
+
+_PAIRED = ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "groupvit")
+
+
+def _check_ids(model: PreTrainedModel, ids: Tensor, part: str) -> None:
+    if ids.is_floating_point() or ids.ndim < 2 or not ids.numel():
+        raise ValueError(
+            f"{part}: input_ids must be whole numbers [sequences, tokens], got {ids.dtype} {tuple(ids.shape)}."
+        )
+    rows = _tokens(model)
+    lowest, highest = int(ids.min()), int(ids.max())
+    if rows is not None and (lowest < 0 or highest >= rows):
+        raise ValueError(
+            f"{part}: input_ids hold {lowest if lowest < 0 else highest}, and {type(model).__name__} knows the tokens "
+            f"0 to {rows - 1}: its tokenizer (processing_class) is larger than its embedding ({rows}), or another's. "
+            "Use the model's own, or resize_token_embeddings and train."
+        )
+    longest = text_attribute(model.config, "max_position_embeddings")
+    if longest is not None and ids.shape[-1] > longest:
+        raise ValueError(
+            f"{part}: input_ids have {ids.shape[-1]} tokens in a row, and {type(model).__name__} has {longest} "
+            "positions (max_position_embeddings); give rows of that many tokens at most."
+        )
+
+
+def _check_mask(mask: Any, ids: Tensor, part: str) -> None:
+    if isinstance(mask, Tensor) and mask.ndim == ids.ndim and mask.shape != ids.shape:
+        raise ValueError(
+            f"{part}: attention_mask is {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}: they must be alike."
+        )
+
+
+def _check_labels(model: PreTrainedModel, batch: Mapping[str, Any], labels: Tensor, part: str) -> None:
+    ids = batch.get("input_ids")
+    if is_causal(model) and isinstance(ids, Tensor) and labels.shape != ids.shape:
+        raise ValueError(
+            f"{part}: labels are {tuple(labels.shape)}, and input_ids {tuple(ids.shape)}: they must be alike."
+        )
+    classes = _classes(model)
+    ignored = ignored_label(model)
+    counted = labels[(labels != IGNORED) & (labels != ignored)]
+    if classes is None or not counted.numel():
+        return
+    lowest, highest = int(counted.min()), int(counted.max())
+    if lowest < 0 or highest >= classes:
+        raise ValueError(
+            f"{part}: labels hold {lowest if lowest < 0 else highest}, and {type(model).__name__} predicts 0 to "
+            f"{classes - 1} (and {ignored}, which is not counted)."
+        )
+
+
+def _tokens(model: PreTrainedModel) -> int | None:
+    """How many tokens a model knows; None where it has no one embedding of them."""
+    try:
+        embedding = model.get_input_embeddings()
+    except (NotImplementedError, AttributeError):
+        return None
+    return int(embedding.weight.shape[0]) if isinstance(embedding, nn.Embedding) else None
+
+
+def _classes(model: PreTrainedModel) -> int | None:
+    """How many classes a label may name; None where labels are no classes."""
+    name = type(model).__name__
+    if name.endswith("Classification"):
+        regresses = model.config.num_labels == 1 or "multi" in str(model.config.problem_type)
+        return None if regresses else int(model.config.num_labels)
+    head = model.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    return int(weight.shape[0]) if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None

@@ -1,0 +1,81 @@
+"""Request checks: arguments that cannot be meant, before a model is loaded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.data.mixture import is_mixture
+from gradprobe_hf.data.sources import is_path
+from gradprobe_hf.run.context import RunRequest
+from gradprobe_hf.runtime.names_elsewhere import unknown_argument
+from gradprobe_hf.runtime.option_checks import check_callable
+from gradprobe_hf.runtime.paths import looks_like_path
+
+
+def check_request(request: RunRequest, verb: Callable[..., Any]) -> None:
+    """Raise for arguments that cannot be meant.
+
+    Args:
+        verb: the function that the user called; its arguments are what another name may stand for.
+
+    Raises:
+        TypeError: an argument that is another library's, or an option of the configuration.
+        ValueError: a value that is wrong.
+        FileNotFoundError: paths that are not there, all of them in one message.
+    """
+    check_names(request.from_pretrained_kwargs, verb)
+    check_callable("loss_fn", request.loss_fn, ("model", "batch"))
+    if request.processing_class is not None and not callable(request.processing_class):
+        raise ValueError(
+            f"processing_class must be a tokenizer or a processor, got {request.processing_class!r}; AutoTokenizer."
+            "from_pretrained loads one by its name."
+        )
+    if isinstance(request.calibration, bool) or request.evaluation is True:
+        name = "evaluation" if request.evaluation is True else "calibration"
+        raise ValueError(f"{name} must be text or batches, got bool {getattr(request, name)!r}.")
+    check_paths(request.model_or_id, {"calibration": request.calibration, "evaluation": request.evaluation})
+
+
+def check_names(given: Mapping[str, object], verb: Callable[..., Any]) -> None:
+    """Raise TypeError for what `from_pretrained` does not take, and the verb takes under another name."""
+    arguments = [name for name in inspect.signature(verb).parameters if name != "from_pretrained_kwargs"]
+    options = [field.name for field in fields(GradProbeConfig)]
+    for name, value in given.items():
+        if said := unknown_argument(name, value, options, [*arguments, "dtype", "device_map"]):
+            raise TypeError(f"{verb.__name__}: {said}")
+
+
+def check_paths(model_or_id: Any, texts: Mapping[str, Any], against: str | None = None) -> None:
+    """Raise FileNotFoundError for the paths of a model and of texts that are not there, all at once.
+
+    Args:
+        texts: argument -> what was passed as it; looked at where it can only be a path.
+        against: a second model.
+    """
+    named = [] if isinstance(model_or_id, nn.Module) else [("model_or_id", model_or_id)]
+    named = [one for one in [*named, ("against", against)] if _is_missing(one[1], looks_like_path)]
+    for name, value in texts.items():
+        parts = value if is_mixture(value) else [value]
+        named += [(name, part) for part in parts if _is_missing(part, is_path)]
+    missing = {name: str(value) for name, value in named}
+    if not missing:
+        return
+    shown = ", ".join(f"{name}={value!r}" for name, value in missing.items())
+    remedies = ["A model is a checkpoint folder or a Hub id 'user/name'."] if missing.keys() - texts.keys() else []
+    if missing.keys() & texts.keys():
+        remedies.append("Text is a file or a folder of files, a Hub dataset 'id[:config[:split]]', 'pydoc' or 'self'.")
+    raise FileNotFoundError(f"no such file or folder: {shown}. {' '.join(remedies)}")
+
+
+def _is_missing(value: Any, is_meant: Callable[[str], bool]) -> bool:
+    """Args: is_meant: whether a text is meant as a path."""
+    if isinstance(value, Path) or (isinstance(value, str) and is_meant(value)):
+        return not Path(value).expanduser().exists()
+    return False

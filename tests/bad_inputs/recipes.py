@@ -1,0 +1,46 @@
+"""Files of options."""
+
+from __future__ import annotations
+
+from tests.bad_inputs.case import PRUNE, call, prune, refused, unreadable
+
+RECIPES = [
+    prune("--config /no/recipe.yaml", "--config", "/no/recipe.yaml", "no such file"),
+    prune("--config recipe.yaml", "--config", "recipe.yaml", "no such file"),
+    prune("--config @texts", "--config", "@texts"),
+    prune("--config @binary.yaml", "binary.yaml", "YAML"),
+    prune("--config @broken.yaml", "broken.yaml", "YAML"),
+    prune("--config @list.yaml", "list.yaml", "mapping"),
+    prune("--config @text.yaml", "text.yaml", "mapping"),
+    prune("--config @duplicate.yaml", "duplicate.yaml", "'sparsity'", "twice"),
+    prune("--config @sparsty.yaml", "sparsty.yaml", "'sparsty'", "'sparsity'"),
+    prune("--config @amount.yaml", "amount.yaml", "'amount'", "sparsity"),
+    prune("--config @dashes.yaml", "dashes.yaml", "'num-samples'", "num_samples"),
+    prune("--config @number-key.yaml", "number-key.yaml", "5"),
+    prune("--config @high.yaml", "high.yaml", "sparsity", "1.5"),
+    prune("--config @percent.yaml", "percent.yaml", "sparsity", "'50%'"),
+    prune("--config @yes.yaml", "yes.yaml", "checkpointing", "'maybe'"),
+    prune("--config @effect.yaml", "effect.yaml", "damping", "no effect"),
+    prune("--config @tag.yaml", "tag.yaml", "YAML"),
+    prune("--config @anchor.yaml", "anchor.yaml"),
+    prune("--config @null-seed.yaml", "null-seed.yaml", "seed", "None"),
+    refused(f"{PRUNE} --config @json-key.yaml", "json-key.yaml", "'json'"),
+    refused(f"{PRUNE} --config @config-key.yaml", "config-key.yaml", "'config'"),
+    refused("prune --config @model-list.yaml --output out", "model-list.yaml", "model"),
+    refused("prune --config @model-missing.yaml", "model-missing.yaml", "/no/such/model"),
+    refused("prune --config @no-text.yaml", "no-text.yaml", "calibration", "/no/text.txt"),
+    unreadable("prune --config @good.yaml", "MODEL"),
+    unreadable("prune @llama --config @good.yaml", "--output"),
+    refused("prune --config @whole-bad-dtype.yaml", "whole-bad-dtype.yaml", "dtype", "'foo'"),
+    refused("prune --config @overwrite-text.yaml", "overwrite-text.yaml", "overwrite", "'sure'"),
+    refused("estimate @llama --config @sparsty.yaml", "sparsty.yaml", "'sparsty'"),
+    call("GradProbeConfig.from_yaml('/no/recipe.yaml')", "/no/recipe.yaml"),
+    call("GradProbeConfig.from_yaml(at('binary.yaml'))", "binary.yaml", "YAML"),
+    call("GradProbeConfig.from_yaml(at('duplicate.yaml'))", "duplicate.yaml", "'sparsity'"),
+    call("GradProbeConfig.from_yaml(at('sparsty.yaml'))", "sparsty.yaml", "'sparsty'", "'sparsity'"),
+    call("GradProbeConfig.from_yaml(at('high.yaml'))", "high.yaml", "1.5"),
+    call("GradProbeConfig.from_yaml(at('good-run.yaml'))", "good-run.yaml", "'model'"),
+    call("GradProbeConfig.from_dict({'sparsty': 0.5})", "'sparsty'", "'sparsity'"),
+    call("GradProbeConfig.from_dict([('sparsity', 0.5)])", "list"),
+    call("GradProbeConfig.from_dict('sparsity: 0.5')", "str"),
+]
