@@ -37,7 +37,7 @@ VERBS = [
     refused(f"{_EVALUATE} --device-map cuda", "--device-map", "'cuda'"),
     refused(f"{_EVALUATE} --revision v2", "--revision v2"),
     refused("evaluate @vit --data @plain.txt --num-samples 4 --sequence-length 16", "ViTForImageClassification"),
-    refused("evaluate @t5 --data @plain.txt --num-samples 4 --sequence-length 16", "T5ForConditionalGeneration"),
+    refused("evaluate @t5 --data @plain.txt --num-samples 4 --sequence-length 16", "plain.txt", "labels"),
     # estimate refuses what prune refuses
     unreadable(f"{_ESTIMATE} --sparsity half", "--sparsity", "'half'"),
     unreadable(f"{_ESTIMATE} --output out", "--output"),
