@@ -158,7 +158,7 @@ def test_a_classifier(checkpoint, other_text_file, tmp_path):
     few = ["--blocks", 1, "--sentences", 8, "--num-samples", 8, "--sparsity", 0.5, "--max-metric-drop", "10%"]
     run("classifier.py", "--model", checkpoint, "--data", tmp_path, "--text", other_text_file, "--json", figures, *few)
     dense, *pruned, searched = json.loads(figures.read_text())["rows"]
-    assert (dense["sparsity"], searched["method"]) == (0, "--max-metric-drop 10%")
+    assert (dense["sparsity"], searched["method"]) == (0, "one probe, --max-metric-drop 10%")
     assert [row["calibration"] for row in pruned] == [
         "its labelled sentences",
         "its sentences",
