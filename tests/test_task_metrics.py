@@ -7,11 +7,13 @@ from functools import cache
 
 import pytest
 import torch
+from accelerate import disk_offload
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradprobe_hf.tasks.metrics import METRICS, accuracy, f1, word_error_rate
 from tests import cases, labelled
+from tests.launch import together
 
 LABELLED = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), min_size=1, max_size=12)
 WORDS = st.lists(st.sampled_from("abc"), max_size=5)
@@ -140,3 +142,27 @@ def test_bleu_is_what_evaluate_computes(tmp_path, monkeypatch):
     METRICS["bleu"].check.cache_clear()
     assert found["name"] == "bleu"
     assert 0 <= found["pruned"] <= 1
+
+
+def before_and_after(name, folder=None):
+    """The metric of a model, in memory or offloaded to `folder`."""
+    case, model = labelled.CASES[name], labelled.build(name)
+    if folder is not None:
+        disk_offload(model, folder, torch.device("cpu"))
+    options = {"num_samples": 6, "sequence_length": 32, "batch_size": 2, "preset": "fast", "apply": False}
+    rows = case.rows()
+    return cases.prune(model, rows, evaluation=rows, processing_class=case.processor(), **options).report.evaluation[
+        "metric"
+    ]
+
+
+@pytest.mark.parametrize("name", ["bert", pytest.param("whisper", marks=pytest.mark.slow)])
+def test_an_offloaded_model_has_the_same_metric(name, tmp_path):
+    assert before_and_after(name, tmp_path) == before_and_after(name)
+
+
+@pytest.mark.parametrize("name", ["bert", pytest.param("wav2vec2", marks=pytest.mark.slow)])
+def test_two_processes_have_the_metric_of_one(name):
+    alone = before_and_after(name)
+    for one in together(before_and_after, name):
+        assert one == alone

@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.patches import eval_mode, seen_on
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.steps import share
 from gradprobe_hf.tasks.metrics import Metric
@@ -92,7 +92,7 @@ def measure_metric(work: Workload, measured: TaskMetric, label: str = "evaluatio
     predictions: list[Any] = []
     references: list[Any] = []
     assert measured.task.predict is not None, "a task with metrics predicts"
-    with resharded(model), eval_mode(model):
+    with resharded(model), eval_mode(model), seen_on(model, device):
         steps = share(list(work.batches), work.processes, is_sharded(model))
         for batch, counted in tqdm(steps, desc=f"{label}: {measured.name}", unit="batch", disable=not work.progress):
             found, right = measured.task.predict(model, send_to_device(batch, device), measured.processing_class)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 
@@ -37,6 +38,21 @@ def frozen(model: nn.Module) -> Iterator[None]:
     finally:
         for name in required:
             model.get_parameter(name).requires_grad_(True)
+
+
+@contextmanager
+def seen_on(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """`model.device` is this one, also where Accelerate keeps the weights elsewhere.
+
+    Generation makes its first tokens there, and of an offloaded model it says "meta".
+    """
+    own = type(model)
+    if model.device.type == "meta":  # a property of the class: an attribute of the instance would not win
+        model.__class__ = type(own.__name__, (own,), {"device": property(lambda _: device)})
+    try:
+        yield
+    finally:
+        model.__class__ = own
 
 
 def checkpointed_layers(model: nn.Module) -> list[str]:
