@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
+from transformers import ViTImageProcessorPil
 
 from gradprobe_hf.data.batches import shared_rows
 from gradprobe_hf.data.pydoc_text import manual_text
@@ -287,3 +288,11 @@ def test_windows_the_model_has_no_positions_for_are_refused(text_file):
 def test_text_without_a_tokenizer_is_refused(text_file):
     with pytest.raises(ValueError, match="pass processing_class="):
         load(str(text_file), tokenizer=None)
+
+
+def test_text_for_a_model_of_images_is_refused(text_file):
+    processor = ViTImageProcessorPil()
+    with pytest.raises(ValueError, match=r"is text, which needs a tokenizer.* but a ViTImageProcessorPil"):
+        load_batches(
+            text_file, WindowSpec(4, 12, 2), part="evaluation", model=cases.build("vit"), processing_class=processor
+        )

@@ -13,6 +13,7 @@ import pytest
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_multi_gpu_env
 
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from tests import scripts
 from tests.loopback_hub import TOKEN
@@ -39,6 +40,20 @@ def test_demo(checkpoint, tmp_path):
     assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-4)
     for said in ("perplexity", "50.00", "GB peak memory", "README.md", "The Earth goes around"):
         assert said in ran.stdout
+
+
+@pytest.mark.slow
+def test_a_vision_model_to_prune(tmp_path):
+    run("vit_shapes.py", tmp_path / "shapes", "--images", 40, "--steps", 2)
+    result = prune_pretrained(
+        tmp_path / "shapes" / "model",
+        GradProbeConfig(num_samples=16),
+        calibration=tmp_path / "shapes" / "train.parquet",
+        evaluation=tmp_path / "shapes" / "test.parquet",
+        progress=False,
+    )
+    assert result.report.evaluation["metric"]["name"] == "accuracy"
+    assert result.report.evaluation["samples"] == 10
 
 
 def test_push(hub, user, checkpoint):

@@ -81,6 +81,11 @@ def special_tokens(processing_class: Any, model: PreTrainedModel, wanted: bool =
     return SpecialTokens(before, after, f"each {described}", len(before) if is_causal(model) else 0)
 
 
+def is_tokenizer(processing_class: Any) -> bool:
+    """Whether it turns text into tokens: an image processor and a feature extractor do not."""
+    return callable(getattr(processing_class, "convert_ids_to_tokens", None))
+
+
 def tokenizer_of(processing_class: Any) -> Any:
     """A tokenizer as it is, and that of a processor."""
     return getattr(processing_class, "tokenizer", processing_class)

@@ -24,7 +24,7 @@ from gradprobe_hf.data.packing import Drawn, WindowSpec, draw_documents, draw_pa
 from gradprobe_hf.data.pydoc_text import Part, manual_text
 from gradprobe_hf.data.self_generated import own_text
 from gradprobe_hf.data.sources import Source, is_dataset, is_tokenised, open_source, rows_from, text_rows
-from gradprobe_hf.data.special_tokens import special_tokens, tokenizer_of
+from gradprobe_hf.data.special_tokens import is_tokenizer, special_tokens, tokenizer_of
 from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.model.families import text_attribute
 
@@ -107,9 +107,11 @@ class _Reader:
             check_length(self.model, max(len(row["input_ids"]) for row in drawn.rows))
             return drawn
         check_length(self.model, windows.sequence_length)
-        if self.processing_class is None:
+        if not is_tokenizer(tokenizer_of(self.processing_class)):
+            found = "" if self.processing_class is None else f" but a {type(self.processing_class).__name__}"
             raise ValueError(
-                "text needs a tokenizer and none was found beside the model: pass processing_class=, or give batches."
+                f"{opened.name} is text, which needs a tokenizer, and none was found beside the model{found}: pass "
+                "processing_class=, or give batches that the model returns a loss for."
             )
         if windows.text.assistant_only_loss and not holds_chats(opened, windows.text):
             if has_to_be_chats:
