@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from typing import Any
 
 import gradprobe_hf
 from gradprobe_hf.cli.flags import in_flags
@@ -79,6 +80,20 @@ def parser(chosen: str = "") -> CommandParser:
             verb.set_defaults(run=module.run)
             top.chosen = verb
     return top
+
+
+def whole_parser() -> CommandParser:
+    """The command with the options of every verb: what its page and a shell's completion are made from."""
+    top = parser()
+    verbs = _choices(top)
+    for name in list(verbs):
+        verbs[name] = _choices(parser(name))[name]
+    return top
+
+
+def _choices(top: CommandParser) -> dict[str, Any]:
+    found: Any = next(action for action in top._actions if action.dest == "verb")
+    return found.choices
 
 
 def _said(error: Exception, options: argparse.Namespace) -> str:
