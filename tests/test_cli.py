@@ -227,6 +227,29 @@ def test_a_file_of_options_and_the_command_line_over_it(checkpoint, tmp_path, gr
     assert configured("--damping", 0.5, "--config", recipe).damping == 0.5  # wherever it stands
 
 
+def test_a_run_in_one_file(checkpoint, tmp_path, gradprobe):
+    """Model, data and output too; the command line wins, and another verb reads what it has a use for."""
+    recipe = tmp_path / "recipe.yaml"
+    options = {"model": checkpoint, "output": tmp_path / "out", "sparsity": 0.3, "score": "magnitude"}
+    recipe.write_text("".join(f"{name}: {value}\n" for name, value in options.items()) + "evaluation: none\n")
+    code, said, err = gradprobe("prune", "--config", recipe, "--json")
+    assert code == 0, err
+    assert json.loads(said)["sparsity"] == 0.3
+    assert json.loads(said)["output"] == str(tmp_path / "out")
+    other = json.loads(gradprobe("prune", "--config", recipe, "--output", tmp_path / "other", "--json")[1])
+    assert other["output"] == str(tmp_path / "other")
+    assert json.loads(gradprobe("estimate", "--config", recipe, "--json")[1])["model"] == str(checkpoint)
+
+
+def test_each_stage_is_announced_once(checkpoint, tmp_path, gradprobe):
+    """In a file: there a bar would be lines of its own."""
+    _, _, err = gradprobe("prune", checkpoint, "--output", tmp_path / "out", *SMALL)
+    lines = err.splitlines()
+    assert "probe 0 ..." in lines
+    assert len(set(lines)) == len(lines)
+    assert "%|" not in err
+
+
 def test_a_preset_wins_over_what_another_came_to_in_a_file(tmp_path):
     recipe = tmp_path / "balanced.yaml"
     GradProbeConfig(preset="balanced", num_samples=7).to_yaml(recipe)

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from gradprobe_hf.cli.config_options import add_config_options, configuration, option_values
-from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
+from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given, shows_progress
 from gradprobe_hf.cli.output import console, print_comparison, print_json
 from gradprobe_hf.cli.recipe import RecipeError
 from gradprobe_hf.comparison.baselines import BASELINES, baselines
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
         calibration=options.calibration,
         evaluation=options.evaluation,
         on_row=partial(_note, options) if join_processes().is_main else None,
-        progress=not options.quiet,
+        progress=shows_progress(options),
         **given(options, *SOURCE, *PLACEMENT),
     )
     if not join_processes().is_main:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from gradprobe_hf.cli.config_options import add_fields
-from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
+from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given, shows_progress
 from gradprobe_hf.cli.values import at_least, names
 from gradprobe_hf.data.text_options import TextOptions
 
@@ -97,7 +97,7 @@ def run(options: argparse.Namespace) -> None:
     if options.write_card:
         check_card(options.model)
     how = given(options, "include_path", "num_fewshot", "limit", "batch_size")
-    asked = TaskRequest(options.tasks, progress=not options.quiet, **how) if options.tasks else None
+    asked = TaskRequest(options.tasks, progress=shows_progress(options), **how) if options.tasks else None
     manager = check_tasks(asked) if asked else None
     models = {"pruned": _Loaded.from_name(options.model, options.task, **given(options, *SOURCE, *PLACEMENT))}
     if options.against:  # a revision or a GGUF file is one of MODEL
@@ -139,9 +139,9 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
     task = task_for(options.task, type(pruned.model).__name__, pruned.model.config.is_encoder_decoder)
     batches = _batches(options, pruned, task)
     metric = metric_of(task, options.metric, batches, pruned.tokenizer)
-    works = {"pruned": Workload(pruned.model, batches, progress=not options.quiet)}
+    works = {"pruned": Workload(pruned.model, batches, progress=shows_progress(options))}
     if dense is not None:
-        works["dense"] = Workload(dense.model, batches, progress=not options.quiet)
+        works["dense"] = Workload(dense.model, batches, progress=shows_progress(options))
     values: dict[str, Any] = {"task": task.name if task else None, "metric": None, **batches.describe()}
     if metric is not None:
         scores = {name: measure_metric(work, metric, name) for name, work in works.items()}
@@ -175,7 +175,7 @@ def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) 
             model=measured.model,
             processing_class=measured.tokenizer,
             task=TaskOptions(task, options.label_column, None if options.num_samples else ROWS_MEASURED),
-            progress=not options.quiet,
+            progress=shows_progress(options),
         )
     check_batches(measured.model, batches, "data", needs_loss=True)
     return batches

@@ -118,11 +118,13 @@ def _logging(quiet: bool) -> Iterator[None]:
     root.handlers[:] = [logging.StreamHandler(sys.stderr)]
     root.setLevel(logging.WARNING)
     own.setLevel(logging.WARNING if quiet else logging.INFO)
-    if quiet:
-        from datasets import disable_progress_bars
+    if quiet or not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
+    if quiet:
+        from datasets import disable_progress_bars
+
         disable_progress_bars()
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import cached_property
 from typing import Any, NoReturn
 
@@ -155,3 +156,8 @@ class VerbParser(CommandParser):
 def given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
     """The options that were set on the command line."""
     return {name: getattr(options, name) for name in names if getattr(options, name, None) is not None}
+
+
+def shows_progress(options: argparse.Namespace) -> bool:
+    """Whether bars are drawn: on a terminal. In a file each stage is announced by the line that the log has of it."""
+    return not options.quiet and sys.stderr.isatty()

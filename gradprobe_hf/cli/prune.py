@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from gradprobe_hf.cli.config_options import add_config_options, configuration
-from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given
+from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given, shows_progress
 from gradprobe_hf.config import GradProbeConfig
 
 
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> None:
         push_to_hub=False if options.push_to_hub is None else options.push_to_hub,
         hub_private_repo=options.private or None,
         resume_dir=options.resume_dir,
-        progress=not options.quiet,
+        progress=shows_progress(options),
         **given(options, *SOURCE, *PLACEMENT),
     )
     if result.processes.is_main and options.json:

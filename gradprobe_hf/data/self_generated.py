@@ -48,7 +48,7 @@ def own_text(model: PreTrainedModel, samples: int, length: int, seed: int, progr
                 max_new_tokens=length - 1,
                 pad_token_id=0,
             )
-            for count in tqdm(counts, desc="the model writes its own text", disable=not progress)
+            for count in tqdm(counts, desc="the model writes its own text", disable=not progress, leave=False)
         ]
     return torch.cat(written).cpu()
 

@@ -129,7 +129,7 @@ def _both_passes(dense: Workload, pruned: Workload, serving: Serving, label: str
     parts: list[tuple[int, Tensor]] = []
     with resharded(dense.model), resharded(pruned.model), eval_mode(dense.model), eval_mode(pruned.model):
         steps = share(numbered, dense.processes, is_sharded(dense.model))
-        for (batch, first), counted in tqdm(steps, desc=label, unit="batch", disable=not dense.progress):
+        for (batch, first), counted in tqdm(steps, desc=label, unit="batch", disable=not dense.progress, leave=False):
             p, labels = _logits(dense, batch)
             with serving():
                 q, _ = _logits(pruned, batch)

@@ -62,7 +62,7 @@ def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False)
     # FSDP2 keeps the root's parameters gathered after a forward pass without backward; `resharded` shards them again.
     with resharded(model), eval_mode(model):
         steps = share(list(work.batches), work.processes, is_sharded(model))
-        for batch, counted in tqdm(steps, desc=label, unit="batch", disable=not work.progress):
+        for batch, counted in tqdm(steps, desc=label, unit="batch", disable=not work.progress, leave=False):
             batch = send_to_device(batch, device)
             loss, count = (loss_fn(model, batch), row_count(batch)) if loss_fn else summed_loss(model, batch)
             if not isinstance(loss, Tensor) or loss.ndim:

@@ -94,7 +94,9 @@ def measure_metric(work: Workload, measured: TaskMetric, label: str = "evaluatio
     assert measured.task.predict is not None, "a task with metrics predicts"
     with resharded(model), eval_mode(model), seen_on(model, device):
         steps = share(list(work.batches), work.processes, is_sharded(model))
-        for batch, counted in tqdm(steps, desc=f"{label}: {measured.name}", unit="batch", disable=not work.progress):
+        for batch, counted in tqdm(
+            steps, desc=f"{label}: {measured.name}", unit="batch", disable=not work.progress, leave=False
+        ):
             found, right = measured.task.predict(model, send_to_device(batch, device), measured.processing_class)
             if counted:
                 predictions.append(found)

@@ -125,7 +125,7 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
     # on with the number that its interrupted part has reached.
     with _measuring(work, one, first_sequence=sum(row_count(batch) for batch, _ in steps[: len(tally)])) as folding:
         bar = tqdm(
-            total=len(steps), initial=len(tally), desc=one.label, unit="batch", disable=not work.progress, leave=True
+            total=len(steps), initial=len(tally), desc=one.label, unit="batch", disable=not work.progress, leave=False
         )
         # Resharded once more inside: `frozen` restores its flags before the outer `resharded` exits, and must set them
         # on the shards, not on gathered parameters.
@@ -197,7 +197,7 @@ def observe_inputs(work: Workload, targets: Sequence[Target], statistics: Statis
     folding = Folding(statistics, model.config.is_encoder_decoder)
     maps = instrumented(model, targets, ServedWeights(), on_input=folding.fold_inputs)
     with resharded(model), eval_mode(model), maps:
-        for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not work.progress):
+        for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not work.progress, leave=False):
             batch = send_to_device(batch, input_device(model))
             folding.start_batch(batch, counted)
             forward_only(model, batch)

@@ -106,7 +106,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
     pruned = BlockOutputCache(model, own, blocks)
     dense = BlockOutputCache(model, own, blocks) if task.config.dense_target else None
     found = Reconstructed(PackedMasks(), NewWeights(task.folder, on_disk=is_offloaded(model)), {})
-    bar = tqdm(blocks.names, desc="reconstruction", unit="block", disable=not work.progress)
+    bar = tqdm(blocks.names, desc="reconstruction", unit="block", disable=not work.progress, leave=False)
     for number, block in enumerate(bar):
         inside = [target for target in task.targets if target.block == block]
         if number < len(task.finished):
