@@ -230,11 +230,11 @@ def test_a_file_of_options_and_the_command_line_over_it(checkpoint, tmp_path, gr
 def test_a_run_in_one_file(checkpoint, tmp_path, gradprobe):
     """Model, data and output too; the command line wins, and another verb reads what it has a use for."""
     recipe = tmp_path / "recipe.yaml"
-    options = {"model": checkpoint, "output": tmp_path / "out", "sparsity": 0.3, "score": "magnitude"}
+    options = {"model": checkpoint, "output": tmp_path / "out", "sparsity": 0.25, "score": "magnitude"}
     recipe.write_text("".join(f"{name}: {value}\n" for name, value in options.items()) + "evaluation: none\n")
     code, said, err = gradprobe("prune", "--config", recipe, "--json")
     assert code == 0, err
-    assert json.loads(said)["sparsity"] == 0.3
+    assert json.loads(said)["sparsity"] == 0.25
     assert json.loads(said)["output"] == str(tmp_path / "out")
     other = json.loads(gradprobe("prune", "--config", recipe, "--output", tmp_path / "other", "--json")[1])
     assert other["output"] == str(tmp_path / "other")
