@@ -8,7 +8,8 @@ seeds compare.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,15 +23,17 @@ from gradprobe_hf.data.labelled import Labels, TaskOptions
 from gradprobe_hf.data.mixture import is_mixture, mixed, shares
 from gradprobe_hf.data.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of
 from gradprobe_hf.data.pydoc_text import Part, manual_text
-from gradprobe_hf.data.self_generated import own_text
+from gradprobe_hf.data.self_generated import KeptText, own_text
 from gradprobe_hf.data.sources import Source, is_dataset, is_tokenised, open_source, rows_from, text_rows
 from gradprobe_hf.data.special_tokens import is_tokenizer, special_tokens, tokenizer_of
 from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.model.families import text_attribute
+from gradprobe_hf.runtime.processes import Processes
 
 __all__ = ["TextOptions", "WindowSpec", "load_batches"]
 
 EVALUATION_SEED = 1
+DEFAULT_LENGTH = 512
 SELF = "self"
 
 
@@ -42,6 +45,7 @@ def load_batches(
     model: PreTrainedModel,
     processing_class: Any,
     task: TaskOptions | None = None,
+    writing: Writing | None = None,
     progress: bool = True,
 ) -> Batches:
     """Turn `source` into batches for `model`.
@@ -54,6 +58,7 @@ def load_batches(
         part: which split of a dataset, or half of `"pydoc"`.
         processing_class: the tokenizer, or a processor with one; needed for text.
         task: what the model is for: how rows with labels, images or speech become batches.
+        writing: who writes the model's own text, and where it is kept.
 
     Raises:
         ValueError: too little text, no tokenizer, windows that the model cannot take, or a source of an unknown kind.
@@ -67,7 +72,7 @@ def load_batches(
         source = _open(source, part, windows.seed) or source
         if isinstance(source, Source) and (found := labels.batches(source)) is not None:
             return found
-    reader = _Reader(part, model, processing_class, progress)
+    reader = _Reader(part, model, processing_class, writing or Writing(), progress)
     drawn = (
         reader.mixed(source, windows) if is_mixture(source) else reader.drawn(source, windows, part == "calibration")
     )
@@ -83,12 +88,21 @@ def _is_self(source: Any) -> bool:
 
 
 @dataclass(frozen=True)
+class Writing:
+    """Who writes the model's own text: these processes share it. `kept`: where it is kept, if it is."""
+
+    processes: Processes = field(default_factory=Processes)
+    kept: KeptText | None = None
+
+
+@dataclass(frozen=True)
 class _Reader:
     """Whom the rows are for."""
 
     part: Part
     model: PreTrainedModel
     processing_class: Any
+    writing: Writing
     progress: bool
 
     def drawn(self, source: Any, windows: WindowSpec, has_to_be_chats: bool) -> Drawn | None:
@@ -137,9 +151,24 @@ class _Reader:
     def _written(self, windows: WindowSpec) -> Drawn:
         samples, length, seed = windows.samples, windows.sequence_length, windows.seed
         check_length(self.model, length)
-        ids = own_text(self.model, samples, length, seed, self.progress)
+        begins: tuple[int, ...] = ()
+        if self.processing_class is not None:
+            begins = special_tokens(self.processing_class, self.model, windows.text.add_special_tokens).before
+        write = partial(
+            own_text,
+            self.model,
+            samples,
+            length,
+            seed,
+            begins=begins,
+            processes=self.writing.processes,
+            progress=self.progress,
+        )
+        described = {"samples": samples, "length": length, "seed": seed, "begins": begins}
+        kept = self.writing.kept
+        ids = write() if kept is None else kept.read_or_write(described, write)
         protocol = f"{samples} windows of {length} tokens sampled from the model at temperature 1, seed {seed}"
-        return Drawn(rows_of(ids), "written by the model itself", protocol)
+        return Drawn(rows_of(ids), "the model's own text", protocol)
 
 
 def _open(source: Any, part: Part, seed: int) -> Source | None:
@@ -177,6 +206,14 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
     taken = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in taken]
     protocol = f"{windows.samples} tokenised rows, shuffled with seed {windows.seed}"
     return Drawn(taken, opened.name, protocol, opened.dataset_id)
+
+
+def window_length(wanted: int | None, model: PreTrainedModel) -> int:
+    """Tokens in a window: as many as were asked for; by default 512, or as many as the model has positions."""
+    if wanted is not None:
+        return wanted
+    longest = text_attribute(model.config, "max_position_embeddings") or DEFAULT_LENGTH
+    return int(min(DEFAULT_LENGTH, longest))
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:
