@@ -2,7 +2,7 @@
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 
-result = prune_pretrained("HuggingFaceTB/SmolLM2-135M", GradProbeConfig(sparsity=0.5), calibration="pydoc")
+result = prune_pretrained("HuggingFaceTB/SmolLM2-135M", GradProbeConfig(sparsity=0.5))
 result.save_pretrained("smollm2-50")
 """
 

@@ -19,7 +19,7 @@ import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 
-from gradprobe_hf.data.text_options import template_columns
+from gradprobe_hf.data.text_options import DEFAULT_LENGTH, template_columns
 from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
 from gradprobe_hf.decisions.table import DECISIONS, RULES, Decision
 from gradprobe_hf.runtime.names_elsewhere import unknown_option
@@ -136,7 +136,7 @@ class GradProbeConfig:
             `"bleu"`. Default: what is usual for the task, `"accuracy"` for a classifier; perplexity for a language
             model.
         num_samples: calibration windows, or rows of a labelled or tokenised dataset.
-        sequence_length: tokens in a window.
+        sequence_length: tokens in a window. Default: 512, or as many as the model has positions.
         text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,
             `prompt` and `completion`, `text`, or the only column of texts.
         text_template: several columns as one text, `"{instruction}\\n{output}"` say.
@@ -197,7 +197,7 @@ class GradProbeConfig:
     label_column: str | None = None
     metric: str | None = None
     num_samples: int = 128
-    sequence_length: int = 512
+    sequence_length: int | None = None
     text_column: str | None = None
     text_template: str | None = None
     assistant_only_loss: bool = False
@@ -473,6 +473,11 @@ class GradProbeConfig:
     def final_sparsity(self) -> float:
         assert self.sparsity is not None, "resolved when the configuration was made"
         return self.sparsity
+
+    @property
+    def window_length(self) -> int:
+        """Tokens in a window, of a model that has as many positions."""
+        return DEFAULT_LENGTH if self.sequence_length is None else self.sequence_length
 
     @property
     def first_level(self) -> float:

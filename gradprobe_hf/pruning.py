@@ -65,13 +65,15 @@ def prune_pretrained(
         model_or_id: a Hub id, a folder, or a loaded `PreTrainedModel`, offloaded by Accelerate or not. With
             `merge_adapters=True` also an adapter's id or folder, or a model with PEFT adapters (`PeftModel`).
         config: how to prune; the defaults remove 50% of the weights of the blocks, and change the others.
-        calibration: text or batches to measure gradients on. `"pydoc"` (default: the Python manual, always there),
-            `"self"` (the model's own text), a `.txt`, `.jsonl` or `.parquet` file or a folder of them, a Hub dataset
-            `id[:config[:split]]`, a list of texts, a `datasets.Dataset` (text or `input_ids`), a `DataLoader`, or any
-            re-iterable of batches that `model(**batch)` accepts.
+        calibration: text or batches to measure gradients on. `"self"` (default: text that a causal language model
+            writes itself), `"pydoc"` (the Python manual, always there), a `.txt`, `.jsonl`, `.parquet`, `.csv` or
+            `.tsv` file or a folder of one kind, a Hub dataset `id[:config[:split]]`, a list of texts or of rows, a
+            `datasets.Dataset` (texts, chats or `input_ids`), a `DataLoader`, or any re-iterable of batches that
+            `model(**batch)` accepts. A dict of names and weights is a mixture: `{"mine.jsonl": 2, "self": 1}`.
         processing_class: the tokenizer; loaded from the model's name by default.
         evaluation: the same choices, to measure the loss before and after. Default: of a causal language model that is
-            calibrated on `"pydoc"`, the held-out part of that; else nothing. False: nothing.
+            calibrated on `"self"` or `"pydoc"`, a part of `"pydoc"` that is never calibrated on; else nothing. False:
+            nothing.
         loss_fn: `loss_fn(model, batch)` returns the loss *summed* over tokens, in place of the model's own.
         metric_fn: `metric_fn(model)` returns a number of which more is better, an accuracy say: what `max_metric_drop`
             is about, in place of the perplexity or the task's `metric`.
@@ -116,6 +118,7 @@ def prune_pretrained(
         evaluation,
         loss_fn,
         from_pretrained_kwargs,
+        resume_dir=resume_dir,
         progress=progress,
     )
     check_request(request, prune_pretrained)

@@ -228,7 +228,7 @@ def test_a_mixture_has_exact_shares_in_a_seeded_order(text_file, tmp_path):
     assert kinds != sorted(kinds)
     assert found.fingerprint == load(weights, samples=9, batch_size=3).fingerprint
     assert found.fingerprint != load(weights, samples=9, seed=1).fingerprint
-    assert f"5 of rows.jsonl, 2 of {text_file.name}, 2 of written by the model itself" in found.source
+    assert f"5 of rows.jsonl, 2 of {text_file.name}, 2 of the model's own text" in found.source
     assert f"weights {rows}=2, {text_file}=1, self=1" in found.protocol
 
 

@@ -157,7 +157,7 @@ def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) 
     from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
     from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
     from gradprobe_hf.data.sources import is_plain_text
-    from gradprobe_hf.data.windows import WindowSpec, load_batches
+    from gradprobe_hf.data.windows import WindowSpec, load_batches, window_length
 
     if options.protocol == "paper" or is_plain_text(options.data):
         check_reads_text(measured.model, "data")
@@ -167,10 +167,10 @@ def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) 
         spec = PaperSpec(options.sequence_length, options.batch_size or PAPER_BATCH, **read)
         batches = paper_batches(options.data, measured.model, measured.tokenizer, spec)
     else:
-        length, batch_size = options.sequence_length or LENGTH, options.batch_size or BATCH
+        length = window_length(options.sequence_length, measured.model)
         batches = load_batches(
             options.data,
-            WindowSpec(options.num_samples or SAMPLES, length, batch_size, text=text),
+            WindowSpec(options.num_samples or SAMPLES, length, options.batch_size or BATCH, text=text),
             part="evaluation",
             model=measured.model,
             processing_class=measured.tokenizer,

@@ -47,13 +47,14 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "nargs": "+",
             "action": Mixture,
             "metavar": "SPEC",
-            "help": "text to measure gradients on, or 'self' for text of the model's own; several make a mixture, "
-            "SPEC=WEIGHT says how much of each (default: pydoc, the Python manual)",
+            "help": "text to measure gradients on; several make a mixture, SPEC=WEIGHT says how much of each (default: "
+            "self, text that the model writes itself)",
         },
         "evaluation": {
             "type": text_or_none,
             "metavar": "SPEC",
-            "help": "text to measure perplexity on, or 'none' (default: with --calibration pydoc its held-out part)",
+            "help": "text to measure perplexity on, or 'none' (default: pydoc, its held-out part, where --calibration "
+            "names no text of your own)",
         },
     },
     "tasks": {},
@@ -83,8 +84,8 @@ SOURCE = tuple(OPTIONS["which model"])
 PLACEMENT = tuple(OPTIONS["memory"])
 
 _SPEC = (
-    "SPEC: 'pydoc', a .txt, .jsonl, .parquet, .csv or .tsv file or a folder of them, or a Hub dataset "
-    "id[:config[:split]]"
+    "SPEC: 'self', the model's own text; 'pydoc', the Python manual; a .txt, .jsonl, .parquet, .csv or .tsv file, or "
+    "a folder of one kind; or a Hub dataset id[:config[:split]]"
 )
 
 

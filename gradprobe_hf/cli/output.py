@@ -44,6 +44,12 @@ def print_pruning(report: Report, output: str) -> None:
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
     if report.selection:
         out.print(_choice(report.selection), style="dim")
+    if report.calibration:
+        out.print(
+            f"calibrated on {report.calibration['source']}; what is unlike it loses more: --calibration takes your own "
+            "text",
+            style="dim",
+        )
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
     for choice in next_choices(GradProbeConfig.from_dict(report.config)):

@@ -25,10 +25,9 @@ from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.runtime.processes import Processes
 
-# Windows in one batch of generation: what reads every weight for one token may as well write many. On 2 cores 64 windows
-# at once take a third of the time of 16 at a time; 128 are no faster.
+# Windows in one batch of generation: what reads every weight for one token may as well write many; 128 are no faster.
 WRITTEN_AT_ONCE = 64
-CACHE_BYTES = 4 * 2**30  # that keys and values of one batch may take
+CACHE_BYTES = 2 * 2**30  # that keys and values of one batch may take
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from string import Formatter
 
 BLANK_LINE = "\n\n"
 EOS = "eos"
+DEFAULT_LENGTH = 512  # tokens in a window
 
 
 @dataclass(frozen=True)

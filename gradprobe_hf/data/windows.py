@@ -26,14 +26,13 @@ from gradprobe_hf.data.pydoc_text import Part, manual_text
 from gradprobe_hf.data.self_generated import KeptText, own_text
 from gradprobe_hf.data.sources import Source, is_dataset, is_tokenised, open_source, rows_from, text_rows
 from gradprobe_hf.data.special_tokens import is_tokenizer, special_tokens, tokenizer_of
-from gradprobe_hf.data.text_options import TextOptions
+from gradprobe_hf.data.text_options import DEFAULT_LENGTH, TextOptions
 from gradprobe_hf.model.families import text_attribute
 from gradprobe_hf.runtime.processes import Processes
 
 __all__ = ["TextOptions", "WindowSpec", "load_batches"]
 
 EVALUATION_SEED = 1
-DEFAULT_LENGTH = 512
 SELF = "self"
 
 
@@ -151,24 +150,23 @@ class _Reader:
     def _written(self, windows: WindowSpec) -> Drawn:
         samples, length, seed = windows.samples, windows.sequence_length, windows.seed
         check_length(self.model, length)
-        begins: tuple[int, ...] = ()
-        if self.processing_class is not None:
-            begins = special_tokens(self.processing_class, self.model, windows.text.add_special_tokens).before
+        wanted = self.processing_class is not None and windows.text.add_special_tokens
+        special = special_tokens(self.processing_class, self.model, wanted)
         write = partial(
             own_text,
             self.model,
             samples,
             length,
             seed,
-            begins=begins,
+            begins=special.before,
             processes=self.writing.processes,
             progress=self.progress,
         )
-        described = {"samples": samples, "length": length, "seed": seed, "begins": begins}
+        described = {"samples": samples, "length": length, "seed": seed, "begins": special.before}
         kept = self.writing.kept
         ids = write() if kept is None else kept.read_or_write(described, write)
         protocol = f"{samples} windows of {length} tokens sampled from the model at temperature 1, seed {seed}"
-        return Drawn(rows_of(ids), "the model's own text", protocol)
+        return Drawn(rows_of(ids, special.unpredicted), "the model's own text", protocol)
 
 
 def _open(source: Any, part: Part, seed: int) -> Source | None:

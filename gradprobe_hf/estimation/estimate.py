@@ -10,6 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.data.windows import window_length
 from gradprobe_hf.estimation.footprint import Device, Placement, PlacementName, footprint_of
 from gradprobe_hf.estimation.formula import active_weights, loss_bytes
 from gradprobe_hf.estimation.machine import available_bytes, compute_device, free_disk_bytes, process_bytes
@@ -75,6 +76,7 @@ def estimate(
         base: bytes of the process before it loads a model; default: those of this one.
         snapshots: whether the run will write snapshots, to be resumed.
     """
+    config = replace(config, sequence_length=window_length(config.sequence_length, model))
     device = device or compute_device()
     base = process_bytes() if base is None else base
     walk = walk_of(config, targets)

@@ -150,7 +150,7 @@ def reconstruction_sizes(
         by_block[target.block] = by_block.get(target.block, 0) + _hessian_bytes(target)
     # With a dense target a block is run on two sets of inputs: those of the model as pruned so far, and the dense ones.
     sets = 2 if config.dense_target else 1
-    tokens = config.num_samples * config.sequence_length
+    tokens = config.num_samples * config.window_length
     return ReconstructionSizes(
         hessians=sets * max(by_block.values()),
         largest_hessian=max(map(_hessian_bytes, targets)),

@@ -50,7 +50,7 @@ def walk_of(config: GradProbeConfig, targets: Sequence[Target]) -> Walk:
     alone = config.batch_size == "auto" or is_routed(targets)
     rows = 1 if alone else min(int(config.batch_size), config.num_samples)
     batches = math.ceil(config.num_samples / rows) if config.needs.passes != "none" else 0
-    return Walk(batches, rows, config.sequence_length)
+    return Walk(batches, rows, config.window_length)
 
 
 def work_of(
@@ -87,7 +87,7 @@ def reconstruction_operations(config: GradProbeConfig, targets: Sequence[Target]
     """Operations of a weight update: Hessians of all tokens, their factors, sweeps, and products of its own."""
     if not config.updates:
         return 0
-    tokens, sets = config.num_samples * config.sequence_length, 2 if config.dense_target else 1
+    tokens, sets = config.num_samples * config.window_length, 2 if config.dense_target else 1
     shapes = [target.shape for target in targets]
     products = sets + config.update_row.products
     return sum(2 * sets * tokens * inner**2 + 2 * inner**3 + 2 * products * out * inner**2 for out, inner in shapes)

@@ -27,6 +27,7 @@ class RunRequest:
     """What a public function is asked to do; the fields are the arguments of `prune_pretrained`.
 
     Attributes:
+        resume_dir: where the run's state is kept, the model's own text among it.
         always_calibrate: read the calibration text even if `config` has no use for it: other configurations have.
         progress: show progress bars, in the main process.
     """
@@ -38,6 +39,7 @@ class RunRequest:
     evaluation: Any = None
     loss_fn: LossFunction | None = None
     from_pretrained_kwargs: dict[str, Any] = field(default_factory=dict)
+    resume_dir: str | Path | None = None
     always_calibrate: bool = False
     progress: bool = True
 

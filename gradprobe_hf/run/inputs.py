@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -16,19 +18,32 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
 from gradprobe_hf.data.paper_protocol import WIKITEXT, PaperSpec, paper_batches
+from gradprobe_hf.data.self_generated import KeptText
+from gradprobe_hf.data.text_options import DEFAULT_LENGTH
 from gradprobe_hf.data.sources import is_plain_text
-from gradprobe_hf.data.windows import EVALUATION_SEED, TextOptions, WindowSpec, load_batches
+from gradprobe_hf.data.windows import (
+    EVALUATION_SEED,
+    SELF,
+    TextOptions,
+    WindowSpec,
+    Writing,
+    load_batches,
+    window_length,
+)
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.families import is_causal
-from gradprobe_hf.model.fsdp import check_sharding
+from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.loading import Loaded, load, load_processing_class
-from gradprobe_hf.model.parameters import unload_leftovers
-from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
+from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
+from gradprobe_hf.run.snapshots import folder_of, weights_fingerprint
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.tasks.table import auto_classes, task_for
+
+logger = logging.getLogger(__name__)
 
 BUILT_IN = "pydoc"
 WINDOWS_MEASURED = 20  # where no number was asked for
@@ -50,10 +65,15 @@ def load_inputs(request: RunRequest) -> RunContext:
         targets = find_targets(model, config.include, config.exclude)
         check_targets(model, targets, config)
         task = task_for(config.task, type(model).__name__, model.config.is_encoder_decoder)
+    if config.sequence_length is None and (length := window_length(None, model)) < DEFAULT_LENGTH:
+        logger.info("windows have %d tokens, as many as the model has positions", length)
     with stopwatch("read data"):
-        read = partial(_read, request, model=model, processing_class=processing_class, progress=progress)
+        writing = Writing(processes, _kept_text(request, loaded.model, targets, processes))
+        read = partial(
+            _read, request, model=model, processing_class=processing_class, writing=writing, progress=progress
+        )
         labels = TaskOptions(task, config.label_column)
-        calibration = BUILT_IN if request.calibration is None else request.calibration
+        calibration = default_calibration(model) if request.calibration is None else request.calibration
         evaluation = _evaluation(request.evaluation, calibration, model, config.evaluation_protocol)
         reads_text = request.always_calibrate or config.needs.passes != "none"
         calibrated = Batches.none()
@@ -102,7 +122,8 @@ def choosing_apart(context: RunContext) -> RunContext:
 def _read(request: RunRequest, source: Any, *, samples: int, **more: Any) -> Batches:
     config = request.config
     batch_size = 4 if config.batch_size == "auto" else config.batch_size
-    windows = WindowSpec(samples, config.sequence_length, batch_size, config.seed, text_options(config))
+    length = window_length(config.sequence_length, more["model"])
+    windows = WindowSpec(samples, length, batch_size, config.seed, text_options(config))
     model, part = more["model"], more["part"]
     if is_plain_text(source):
         check_reads_text(model, part)
@@ -119,8 +140,33 @@ def _read_whole(config: GradProbeConfig, source: Any, model: PreTrainedModel, pr
     """The evaluation text by the paper protocol, in batches of about as many tokens as those of calibration."""
     spec = PaperSpec(text_column=config.text_column, add_special_tokens=config.add_special_tokens)
     found = paper_batches(source, model, processing_class, spec)
-    rows = 1 if config.batch_size == "auto" else config.batch_size * config.sequence_length // found.longest
+    rows = 1 if config.batch_size == "auto" else config.batch_size * config.window_length // found.longest
     return found.in_batches_of(max(1, rows))
+
+
+def default_calibration(model: PreTrainedModel) -> str:
+    """The model's own text, where it can write and its weights are at hand."""
+    if not is_causal(model) or not model.can_generate():
+        return BUILT_IN
+    if is_offloaded(model) or is_sharded(model):
+        # To write is to read every weight for every token.
+        logger.warning(
+            "calibrating on the Python manual: this model would write text of its own too slowly, because its weights "
+            "are not all where it computes. Give a text that is like what the model is for (calibration, "
+            "--calibration), or 'self' all the same."
+        )
+        return BUILT_IN
+    return SELF
+
+
+def _kept_text(
+    request: RunRequest, model: PreTrainedModel, targets: Sequence[Target], processes: Processes
+) -> KeptText | None:
+    """Where a run that may be resumed keeps the text that the model has written."""
+    if request.resume_dir is None:
+        return None
+    path = folder_of(Path(request.resume_dir), processes) / "own_text.safetensors"
+    return KeptText(path, weights_fingerprint(model, targets), processes)
 
 
 def text_options(config: GradProbeConfig) -> TextOptions:
@@ -145,12 +191,13 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
 
 
 def _evaluation(evaluation: Any, calibration: Any, model: PreTrainedModel, protocol: EvaluationProtocol) -> Any:
-    """What to measure on: as asked, or the held-out part of the built-in text if that is calibrated on."""
+    """What to measure on: as asked, or the held-out part of the built-in text if no other text is at hand."""
     if protocol == "paper":
         if evaluation is False:
             raise ValueError("evaluation_protocol='paper' has no effect where nothing is measured: leave it unset.")
         return WIKITEXT if evaluation is None else evaluation
-    built_in = isinstance(calibration, str) and calibration == BUILT_IN
+    names = calibration if isinstance(calibration, Mapping) else [calibration]
+    built_in = all(isinstance(name, str) and name in (BUILT_IN, SELF) for name in names)
     if evaluation is None:
         return BUILT_IN if built_in and is_causal(model) else None
     return None if evaluation is False else evaluation

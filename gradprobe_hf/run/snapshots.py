@@ -93,7 +93,7 @@ class Snapshots:
     ) -> None:
         self.folder, self.identity, self.save_every = folder, dict(identity), save_every
         self.processes, self.in_step = processes, in_step
-        self.own = _folder_of(folder, processes)
+        self.own = folder_of(folder, processes)
 
     def check(self) -> None:
         """Raise ValueError when the folder holds the state of another run, naming the first difference."""
@@ -197,19 +197,20 @@ def run_identity(
         "batches": len(batches),
         "rows at once": max(map(row_count, batches)),
         "model": type(model).__name__,
-        "weights": _weights_fingerprint(model, targets),
+        "weights": weights_fingerprint(model, targets),
         "number of processes": processes.count,
     }
 
 
 def rows_at_once(folder: str | Path, processes: Processes) -> int | None:
     """How many sequences a batch has in the run whose state is in the folder; None where there is none."""
-    states = _states_in(_folder_of(Path(folder), processes))
+    states = _states_in(folder_of(Path(folder), processes))
     kept = _read(states[0])["identity"] if states else {}
     return int(processes.max_(torch.tensor(kept.get("rows at once", 0)))) or None
 
 
-def _folder_of(folder: Path, processes: Processes) -> Path:
+def folder_of(folder: Path, processes: Processes) -> Path:
+    """Where the states of this process are."""
     return folder / f"process-{processes.rank}"
 
 
@@ -239,7 +240,8 @@ def _damaged(path: Path, error: Exception) -> ValueError:
     )
 
 
-def _weights_fingerprint(model: nn.Module, targets: Sequence[Target]) -> str:
+def weights_fingerprint(model: nn.Module, targets: Sequence[Target]) -> str:
+    """What tells a model from others: a hash of some rows of each matrix."""
     digest = sha256()
     for target in targets:
         matrix = target.matrix(model)
