@@ -1,4 +1,4 @@
-"""Prune a real model to 50% with the built-in text, and show what it cost. `make demo` runs this.
+"""Prune a real model to 50%, calibrated on its own text, and show what that cost on another. `make demo` runs this.
 
 usage: python examples/demo.py --model DIR --output DIR
 """

@@ -19,8 +19,8 @@ from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
 from gradprobe_hf.data.paper_protocol import WIKITEXT, PaperSpec, paper_batches
 from gradprobe_hf.data.self_generated import KeptText
-from gradprobe_hf.data.text_options import DEFAULT_LENGTH
 from gradprobe_hf.data.sources import is_plain_text
+from gradprobe_hf.data.text_options import DEFAULT_LENGTH
 from gradprobe_hf.data.windows import (
     EVALUATION_SEED,
     SELF,
