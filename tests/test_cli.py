@@ -75,7 +75,8 @@ def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path, gradprobe):
 
 def test_prune_from_disk_with_everything_small(checkpoint, tmp_path, gradprobe):
     """The flags have the names of the arguments, and the result is that of a run in memory."""
-    common = ["prune", checkpoint, "--sparsity", 0.5, "--evaluation", "none", "--json", *SMALL[:4]]
+    texts = ["--calibration", "pydoc", "--evaluation", "none"]
+    common = ["prune", checkpoint, "--sparsity", 0.5, "--json", *texts, *SMALL[:4]]
     _, memory, _ = gradprobe(*common, "--output", tmp_path / "memory", "--batch-size", "auto")
     flags = ["--device-map", "disk", "--offload-folder", tmp_path / "off", "--accumulator-device", "disk"]
     flags += ["--checkpointing", "on", "--resume-dir", tmp_path / "state", "--save-every", 1]

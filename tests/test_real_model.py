@@ -47,7 +47,12 @@ def test_a_real_gguf_model_is_pruned_saved_and_loaded_again(gguf, tmp_path, capf
     some = {"include": [r"re:layers\.[01]\."], "num_samples": 2, "sequence_length": 64, "evaluation_samples": 2}
     config = cases.config(sparsity=0.5, **some)
     result = prune_pretrained(
-        gguf, config, gguf_file=get_smollm2.FILE, dtype=torch.bfloat16, output_dir=tmp_path / "out"
+        gguf,
+        config,
+        calibration="pydoc",
+        gguf_file=get_smollm2.FILE,
+        dtype=torch.bfloat16,
+        output_dir=tmp_path / "out",
     )
     found = inspect_checkpoint(tmp_path / "out")
     assert (found.zeros, found.weights) == (WEIGHTS // 30, WEIGHTS // 15)
@@ -69,7 +74,7 @@ def test_two_probes_beat_one_and_both_beat_wanda(smollm2):
 
     def perplexity(**options):
         config = cases.config(sparsity=0.6, num_samples=24, sequence_length=256, evaluation_samples=24, **options)
-        found = prune_pretrained(model, config, processing_class=tokenizer, apply=False)
+        found = prune_pretrained(model, config, calibration="pydoc", processing_class=tokenizer, apply=False)
         assert found.report.sparsity == pytest.approx(0.6, abs=1e-3)
         return found.report.evaluation["pruned"]["perplexity"]
 
@@ -90,7 +95,10 @@ def test_batch_size_is_a_matter_of_memory(smollm2, fisher):
     masks = []
     for batch_size in (1, 4):
         config = cases.config(num_samples=4, sequence_length=128, batch_size=batch_size, fisher=fisher)
-        masks.append(prune_pretrained(model, config, processing_class=tokenizer, evaluation=False, apply=False).masks)
+        result = prune_pretrained(
+            model, config, calibration="pydoc", processing_class=tokenizer, evaluation=False, apply=False
+        )
+        masks.append(result.masks)
     differing = sum(int((mask ^ masks[1][name]).sum()) for name, mask in masks[0].items())
     assert differing < 0.01 * WEIGHTS
 
