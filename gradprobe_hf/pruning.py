@@ -25,7 +25,7 @@ from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
-from gradprobe_hf.run.inputs import choosing_apart, load_inputs
+from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.run.snapshots import Snapshots, rows_at_once, run_identity
@@ -133,7 +133,7 @@ def prune_pretrained(
     rows = None
     if resume_dir is not None and config.batch_size == "auto":
         rows = rows_at_once(resume_dir, context.processes)
-    with open_run(context, rows=rows) as context:
+    with open_run(written(context), rows=rows) as context:
         context = reachable(context)
         context = replace(context, snapshots=_snapshots(context, resume_dir))
         decision = decide_pruning(context, metric_fn)

@@ -20,7 +20,7 @@ from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.inputs import choosing_apart, load_inputs
+from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.probe_pair import ProbePair
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
@@ -130,7 +130,7 @@ def sweep_gradient_thresholds(
     check_evaluation(loaded)
     if max_metric_drop is not None:
         loaded = choosing_apart(loaded)
-    with open_run(loaded) as context:
+    with open_run(written(loaded)) as context:
         for one in wanted:
             thresholds_of(context.targets, one)  # says which pattern does not fit, before any work
         context = reachable(context)

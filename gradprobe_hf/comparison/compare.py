@@ -24,7 +24,7 @@ from gradprobe_hf.report.plots import save_comparison
 from gradprobe_hf.report.report import finite
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
-from gradprobe_hf.run.inputs import choosing_apart, load_inputs
+from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.runtime.option_checks import check_callable
@@ -160,7 +160,7 @@ def compare_pretrained(
     check_evaluation(loaded)
     if any(other.max_metric_drop is not None for other in chosen.values()):
         loaded = choosing_apart(loaded)
-    with open_run(loaded, shares_probe=bool(shared_terms(list(chosen.values())))) as context:
+    with open_run(written(loaded), shares_probe=bool(shared_terms(list(chosen.values())))) as context:
         context = reachable(context)
         chosen = _possible(context, chosen, known)
         comparison = Comparison(context, list(chosen.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,7 @@ class RunContext:
         origin: what the model was before it was loaded: the `adapter` folded into it, the type it is `stored_as`.
         snapshots: where the run's state is saved, if it is.
         shared_probe: a first probe made before, for this configuration too.
+        unwritten: writes the calibration text, where that is the model's own and not written yet.
         keeps_row_fisher: whether the Fisher information of rows is kept for another configuration's weight update.
     """
 
@@ -103,6 +105,7 @@ class RunContext:
     snapshots: Snapshots | None = None
     shared_probe: SharedProbe | None = None
     keeps_row_fisher: bool = False
+    unwritten: Callable[[], Batches] | None = None
 
     @property
     def workload(self) -> Workload:

@@ -76,9 +76,9 @@ def load_inputs(request: RunRequest) -> RunContext:
         calibration = default_calibration(model) if request.calibration is None else request.calibration
         evaluation = _evaluation(request.evaluation, calibration, model, config.evaluation_protocol)
         reads_text = request.always_calibrate or config.needs.passes != "none"
-        calibrated = Batches.none()
-        if reads_text:
-            calibrated = read(calibration, part="calibration", samples=config.num_samples, task=labels)
+        calibrate = partial(read, calibration, part="calibration", samples=config.num_samples, task=labels)
+        unwritten = calibrate if reads_text and _is_written(calibration) else None
+        calibrated = calibrate() if reads_text and unwritten is None else Batches.none()
         measured = Batches.none()
         if evaluation is not None and config.evaluation_protocol == "paper":
             measured = _read_whole(config, evaluation, model, processing_class)
@@ -104,7 +104,25 @@ def load_inputs(request: RunRequest) -> RunContext:
         progress=progress,
         folder=None if folder is None else Path(folder),
         origin=loaded.origin,
+        unwritten=unwritten,
     )
+
+
+def written(context: RunContext) -> RunContext:
+    """With the text that the model itself writes, if it is calibrated on that.
+
+    It takes minutes, so that everything that may be wrong is looked at between `load_inputs` and this.
+    """
+    if context.unwritten is None:
+        return context
+    with context.stopwatch("write calibration text"):
+        return replace(context, calibration=context.unwritten(), unwritten=None)
+
+
+def _is_written(calibration: Any) -> bool:
+    """Whether some of it is text that the model writes."""
+    names = calibration if isinstance(calibration, Mapping) else [calibration]
+    return any(isinstance(name, str) and name == SELF for name in names)
 
 
 def choosing_apart(context: RunContext) -> RunContext:

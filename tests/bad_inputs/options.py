@@ -84,7 +84,7 @@ OPTIONS = [
     prune("--sparsity 0.6 --pattern 2:4", "--sparsity 0.6", "--pattern 2:4", "leave --sparsity"),
     prune("--num-samples 0", "--num-samples", "0", ">= 1"),
     prune("--num-samples -4", "--num-samples", "-4", ">= 1"),
-    prune("--num-samples 99999", "99999", "windows"),
+    prune("--calibration pydoc --num-samples 99999", "99999", "windows"),
     prune("--evaluation-samples 0", "--evaluation-samples", "0"),
     prune("--evaluation-samples -1", "--evaluation-samples", "-1"),
     prune("--sequence-length 0", "--sequence-length", "0", ">= 2"),
