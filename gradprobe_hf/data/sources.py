@@ -5,6 +5,7 @@ Small sources are read whole; large ones are streamed through `datasets` with a 
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -178,6 +179,9 @@ def _loaded(path: Path, kind: str, files: list[str], streaming: bool, options: d
     from datasets.exceptions import DatasetsError
     from pyarrow.lib import ArrowException  # of rows whose types differ, some are a TypeError or a NotImplementedError
 
+    own = logging.getLogger("datasets")
+    level = own.level
+    own.setLevel(logging.CRITICAL)  # it logs a traceback of its own before it raises
     try:
         rows = load_dataset(kind, data_files=files, split="train", streaming=streaming, **options)
     except (DatasetsError, ArrowException, ValueError, TypeError, StopIteration) as error:
@@ -186,6 +190,8 @@ def _loaded(path: Path, kind: str, files: list[str], streaming: bool, options: d
             f"{path} cannot be read as {kind}: {error.__cause__ or error} Every row must have the same columns, of "
             "the same types."
         ) from error
+    finally:
+        own.setLevel(level)
     return rows
 
 
