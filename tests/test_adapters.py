@@ -188,6 +188,11 @@ def test_a_model_without_adapters_has_none_to_fold(checkpoint):
             run(model, merge_adapters=True)
 
 
+def test_an_adapters_folder_is_not_estimated(stored, capsys):
+    assert main(["estimate", str(stored[1])]) == 1
+    assert "is an adapter for" in capsys.readouterr().err
+
+
 def test_without_peft_an_adapters_folder_says_what_to_install(stored, monkeypatch):
     def missing():
         raise ImportError("adapters need PEFT: pip install 'gradprobe_hf[peft]'")

@@ -249,6 +249,9 @@ def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
         OSError: no such model, a gated one, or no network; transformers' message and the remedies.
     """
     check_source(name_or_path, source, takes_file=True)
+    folder = Path(name_or_path)
+    if folder.is_dir() and not (folder / "config.json").is_file() and (adapter := stored_adapter(str(folder), {})):
+        raise ValueError(f"{name_or_path!r} is an adapter for {adapter.base!r}, whose configuration counts: name that.")
     with load_errors(name_or_path):
         config = AutoConfig.from_pretrained(name_or_path, **source)
         for name in ("num_hidden_layers", "hidden_size", "vocab_size"):
