@@ -65,11 +65,15 @@ def in_flags(message: str, names: Collection[str]) -> str:
     long = "|".join(name for name in known.split("|") if "_" in name) or "(?!)"
     bare = r"(?<![\w./'\"-])"
     # What says both already.
-    message = re.sub(rf"{bare}(?:{known})(?:=\S+)? \((--[^)]*)\)", r"\1", message)
+    message = re.sub(rf"{bare}(?:{known})(?:=({_VALUE}))? \((--[^)]*)\)", _spelled_twice, message)
     message = re.sub(rf"{bare}({known})=({_VALUE})", _with_value, message)
     message = re.sub(rf"^({known})(?= must| pattern| names|\[)", _alone, message)
     message = re.sub(rf"(?<=[Ll]eave )({known})(?= unset| out)", _alone, message)
     return re.sub(rf"{bare}({long})(?![\w'\"=-]|\.\w|/)", _alone, message)
+
+
+def _spelled_twice(found: re.Match[str]) -> str:
+    return f"{found[2]} {found[1]}" if found[1] and " " not in found[2] and found[1] != "True" else found[2]
 
 
 def _alone(found: re.Match[str]) -> str:

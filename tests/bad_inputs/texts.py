@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.bad_inputs.case import call, prune, refused
+from tests.bad_inputs.case import PRUNE, call, prune, refused, unreadable
 
 TEXTS = [
     prune("--calibration /no/file.txt", "--calibration", "/no/file.txt", "no such"),
@@ -26,6 +26,29 @@ TEXTS = [
     refused("evaluate @llama --data /no/file.txt", "--data", "/no/file.txt"),
     refused("evaluate @llama --data @short.txt --sequence-length 16", "short.txt", "tokens"),
     refused("evaluate @llama --data @blank.txt", "blank.txt", "empty"),
+    # what rows hold
+    prune("--calibration ''", "''", "empty"),
+    prune("--calibration ' '", "--calibration", "' '"),
+    refused("evaluate @llama --data ' '", "--data", "' '"),
+    prune("--calibration @null.jsonl", "null.jsonl", "text"),
+    prune("--calibration @mixed.jsonl", "mixed.jsonl"),
+    prune("--calibration @spaces.txt", "spaces.txt"),
+    prune("--calibration @no-text.jsonl --text-column c", "'c'", "'a', 'b'"),
+    prune("--calibration @no-text.jsonl --text-template {c}", "'c'", "'a', 'b'"),
+    prune("--calibration @no-text.jsonl --text-template plain", "--text-template", "braces"),
+    prune("--calibration @no-text.jsonl --text-column a --text-template {a}", "--text-column a", "--text-template {a}"),
+    prune("--calibration @plain.txt --assistant-only-loss on", "--assistant-only-loss", "plain.txt"),
+    unreadable(f"{PRUNE} --packing maybe", "--packing", "'maybe'", "'on'"),
+    unreadable(f"{PRUNE} --calibration @plain.txt @plain.txt", "--calibration", "plain.txt", "twice"),
+    # adapters and labels
+    refused("prune @adapter --output out", "adapter", "--merge-adapters"),
+    refused("evaluate @adapter --data @plain.txt", "adapter", "--merge-adapters"),
+    refused("prune @llama --output out --merge-adapters", "--merge-adapters", "no adapter"),
+    call("prune(calibration=[(ids, ids)])", "tuple"),
+    call("prune(calibration=[{'input_ids': ids, 'labels': 0 * ids - 100}])", "labels", "-100"),
+    unreadable(f"{PRUNE} --task nonsense", "--task", "'nonsense'", "'text-generation'"),
+    unreadable(f"{PRUNE} --metric nonsense", "--metric", "'nonsense'", "'accuracy'"),
+    prune("--label-column label", "--label-column"),
     # batches
     call("prune(calibration=[])", "no batches"),
     call("prune(calibration=5)", "calibration", "int"),

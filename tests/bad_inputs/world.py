@@ -212,6 +212,8 @@ class _Code:
 
 def _damaged_checkpoints(world: World) -> None:
     world.at("empty").mkdir()
+    world.at("adapter").mkdir()
+    (world.at("adapter") / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
     (_copy(world, "config-missing") / "config.json").unlink()
     _cut(_copy(world, "config-cut") / "config.json")
     (_copy(world, "config-list") / "config.json").write_text("[1, 2]")
@@ -279,6 +281,9 @@ def _texts(world: World) -> None:
         "short.txt": "Too short.",
         "broken.jsonl": '{"text": "one"}\n{"text": ',
         "no-text.jsonl": '{"a": "one", "b": "two"}\n',
+        "null.jsonl": '{"text": null}\n{"text": null}\n',
+        "mixed.jsonl": '{"text": "one"}\n{"text": ["two", 3]}\n',
+        "spaces.txt": " \n" * 400,
         "texts/one.txt": plain,
     }
     for name, text in written.items():
