@@ -145,16 +145,12 @@ def run(args: argparse.Namespace) -> None:
     found = {"base": accuracy(base, tokenizer, test)}
     dense = PeftModel.from_pretrained(base, adapter).merge_and_unload()
     found["dense"] = accuracy(dense, tokenizer, test)
-    dense.save_pretrained(args.output / "merged")
-    tokenizer.save_pretrained(args.output / "merged")
     config = GradProbeConfig(
         sparsity=args.sparsity, preset="best", num_samples=args.num_samples, sequence_length=args.sequence_length
     )
     texts = {"its own chats": str(chats), "plain text": args.text}
-    results = {
-        name: prune_pretrained(args.output / "merged", config, calibration=text, evaluation=False, dtype="float32")
-        for name, text in texts.items()
-    }
+    common = {"processing_class": tokenizer, "evaluation": False, "merge_adapters": True, "dtype": "float32"}
+    results = {name: prune_pretrained(adapter, config, calibration=text, **common) for name, text in texts.items()}
     for name, result in results.items():
         found[f"pruned on {name}"] = accuracy(result.model, tokenizer, test)
     result = results["its own chats"]

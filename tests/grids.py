@@ -1,12 +1,26 @@
-"""Grids: a test over every combination of some factors, of which the fast suite takes a few."""
+"""Grids: a test over many cases, or every combination of some factors, of which the fast suite takes a few."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
 import pytest
+
+
+def some(name: str, cases: Iterable[str], fast: Collection[str]) -> pytest.MarkDecorator:
+    """Every case by its name, in the fast suite only these.
+
+    Raises:
+        ValueError: one of these is none of the cases.
+    """
+    cases = list(cases)
+    if unknown := set(fast) - set(cases):
+        raise ValueError(f"no case is called {', '.join(sorted(unknown))}.")
+    return pytest.mark.parametrize(
+        name, [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+    )
 
 
 def grid(names: str, *factors: Mapping[str, Any] | Sequence[Any]) -> pytest.MarkDecorator:

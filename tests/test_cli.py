@@ -27,6 +27,7 @@ from gradprobe_hf.model import loading
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.scores.table import SCORES
 from gradprobe_hf.updates.table import UPDATES
+from tests.grids import some
 
 GRADPROBE = [sys.executable, "-m", "gradprobe_hf"]
 SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "4"]
@@ -286,7 +287,11 @@ LONG = ["--num-samples", "60", "--sequence-length", "16", "--batch-size", "1", "
 LONG += ["--probes", "2"]
 
 
-@pytest.mark.parametrize("stage", ["read data ...", "probe 0 ...", "probe 1 ...", "evaluate ...", "save ..."])
+@some(
+    "stage",
+    ["read data ...", "probe 0 ...", "probe 1 ...", "evaluate ...", "save ..."],
+    fast=("probe 0 ...", "save ..."),
+)
 def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path, gradprobe):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores it
     handler = Interrupt(stage)
@@ -304,6 +309,7 @@ def test_ctrl_c_leaves_nothing_behind(stage, checkpoint, tmp_path, gradprobe):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_process_of_its_own(checkpoint, tmp_path):
     process = subprocess.Popen(
         [*GRADPROBE, "prune", str(checkpoint), "--output", str(tmp_path / "out"), *LONG],

@@ -213,6 +213,7 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert "no method is called 'nothing'" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_options_that_no_baseline_has_are_a_row_of_their_own(checkpoint, capsys):
     assert main(["compare", str(checkpoint), "--order", "sequential", "--json", *SMALL]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -237,6 +238,7 @@ def test_rows_that_are_made_are_kept_when_a_later_one_fails(checkpoint, tmp_path
     assert [one["method"] for one in kept["rows"]] == ["magnitude", "wanda"]
 
 
+@pytest.mark.slow
 def test_a_promise_is_kept_by_each_weight_update_by_itself(monkeypatch):
     """Configurations that differ in their weight update share masks, but not where the metric decides about them."""
     monkeypatch.setattr(schedule, "FINEST", 0.03)  # fewer attempts

@@ -16,6 +16,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from tests import scripts
+from tests.grids import some
 from tests.loopback_hub import TOKEN
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -56,6 +57,7 @@ def test_a_vision_model_to_prune(tmp_path):
     assert result.report.evaluation["samples"] == 10
 
 
+@pytest.mark.slow
 def test_push(hub, user, checkpoint):
     ran = user.run(EXAMPLES / "push_to_hub.py", checkpoint, "me/tiny-24", environment={"HF_TOKEN": TOKEN})
     assert ran.returncode == 0, ran.stderr
@@ -110,7 +112,7 @@ def variables(launcher):
     return prepare_multi_gpu_env(args)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@some("launcher", LAUNCHERS, fast=("torchrun", "accelerate, FSDP2"))
 def test_what_a_launcher_starts_joins_by_itself(launcher, checkpoint, text_file, tmp_path):
     """Two forks with a launcher's variables, in place of the launcher: it would import everything three times."""
     common = {**variables(launcher), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port()}

@@ -21,6 +21,7 @@ from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run import probe_pair
 from tests import cases
+from tests.grids import some
 from tests.launch import together
 from tests.test_offload import tensors_in
 from tests.test_processes import assert_close_divergence
@@ -81,7 +82,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@some("case", CASES, fast=("uneven", "tied, embeddings", "threshold", "2:4", "magnitude by block"))
 def test_shards_end_as_the_whole_model(case):
     name, options, rows = CASES[case]
     wanted = outcome(cases.build(name, torch.float64), name, options, rows)
@@ -143,6 +144,7 @@ def compared_in_shards(name):
     return compared(sharded(name))
 
 
+@pytest.mark.slow
 def test_shards_are_compared_in_the_ways_that_need_no_whole_matrix():
     wanted = compared(cases.build("llama", torch.float64))
     for one in together(compared_in_shards, "llama"):
@@ -177,7 +179,7 @@ def failing(stage):
     return intact, again["report"][0]
 
 
-@pytest.mark.parametrize("stage", ["run_probe", "select_masks", "next_token_logits"])
+@some("stage", ["run_probe", "select_masks", "next_token_logits"], fast=("select_masks",))
 def test_a_failure_leaves_the_shards_alone_and_usable(stage):
     wanted = round(0.5 * cases.CASES["llama"].targets)
     assert together(failing, stage) == [(True, wanted), (True, wanted)]

@@ -28,7 +28,7 @@ from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.compatibility import check_editable
 from tests import cases
-from tests.grids import grid
+from tests.grids import grid, some
 
 TERMS = frozenset({"sequence", "token", "marginals", "peak"})
 CPU = torch.device("cpu")
@@ -295,7 +295,7 @@ def tensors_in(folder):
     return found
 
 
-@pytest.mark.parametrize("name", ["llama", "tied", "mixtral"])
+@some("name", ["llama", "tied", "mixtral"], fast=("mixtral",))
 def test_a_model_from_disk_ends_as_one_in_memory(name, saved, tmp_path):
     before = digest(saved(name))
     wanted = prune(saved(name), tmp_path / "memory", name)

@@ -21,6 +21,7 @@ from gradprobe_hf.memory import batch_size
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.run import snapshots
 from tests import cases
+from tests.grids import some
 from tests.launch import files_of, in_child, survivors, together
 from tests.test_fsdp import sharded
 
@@ -158,7 +159,7 @@ def whole(kind):
     return run(**OPTIONS[kind])
 
 
-@pytest.mark.parametrize("kind", OPTIONS)
+@some("kind", OPTIONS, fast=("int8 on disk", "rounds", "threshold", "sequential, admm", "one probe, admm"))
 def test_killed_it_ends_the_same(kind, tmp_path):
     options, folder = OPTIONS[kind], tmp_path / "state"
     for moment in KILLS[kind]:

@@ -81,7 +81,7 @@ class Breaking(Trainer):
 
 
 @pytest.mark.parametrize("where", ["loss", "backward"])
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_what_fails_behind_the_forward_pass_takes_the_hooks_along(where, accumulation, tmp_path):
     model, masks = half_pruned()
     options = arguments(tmp_path, gradient_accumulation_steps=accumulation)

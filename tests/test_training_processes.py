@@ -19,6 +19,7 @@ from gradprobe_hf.training import (
     keep_sparsity,
 )
 from tests import cases
+from tests.grids import some
 from tests.launch import together
 from tests.test_fsdp import sharded, whole_state
 from tests.trainers import Rows, arguments, half_pruned
@@ -77,15 +78,14 @@ def in_shards(case):
 
 
 # What DDP does to a gradient is the same for every callback; shards are not.
-IN_DDP = [case if case in ("state", "selective") else pytest.param(case, marks=pytest.mark.slow) for case in CALLBACKS]
 
 
-@pytest.mark.parametrize("case", CALLBACKS)
+@some("case", CALLBACKS, fast=("from zeros", "state by tensor", "selective", "spikes"))
 def test_two_processes_with_shards_end_as_one(case):
     check_two_processes(case, "fsdp")
 
 
-@pytest.mark.parametrize("case", IN_DDP)
+@some("case", CALLBACKS, fast=("state",))
 def test_two_processes_with_whole_models_end_as_one(case):
     check_two_processes(case, "ddp")
 
