@@ -285,6 +285,7 @@ class Interrupt(logging.Handler):
 
 LONG = ["--num-samples", "60", "--sequence-length", "16", "--batch-size", "1", "--evaluation-samples", "60"]
 LONG += ["--probes", "2"]
+STAGES = ("read data", "probe 0", "probe 1", "evaluate", "save")
 
 
 @some(
