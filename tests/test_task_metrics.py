@@ -11,6 +11,7 @@ from accelerate import disk_offload
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradprobe_hf import GradProbeConfig, compare_pretrained
 from gradprobe_hf.tasks.metrics import METRICS, accuracy, f1, word_error_rate
 from tests import cases, labelled
 from tests.launch import together
@@ -46,9 +47,15 @@ def test_word_errors_are_the_fewest_edits(pairs):
 
 def report(name, **options):
     case = labelled.CASES[name]
-    options = {"num_samples": 8, "sequence_length": 32, "batch_size": 3} | options
     rows = case.rows()
-    return cases.prune(labelled.build(name), rows, evaluation=rows, processing_class=case.processor(), **options)
+    options = {
+        "calibration": rows,
+        "evaluation": rows,
+        "num_samples": 8,
+        "sequence_length": 32,
+        "batch_size": 3,
+    } | options
+    return cases.prune(labelled.build(name), options.pop("calibration"), processing_class=case.processor(), **options)
 
 
 def test_accuracy_before_and_after_is_what_the_models_predict():
@@ -100,18 +107,26 @@ def test_an_error_rate_is_searched_from_below():
         ({"metric": "f1", "metric_fn": float, "max_metric_drop": 1.0}, "metric='f1' and metric_fn are two metrics"),
         ({"metric": "bleu", "task": "text-classification"}, "metric='bleu' is not one of task='text-classification'"),
         ({"metric": "accurate"}, "metric must be one of 'accuracy', 'f1'"),
+        ({"calibration": {"a.csv": 1, "b.csv": 2}}, "a mixture is of texts, and text-classification reads rows"),
         ({"task": "classification"}, "task must be one of"),
         ({"task": "fill-mask", "label_column": "label"}, "task='fill-mask' reads no labels"),
     ],
 )
 def test_metrics_that_do_not_fit_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        cases.prune(
-            labelled.build("bert"),
-            labelled.classified(),
-            **{"evaluation": labelled.classified(), "processing_class": labelled.tokenizer(), "num_samples": 4}
-            | options,
-        )
+        report("bert", **options)
+
+
+def test_a_comparison_has_the_metric_of_each_row():
+    rows, words = labelled.classified(), labelled.tokenizer()
+    data = {"evaluation": rows, "processing_class": words}
+    config = GradProbeConfig(num_samples=8, batch_size=2, sparsity=0.7, score="random")
+    found = compare_pretrained(
+        labelled.build("bert"), config, {"random": config}, calibration=rows, progress=False, **data
+    )
+    alone = cases.prune(labelled.build("bert"), rows, **data, num_samples=8, batch_size=2, sparsity=0.7, score="random")
+    assert found.rows[0].metric == alone.report.evaluation["metric"]["pruned"]
+    assert found.evaluation["metric"]["dense"] == alone.report.evaluation["metric"]["dense"]
 
 
 BLEU = """

@@ -74,7 +74,9 @@ def _print_ratio(out: Console, divergence: dict[str, Any] | None) -> None:
 def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation: dict[str, Any]) -> None:
     """One line a configuration, and how its perplexity (or loss) compares with the best."""
     key = "loss" if dense.perplexity is None else "perplexity"
-    table = table_of("method", "zeros", key, "/ best", "KL", "top-1", "seconds", "passes")
+    metric = evaluation["metric"]
+    scored = [metric["title"]] if metric else []
+    table = table_of("method", "zeros", key, "/ best", *scored, "KL", "top-1", "seconds", "passes")
     values = [getattr(row, key) for row in rows]
     best = min(values, default=math.nan)
     for row, value in zip(rows, values, strict=True):
@@ -83,12 +85,13 @@ def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation
             f"{row.sparsity:.2%}",
             f"{value:,.4f}",
             f"{value / best:.3f}",
+            *([f"{row.metric:.4f}"] if metric else []),
             *_shown(row.divergence),
             f"{row.seconds:,.0f}",
             f"{row.passes['forward']:g} + {row.passes['backward']:g}",
         )
     out = console()
-    out.print(f"dense {key}: {getattr(dense, key):,.4f}")
+    out.print(f"dense {key}: {getattr(dense, key):,.4f}" + (f", {scored[0]}: {metric['dense']:.4f}" if metric else ""))
     out.print(table)
     out.print(
         f"measured on {evaluation['source']}: {evaluation['protocol']}; KL: divergence from the dense model, nats per "

@@ -40,6 +40,9 @@ _SHARED = (
     "include",
     "exclude",
     "evaluation_samples",
+    "task",
+    "label_column",
+    "metric",
     "evaluation_protocol",
     *_TEXT,
 )
@@ -68,7 +71,8 @@ class Compared:
         dense: the loss of the model as it is.
         rows: one for each configuration.
         configs: the configurations, as plain data.
-        calibration, evaluation: the texts, with their protocols and fingerprints.
+        calibration, evaluation: the texts, with their protocols and fingerprints; with the name of the task's metric,
+            and its value for the dense model, where one is measured.
     """
 
     model: str
@@ -170,7 +174,7 @@ def compare_pretrained(
             [],
             {name: other.to_dict() for name, other in chosen.items()},
             context.calibration.describe(),
-            context.evaluation.describe(),
+            {**context.evaluation.describe(), "metric": _dense_metric(context, comparison)},
         )
         for name, other in chosen.items():
             made = comparison.row_if_possible if known.get(name) == other else comparison.row
@@ -184,6 +188,14 @@ def compare_pretrained(
     if not found.rows:
         raise ValueError("this model could be pruned in none of these ways; the log says why.")
     return found
+
+
+def _dense_metric(context: RunContext, comparison: Comparison) -> dict[str, Any] | None:
+    """The task's metric of the model as it is, and its name; None where there is none."""
+    if context.metric is None:
+        return None
+    named = {"name": context.metric.name, "title": context.metric.metric.title}
+    return {**named, "dense": comparison.metric(None, "dense")}
 
 
 def check_evaluation(context: RunContext) -> None:

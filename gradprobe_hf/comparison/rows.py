@@ -24,7 +24,7 @@ from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.report.build import matrix_rows
 from gradprobe_hf.report.report import finite
 from gradprobe_hf.run.context import RunContext, SharedProbe
-from gradprobe_hf.run.decide import PruningDecision, conclude, decide_masks, evaluate, evaluate_pair
+from gradprobe_hf.run.decide import PruningDecision, conclude, decide_masks, evaluate, evaluate_metric, evaluate_pair
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
@@ -40,6 +40,7 @@ class ComparedRow:
         sparsity: the true share of zeros in the target matrices.
         perplexity: None for a model that has none.
         divergence: from the dense model; None for a model that predicts no tokens.
+        metric: the task's; None where none is measured.
         seconds: that it takes alone, without the evaluation: a first probe that was shared counts in every row.
         passes: forward and backward passes over the calibration data, counted in the same way.
     """
@@ -53,6 +54,7 @@ class ComparedRow:
     seconds: float
     passes: dict[str, float]
     divergence: Divergence | None = None
+    metric: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return finite(asdict(self))
@@ -96,7 +98,11 @@ class Comparison:
         decision, seconds = self.decision(config)
         found = evaluate_pair(self._context, decision, method)
         row = self.describe(method, config, decision, seconds, found.pruned)
-        return replace(row, divergence=found.divergence)
+        return replace(row, divergence=found.divergence, metric=self.metric(decision, method))
+
+    def metric(self, decision: PruningDecision | None, label: str) -> float | None:
+        """The task's metric of the model as a decision would leave it (None: as it is), where there is one."""
+        return None if self._context.metric is None else evaluate_metric(self._context, decision, label)
 
     def row_if_possible(self, method: str, config: GradProbeConfig) -> ComparedRow | None:
         """The row; None where this model cannot be pruned so, and then the log says why."""

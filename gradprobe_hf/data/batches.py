@@ -130,7 +130,14 @@ def shared_rows(a: Batches, b: Batches) -> int:
 
 
 def _row_bytes(batches: Batches) -> set[bytes]:
-    return {row.numpy().tobytes() for batch in batches if "input_ids" in batch for row in batch["input_ids"]}
+    found = set()
+    for batch in batches:
+        if "input_ids" in batch:
+            mask = batch.get("attention_mask")
+            mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
+            # Without padding, which depends on the other rows of the batch.
+            found |= {row[kept.bool()].numpy().tobytes() for row, kept in zip(batch["input_ids"], mask, strict=True)}
+    return found
 
 
 def from_rows(rows: Sequence[Mapping[str, Tensor]], batch_size: int, pad_token_id: int, **described: Any) -> Batches:

@@ -67,6 +67,10 @@ def load_batches(
         windows = replace(windows, seed=EVALUATION_SEED)
     source = str(source) if isinstance(source, Path) else source
     labels = None if task is None else Labels.of(task, windows, model, processing_class)
+    if labels is not None and is_mixture(source) and not labels.spec.task.cuts_windows:
+        raise ValueError(
+            f"a mixture is of texts, and {labels.spec.task.name} reads rows with labels: give one data set of them."
+        )
     if labels is not None and not is_mixture(source) and not _is_self(source):
         source = _open(source, part, windows.seed) or source
         if isinstance(source, Source) and (found := labels.batches(source)) is not None:
