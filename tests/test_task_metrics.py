@@ -107,7 +107,7 @@ def test_an_error_rate_is_searched_from_below():
         ({"metric": "f1", "metric_fn": float, "max_metric_drop": 1.0}, "metric='f1' and metric_fn are two metrics"),
         ({"metric": "bleu", "task": "text-classification"}, "metric='bleu' is not one of task='text-classification'"),
         ({"metric": "accurate"}, "metric must be one of 'accuracy', 'f1'"),
-        ({"calibration": {"a.csv": 1, "b.csv": 2}}, "a mixture is of texts, and text-classification reads rows"),
+        ({"calibration": {"pydoc": 1, "self": 2}}, "a mixture is of texts, and text-classification reads rows"),
         ({"task": "classification"}, "task must be one of"),
         ({"task": "fill-mask", "label_column": "label"}, "task='fill-mask' reads no labels"),
     ],
