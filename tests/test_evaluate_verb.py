@@ -94,6 +94,14 @@ def test_against_the_dense_model_is_what_the_report_has(pruned, checkpoint, eval
     assert "95% interval" in said
 
 
+def test_a_model_of_few_positions_has_shorter_windows_by_default(checkpoint, evaluated):
+    code, said, note = evaluated(checkpoint, "--data", "pydoc", "--num-samples", "2", "--json")
+    assert code == 0, note
+    assert "2 windows of 64 tokens" in json.loads(said)["protocol"]
+    assert "windows of 64 tokens: LlamaForCausalLM has no more positions" in note
+    assert "64 positions" in evaluated(checkpoint, "--data", "pydoc", "--sequence-length", "128")[2]
+
+
 def test_models_of_different_tokenizers_are_not_compared(pruned, checkpoint, evaluated, tmp_path):
     AutoModelForCausalLM.from_pretrained(checkpoint).save_pretrained(tmp_path / "other")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
