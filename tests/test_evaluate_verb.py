@@ -64,12 +64,11 @@ def test_a_number_that_is_none_is_refused_by_its_flag(given, checkpoint, evaluat
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((), "nothing to measure: give a text (--data), --protocol paper, or tasks (--tasks)"),
+        ((), "there is nothing to measure: give a text (--data), --protocol paper, or --tasks"),
         (("--tasks", "arc", "--num-samples", "3"), "--num-samples has no effect here: it belongs to --data"),
         (("--protocol", "paper", "--num-samples", "3"), "--num-samples has no effect here: it belongs to --data"),
         (("--tasks", "arc", "--sequence-length", "9"), "it belongs to --data or --protocol paper"),
         (("--data", "pydoc", "--limit", "3"), "--limit has no effect here: it belongs to --tasks"),
-        (("--data", "pydoc", "--write-card"), "there is no"),
     ],
     ids=str,
 )
@@ -201,6 +200,12 @@ def test_scores_are_read_as_the_harness_writes_them():
         harness.TaskScore("own", "acc", 0.5, 0.1, True, 5, 6),
         harness.TaskScore("own", "em (strict)", 0.25, None, None, 5, 6),
     ]
+
+
+def test_a_card_has_to_be_there_before_anything_is_measured(evaluated, tmp_path):
+    code, _, err = evaluated(tmp_path, "--data", "pydoc", "--write-card")
+    assert code == 1
+    assert f"there is no {tmp_path / 'README.md'}" in err
 
 
 def test_results_go_into_the_metadata_and_replace_their_own_alone(pruned, checkpoint, evaluated):
