@@ -106,6 +106,9 @@ def test_a_tokenizer_whose_special_tokens_cannot_be_told_is_refused(text_file):
         def __call__(self, text, add_special_tokens=True, **options):
             return {"input_ids": [1, 2] if add_special_tokens else [3] * len(text)}
 
+        def convert_ids_to_tokens(self, ids):
+            return list(map(str, ids))
+
     with pytest.raises(ValueError, match=r"Odd makes \[1, 2\] of 'a', and \[3\] without.*add_special_tokens=False"):
         load(str(text_file), tokenizer=Odd())
     assert (ids(load(str(text_file), tokenizer=Odd(), add_special_tokens=False)) == 3).all()
