@@ -66,6 +66,7 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
     return {"type": reader(hint), "metavar": kind(hint).metavar}
 
 
+@cache
 def help_of(field: Field[Any]) -> str:
     """The first sentence of a field's entry, and its default: the sentence that begins with this word, or the value."""
     first, *others = re.split(r"(?<=\.) +(?=[A-Z`\d])", _entries().get(field.name, ""))
