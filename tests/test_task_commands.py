@@ -89,10 +89,10 @@ def test_a_task_loads_its_own_head_or_says_what_is_missing(classifier, sentences
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--label-column", "mood"], "label_column='mood': there is no such column; the data has"),
-        (["--text-column", "words"], "text_column='words': there is no such column"),
-        (["--packing", "off"], "packing=False has no effect here"),
-        (["--metric", "wer"], "metric='wer' is not one of task='text-classification'"),
+        (["--label-column", "mood"], "--label-column mood: there is no such column; the data has"),
+        (["--text-column", "words"], "--text-column words: there is no such column"),
+        (["--packing", "off"], "--packing has no effect here"),
+        (["--metric", "wer"], "--metric wer is not one of --task text-classification"),
         (["--calibration", "pydoc"], "is plain text, and text-classification needs rows with labels"),
     ],
 )

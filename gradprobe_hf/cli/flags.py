@@ -17,7 +17,7 @@ _CALLED = {
     # What is known of the others' names ends at an argument that a command does not have.
     "processing_class": "MODEL",
     "loss_fn": "",
-    "metric_fn": "--max-metric-drop",
+    "metric_fn": "metric_fn (in Python)",
 }
 
 

@@ -32,10 +32,12 @@ def check_request(request: RunRequest, verb: Callable[..., Any]) -> None:
     """
     check_names(request.from_pretrained_kwargs, verb)
     check_callable("loss_fn", request.loss_fn, ("model", "batch"))
-    if request.processing_class is not None and not callable(request.processing_class):
+    given = request.processing_class
+    if given is not None and not callable(given) and not hasattr(given, "tokenizer"):
+        named = repr(given) if isinstance(given, (str, int, float, Path)) else type(given).__name__
         raise ValueError(
-            f"processing_class must be a tokenizer or a processor, got {request.processing_class!r}; AutoTokenizer."
-            "from_pretrained loads one by its name."
+            f"processing_class must be a tokenizer or a processor, got {named}; AutoTokenizer.from_pretrained loads "
+            "one by its name."
         )
     if isinstance(request.calibration, bool) or request.evaluation is True:
         name = "evaluation" if request.evaluation is True else "calibration"
