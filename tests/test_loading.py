@@ -102,9 +102,9 @@ def test_what_was_dequantised_once_is_called_so_ever_after(tmp_path):
     model.config.gradprobe = {"stored_as": "Q4_1"}
     model.save_pretrained(tmp_path / "base")
     batches = cases.batches("llama")
-    for folder, base in (("once", "base"), ("twice", "once")):
+    for folder, base in (("once", tmp_path / "base"), ("twice", tmp_path / "once"), ("in memory", model)):
         found = prune_pretrained(
-            tmp_path / base,
+            base,
             GradProbeConfig(score="magnitude"),
             calibration=batches,
             evaluation=False,

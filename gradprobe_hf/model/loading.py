@@ -141,12 +141,13 @@ def _in_memory(model: nn.Module, merge_adapters: bool, given: Mapping[str, Any])
         )
     if has_adapters(model):
         plain = merged_copy(model, merge_adapters)
-        return Loaded(plain, plain.name_or_path, adapter=active_adapters(model))
+        adapter, stored_as = active_adapters(model), _stored_as(plain.config)
+        return Loaded(plain, plain.name_or_path, adapter=adapter, stored_as=stored_as)
     if not isinstance(model, PreTrainedModel):
         raise ValueError(f"expected a model id, a folder or a PreTrainedModel, got {type(model).__name__}.")
     if merge_adapters:
         raise ValueError(f"merge_adapters=True has no effect here: this {type(model).__name__} has no adapters.")
-    return Loaded(model, model.name_or_path)
+    return Loaded(model, model.name_or_path, stored_as=_stored_as(model.config))
 
 
 def _stored_tokenizer(adapter: AdapterSource) -> Any:
@@ -201,7 +202,7 @@ def _load_checkpoint(
     return model, stored_as
 
 
-def _stored_as(config: PreTrainedConfig, gguf_file: str | None) -> str | None:
+def _stored_as(config: PreTrainedConfig, gguf_file: str | None = None) -> str | None:
     """The quantised type of a checkpoint's weights, now or before they were saved as they are.
 
     That of a GGUF file is in its name, by convention.
