@@ -6,7 +6,7 @@ MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-variants bench-stories bench-texts \
-	bench-accumulators bench-speed bench-memory bench-training bench-recovery table clean
+	bench-accumulators bench-speed bench-memory bench-training bench-recovery bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -82,6 +82,12 @@ bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, 
 bench-recovery: $(READY) $(MODEL)  ## fine-tuning after pruning, zeros kept
 	$(BIN)/python examples/recover.py --model $(MODEL) --steps 200 --json benchmarks/results/recovery.json \
 		$(if $(WIKITEXT),--text $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
+
+SST2 ?= $(wildcard ../shared/data/sst2)
+
+bench-chat: $(READY) $(MODEL)  ## a chat model with an adapter, pruned on its own chats (SST2: a folder; default: the Hub)
+	$(BIN)/python examples/chat_adapter.py --model $(MODEL) --output runs/chat --num-samples 8 --test 160 \
+		--recovery-steps 30 --json benchmarks/results/chat.json $(if $(SST2),--data $(SST2))
 
 architectures: $(READY)  ## docs/architectures.md, from a tiny model of each on its way through prune, save, load and pipeline
 	$(BIN)/python -m tests.architecture_page
