@@ -128,9 +128,10 @@ def start_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stated(options: Mapping[str, Any]) -> dict[str, Any]:
-    """With the two probes that a run without a method has: they were the default when the runs were written."""
+    """With what was the default when the runs were written: two probes, and windows of text without a BOS."""
     named = {"preset", "pattern", "score", "probes", "rule", "update"} & set(options)
-    return {**({} if named else {"probes": 2}), **options}
+    of_text = {"add_special_tokens": False} if "sequence_length" in options else {}
+    return {**({} if named else {"probes": 2}), **of_text, **options}
 
 
 def configured(options: Mapping[str, Any]) -> GradProbeConfig:
