@@ -83,6 +83,7 @@ def test_folded_adapters_are_pruned_as_the_model_they_make(make, tmp_path):
     assert found.report.sparsity == pytest.approx(0.5, abs=1e-3)
     for target in found.targets:
         assert not target.matrix(found.model)[found.masks[target.name]].any()
+    assert all(parameter.requires_grad for parameter in found.model.parameters()), "it can be trained further"
     saved = type(found.model).from_pretrained(tmp_path / "out")
     assert torch.equal(logits(saved, batch), logits(found.model, batch))
     assert not (tmp_path / "out" / "adapter_config.json").exists()

@@ -191,6 +191,7 @@ def _merged(model: Any) -> PreTrainedModel:
     # Otherwise `save_pretrained` would write an adapter alone.
     plain.__dict__.pop("peft_config", None)
     plain._hf_peft_config_loaded = False
+    plain.requires_grad_(True)  # PEFT froze what is under the adapters; a model that is loaded can be trained
     return plain
 
 
