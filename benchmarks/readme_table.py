@@ -27,7 +27,7 @@ from benchmarks.quality_tables import (
 )
 from benchmarks.text_table import texts_table
 from benchmarks.training import check_alike
-from gradprobe_hf.config import AccumulatorDtype
+from gradprobe_hf.config.values import AccumulatorDtype
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 
 ROOT = Path(__file__).parent.parent

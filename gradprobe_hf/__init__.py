@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradprobe_hf.checkpoint.result import PruneResult
     from gradprobe_hf.comparison.compare import compare_pretrained
-    from gradprobe_hf.config import GradProbeConfig
+    from gradprobe_hf.config.config import GradProbeConfig
     from gradprobe_hf.evaluation import metrics
     from gradprobe_hf.pruning import prune_pretrained
     from gradprobe_hf.report.report import Report
@@ -32,7 +32,7 @@ __all__ = [
 
 # Where each public name is defined. They are imported when they are asked for: torch and transformers take seconds.
 _DEFINED_IN = {
-    "GradProbeConfig": "gradprobe_hf.config",
+    "GradProbeConfig": "gradprobe_hf.config.config",
     "PruneResult": "gradprobe_hf.checkpoint.result",
     "Report": "gradprobe_hf.report.report",
     "compare_pretrained": "gradprobe_hf.comparison.compare",

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.checkpoint.push import check_push, check_repository_name, push_folder
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.checkpoint.write import Checkpoint, check_destination, check_room, write_checkpoint
-from gradprobe_hf.config import GradProbeConfig, resolve_config
+from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.fsdp import is_sharded

@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.comparison.compare import check_evaluation
 from gradprobe_hf.comparison.rows import Comparison
-from gradprobe_hf.config import GradientThreshold, GradProbeConfig, resolve_config
+from gradprobe_hf.config.config import GradProbeConfig, resolve_config
+from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.evaluation.perplexity import Measurement

@@ -215,7 +215,7 @@ BREAKS = [
     ),
     Break(
         "a preset that is another",
-        "config.py",
+        "config/presets.py",
         '"best": {"probes": 1, "update": "admm"},  # ADMM',
         '"best": {"probes": 2, "update": "admm"},  # ADMM',
         "test_config.py",

@@ -30,7 +30,7 @@ from transformers import (
 )
 
 from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
-from gradprobe_hf.config import METHOD
+from gradprobe_hf.config.presets import METHOD
 from gradprobe_hf.probe.engine import Workload
 
 VOCABULARY = 260

@@ -8,7 +8,9 @@ from itertools import product
 import pytest
 
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.config import _BELONGS, PRESETS, PRESETS_IN_GROUPS, PROBES
+from gradprobe_hf.config.config import _BELONGS
+from gradprobe_hf.config.presets import PRESETS, PRESETS_IN_GROUPS
+from gradprobe_hf.config.values import PROBES
 from gradprobe_hf.decisions.table import DECISIONS, RULES
 from gradprobe_hf.scores.table import SCORES
 from gradprobe_hf.updates.table import UPDATES

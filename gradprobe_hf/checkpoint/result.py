@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.push import check_push, push_folder
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights

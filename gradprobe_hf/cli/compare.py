@@ -13,7 +13,7 @@ from gradprobe_hf.cli.output import console, print_comparison, print_json
 from gradprobe_hf.cli.recipe import RecipeError
 from gradprobe_hf.comparison.baselines import BASELINES, baselines
 from gradprobe_hf.comparison.compare import RESULT_NAME, Compared, compare_pretrained
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.yaml_options import read_yaml
 

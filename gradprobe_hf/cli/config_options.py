@@ -18,7 +18,9 @@ from docstring_parser import parse
 from gradprobe_hf.cli.options import OPTIONS, VerbParser, given
 from gradprobe_hf.cli.recipe import RecipeError
 from gradprobe_hf.cli.values import kind, reader, with_line_breaks
-from gradprobe_hf.config import CHOICES, METHOD, GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.presets import METHOD
+from gradprobe_hf.config.values import CHOICES
 
 # The first field under each heading; those that follow it in the configuration stand there too.
 HEADINGS = {

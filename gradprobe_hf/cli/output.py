@@ -13,7 +13,7 @@ from rich.table import Table
 
 from gradprobe_hf.checkpoint.inspect import Inspection
 from gradprobe_hf.comparison.rows import ComparedRow
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.report.next_choice import next_choices

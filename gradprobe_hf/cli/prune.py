@@ -6,7 +6,7 @@ import argparse
 
 from gradprobe_hf.cli.config_options import add_config_options, configuration
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given, shows_progress
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 
 
 def add_arguments(parser: VerbParser) -> None:

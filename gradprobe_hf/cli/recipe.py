@@ -34,7 +34,7 @@ def read_recipe(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     if path is None:
         return
     actions = {action.dest: action for action in parser._actions if action.dest not in _OF_THE_COMMAND}
-    from gradprobe_hf.config import GradProbeConfig  # a verb that has a file of options has read it already
+    from gradprobe_hf.config.config import GradProbeConfig  # a verb that has a file of options has read it already
 
     known = [field.name for field in fields(GradProbeConfig)]
     for name, value in _read(path).items():

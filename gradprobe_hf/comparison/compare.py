@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.comparison.baselines import baselines, most_demanding, shared_terms
 from gradprobe_hf.comparison.rows import ComparedRow, Comparison
-from gradprobe_hf.config import GradProbeConfig, resolve_config
+from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.data.windows import TextOptions
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.memory.memory_plan import open_run

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.windows import window_length
 from gradprobe_hf.estimation.footprint import Device, Placement, PlacementName, footprint_of
 from gradprobe_hf.estimation.formula import active_weights, loss_bytes

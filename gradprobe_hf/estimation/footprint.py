@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from gradprobe_hf.config import AccumulatorDevice
+from gradprobe_hf.config.values import AccumulatorDevice
 from gradprobe_hf.estimation.sizes import FLOAT32_BYTES, BatchSizes, ReconstructionSizes, Sizes
 from gradprobe_hf.model.saving import LARGEST_SHARD, SHARDS, SMALLEST_SHARD
 from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS

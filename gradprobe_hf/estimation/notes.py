@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.footprint import Placement
 from gradprobe_hf.estimation.passes import PassCost
 from gradprobe_hf.estimation.sizes import BatchSizes, Sizes

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import AccumulatorDevice, GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.values import AccumulatorDevice
 from gradprobe_hf.model.families import block_of, text_attribute
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT

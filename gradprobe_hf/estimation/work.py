@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.estimation.footprint import PlacementName
 from gradprobe_hf.estimation.formula import active_weights

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.sizes import accumulator_bytes
 from gradprobe_hf.model.parameters import is_on_disk

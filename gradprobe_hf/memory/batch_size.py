@@ -6,7 +6,7 @@ import torch
 from accelerate.utils import find_executable_batch_size
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.passes import activation_bytes

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from accelerate.utils.memory import should_reduce_batch_size
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.scores.evidence import MATRIX_TERMS
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES

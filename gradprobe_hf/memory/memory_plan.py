@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.memory.accumulator_files import accumulator_files
 from gradprobe_hf.memory.batch_size import largest_batch

@@ -17,7 +17,7 @@ from typing import BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from gradprobe_hf.config import AccumulatorDevice, AccumulatorDtype
+from gradprobe_hf.config.values import AccumulatorDevice, AccumulatorDtype
 from gradprobe_hf.probe.page_cache import PageCacheTrail
 from gradprobe_hf.runtime.row_chunks import ROWS_IN_A_BLOCK
 

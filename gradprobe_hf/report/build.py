@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, shared_rows
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.evaluation.divergence import PairedMeasurement

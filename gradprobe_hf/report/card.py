@@ -12,7 +12,8 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils._validators import validate_repo_id
 
-from gradprobe_hf.config import GradientThreshold, GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.report.eval_results import text_results
 from gradprobe_hf.report.plots import has_perplexities

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gradprobe_hf.config import METHOD, GradProbeConfig, Preset
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.presets import METHOD, Preset
 
 MEASURED_ON = "SmolLM2-135M-Instruct"
 CLEARLY_FASTER = 0.75  # of the time; less of a difference is no reason to change

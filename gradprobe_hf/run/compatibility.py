@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.families import block_of, shares_keys_across_blocks
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading_checks import COMPUTED

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.task_metric import TaskMetric
 from gradprobe_hf.model.loss import LossFunction

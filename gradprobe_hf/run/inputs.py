@@ -12,7 +12,8 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config import EvaluationProtocol, GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.values import EvaluationProtocol
 from gradprobe_hf.data.batch_checks import check_batches, check_reads_text
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from gradprobe_hf.config import GradientThreshold
+from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.decisions.threshold import no_evidence
 from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.fsdp import is_sharded

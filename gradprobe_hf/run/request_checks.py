@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from gradprobe_hf.config import GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.mixture import is_mixture
 from gradprobe_hf.data.sources import is_path
 from gradprobe_hf.run.context import RunRequest

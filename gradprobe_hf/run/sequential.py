@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradprobe_hf.config import BlockOrder
+from gradprobe_hf.config.values import BlockOrder
 from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from gradprobe_hf.config import GradientThreshold
+from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.model.targets import Target, matches
 
 

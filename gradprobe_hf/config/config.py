@@ -12,60 +12,44 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 
+from gradprobe_hf.config.presets import (
+    DEFAULT_OF_TWO_PROBES,
+    DEFAULT_PRESET,
+    METHOD,
+    OF_TWO_PROBES,
+    PRESETS,
+    PRESETS_IN_GROUPS,
+    Preset,
+)
+from gradprobe_hf.config.values import (
+    AccumulatorDevice,
+    AccumulatorDtype,
+    BlockOrder,
+    EvaluationProtocol,
+    GradientThreshold,
+    Order,
+    check_values,
+)
 from gradprobe_hf.data.text_options import DEFAULT_LENGTH, template_columns
 from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
-from gradprobe_hf.decisions.table import DECISIONS, RULES, Decision
+from gradprobe_hf.decisions.table import DECISIONS, Decision
 from gradprobe_hf.runtime.names_elsewhere import unknown_option
-from gradprobe_hf.runtime.option_checks import check_drop, number, one_of, patterns, rounds, threshold, whole
+from gradprobe_hf.runtime.option_checks import number, patterns, rounds, threshold
 from gradprobe_hf.runtime.paths import looks_like_path
 from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
-from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from gradprobe_hf.scores.table import SCORES, Score
-from gradprobe_hf.tasks.metrics import METRICS
 from gradprobe_hf.tasks.table import TASKS
 from gradprobe_hf.updates.table import UPDATES, WeightUpdate
 
-Order = Literal["joint", "sequential"]
-BlockOrder = Literal["forward", "reverse", "size"]
-Preset = Literal["fast", "balanced", "best"]
-GradientThreshold = float | Mapping[str, float] | Literal["adaptive"]
-AccumulatorDtype = Literal["float32", "bfloat16", "int8"]
-EvaluationProtocol = Literal["windows", "paper"]
-AccumulatorDevice = Literal["same", "cpu", "disk"]
-
 CONFIG_NAME = "gradprobe_config.json"
 LARGEST_GROUP = 256
-PROBES = (0, 1, 2)
-LARGEST_SEED = 2**63 - 1  # of torch's generators
-
-# The options that a preset stands for.
-METHOD = ("score", "probes", "rule", "update")
-# Three points on the frontier of time and quality, as benchmarks/quality.py found it; see docs/method.md.
-PRESETS: dict[Preset, dict[str, Any]] = {
-    "fast": {"probes": 1},
-    "balanced": {"probes": 2},
-    "best": {"probes": 1, "update": "admm"},  # ADMM decides again what a second probe would
-}
-# Inside small groups there is no budget to spend elsewhere, and what the kept weights can make up for counts for more
-# than which of them go.
-PRESETS_IN_GROUPS: dict[Preset, dict[str, Any]] = {
-    "fast": {"update": "sparsegpt"},
-    "balanced": {"update": "sparsegpt+admm"},
-    "best": {"probes": 1, "update": "admm"},
-}
-# What nothing that is given speaks against: the best for its time, by benchmarks/results/quality.json.
-DEFAULT_PRESET: Preset = "best"
-DEFAULT_OF_TWO_PROBES: Preset = "balanced"
-# Options that only two probes have a use for: who gives one of these gets them, in place of an error.
-OF_TWO_PROBES = ("order", "reduction_factor", "spike_limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,29 +228,8 @@ class GradProbeConfig:
 
     def _check_types(self) -> None:
         """Values that are wrong by themselves."""
-        for name, choices in CHOICES.items():
-            if not self._is_left_out(name):
-                one_of(name, getattr(self, name), tuple(choices))
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
-        for name in _TEXTS:
-            if not isinstance(getattr(self, name), (str, NoneType)):
-                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}.")
+        check_values({name: getattr(self, name) for name in _DEFAULTS}, _DEFAULTS)
         self._check_columns()
-        if self.checkpointing != "auto" and not isinstance(self.checkpointing, bool):
-            raise ValueError(f"checkpointing must be True, False or 'auto', got {self.checkpointing!r}.")
-        for name, least in _WHOLE.items():
-            if not self._is_left_out(name) and (name != "batch_size" or self.batch_size != "auto"):
-                other = "'auto', or " if name == "batch_size" else ""
-                whole(name, getattr(self, name), at_least=least, other=other)
-        if self.seed > LARGEST_SEED:
-            raise ValueError(f"seed must be at most {LARGEST_SEED}, got {self.seed}.")
-        for name, (wanted, holds) in _NUMBERS.items():
-            if not self._is_left_out(name):
-                number(name, getattr(self, name), wanted, holds)
-        if self.max_metric_drop is not None:
-            check_drop(self.max_metric_drop)
 
     def _check_columns(self) -> None:
         if self.text_column is not None and self.text_template is not None:
@@ -279,10 +242,6 @@ class GradProbeConfig:
                 "text_template must name columns in braces, like '{instruction} {output}', got "
                 f"{self.text_template!r}."
             )
-
-    def _is_left_out(self, name: str) -> bool:
-        """None stands for what is not given, where the default is found out later."""
-        return getattr(self, name) is None and _DEFAULTS[name] is None
 
     def _preset_values(self) -> dict[str, Any]:
         """What the preset comes to, beside the options that are given."""
@@ -631,42 +590,6 @@ def resolve_config(config: GradProbeConfig | None) -> GradProbeConfig:
     raise TypeError(f"config must be a GradProbeConfig, got {type(config).__name__} ({shown!r}){remedy}.")
 
 
-CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
-    "preset": get_args(Preset),
-    "score": SCORES,
-    "probes": PROBES,
-    "rule": RULES,
-    "scope": get_args(Scope),
-    "fisher": FISHER_ESTIMATES,
-    "update": UPDATES,
-    "order": get_args(Order),
-    "block_order": get_args(BlockOrder),
-    "task": TASKS,
-    "metric": METRICS,
-    "accumulator_dtype": get_args(AccumulatorDtype),
-    "accumulator_device": get_args(AccumulatorDevice),
-    "evaluation_protocol": get_args(EvaluationProtocol),
-}
-_SWITCHES = ("add_special_tokens", "assistant_only_loss", "packing")
-_TEXTS = ("text_column", "text_template", "document_separator")
-_WHOLE = {  # the least of each
-    "num_samples": 1,
-    "evaluation_samples": 1,
-    "batch_size": 1,
-    "save_every": 1,
-    "sequence_length": 2,
-    "seed": 0,
-    "blocks_per_step": 1,
-}
-_NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
-    "reduction_factor": ("a fraction in [0, 1)", lambda x: 0 <= x < 1),
-    "spike_limit": ("a factor >= 0 (0: no limit)", lambda x: x >= 0),
-    "dense_target": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
-    "damping": ("a number > 0", lambda x: x > 0),
-    "sparsity_step": ("a fraction in (0, 1)", lambda x: 0 < x < 1),
-    "min_matrix_sparsity": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
-    "max_matrix_sparsity": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
-}
 # Options of one part of a method -> whether that part is there, and what it is.
 _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "fisher": (lambda c: c.uses_fisher, "score='fisher', or probes=2 with rule='budget'"),
