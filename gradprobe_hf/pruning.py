@@ -24,11 +24,11 @@ from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
-from gradprobe_hf.run.decide import Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
+from gradprobe_hf.run.decide import Judge, Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
-from gradprobe_hf.run.snapshots import Snapshots, rows_at_once, run_identity
+from gradprobe_hf.run.snapshots import Snapshots, batch_identity, check_begun, rows_at_once, run_identity
 from gradprobe_hf.runtime.option_checks import check_callable, check_folder
 from gradprobe_hf.runtime.processes import join_processes
 
@@ -129,14 +129,16 @@ def prune_pretrained(
         )
     if config.max_metric_drop is not None and metric_fn is None:
         context = choosing_apart(context)
-    out = out.checked(context, writes_store=apply)
     rows = None
-    if resume_dir is not None and config.batch_size == "auto":
-        rows = rows_at_once(resume_dir, context.processes)
+    if resume_dir is not None:
+        check_begun(resume_dir, _identity(context), context.processes)
+        rows = rows_at_once(resume_dir, context.processes) if config.batch_size == "auto" else None
+    out = out.checked(context, writes_store=apply)
+    judge = None if metric_fn is None else Judge.of(context, metric_fn)
     with open_run(written(context), rows=rows) as context:
-        context = reachable(context)
         context = replace(context, snapshots=_snapshots(context, resume_dir))
-        decision = decide_pruning(context, metric_fn)
+        context = reachable(context)
+        decision = decide_pruning(context, judge)
         measured, metric = _measured(context, decision), _task_metric(context, decision)
     report = build_report(context, decision, measured, metric)
     for warning in report.warnings:
@@ -220,18 +222,20 @@ class _Destination:
 
 
 def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots | None:
-    """Where the run's state is saved, after a check that what is there is of this run."""
-    config = context.config
+    """Where the run's state is saved, after a check that all of what is there is of this run."""
     if resume_dir is None:
         return None
-    identity = run_identity(context.model, context.targets, config.to_dict(), context.calibration, context.processes)
-    if context.selection:
-        identity["evaluation"] = f"{context.selection.source} ({context.selection.fingerprint})"
-    snapshots = Snapshots(
-        Path(resume_dir), identity, config.save_every, context.processes, in_step=is_sharded(context.model)
-    )
+    identity = _identity(context) | batch_identity(context.calibration)
+    in_step = is_sharded(context.model)
+    snapshots = Snapshots(Path(resume_dir), identity, context.config.save_every, context.processes, in_step)
     snapshots.check()
     return snapshots
+
+
+def _identity(context: RunContext) -> dict[str, Any]:
+    """Of the run, of the matrices that were asked for: which of them the text reaches follows from it."""
+    texts = {"calibration": context.calibration, "evaluation": context.selection}
+    return run_identity(context.model, context.targets, context.config.to_dict(), texts, context.processes)
 
 
 def _measured(context: RunContext, decision: PruningDecision) -> PairedMeasurement | None:

@@ -131,9 +131,9 @@ def sweep_gradient_thresholds(
     check_evaluation(loaded)
     if max_metric_drop is not None:
         loaded = choosing_apart(loaded)
+    for one in wanted:
+        thresholds_of(loaded.targets, one)  # says which pattern does not fit, before any work
     with open_run(written(loaded)) as context:
-        for one in wanted:
-            thresholds_of(context.targets, one)  # says which pattern does not fit, before any work
         context = reachable(context)
         for one in wanted:
             thresholds_of(context.targets, one)  # nor any that names only what is left out

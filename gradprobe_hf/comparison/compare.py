@@ -162,6 +162,7 @@ def compare_pretrained(
     check_request(request, compare_pretrained)
     loaded = load_inputs(request)
     check_evaluation(loaded)
+    _check_own(loaded, chosen, known)
     if any(other.max_metric_drop is not None for other in chosen.values()):
         loaded = choosing_apart(loaded)
     with open_run(written(loaded), shares_probe=bool(shared_terms(list(chosen.values())))) as context:
@@ -208,14 +209,21 @@ def _possible(
     context: RunContext, chosen: Mapping[str, GradProbeConfig], known: Mapping[str, GradProbeConfig]
 ) -> dict[str, GradProbeConfig]:
     """What this model can be pruned with. A baseline that it cannot is left out; any other is an error."""
-    for name, other in chosen.items():
-        if known.get(name) != other:
-            check_targets(context.model, context.targets, other)
+    _check_own(context, chosen, known)  # once more: a pattern may name only what the text does not reach
     possible = feasible(context, {name: other for name, other in chosen.items() if known.get(name) == other})
     found = {name: other for name, other in chosen.items() if name in possible or known.get(name) != other}
     if not found:
         raise ValueError("this model can be pruned in none of these ways; the log says why.")
     return found
+
+
+def _check_own(
+    context: RunContext, chosen: Mapping[str, GradProbeConfig], known: Mapping[str, GradProbeConfig]
+) -> None:
+    """Raise ValueError for a configuration, no baseline, that this model cannot be pruned with."""
+    for name, other in chosen.items():
+        if known.get(name) != other:
+            check_targets(context.model, context.targets, other)
 
 
 def _check_common(name: str, config: GradProbeConfig, common: GradProbeConfig) -> None:

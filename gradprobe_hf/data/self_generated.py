@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -109,8 +109,14 @@ class KeptText:
     def _read(self, key: str) -> Tensor | None:
         if not self.path.exists():
             return None
-        with safe_open(self.path, "pt") as file:
-            return file.get_tensor("ids") if file.metadata() == {"of": key} else None
+        try:
+            with safe_open(self.path, "pt") as file:
+                return file.get_tensor("ids") if file.metadata() == {"of": key} else None
+        except SafetensorError as error:
+            raise ValueError(
+                f"the text that a run was killed with is damaged: {self.path} ({error}). Delete it, and the model "
+                "writes it again."
+            ) from error
 
 
 class _Sampler(LogitsProcessor):

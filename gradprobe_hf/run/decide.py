@@ -53,11 +53,36 @@ class PruningDecision:
     damping: dict[str, float] = field(default_factory=dict)
 
 
-def decide_pruning(context: RunContext, metric: Metric | None = None) -> PruningDecision:
+@dataclass(frozen=True)
+class Judge:
+    """The user's own metric, of which more is better: what `max_metric_drop` is about in place of perplexity.
+
+    Attributes:
+        dense: its value for the model as it is.
+    """
+
+    metric: Metric
+    dense: float
+
+    @classmethod
+    def of(cls, context: RunContext, metric: Metric) -> Judge:
+        """Called before anything is computed, because a function that fails fails here.
+
+        Raises:
+            ValueError: it returns no number.
+        """
+        with context.stopwatch("evaluate attempts"):
+            dense = _judged(context, metric)
+        if math.isnan(dense):
+            raise ValueError("metric_fn returned nan for the model as it is: nothing compares with that.")
+        return cls(metric, dense)
+
+
+def decide_pruning(context: RunContext, judge: Judge | None = None) -> PruningDecision:
     """Decide what to prune.
 
     Args:
-        metric: of the model, higher is better: what `max_metric_drop` is about in place of perplexity (or loss).
+        judge: what `max_metric_drop` is about; by default the task's metric, or perplexity (or loss).
 
     Raises:
         ValueError: a calibration loss or scores that are not finite, or blocks that do not run one after the other.
@@ -70,13 +95,13 @@ def decide_pruning(context: RunContext, metric: Metric | None = None) -> Pruning
     if snapshots is not None and known is not None and known >= decided:
         masks = _recall(snapshots, diagnostics)
     else:
-        masks = decide_masks(context, diagnostics, metric)
+        masks = decide_masks(context, diagnostics, judge)
         if snapshots is not None:
             _save(snapshots, masks, diagnostics)
     return conclude(context, masks, diagnostics, snapshots)
 
 
-def decide_masks(context: RunContext, diagnostics: Diagnostics, metric: Metric | None = None) -> PackedMasks | None:
+def decide_masks(context: RunContext, diagnostics: Diagnostics, judge: Judge | None = None) -> PackedMasks | None:
     """The masks; None where a weight update chooses them."""
     config = context.config
     if config.updates:
@@ -87,8 +112,9 @@ def decide_masks(context: RunContext, diagnostics: Diagnostics, metric: Metric |
     if config.order == "sequential":
         masks = decide_in_order(context, diagnostics)
     elif config.max_metric_drop is not None:
-        measured = _Measured(context, diagnostics, metric)
-        masks = search(context, diagnostics, measured, measured(PackedMasks()))
+        measured = _Measured(context, diagnostics, judge)
+        dense = measured(PackedMasks()) if judge is None else measured.sign * judge.dense
+        masks = search(context, diagnostics, measured, dense)
         for point in diagnostics.curve:
             point |= {name: measured.sign * point[name] for name in ("metric", "limit")}
     else:
@@ -207,12 +233,12 @@ class _Measured:
 
     context: RunContext
     diagnostics: Diagnostics
-    metric: Metric | None
+    judge: Judge | None
 
     @property
     def sign(self) -> int:
         """Of a metric of which more is better, as one of the user's own, the negative is measured."""
-        if self.metric is not None:
+        if self.judge is not None:
             return -1
         return 1 if self.context.metric is None else self.context.metric.sign
 
@@ -221,17 +247,19 @@ class _Measured:
         made = conclude(context, masks, self.diagnostics) if masks else PruningDecision(masks)
         view = serving(context.model, context.targets, made.masks, new_weights=made.new_weights)
         with context.stopwatch("evaluate attempts"), view:
-            if self.metric is not None:
-                with eval_mode(context.model):
-                    value = _number(self.metric(context.model))
-                if math.isnan(value) and not masks:
-                    raise ValueError("metric_fn returned nan for the model as it is: nothing compares with that.")
-                # Rounding may differ between processes, and with it the branch that each would take.
-                return self.sign * float(context.processes.broadcast(value))
+            if self.judge is not None:
+                return self.sign * _judged(context, self.judge.metric)
             if context.metric is not None:
                 return self.sign * measure_metric(context.workload_on(context.selection), context.metric)
             found = measure(context.workload_on(context.selection), "evaluation", allows_nan=bool(masks))
         return found.metric
+
+
+def _judged(context: RunContext, metric: Metric) -> float:
+    with eval_mode(context.model):
+        value = _number(metric(context.model))
+    # Rounding may differ between processes, and with it the branch that each would take.
+    return float(context.processes.broadcast(value))
 
 
 def _number(value: Any) -> float:

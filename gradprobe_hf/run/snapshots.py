@@ -97,15 +97,7 @@ class Snapshots:
 
     def check(self) -> None:
         """Raise ValueError when the folder holds the state of another run, naming the first difference."""
-        for state in self._states():
-            kept = _read(state)["identity"]
-            for name in [*self.identity, *kept]:
-                before, now = kept.get(name), self.identity.get(name)
-                if before != now:
-                    raise ValueError(
-                        f"{self.folder} holds the state of another run: its {name} was {before!r}, now it is {now!r}. "
-                        "Go on with the same settings, or choose another resume_dir (--resume-dir), or delete it."
-                    )
+        _compare(self.folder, self.processes, self.identity)
 
     def latest(self) -> Step | None:
         """The last step that every process has a state of; None when one of them has none. A collective."""
@@ -186,20 +178,32 @@ def run_identity(
     model: nn.Module,
     targets: Sequence[Target],
     config: Mapping[str, Any],
-    batches: Batches,
+    texts: Mapping[str, Batches],
     processes: Processes,
 ) -> dict[str, Any]:
-    """What a state belongs to: configuration, calibration data, model and number of processes."""
+    """What a state belongs to, whatever its batches are like: configuration, model, number of processes, and texts.
+
+    Args:
+        texts: by what they are for; one that is not read yet is empty, and says nothing.
+    """
     return {
         # How often a state is saved may change between two runs.
         **{f"config.{name}": value for name, value in config.items() if name != "save_every"},
-        "calibration": f"{batches.source} ({batches.fingerprint})",
-        "batches": len(batches),
-        "rows at once": max(map(row_count, batches)),
         "model": type(model).__name__,
         "weights": weights_fingerprint(model, targets),
         "number of processes": processes.count,
+        **{name: f"{text.source} ({text.fingerprint})" for name, text in texts.items() if text},
     }
+
+
+def batch_identity(batches: Batches) -> dict[str, Any]:
+    """What else a state belongs to: how the text is batched."""
+    return {"batches": len(batches), "rows at once": max(map(row_count, batches))}
+
+
+def check_begun(folder: str | Path, identity: Mapping[str, Any], processes: Processes) -> None:
+    """Raise ValueError when the folder holds the state of another run, as far as that is known yet."""
+    _compare(Path(folder), processes, identity, partly=True)
 
 
 def rows_at_once(folder: str | Path, processes: Processes) -> int | None:
@@ -212,6 +216,18 @@ def rows_at_once(folder: str | Path, processes: Processes) -> int | None:
 def folder_of(folder: Path, processes: Processes) -> Path:
     """Where the states of this process are."""
     return folder / f"process-{processes.rank}"
+
+
+def _compare(folder: Path, processes: Processes, identity: Mapping[str, Any], partly: bool = False) -> None:
+    for state in _states_in(folder_of(folder, processes)):
+        kept = _read(state)["identity"]
+        for name in identity if partly else [*identity, *kept]:
+            before, now = kept.get(name), identity.get(name)
+            if before != now:
+                raise ValueError(
+                    f"{folder} holds the state of another run: its {name} was {before!r}, now it is {now!r}. "
+                    "Go on with the same settings, or choose another resume_dir (--resume-dir), or delete it."
+                )
 
 
 def _states_in(own: Path) -> list[Path]:

@@ -339,8 +339,8 @@ def _states(world: World) -> None:
             resume_dir=world.at("state-good"),
             progress=False,
         )
-    names = ("state-cut", "state-blank", "state-missing", "state-strange", "state-other", "state-weights-cut")
-    for name in names:
+    names = ("cut", "blank", "missing", "strange", "other", "weights-cut", "text-cut")
+    for name in map("state-{}".format, names):
         shutil.copytree(world.at("state-good"), world.at(name))
     _cut(world.at("state-cut") / state)
     (world.at("state-blank") / state).write_text("")
@@ -349,6 +349,7 @@ def _states(world: World) -> None:
     kept = json.loads((world.at("state-other") / state).read_text())
     kept["identity"]["model"] = "GPT2LMHeadModel"
     (world.at("state-other") / state).write_text(json.dumps(kept))
+    (world.at("state-text-cut") / "process-0" / "own_text.safetensors").write_bytes(b"\x10\x00")
     for file in (world.at("state-weights-cut") / state).parent.glob("*.safetensors"):
         _cut(file)
 
