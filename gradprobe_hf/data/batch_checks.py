@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.model.families import IGNORED, ignored_label, is_causal, text_attribute
+from gradprobe_hf.model.families import ignored_label, is_causal, text_attribute
+from gradprobe_hf.tasks.columns import IGNORED
 
 # What says which examples or tokens count, and not what they are.
 _BESIDE = ("labels", "attention_mask", "return_loss")

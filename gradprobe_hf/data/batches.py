@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from gradprobe_hf.model.families import IGNORED
+from gradprobe_hf.tasks.columns import IGNORED
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from gradprobe_hf.data.documents import documents, holds_chats
 from gradprobe_hf.data.sources import Source, is_streamed
 from gradprobe_hf.data.special_tokens import SpecialTokens, tokenizer_of
 from gradprobe_hf.data.text_options import BLANK_LINE, EOS, TextOptions
-from gradprobe_hf.model.families import IGNORED
 from gradprobe_hf.runtime.option_checks import whole
+from gradprobe_hf.tasks.columns import IGNORED
 
 CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read before it is tokenised
 LONGEST_EXAMPLE = 2_000  # characters of the first document that a report shows

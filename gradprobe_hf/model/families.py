@@ -14,6 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from gradprobe_hf.tasks.columns import IGNORED
+
 CAUSAL = "ForCausalLM"
 ANY_SIZE = 512  # what is assumed of images where a model takes any, in pixels
 # How configurations call the number of experts that a token is routed to.
@@ -39,7 +41,6 @@ _READ_BY_PARENT = {
     "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),  # by F.multi_head_attention_forward
     "MultiheadAttention": ("out_proj",),  # torch's own
 }
-IGNORED = -100  # a label that counts nowhere
 
 
 def objective(model: PreTrainedModel) -> str | None:

@@ -15,7 +15,6 @@ from torch.autograd.function import once_differentiable
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import (
-    IGNORED,
     ignored_label,
     is_causal,
     shifts_labels,
@@ -23,6 +22,7 @@ from gradprobe_hf.model.families import (
     transcribes_freely,
     without_cache,
 )
+from gradprobe_hf.tasks.columns import IGNORED
 
 Batch = Mapping[str, Any]
 LossFunction = Callable[[PreTrainedModel, Batch], Tensor]

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.data.batches import row_count
-from gradprobe_hf.model.families import IGNORED, in_decoder, sees_patches
+from gradprobe_hf.model.families import in_decoder, sees_patches
 from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
+from gradprobe_hf.tasks.columns import IGNORED
 
 
 @dataclass(frozen=True)
