@@ -28,6 +28,8 @@ from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.runtime.option_checks import check_drop
 from gradprobe_hf.selection.published_rule import thresholds as thresholds_of
 
+# The method of every row.
+_METHOD: dict[str, Any] = {"probes": 2, "rule": "threshold", "update": "none"}
 THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
 BISECTIONS = 6
 
@@ -106,7 +108,7 @@ def sweep_gradient_thresholds(
     """
     if max_metric_drop is not None:
         check_drop(max_metric_drop)
-    config = resolve_config(config).varied(probes=2, rule="threshold", preset=None, update="none")
+    config = _threshold_rule(resolve_config(config))
     if config.order != "joint":
         raise ValueError(
             "thresholds are measured on masks of the whole model: order='sequential' has no part in it; leave it unset."
@@ -161,6 +163,28 @@ def sweep_gradient_thresholds(
         tuned = max(kept, key=lambda row: row.zeros).gradient_threshold
         unseen = TunedMeasurement(comparison.measured(None, "dense"), tried(tuned, context.evaluation))
     return ThresholdSweep(dense, rows, tuned, unseen)
+
+
+def _threshold_rule(config: GradProbeConfig) -> GradProbeConfig:
+    """The configuration with the method of every row.
+
+    Raises:
+        ValueError: another method was asked for.
+    """
+    of_preset = "preset" in config.given
+    for name, value in _METHOD.items():
+        if (of_preset or name in config.given) and getattr(config, name) != value:
+            option, stands_for = ("preset", f"preset={config.preset!r}, which is ") if of_preset else (name, "")
+            raise ValueError(
+                f"{stands_for}{name}={getattr(config, name)!r} has no part in a sweep of thresholds, which is of two "
+                f"probes and changes no kept weight: leave {option} unset, or set {name}={value!r}."
+            )
+    if "gradient_threshold" in config.given and config.rule == "threshold":
+        raise ValueError(
+            f"gradient_threshold={config.gradient_threshold!r} has no part in a sweep, which takes thresholds=: leave "
+            "it unset."
+        )
+    return config.varied(**_METHOD, preset=None)
 
 
 def refined(

@@ -36,6 +36,7 @@ def load(
     seed=0,
     tokenizer=TOKENIZER,
     model=MODEL,
+    is_alone=False,
     **options,
 ):
     return load_batches(
@@ -44,6 +45,7 @@ def load(
         part=part,
         model=model,
         processing_class=tokenizer,
+        is_alone=is_alone,
         progress=False,
     )
 

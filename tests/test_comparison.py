@@ -8,10 +8,10 @@ import logging
 import pytest
 import torch
 
-from gradprobe_hf import compare_pretrained, prune_pretrained
+from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.comparison import rows
-from gradprobe_hf.comparison.baselines import BASELINES, baselines
+from gradprobe_hf.comparison.baselines import BASELINES, baselines, rows_of
 from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
@@ -247,3 +247,10 @@ def test_a_promise_is_kept_by_each_weight_update_by_itself(monkeypatch):
     found = compared(cases.build("llama"), configs=configs)
     alone = {how: compared(cases.build("llama"), configs={how: config}).rows[0] for how, config in configs.items()}
     assert {row.method: row.zeros for row in found.rows} == {how: row.zeros for how, row in alone.items()}
+
+
+def test_a_configuration_of_its_own_is_a_row_beside_the_baselines():
+    """What was asked for is among what is compared, and what was asked for by default is there already."""
+    own = cases.config(update="obs")
+    assert rows_of(own) == {**baselines(own), "as configured": own}
+    assert list(rows_of(GradProbeConfig())) == list(BASELINES)

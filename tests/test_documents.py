@@ -242,6 +242,31 @@ def test_a_mixture_of_chats_and_text_counts_all_of_the_text(text_file):
     shares = torch.cat([(batch["labels"] != -100).float().mean(1) for batch in found])
     assert sorted((shares == 1).tolist()) == [False] * 4 + [True] * 4
     assert (shares > 0).all()
+    assert found.protocol.count("the loss is over the assistant's tokens alone") == 1
+    assert found.protocol.count("all tokens count, for these are no chats") == 1
+
+
+def test_an_evaluation_on_text_of_a_model_that_is_calibrated_on_chats_counts_all_tokens_and_says_so(text_file):
+    found = load(text_file, samples=2, part="evaluation", assistant_only_loss=True)
+    assert torch.equal(ids(found), ids(load(text_file, samples=2, part="evaluation")))
+    assert not any("labels" in batch for batch in found)
+    assert found.protocol.endswith("; all tokens count, for these are no chats")
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "holds"),
+    [
+        ("self", {}, "the model's own text is none"),
+        ({"self": 1, "pydoc": 1}, {}, "own text is none and pydoc .* holds texts"),
+        (Dataset.from_dict({"input_ids": [[1, 2, 3]]}), {}, "a Dataset holds token ids"),
+        ([{"input_ids": torch.ones(1, 4).long()}], {}, "batches have their labels already"),
+        ("pydoc", {"part": "evaluation", "is_alone": True}, "holds texts"),
+    ],
+    ids=["own text", "mixture", "tokenised", "batches", "nothing else is read"],
+)
+def test_the_assistants_tokens_are_asked_for_where_there_is_a_chat(source, options, holds):
+    with pytest.raises(ValueError, match=f"assistant_only_loss=True .* is for chats.*{holds}"):
+        load(source, samples=2, assistant_only_loss=True, **options)
 
 
 def test_mixtures_on_the_command_line(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from gradprobe_hf.cli.config_options import add_config_options, configuration, o
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given, shows_progress
 from gradprobe_hf.cli.output import console, print_comparison, print_json
 from gradprobe_hf.cli.recipe import RecipeError
-from gradprobe_hf.comparison.baselines import BASELINES, baselines
+from gradprobe_hf.comparison.baselines import AS_CONFIGURED, BASELINES, rows_of
 from gradprobe_hf.comparison.compare import RESULT_NAME, Compared, compare_pretrained
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.runtime.processes import join_processes
@@ -19,14 +19,12 @@ from gradprobe_hf.runtime.yaml_options import read_yaml
 
 logger = logging.getLogger(__name__)
 
-OWN = "as configured"  # the row of the options that are given, where no baseline has the same
-
 
 def add_arguments(parser: VerbParser) -> None:
     parser.add_model(*SOURCE)
     parser.add_options("output", help=f"folder for {RESULT_NAME} and the figure")
     parser.add_options("overwrite", "calibration", "evaluation", *PLACEMENT, "quiet")
-    rows = f"rows to make: {', '.join(BASELINES)}; {OWN}, where the options are none of these (default: all)"
+    rows = f"rows to make: {', '.join(BASELINES)}; {AS_CONFIGURED}, where the options are none of these (default: all)"
     parser.add_option("options", "methods", metavar="NAME,...", help=rows)
     also = "a row for this file of options, over those given here; named after the file (repeatable)"
     parser.add_option("options", "also", action="append", metavar="FILE.yaml", help=also)
@@ -72,9 +70,7 @@ def _note(options: argparse.Namespace, found: Compared) -> None:
 
 def _chosen(config: GradProbeConfig, options: argparse.Namespace) -> dict[str, GradProbeConfig]:
     """The configurations that were asked for by name, by options and by file; by default every baseline."""
-    known = baselines(config)
-    if config.varied(preset=None) not in known.values():
-        known[OWN] = config
+    known = rows_of(config)
     names = list(known) if options.methods is None else [name.strip() for name in options.methods.split(",")]
     for name in names:
         if name not in known:

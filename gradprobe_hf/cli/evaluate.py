@@ -175,6 +175,7 @@ def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) 
             model=measured.model,
             processing_class=measured.tokenizer,
             task=TaskOptions(task, options.label_column, None if options.num_samples else ROWS_MEASURED),
+            is_alone=True,
             progress=shows_progress(options),
         )
     check_batches(measured.model, batches, "data", needs_loss=True)

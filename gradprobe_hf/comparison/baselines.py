@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.presets import METHOD
 from gradprobe_hf.scores.evidence import Term
 
 # The published ways first, then what this package adds.
@@ -17,6 +18,7 @@ BASELINES: dict[str, dict[str, Any]] = {
     "two probes": {"score": "fisher", "probes": 2},
     "one probe + admm": {"score": "fisher", "probes": 1, "update": "admm"},
 }
+AS_CONFIGURED = "as configured"  # the row of the configuration itself, where no baseline is the same
 # A baseline is made as it was published: what else the configuration does is not done to it.
 _PLAIN: dict[str, Any] = {
     "preset": None,
@@ -36,6 +38,24 @@ _PLAIN: dict[str, Any] = {
 def baselines(config: GradProbeConfig) -> dict[str, GradProbeConfig]:
     """The configurations to compare `config` with: at its sparsity or pattern, on its text and matrices."""
     return {name: config.varied(**{**_PLAIN, **options}) for name, options in BASELINES.items()}
+
+
+def rows_of(config: GradProbeConfig) -> dict[str, GradProbeConfig]:
+    """The baselines, and the configuration itself where it is none of them."""
+    found = baselines(config)
+    return found if config.varied(preset=None) in found.values() else {**found, AS_CONFIGURED: config}
+
+
+def check_common(common: GradProbeConfig, rows: Mapping[str, GradProbeConfig]) -> None:
+    """Raise ValueError for an option of what all rows have in common that none of them has."""
+    of_rows = {*METHOD, *_PLAIN, "sparsity", "pattern"} - {"preset"}
+    asked = common.given | set(METHOD) if "preset" in common.given else common.given
+    for name in sorted(asked & of_rows):
+        if all(getattr(row, name) != getattr(common, name) for row in rows.values()):
+            raise ValueError(
+                f"{name}={getattr(common, name)!r} has no effect here: none of the rows has it. Leave {name} unset, or "
+                f"make a row with it (configs=; {AS_CONFIGURED!r} among --methods)."
+            )
 
 
 def most_demanding(configs: Sequence[GradProbeConfig]) -> GradProbeConfig:

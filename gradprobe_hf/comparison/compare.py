@@ -12,7 +12,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.comparison.baselines import baselines, most_demanding, shared_terms
+from gradprobe_hf.comparison.baselines import baselines, check_common, most_demanding, rows_of, shared_terms
 from gradprobe_hf.comparison.rows import ComparedRow, Comparison
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.data.windows import TextOptions
@@ -126,7 +126,7 @@ def compare_pretrained(
     Args:
         model_or_id: a Hub id, a folder, or a loaded model.
         config: the budget, the pattern, the text and the memory that all have in common.
-        configs: what is compared, by name; default: `baselines(config)`.
+        configs: what is compared, by name; default: the baselines, and `config` itself where it is none of them.
         calibration, processing_class, evaluation, loss_fn, from_pretrained_kwargs: as in `prune_pretrained`; an
             evaluation there must be.
         on_row: called with what there is whenever a row is made.
@@ -141,13 +141,14 @@ def compare_pretrained(
     known = baselines(config)
     if not isinstance(configs, (Mapping, type(None))):
         raise TypeError(f"configs must be a dict from names to configurations, got {type(configs).__name__}.")
-    chosen = dict(known if configs is None else configs)
+    chosen = dict(rows_of(config) if configs is None else configs)
     if not chosen:
         raise ValueError("configs is empty: there is nothing to compare.")
     for name, other in chosen.items():
         if not isinstance(other, GradProbeConfig):
             raise TypeError(f"configs[{name!r}] must be a GradProbeConfig, got {type(other).__name__}.")
-        _check_common(name, other, config)
+        _check_text(name, other, config)
+    check_common(config, chosen)
     request = RunRequest(
         model_or_id,
         most_demanding([config, *chosen.values()]),
@@ -226,7 +227,7 @@ def _check_own(
             check_targets(context.model, context.targets, other)
 
 
-def _check_common(name: str, config: GradProbeConfig, common: GradProbeConfig) -> None:
+def _check_text(name: str, config: GradProbeConfig, common: GradProbeConfig) -> None:
     for option in _SHARED:
         if getattr(config, option) != getattr(common, option):
             raise ValueError(

@@ -125,7 +125,7 @@ class GradProbeConfig:
             `prompt` and `completion`, `text`, or the only column of texts.
         text_template: several columns as one text, `"{instruction}\\n{output}"` say.
         assistant_only_loss: count only what the assistant says in a chat, and what ends its turn. Without it all tokens
-            count, the user's too.
+            count, the user's too. Of text that is no chat all count: calibrate on chats, and evaluate on either.
         packing: cut windows from all documents joined. Otherwise each window is one document, cut off at
             `sequence_length`, or padded and masked.
         document_separator: what is between documents that are packed: a text, or `"eos"` for the tokenizer's EOS token.
@@ -206,7 +206,9 @@ class GradProbeConfig:
         for name in options:
             if name not in known:
                 raise TypeError(f"GradProbeConfig: {unknown_option(name, known)}")
-        return super().__new__(cls)
+        made = super().__new__(cls)
+        object.__setattr__(made, "_given", _named(options))
+        return made
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -401,6 +403,12 @@ class GradProbeConfig:
         return float(self.sparsity)
 
     @property
+    def given(self) -> frozenset[str]:
+        """The options that were passed; the others are what these, or the defaults, come to."""
+        found: frozenset[str] = self.__dict__["_given"]  # no field: it is no part of what the configuration is
+        return found
+
+    @property
     def score_row(self) -> Score | None:
         """None where the weight update chooses the mask."""
         return None if self.score is None else SCORES[self.score]
@@ -496,7 +504,9 @@ class GradProbeConfig:
         values = {name: value for name, value in values.items() if name not in _BELONGS} | changes
         plain = GradProbeConfig(**values)
         kept = {name for name, (has_effect, _) in _BELONGS.items() if has_effect(plain) and name not in changes}
-        return replace(plain, **{name: getattr(self, name) for name in kept if getattr(self, name) is not None})
+        found = replace(plain, **{name: getattr(self, name) for name in kept if getattr(self, name) is not None})
+        object.__setattr__(found, "_given", self.given | _named(changes))
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` gives the same configuration back."""
@@ -555,6 +565,10 @@ class GradProbeConfig:
         except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from error
         return cls._of_file(path, values)
+
+
+def _named(options: Mapping[str, Any]) -> frozenset[str]:
+    return frozenset(name for name, value in options.items() if value is not None)
 
 
 def _fetched(name: str, hub_kwargs: Mapping[str, Any]) -> str:

@@ -45,6 +45,7 @@ def load_batches(
     processing_class: Any,
     task: TaskOptions | None = None,
     writing: Writing | None = None,
+    is_alone: bool = False,
     progress: bool = True,
 ) -> Batches:
     """Turn `source` into batches for `model`.
@@ -58,6 +59,7 @@ def load_batches(
         processing_class: the tokenizer, or a processor with one; needed for text.
         task: what the model is for: how rows with labels, images or speech become batches.
         writing: who writes the model's own text, and where it is kept.
+        is_alone: whether no other text is read with these options: then they are about chats here or nowhere.
 
     Raises:
         ValueError: too little text, no tokenizer, windows that the model cannot take, or a source of an unknown kind.
@@ -76,9 +78,14 @@ def load_batches(
         if isinstance(source, Source) and (found := labels.batches(source)) is not None:
             return found
     reader = _Reader(part, model, processing_class, writing or Writing(), progress)
-    drawn = (
-        reader.mixed(source, windows) if is_mixture(source) else reader.drawn(source, windows, part == "calibration")
-    )
+    has_to_be_chats = windows.text.assistant_only_loss and (is_alone or part == "calibration")
+    if is_mixture(source):
+        drawn: Drawn | None = reader.mixed(source, windows, has_to_be_chats)
+    else:
+        source = reader.opened(source, windows.seed)
+        if has_to_be_chats:
+            _check_chats([source], windows.text)
+        drawn = reader.drawn(source, windows)
     if drawn is None:
         return from_iterable(source, type(source).__name__)
     pad = getattr(tokenizer_of(processing_class), "pad_token_id", None) or 0  # any id will do: padding is masked
@@ -108,16 +115,21 @@ class _Reader:
     writing: Writing
     progress: bool
 
-    def drawn(self, source: Any, windows: WindowSpec, has_to_be_chats: bool) -> Drawn | None:
-        """Rows of a source; None if it is batches already.
+    def opened(self, source: Any, seed: int) -> Any:
+        """The source as rows, where it is a name or rows."""
+        return source if _is_self(source) else _open(source, self.part, seed) or source
 
-        Args:
-            has_to_be_chats: whether `assistant_only_loss` on anything else is an error.
-        """
-        if _is_self(source):
+    def drawn(self, opened: Any, windows: WindowSpec) -> Drawn | None:
+        """Rows of a source that is opened; None if it is batches already. Where no chat is, all tokens count."""
+        if not windows.text.assistant_only_loss or _is_chats(opened, windows.text):
+            return self._drawn(opened, windows)
+        drawn = self._drawn(opened, replace(windows, text=replace(windows.text, assistant_only_loss=False)))
+        return drawn and replace(drawn, protocol=f"{drawn.protocol}; all tokens count, for these are no chats")
+
+    def _drawn(self, opened: Any, windows: WindowSpec) -> Drawn | None:
+        if _is_self(opened):
             return self._written(windows)
-        opened = _open(source, self.part, windows.seed)
-        if opened is None:
+        if not isinstance(opened, Source):
             return None
         if is_tokenised(opened.rows):
             drawn = _tokenised(opened, windows)
@@ -130,23 +142,23 @@ class _Reader:
                 f"{opened.name} is text, which needs a tokenizer, and none was found beside the model{found}: pass "
                 "processing_class=, or give batches that the model returns a loss for."
             )
-        if windows.text.assistant_only_loss and not holds_chats(opened, windows.text):
-            if has_to_be_chats:
-                raise ValueError(
-                    "assistant_only_loss=True (--assistant-only-loss on) is for chats, a column of messages or a "
-                    f"prompt and a completion; {opened.name} holds texts."
-                )
-            windows = replace(windows, text=replace(windows.text, assistant_only_loss=False))
         special = special_tokens(self.processing_class, self.model, windows.text.add_special_tokens)
         draw = draw_packed if windows.text.packing else draw_documents
         return draw(opened, windows, self.processing_class, special)
 
-    def mixed(self, weights: Mapping[str, float], windows: WindowSpec) -> Drawn:
-        """Rows of several sources, as many of each as its weight says."""
+    def mixed(self, weights: Mapping[str, float], windows: WindowSpec, has_to_be_chats: bool) -> Drawn:
+        """Rows of several sources, as many of each as its weight says.
+
+        Args:
+            has_to_be_chats: whether one of them has to be.
+        """
         counts = shares(weights, windows.samples)
+        opened = {name: self.opened(name, windows.seed) for name in counts}
+        if has_to_be_chats:
+            _check_chats(list(opened.values()), windows.text)
         parts = {}
         for name, count in counts.items():
-            drawn = self.drawn(name, replace(windows, samples=count), has_to_be_chats=False)
+            drawn = self.drawn(opened[name], replace(windows, samples=count))
             assert drawn is not None, "a name is no batches"
             parts[name] = drawn
         return mixed(parts, weights, windows.seed)
@@ -195,6 +207,29 @@ def _open(source: Any, part: Part, seed: int) -> Source | None:
             f"calibration and evaluation take a name, a path, texts, a Dataset or batches, got {type(source).__name__}."
         )
     return None
+
+
+def _is_chats(opened: Any, text: TextOptions) -> bool:
+    return isinstance(opened, Source) and not is_tokenised(opened.rows) and holds_chats(opened, text)
+
+
+def _check_chats(opened: Sequence[Any], text: TextOptions) -> None:
+    """Raise ValueError unless one of the sources holds chats."""
+    if any(_is_chats(one, text) for one in opened):
+        return
+    raise ValueError(
+        "assistant_only_loss=True (--assistant-only-loss on) is for chats, a column of messages or a prompt and a "
+        f"completion; {' and '.join(map(_holding, opened))}."
+    )
+
+
+def _holding(opened: Any) -> str:
+    """What a source that is no chats holds."""
+    if _is_self(opened):
+        return "the model's own text is none"
+    if not isinstance(opened, Source):
+        return "batches have their labels already"
+    return f"{opened.name} holds {'token ids' if is_tokenised(opened.rows) else 'texts'}"
 
 
 def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:

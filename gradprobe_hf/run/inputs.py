@@ -70,13 +70,19 @@ def load_inputs(request: RunRequest) -> RunContext:
         logger.info("windows have %d tokens, as many as the model has positions", length)
     with stopwatch("read data"):
         writing = Writing(processes, _kept_text(request, loaded.model, targets, processes))
+        reads_text = request.always_calibrate or config.needs.passes != "none"
         read = partial(
-            _read, request, model=model, processing_class=processing_class, writing=writing, progress=progress
+            _read,
+            request,
+            model=model,
+            processing_class=processing_class,
+            writing=writing,
+            is_alone=not reads_text,
+            progress=progress,
         )
         labels = TaskOptions(task, config.label_column)
         calibration = default_calibration(model) if request.calibration is None else request.calibration
         evaluation = _evaluation(request.evaluation, calibration, model, config.evaluation_protocol)
-        reads_text = request.always_calibrate or config.needs.passes != "none"
         calibrate = partial(read, calibration, part="calibration", samples=config.num_samples, task=labels)
         unwritten = calibrate if reads_text and _is_written(calibration) else None
         calibrated = calibrate() if reads_text and unwritten is None else Batches.none()

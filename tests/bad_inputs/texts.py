@@ -38,6 +38,9 @@ TEXTS = [
     prune("--calibration @no-text.jsonl --text-template plain", "--text-template", "braces"),
     prune("--calibration @no-text.jsonl --text-column a --text-template {a}", "--text-column a", "--text-template {a}"),
     prune("--calibration @plain.txt --assistant-only-loss on", "--assistant-only-loss", "plain.txt"),
+    prune("--assistant-only-loss on", "--assistant-only-loss", "own text"),
+    prune("--calibration pydoc=1 self=1 --assistant-only-loss on", "--assistant-only-loss", "pydoc", "own text"),
+    prune("--score magnitude --assistant-only-loss on --evaluation @plain.txt", "--assistant-only-loss", "plain.txt"),
     unreadable(f"{PRUNE} --packing maybe", "--packing", "'maybe'", "'on'"),
     unreadable(f"{PRUNE} --calibration @plain.txt @plain.txt", "--calibration", "plain.txt", "twice"),
     # adapters and labels
