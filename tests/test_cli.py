@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,6 +108,17 @@ def test_quiet_is_silent_in_a_process_of_its_own(checkpoint, tmp_path):
     assert json.loads(ran.stdout)["output"] == str(tmp_path / "out")
     assert ran.stderr == ""
     assert ran.returncode == 0
+
+
+def test_quiet_keeps_warnings_and_nothing_else(checkpoint, tmp_path, gradprobe):
+    model = Path(shutil.copytree(checkpoint, tmp_path / "model"))
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    alone = ["--score", "magnitude", "--include", "q_proj", "--evaluation", "none", "--quiet"]
+    code, _, kept = gradprobe("prune", model, "--output", tmp_path / "out", *alone)
+    assert code == 0
+    (line,) = kept.splitlines()
+    assert line.startswith(f"no tokenizer or processor was found for {model}")
 
 
 def test_logs_are_as_before(checkpoint, gradprobe):

@@ -296,7 +296,7 @@ def load_processing_class(model: PreTrainedModel, name: str | None = None, **fro
         try:
             return auto.from_pretrained(name, **_source(from_pretrained_kwargs))
         except Exception as error:  # tokenizers raises plain Exception; a model without a tokenizer can still be pruned
-            reason = error
+            reason = " ".join(str(error).split())
     logger.warning("no tokenizer or processor was found for %s: %s", name, reason)
     return None
 

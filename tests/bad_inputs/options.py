@@ -11,6 +11,8 @@ OPTIONS = [
     unreadable("prune", "MODEL"),
     unreadable("prune @llama", "--output"),
     unreadable("prune --output out", "MODEL"),
+    unreadable("prune --output out --calibration @plain.txt @llama", "MODEL", "@llama", "--calibration"),
+    unreadable("compare --calibration @plain.txt pydoc @llama --sparsity 0.5", "MODEL", "@llama", "--calibration"),
     unreadable("prune @llama extra --output out", "extra"),
     unreadable("prune @llama --output", "--output"),
     unreadable(f"{PRUNE} --sparsty 0.5", "--sparsty", "--sparsity"),
