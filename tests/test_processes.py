@@ -12,6 +12,7 @@ import torch
 import gradprobe_hf.runtime.processes as processes
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from tests import cases
 from tests.grids import grid, some
@@ -88,10 +89,10 @@ def assert_close_divergence(found, wanted):
         assert found[name] == pytest.approx(wanted[name], rel=1e-7), name
 
 
-def reconstructed(name, dtype, rows):
+def reconstructed(name, dtype, rows, options):
     result = prune_pretrained(
         cases.build(name, dtype),
-        cases.config(score="magnitude", update="obs"),
+        cases.config(score="magnitude", **options),
         calibration=parts_of(name, dtype, rows),
         evaluation=False,
         apply=False,
@@ -101,13 +102,20 @@ def reconstructed(name, dtype, rows):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "close"),
-    [("llama", torch.float64, 1e-8), ("t5", torch.float64, 1e-8), ("mixtral", torch.float32, 1e-3)],
+    ("name", "dtype", "close", "kind"),
+    [
+        ("llama", torch.float64, 1e-8, "update"),
+        ("t5", torch.float64, 1e-8, "update"),
+        ("mixtral", torch.float32, 1e-3, "update"),
+        ("gpt2", torch.float64, 1e-6, "refinement"),
+    ],
 )
-def test_two_processes_reconstruct_the_weights_of_one(name, dtype, close):
+def test_two_processes_reconstruct_the_weights_of_one(name, dtype, close, kind):
     """Two batches and one; experts that one process sends nothing to, and blocks of two stacks."""
-    alone = reconstructed(name, dtype, 3)
-    for one in together(reconstructed, name, dtype, 3):
+    options = {"update": "obs"} if kind == "update" else {"refinement": "blocks"}
+    alone = reconstructed(name, dtype, 3, options)
+    assert kind == "update" or len(alone) > len(find_targets(cases.build(name))), "gains and biases are trained"
+    for one in together(reconstructed, name, dtype, 3, options):
         for key, values in alone.items():
             torch.testing.assert_close(one[key], values, rtol=close, atol=close)
 

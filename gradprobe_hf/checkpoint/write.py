@@ -161,6 +161,7 @@ def _add_own_key(path: Path, config: GradProbeConfig, report: Report) -> None:
         "score": config.score,
         "probes": config.probes,
         "update": config.update,
+        "refinement": config.refinement,
         "version": report.versions["gradprobe_hf"],
     }
     if "stored_as" in report.model:  # still true of what is made of this checkpoint

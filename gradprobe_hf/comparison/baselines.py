@@ -26,6 +26,7 @@ _PLAIN: dict[str, Any] = {
     "scope": None,
     "update": "none",
     "dense_target": None,
+    "refinement": "none",
     "min_matrix_sparsity": None,
     "max_matrix_sparsity": None,
     "order": "joint",

@@ -46,6 +46,7 @@ from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.table import SCORES, Score
 from gradprobe_hf.tasks.table import TASKS
+from gradprobe_hf.updates.refinement import REFINEMENTS, Refinement
 from gradprobe_hf.updates.table import UPDATES, WeightUpdate
 
 CONFIG_NAME = "gradprobe_config.json"
@@ -87,6 +88,9 @@ class GradProbeConfig:
             pruned so far: those of the original matrix on the inputs that the pruned blocks before it give. Default:
             0.25; 0.5 with `update="obs"`, 0 with `update="sparsegpt"`, as published.
         damping: what is added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
+        refinement: what is trained of a block behind the update of its matrices, under a mask that is fixed. `"none"`:
+            nothing. `"blocks"`: its kept weights, the gains of its norms and its biases, until its outputs are those of
+            the dense block.
         min_matrix_sparsity: least fraction to remove from any matrix, where one budget covers several.
         max_matrix_sparsity: largest fraction to remove from any matrix, so that none is emptied.
         gradient_threshold: relative growth of a gradient that `rule="threshold"` tolerates, >= 0. A dict has one for
@@ -161,6 +165,7 @@ class GradProbeConfig:
     update: str | None = None
     dense_target: float | None = None
     damping: float = 0.01
+    refinement: str = "none"
     min_matrix_sparsity: float | None = None
     max_matrix_sparsity: float | None = None
     gradient_threshold: GradientThreshold = 0.0
@@ -423,8 +428,22 @@ class GradProbeConfig:
 
     @property
     def updates(self) -> bool:
-        """Whether kept weights change."""
+        """Whether a weight update changes kept weights."""
         return self.update_row.function is not None
+
+    @property
+    def refinement_row(self) -> Refinement:
+        return REFINEMENTS[self.refinement]
+
+    @property
+    def refines(self) -> bool:
+        """Whether blocks are trained."""
+        return self.refinement_row.epochs > 0
+
+    @property
+    def reconstructs(self) -> bool:
+        """Whether kept weights change, block by block."""
+        return self.updates or self.refines
 
     @property
     def uses_fisher(self) -> bool:
@@ -434,7 +453,7 @@ class GradProbeConfig:
     @property
     def needs(self) -> Needs:
         """What has to be measured."""
-        return needs_of(self.score_row, self.decision_row, self.update_row, self.fisher)
+        return needs_of(self.score_row, self.decision_row, self.fisher, changes_weights=self.reconstructs)
 
     @property
     def final_sparsity(self) -> float:

@@ -14,6 +14,7 @@ from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from gradprobe_hf.scores.table import SCORES
 from gradprobe_hf.tasks.metrics import METRICS
 from gradprobe_hf.tasks.table import TASKS
+from gradprobe_hf.updates.refinement import REFINEMENTS
 from gradprobe_hf.updates.table import UPDATES
 
 Order = Literal["joint", "sequential"]
@@ -34,6 +35,7 @@ CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
     "scope": get_args(Scope),
     "fisher": FISHER_ESTIMATES,
     "update": UPDATES,
+    "refinement": REFINEMENTS,
     "order": get_args(Order),
     "block_order": get_args(BlockOrder),
     "task": TASKS,

@@ -9,7 +9,6 @@ from gradprobe_hf.decisions.table import Decision
 from gradprobe_hf.scores.evidence import Term
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from gradprobe_hf.scores.table import Score
-from gradprobe_hf.updates.table import WeightUpdate
 
 
 @dataclass(frozen=True)
@@ -25,12 +24,13 @@ class Needs:
         return self.passes == "probe"
 
 
-def needs_of(score: Score | None, decision: Decision, update: WeightUpdate, fisher: str) -> Needs:
+def needs_of(score: Score | None, decision: Decision, fisher: str, *, changes_weights: bool) -> Needs:
     """The least that the candidates, the decision and the update can be made from.
 
     Args:
         score: None where the update chooses the mask.
         fisher: a key of `FISHER_ESTIMATES`.
+        changes_weights: whether kept weights are changed for the activations of a text.
     """
     terms: set[Term] = {*decision.terms, *(score.terms if score else ())}
     if uses_fisher(score, decision):
@@ -38,7 +38,7 @@ def needs_of(score: Score | None, decision: Decision, update: WeightUpdate, fish
     measured = score.measured if score else "weights"
     if decision.has_second_probe or measured == "gradients":
         return Needs(frozenset(terms), "probe")
-    reads_text = measured == "inputs" or update.function is not None
+    reads_text = measured == "inputs" or changes_weights
     return Needs(frozenset(terms), "forward" if reads_text else "none")
 
 

@@ -23,7 +23,7 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]
         forward, backward = float(bool(needs.terms)), 0.0
     if config.order == "sequential":
         forward, backward = _sequential_passes(config, blocks)
-    updates = reconstruction_passes(config) if config.updates else 0
+    updates = reconstruction_passes(config) if config.reconstructs else 0
     if config.max_metric_drop is not None:
         attempts = len(list(levels(config.first_level, config.sparsity_step, config.final_sparsity)))
         if needs.probes:
@@ -33,7 +33,8 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]
         updates *= attempts + max(0, bisections) + 1
     if config.rounds:
         forward, backward = forward * len(config.rounds), backward * len(config.rounds)
-    return forward + updates, backward
+    refined = config.refinement_row.epochs if config.reconstructs else 0
+    return forward + updates + refined, backward + refined
 
 
 def _sequential_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:

@@ -142,6 +142,7 @@ class _Stages:
             Item("Hessians of a block", self.where, sizes.hessians),
             Item("a Hessian being factored, a matrix being swept", self.where, swept),
             Item("least squares on a matrix", self.where, sizes.workspace),
+            Item("a block being trained", self.where, sizes.trained),
             # Inputs of a block and its outputs, while it is finished.
             Item("hidden states between two blocks", self.where, 2 * sizes.hidden),
             Item("activations of a forward pass", self.where, self.batch.activations),

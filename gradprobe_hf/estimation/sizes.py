@@ -17,6 +17,7 @@ from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 from gradprobe_hf.scores.evidence import MATRIX_TERMS
 
 FLOAT32_BYTES = 4
+TRAINED_TENSORS = 5  # of a block: its weights, their gradients, two moments of Adam, and the best state so far
 
 
 @dataclass(frozen=True)
@@ -59,12 +60,14 @@ class ReconstructionSizes:
         largest_hessian: of one matrix.
         workspace: temporaries of the update on the largest matrix.
         hidden: hidden states of the whole calibration set between two blocks.
+        trained: what training the largest block takes beside activations; 0: nothing is trained.
     """
 
     hessians: int
     largest_hessian: int
     workspace: int
     hidden: int
+    trained: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ def sizes_of(
         process=process,
         model=measured,
         accumulators=AccumulatorSizes(accumulator_bytes(config, measured.targets), config.accumulator_device),
-        reconstruction=reconstruction_sizes(model, targets, config) if config.updates else None,
+        reconstruction=reconstruction_sizes(model, targets, config) if config.reconstructs else None,
         sparsity=config.sparsity or 0.0,
         snapshots=snapshots,
     )
@@ -150,13 +153,15 @@ def reconstruction_sizes(
     for target in targets:
         by_block[target.block] = by_block.get(target.block, 0) + _hessian_bytes(target)
     # With a dense target a block is run on two sets of inputs: those of the model as pruned so far, and the dense ones.
-    sets = 2 if config.dense_target else 1
+    sets = 2 if config.dense_target or config.refinement_row.dense_target else 1
+    block_bytes = TRAINED_TENSORS * FLOAT32_BYTES * max(_weights_by_block(targets).values())
     tokens = config.num_samples * config.window_length
     return ReconstructionSizes(
-        hessians=sets * max(by_block.values()),
+        hessians=(2 if config.dense_target else 1) * max(by_block.values()) if config.updates else 0,
         largest_hessian=max(map(_hessian_bytes, targets)),
         workspace=config.update_row.workspace * FLOAT32_BYTES * max(target.numel for target in targets),
-        hidden=sets * tokens * text_attribute(model.config, "hidden_size", 0) * model.dtype.itemsize,
+        trained=block_bytes if config.refines else 0,
+        hidden=(sets + config.refines) * tokens * text_attribute(model.config, "hidden_size", 0) * model.dtype.itemsize,
     )
 
 
@@ -170,6 +175,13 @@ def accumulator_bytes(config: GradProbeConfig, weights: int) -> int:
     # A decision that compares two probes keeps its statistics twice; others add the second probe to the first.
     kept = len(config.needs.terms & set(MATRIX_TERMS)) + len(row.terms) * row.keeps_second
     return round(kept * weights * BYTES_PER_WEIGHT[config.accumulator_dtype])
+
+
+def _weights_by_block(targets: Sequence[Target]) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for target in targets:
+        sizes[target.block] = sizes.get(target.block, 0) + target.numel
+    return sizes
 
 
 def _hessian_bytes(target: Target) -> int:

@@ -66,6 +66,8 @@ def work_of(
         costs: of one batch, without and with recomputation of the blocks.
     """
     forwards, backwards = expected_passes(config, len({target.block for target in targets}))
+    # Training a block makes all of a probe's products, but keeps no gradient of a sequence and recomputes nothing.
+    probed = backwards - config.refinement_row.epochs
     weights = sum(parameter.nbytes for parameter in model.parameters())
     work = {}
     for name, recomputes in RECOMPUTES.items():
@@ -75,11 +77,11 @@ def work_of(
         products = bool(config.needs.terms & {"sequence", "peak"}) + ("token" in config.needs.terms)
         gradients = (products - 1) * 2 * walk.rows * walk.length * active_weights(model, targets)
         # Forward is one product of the three: outputs, gradients of the inputs, gradients of the weights.
-        batch = backwards * (flops + gradients) + max(0.0, forwards - backwards) * flops / 3
+        batch = backwards * flops + probed * gradients + max(0.0, forwards - backwards) * flops / 3
         total = round(batch * walk.batches + reconstruction_operations(config, targets))
         # Each walk of a probe reads every block twice, for forward and for backward.
-        read = int(2 * backwards * walk.batches * weights) if name == "offloaded" else 0
-        work[name] = Work(forwards + recomputes * backwards, backwards, total, read)
+        read = int(2 * probed * walk.batches * weights) if name == "offloaded" else 0
+        work[name] = Work(forwards + recomputes * probed, backwards, total, read)
     return work
 
 

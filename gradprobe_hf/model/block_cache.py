@@ -232,6 +232,14 @@ class BlockOutputCache:
             yield outputs
 
 
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A module runs this in place of its forward."""
+    with ExitStack() as undo:
+        _replace_forward(module, forward, undo)
+        yield
+
+
 def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
     # `forward`, not `_old_forward`: a finished block of an offloaded model does not even load its weights.
     undo.callback(restore_slot, module, "forward", module.__dict__.get("forward"))

@@ -11,7 +11,8 @@ from transformers.pytorch_utils import Conv1D
 from gradprobe_hf.model.families import expert_parameters, is_fused_experts, is_read_by_parent
 from gradprobe_hf.model.parameters import aliases
 
-Kind = Literal["linear", "conv1d", "embedding", "experts"]
+# A "vector" is no matrix at all, but the gain of a norm or a bias: served, trained, and never pruned.
+Kind = Literal["linear", "conv1d", "embedding", "experts", "vector"]
 
 
 @dataclass(frozen=True)

@@ -102,10 +102,11 @@ def instrumented(
         for site in target.sites:
             used.setdefault(site, []).append(target)
     with ExitStack() as undo:
-        for site, owned in used.items():
+        # Vectors last: theirs go around the forwards that serve matrices, of the same module maybe.
+        for site, owned in sorted(used.items(), key=lambda item: item[0].kind == "vector"):
             module: Any = model.get_submodule(site.module)
             slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-            make = _experts_forward if site.kind == "experts" else _single_forward
+            make = _FORWARDS.get(site.kind, _single_forward)
             # Registered before the slot is replaced, so that no exception can come between the two.
             undo.callback(restore_slot, module, slot, module.__dict__.get(slot))
             # Recomputing a block loads its weights again; an offloaded weight outside is fetched by its map.
@@ -134,7 +135,7 @@ class _Router:
 
     def __call__(self, target: Target, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         is_embedding = self.site.kind == "embedding"
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not self.served.trained:
             if self.folding is not None:
                 self.folding.count_use(target)
             fetch = self._fetch(target, weight) if self.fetches and not is_embedding else None
@@ -194,3 +195,25 @@ def _experts_forward(module: Any, owned: list[Target], route: _Router) -> Callab
         return out
 
     return forward
+
+
+def _vector_forward(module: Any, owned: list[Target], route: _Router) -> Callable[..., Any]:
+    """The module's own forward, on other gains and biases."""
+    slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    inner = getattr(module, slot)
+    names = {target.parameter.rsplit(".", 1)[1]: target for target in owned}
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Replaced at each call, as Accelerate does, and past `__setattr__`, which takes nothing but a Parameter.
+        own = {name: module._parameters[name] for name in names}
+        try:
+            module._parameters.update({name: route.served.of(names[name], own[name]) for name in names})
+            return inner(*args, **kwargs)
+        finally:
+            module._parameters.update(own)
+
+    return forward
+
+
+# What a module runs in place of its forward, where it is not the plain use of one matrix.
+_FORWARDS = {"experts": _experts_forward, "vector": _vector_forward}

@@ -19,6 +19,7 @@ class ServedWeights:
         masks: target name -> bool `[out, in]`; a target without one is served as it is.
         factor: for the weights under a mask; 0 prunes them.
         new_weights: target name -> values `[out, in]` served in place of the model's.
+        trained: whether autograd is to reach the new weights: maps are then plain products, and measure nothing.
     """
 
     def __init__(
@@ -26,7 +27,9 @@ class ServedWeights:
         masks: Mapping[str, Tensor] | None = None,
         factor: float = 0.0,
         new_weights: Mapping[str, Tensor] | None = None,
+        trained: bool = False,
     ) -> None:
+        self.trained = trained
         self.masks = {} if masks is None else masks
         self.factor, self.new_weights = factor, {} if new_weights is None else new_weights
         self._scratch: dict[torch.dtype, Tensor] = {}  # as large as the largest matrix so far

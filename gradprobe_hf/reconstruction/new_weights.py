@@ -11,11 +11,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from gradprobe_hf.model.targets import Target
 from gradprobe_hf.runtime.interrupts import uninterrupted
 
 
 class NewWeights(Mapping[str, Tensor]):
     """Matrix name -> its new values `[out, in]`, in memory or in files that are mapped into it.
+
+    Attributes:
+        vectors: the gains and biases among them.
 
     Args:
         folder: where the files go, which are gone with this object; None: in memory.
@@ -24,6 +28,7 @@ class NewWeights(Mapping[str, Tensor]):
     def __init__(self, folder: str | Path | None = None, *, on_disk: bool = False) -> None:
         self._kept: dict[str, Tensor] = {}
         self._installed: set[str] = set()
+        self.vectors: list[Target] = []
         self._folder: Path | None = None
         if on_disk:
             if folder is not None:
@@ -46,6 +51,11 @@ class NewWeights(Mapping[str, Tensor]):
             file.write(values.contiguous().cpu().view(torch.uint8).numpy().data)
         mapped = torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype)
         self._kept[name] = mapped.view(values.shape)
+
+    def add_vector(self, target: Target, values: Tensor) -> None:
+        """Keep `values [n]` of a gain or a bias, which is no target of the run: it stands in `vectors` from now on."""
+        self.add(target.name, values)
+        self.vectors.append(target)
 
     def install(self, name: str, matrix: Tensor) -> None:
         """Write the kept values into `matrix`, and keep what was there in their place."""
@@ -75,6 +85,7 @@ class NewWeights(Mapping[str, Tensor]):
         """They are in the model: nothing is left to do."""
         self._kept.clear()
         self._installed.clear()
+        self.vectors.clear()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -13,7 +13,8 @@ residual stream. (GPTAQ, arXiv:2504.02692, calibrates quantisation so.)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -28,6 +29,14 @@ from gradprobe_hf.probe.attachment import instrumented
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.probe.steps import own_steps
+from gradprobe_hf.reconstruction.block_matching import (
+    BlockExamples,
+    Matched,
+    Matching,
+    block_vectors,
+    in_step_sizes,
+    match_block,
+)
 from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.runtime.stopwatch import return_free_memory
@@ -43,11 +52,15 @@ class FinishedBlock:
         new_weights: of each matrix, `[out, in]`.
         masks: of the weights that are zero.
         damping: where more than was asked for was needed, by matrix.
+        vectors: gains and biases that were trained, by parameter.
+        matched: how the training of the block went, if it was trained.
     """
 
     new_weights: Mapping[str, Tensor]
     masks: PackedMasks
     damping: dict[str, float]
+    vectors: Mapping[str, Tensor] = field(default_factory=dict)
+    matched: Matched | None = None
 
 
 @dataclass(frozen=True)
@@ -74,23 +87,28 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class Reconstructed:
-    """Attributes: `masks` of the weights that are zero; `new_weights` of every matrix; `damping` where more than was
-    asked for was needed, by matrix."""
+    """Attributes: `masks` of the weights that are zero; `new_weights` of every matrix and of the vectors that were
+    trained; `damping` where more than was asked for was needed, by matrix; `matched`: how training went, by block."""
 
     masks: PackedMasks
     new_weights: NewWeights
     damping: dict[str, float]
+    matched: dict[str, Matched] = field(default_factory=dict)
 
-    def take(self, block: FinishedBlock) -> None:
-        for name, values in block.new_weights.items():
-            self.new_weights.add(name, values)
-            self.masks.add_packed(name, block.masks.packed(name), block.masks.columns(name))
+    def take(self, name: str, block: FinishedBlock, vectors: Sequence[Target]) -> None:
+        for matrix, values in block.new_weights.items():
+            self.new_weights.add(matrix, values)
+            self.masks.add_packed(matrix, block.masks.packed(matrix), block.masks.columns(matrix))
         self.damping.update(block.damping)
+        for vector in vectors:
+            self.new_weights.add_vector(vector, block.vectors[vector.name])
+        if block.matched is not None:
+            self.matched[name] = block.matched
 
 
 def reconstruction_passes(config: GradProbeConfig) -> int:
     """Forward passes over the calibration data: each block for H, for what it hands on, and maybe as it was."""
-    return 3 if config.dense_target else 2
+    return 3 if config.dense_target or config.refinement_row.dense_target else 2
 
 
 @torch.no_grad()
@@ -101,10 +119,12 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
         ValueError: blocks that cannot be run one after the other, or inputs that are not finite.
     """
     model, work = task.work.model, task.work
-    own = [batch for batch, _ in own_steps(model, task.targets, work.batches, work.processes)]
+    config, refinement = task.config, task.config.refinement_row
+    batches = in_step_sizes(work.batches, refinement) if config.refines else work.batches
+    own = [batch for batch, _ in own_steps(model, task.targets, batches, work.processes)]
     blocks = BlockSequence.of(model, task.targets, own[0])
     pruned = BlockOutputCache(model, own, blocks)
-    dense = BlockOutputCache(model, own, blocks) if task.config.dense_target else None
+    dense = BlockOutputCache(model, own, blocks) if config.dense_target or refinement.dense_target else None
     found = Reconstructed(PackedMasks(), NewWeights(task.folder, on_disk=is_offloaded(model)), {})
     bar = tqdm(blocks.names, desc="reconstruction", unit="block", disable=not work.progress, leave=False)
     for number, block in enumerate(bar):
@@ -116,15 +136,19 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
                 with instrumented(model, inside, ServedWeights()):
                     dense.advance([block])
         else:
-            collected = _collect(task, block, inside, pruned, dense)
+            collected, examples = _collect(task, block, inside, pruned, dense)
             made = _solve(task, inside, collected)
             del collected
+            if config.refines:
+                made = _refined(task, block, inside, examples, made)
+            del examples
             return_free_memory()
             if task.after_block is not None:
                 task.after_block(number, made)
-        found.take(made)
+        vectors = [vector for vector in block_vectors(model, block) if vector.name in made.vectors]
+        found.take(block, made, vectors)
         del made
-        with instrumented(model, inside, ServedWeights(new_weights=found.new_weights)):
+        with instrumented(model, [*inside, *vectors], ServedWeights(new_weights=found.new_weights)):
             pruned.advance([block])
     return found
 
@@ -135,25 +159,39 @@ def _collect(
     inside: Sequence[Target],
     pruned: BlockOutputCache,
     dense: BlockOutputCache | None,
-) -> BlockHessians:
-    """The inputs of a block's matrices in the model as pruned so far, and in the dense one; that is then past it."""
-    collected = BlockHessians(task.work.model, task.work.processes, has_drift=dense is not None)
+) -> tuple[BlockHessians, BlockExamples]:
+    """The inputs of a block's matrices in the model as pruned so far, and in the dense one; that is then past it.
+
+    Where blocks are trained, what the whole block is called with and should return, too.
+    """
+    model, config = task.work.model, task.config
+    collected = BlockHessians(model, task.work.processes, has_drift=bool(config.dense_target))
+    examples = BlockExamples(model, block, config.refinement_row.dense_target)
     left = []
-    with instrumented(task.work.model, inside, ServedWeights(), on_input=collected.add):
+    with ExitStack() as stack:
+        on_input = collected.add if config.updates else None
+        stack.enter_context(instrumented(model, inside, ServedWeights(), on_input=on_input))
+        if config.refines:
+            stack.enter_context(examples.recording())
         for number in range(len(pruned.batches)):
             if dense is not None:
                 with collected.as_dense():
                     left.append(dense.run(number, block, collected.start_batch))
+                if config.refines:
+                    examples.take_dense()
             pruned.run(number, block, collected.start_batch)
+            if config.refines:
+                examples.take(pruned.batches[number])
     if dense is not None:
         dense.finish([block], left)
-    return collected
+    return collected, examples
 
 
 def _solve(task: Reconstruction, inside: Sequence[Target], collected: BlockHessians) -> FinishedBlock:
     """The weight update of each matrix of a block."""
     config, solve = task.config, task.config.update_row.function
-    assert solve is not None, "there is something to reconstruct"
+    if solve is None:
+        return _masked(task, inside)
     made = FinishedBlock({}, PackedMasks(), {})
     values: dict[str, Tensor] = {}
     for target in inside:
@@ -177,3 +215,34 @@ def _solve(task: Reconstruction, inside: Sequence[Target], collected: BlockHessi
         if solution.damping > config.damping:
             made.damping[target.name] = solution.damping
     return FinishedBlock(values, made.masks, made.damping)
+
+
+def _masked(task: Reconstruction, inside: Sequence[Target]) -> FinishedBlock:
+    """The matrices of a block with zeros, and nothing else changed."""
+    assert task.masks is not None, "no weight update chooses them"
+    made = FinishedBlock({}, PackedMasks(), {})
+    values = {}
+    for target in inside:
+        stored = target.matrix(task.work.model)
+        mask = task.masks[target.name].to(stored.device)
+        values[target.name] = stored.masked_fill(mask, 0)
+        made.masks.add(target.name, [mask])
+    return replace(made, new_weights=values)
+
+
+def _refined(
+    task: Reconstruction, block: str, inside: Sequence[Target], examples: BlockExamples, made: FinishedBlock
+) -> FinishedBlock:
+    """A block trained as a whole."""
+    matching = Matching(
+        task.work.model,
+        block,
+        inside,
+        examples.examples,
+        task.config.refinement_row,
+        task.work.processes,
+        task.config.seed,
+    )
+    with torch.enable_grad():
+        values, vectors, matched = match_block(matching, made.new_weights, made.masks)
+    return replace(made, new_weights=values, vectors=vectors, matched=matched)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def build_report(
         selection=_selection(context, diagnostics, measured),
         probes=diagnostics.probe_losses,
         passes=diagnostics.passes,
+        refinement={block: asdict(found) for block, found in decision.matched.items()},
         curve=diagnostics.curve,
         timings=dict(context.stopwatch.seconds),
         memory={**peak_memory(), "accumulator_bytes": diagnostics.accumulator_bytes},

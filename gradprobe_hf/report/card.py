@@ -47,6 +47,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         evaluation=_evaluation(report),
         metric_name=_metric(report),
         unreached=_unreached(report),
+        refinement=_refinement(report),
         selection=_chosen_by(report.selection, config),
         task_metric=_metric_row(report),
         calibration=report.calibration,
@@ -115,6 +116,8 @@ def _schedule(config: GradProbeConfig) -> list[str]:
             f"The sparsity is the largest that was found whose metric is within {config.max_metric_drop} of the dense "
             f"model's, up to {config.final_sparsity:.0%}."
         )
+    if config.refines:
+        said.append(config.refinement_row.sentence)
     if config.updates and config.dense_target:
         said.append(
             f"The outputs to keep were taken {config.dense_target:.0%} of the way from the model as pruned so far to "
@@ -207,6 +210,19 @@ def _evaluation(report: Report) -> dict[str, Any] | None:
         "plot": has_perplexities(report),
         "windows": measured["samples"],
     }
+
+
+def _refinement(report: Report) -> str:
+    """What was changed outside of the pruned matrices, and what training their blocks gained."""
+    found = report.refinement.values()
+    if not found:
+        return ""
+    before, after = (sum(block[when] for block in found) / len(found) for when in ("before", "after"))
+    return (
+        "Outside of these matrices only gains of norms and biases in the same blocks were changed. On the calibration "
+        f"windows that were held out, training took the relative squared error of a block's output from {before:.2e} "
+        f"to {after:.2e} (mean over {len(found)} blocks)."
+    )
 
 
 def _unreached(report: Report) -> str:

@@ -83,6 +83,8 @@ class Report:
             from) or the user's own metric, its value there, and the limit.
         probes: mean calibration loss of each probe, in nats.
         passes: forward and backward passes over the calibration data, in whole ones.
+        refinement: of each block that was trained the mean relative squared error of its outputs on the windows held
+            out, `before` and `after`, the `epochs` it took, and the one `kept`.
         curve: sparsity, metric and its limit at each attempt of a search.
         timings: seconds per stage.
         memory: bytes.
@@ -98,6 +100,7 @@ class Report:
     selection: dict[str, Any] | None = None
     probes: dict[str, float] = field(default_factory=dict)
     passes: dict[str, float] = field(default_factory=dict)
+    refinement: dict[str, dict[str, float]] = field(default_factory=dict)
     curve: list[dict[str, Any]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)

@@ -46,6 +46,7 @@ def applied(
     """
     unload_leftovers(model)
     new_weights = NewWeights() if new_weights is None else new_weights
+    targets = [*targets, *new_weights.vectors]
     in_memory = [target for target in targets if not is_on_disk(model, target.parameter)]
     changes = _changes([target for target in targets if is_on_disk(model, target.parameter)], masks, new_weights)
     pending = new_weights.pending  # without those that a `with` around this one has written

@@ -25,7 +25,7 @@ def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbe
 
 def check_resumable(config: GradProbeConfig, option: str) -> None:
     """Raise ValueError where a run saves no state that another could go on from."""
-    if not (config.needs.probes or config.updates):
+    if not (config.needs.probes or config.reconstructs):
         raise ValueError(
             f"{option} has no effect here: only probes and weight updates are resumed, and this configuration has "
             "neither. Leave it out."
@@ -37,9 +37,9 @@ def check_structure(model: nn.Module, targets: Sequence[Target], config: GradPro
     if config.group is not None:
         check_group(targets, *config.group)
         check_rows(model, targets, f"pattern={config.pattern!r}")
-    if config.updates or config.order == "sequential":
+    if config.reconstructs or config.order == "sequential":
         _check_in_blocks(model, targets, remedy=_other_ways(config))
-    if config.updates:
+    if config.reconstructs:
         _check_reconstruction(model, targets)
     if config.decision_row.filters is not None:
         thresholds(targets, config.gradient_threshold)
@@ -91,7 +91,8 @@ def _other_ways(config: GradProbeConfig) -> str:
     """What to set in place of all that works on one block after the other."""
     joint = "order='joint' (--order joint)" if config.order == "sequential" else ""
     kept = "update='none' (--update none), which changes no kept weight" if config.updates else ""
-    return " and ".join(filter(None, (joint, kept)))
+    refined = "refinement='none' (--refinement none)" if config.refines else ""
+    return " and ".join(filter(None, (joint, kept, refined)))
 
 
 def _check_in_blocks(model: nn.Module, targets: Sequence[Target], remedy: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from typing import Any
 
@@ -22,6 +22,7 @@ from gradprobe_hf.model.block_cache import BlockSequence
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.reconstruction.block_matching import Matched
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.reconstruct import FinishedBlock, Reconstruction, reconstruct, reconstruction_passes
 from gradprobe_hf.run.context import RunContext
@@ -44,6 +45,7 @@ class PruningDecision:
         unreached: matrices the calibration loss does not depend on.
         new_weights: of the matrices whose kept weights change.
         damping: what it was raised to in the matrices whose Hessian could not be inverted otherwise.
+        matched: how the training of each block went, where blocks were trained.
     """
 
     masks: Mapping[str, Tensor]
@@ -51,6 +53,7 @@ class PruningDecision:
     unreached: tuple[str, ...] = ()
     new_weights: NewWeights = field(default_factory=NewWeights)
     damping: dict[str, float] = field(default_factory=dict)
+    matched: dict[str, Matched] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def decide_pruning(context: RunContext, judge: Judge | None = None) -> PruningDe
 def decide_masks(context: RunContext, diagnostics: Diagnostics, judge: Judge | None = None) -> PackedMasks | None:
     """The masks; None where a weight update chooses them."""
     config = context.config
-    if config.updates:
+    if config.reconstructs:
         # One batch tells whether blocks run one after the other; better before the probes than after them.
         BlockSequence.of(context.model, context.targets, next(iter(context.calibration)))
     if config.update_row.chooses_mask:
@@ -131,7 +134,7 @@ def conclude(
     Args:
         snapshots: where every finished block is saved, and known from.
     """
-    if masks is not None and not context.config.updates:
+    if masks is not None and not context.config.reconstructs:
         return PruningDecision(masks, diagnostics, _unreached(context, diagnostics))
     with context.stopwatch("reconstruction"):
         found = reconstruct(
@@ -147,8 +150,11 @@ def conclude(
             )
         )
     diagnostics.count("forward", reconstruction_passes(context.config))
+    trained = [matched.epochs for matched in found.matched.values()]
+    for kind in ("forward", "backward") if trained else ():
+        diagnostics.count(kind, sum(trained) / len(trained))
     unreached = _unreached(context, diagnostics) if masks is not None else ()
-    return PruningDecision(found.masks, diagnostics, unreached, found.new_weights, found.damping)
+    return PruningDecision(found.masks, diagnostics, unreached, found.new_weights, found.damping, found.matched)
 
 
 def evaluate(
@@ -161,7 +167,7 @@ def evaluate(
         allows_nan: as in `measure`.
     """
     made = decision or PruningDecision({})
-    with serving(context.model, context.targets, made.masks, new_weights=made.new_weights):
+    with _served(context, made):
         return measure(context.workload_on(context.evaluation), f"evaluation ({label})", allows_nan)
 
 
@@ -170,7 +176,7 @@ def evaluate_pair(context: RunContext, decision: PruningDecision, label: str = "
     work = context.workload_on(context.evaluation)
 
     def pruned() -> AbstractContextManager[None]:
-        return serving(context.model, context.targets, decision.masks, new_weights=decision.new_weights)
+        return _served(context, decision)
 
     return measure_pair(work, work, pruned, label)
 
@@ -179,8 +185,14 @@ def evaluate_metric(context: RunContext, decision: PruningDecision | None, label
     """The task's metric of the model as a decision would leave it, or as it is; its weights are untouched."""
     assert context.metric is not None, "asked for where there is one"
     made = decision or PruningDecision({})
-    with serving(context.model, context.targets, made.masks, new_weights=made.new_weights):
+    with _served(context, made):
         return measure_metric(context.workload_on(context.evaluation), context.metric, f"evaluation ({label})")
+
+
+def _served(context: RunContext, decision: PruningDecision) -> AbstractContextManager[None]:
+    """The model as a decision would leave it."""
+    targets = [*context.targets, *decision.new_weights.vectors]
+    return serving(context.model, targets, decision.masks, new_weights=decision.new_weights)
 
 
 def _save(snapshots: Snapshots, masks: PackedMasks | None, diagnostics: Diagnostics) -> None:
@@ -202,8 +214,9 @@ class _BlockSaver:
     snapshots: Snapshots
 
     def __call__(self, number: int, block: FinishedBlock) -> None:
-        values = {"columns": block.masks.all_columns, "damping": block.damping}
-        parts = [("weights", block.new_weights), ("masks", block.masks.all_packed)]
+        matched = None if block.matched is None else asdict(block.matched)
+        values = {"columns": block.masks.all_columns, "damping": block.damping, "matched": matched}
+        parts = [("weights", block.new_weights), ("vectors", block.vectors), ("masks", block.masks.all_packed)]
         self.snapshots.record(Step.of("block", number), values, parts)
 
 
@@ -216,7 +229,9 @@ def _blocks_before(snapshots: Snapshots | None) -> list[FinishedBlock]:
     for number in range(latest.number + 1):
         kept = snapshots.read(Step.of("block", number))
         masks = PackedMasks.from_packed(kept.part("masks"), kept.values["columns"])
-        found.append(FinishedBlock(kept.part("weights"), masks, kept.values["damping"]))
+        values = kept.values
+        matched = Matched(**values["matched"]) if values["matched"] else None
+        found.append(FinishedBlock(kept.part("weights"), masks, values["damping"], kept.part("vectors"), matched))
     return found
 
 
@@ -245,8 +260,7 @@ class _Measured:
     def __call__(self, masks: PackedMasks) -> float:
         context = self.context
         made = conclude(context, masks, self.diagnostics) if masks else PruningDecision(masks)
-        view = serving(context.model, context.targets, made.masks, new_weights=made.new_weights)
-        with context.stopwatch("evaluate attempts"), view:
+        with context.stopwatch("evaluate attempts"), _served(context, made):
             if self.judge is not None:
                 return self.sign * _judged(context, self.judge.metric)
             if context.metric is not None:

@@ -1,0 +1,306 @@
+"""Block matching: a block's kept weights trained, its mask fixed, until it does what the dense block did.
+
+    min over theta of  mean_t ||b(x'_t; theta) - y_t||^2 / ||y_t||^2,   y = (1 - tau) b_dense(x') + tau b_dense(x)
+
+`x'_t` is what the pruned blocks before give the block for token t, x what the dense ones gave. theta are the kept
+weights of its matrices and its vectors: the gains of norms, and biases. What a weight update cannot do, because it sees
+one matrix at a time, happens here: the matrices of a block make up for each other, through its nonlinearities. So a
+block may correct the error of those before it once (tau), where every one of its matrices would have corrected it anew.
+
+An error counts relative to the size of its token's output: the next block begins with a norm, and a few tokens (the
+first, mostly) are a hundred times as large as the others.
+
+A step is over whole windows of a fixed number, whatever the batch size; several processes each have their share of
+them, and sum their gradients. So they all make the same steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedModel
+
+from gradprobe_hf.data.batches import Batches, row_count
+from gradprobe_hf.model.block_cache import replaced_forward
+from gradprobe_hf.model.loss import Batch
+from gradprobe_hf.model.patches import eval_mode, frozen
+from gradprobe_hf.model.sites import Site
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.probe.attachment import instrumented
+from gradprobe_hf.probe.padding import BatchLayout
+from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.updates.refinement import Refinement
+
+
+@dataclass(frozen=True)
+class Example:
+    """One batch at one block.
+
+    Attributes:
+        arguments: of the block's call in the model as pruned so far, positional and by name.
+        target: the output that is aimed at, `[sequences, tokens, hidden]`.
+        weight: of each token's squared error, `[sequences, tokens]`: 1 / ||y||^2, and 0 for padding.
+    """
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    target: Tensor
+    weight: Tensor
+
+
+@dataclass(frozen=True)
+class Matched:
+    """How the training of a block went.
+
+    Attributes:
+        before: mean relative squared error of a token on the windows that were held out, before it.
+        after: the same behind it; never more.
+        epochs: that were trained.
+        kept: the one whose state was kept; 0: the state before.
+    """
+
+    before: float
+    after: float
+    epochs: int
+    kept: int
+
+
+class BlockExamples:
+    """What a block is called with and what it should return, collected batch by batch.
+
+    Args:
+        dense_target: the tau of the module's formula.
+    """
+
+    def __init__(self, model: PreTrainedModel, block: str, dense_target: float) -> None:
+        self.examples: list[Example] = []
+        self._model, self._block, self._dense_target = model, block, dense_target
+        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the latest call
+        self._output = torch.empty(0)  # of the same
+        self._dense: Tensor | None = None
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Calls of the block are noted."""
+        module = self._model.get_submodule(self._block)
+        with replaced_forward(module, partial(self._run, module.forward)):
+            yield
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = forward(*args, **kwargs)
+        self._arguments, self._output = (args, kwargs), _hidden(result)
+        return result
+
+    def take_dense(self) -> None:
+        """The latest call was the dense model's, on the batch that is taken next."""
+        self._dense = self._output
+
+    def take(self, batch: Batch) -> None:
+        """The latest call was that of the model as pruned so far, on this batch; this block itself was dense."""
+        target, self._dense = self._output if self._dense is None else self._aimed_at(self._dense), None
+        size = _wide(target).square().sum(-1)
+        weight = size.clamp_min(torch.finfo(size.dtype).tiny).reciprocal()
+        layout = BatchLayout.of(batch, self._model.config.is_encoder_decoder)
+        mask = layout.token_mask(Site(self._block, "linear"), target)
+        before = self.examples[-1].arguments if self.examples else None
+        arguments = tree_map(partial(_shared, _tensors(before)), self._arguments)
+        self.examples.append(Example(arguments, target, weight if mask is None else weight * mask))
+
+    def _aimed_at(self, dense: Tensor) -> Tensor:
+        return torch.lerp(self._output, dense, self._dense_target)
+
+
+@dataclass(frozen=True)
+class Matching:
+    """What is trained, on what and how.
+
+    Attributes:
+        matrices: the block's targets.
+        examples: of this process, in the order of its batches.
+        seed: of the order of the steps.
+    """
+
+    model: PreTrainedModel
+    block: str
+    matrices: Sequence[Target]
+    examples: Sequence[Example]
+    settings: Refinement
+    processes: Processes
+    seed: int
+
+
+def in_step_sizes(batches: Batches | Sequence[Batch], settings: Refinement) -> Batches | Sequence[Batch]:
+    """The same rows in batches that a step is a whole number of, none larger than it was."""
+    if not isinstance(batches, Batches):
+        return batches
+    largest = max(map(row_count, batches))
+    return batches.in_batches_of(math.gcd(settings.windows, 2 ** int(math.log2(largest))))
+
+
+def block_vectors(model: PreTrainedModel, block: str) -> list[Target]:
+    """The one-dimensional parameters of a block, `[n]`, as targets that are trained and never pruned."""
+    found = []
+    for name, module in model.get_submodule(block).named_modules(prefix=block):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 1 and parameter.is_floating_point():
+                full, shape = f"{name}.{leaf}", (parameter.numel(), 1)
+                role = full.removeprefix(f"{block}.")
+                found.append(Target(full, full, shape, False, (Site(name, "vector"),), block, role))
+    return found
+
+
+def match_block(
+    task: Matching, values: Mapping[str, Tensor], masks: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Matched]:
+    """Train a block. The model is left as it was.
+
+    Args:
+        values: of each of its matrices, `[out, in]`, zero where they are pruned.
+        masks: of the same, bool, True where pruned.
+
+    Returns:
+        New values of the matrices; of the vectors, by parameter (none if nothing was gained); and how it went.
+    """
+    module = task.model.get_submodule(task.block)
+    vectors = block_vectors(task.model, task.block)
+    start = {**values, **{vector.name: vector.matrix(task.model) for vector in vectors}}
+    trainer = _Trainer(task, start, masks)
+    served = ServedWeights(new_weights=trainer.weights, trained=True)
+    with instrumented(task.model, [*task.matrices, *vectors], served), eval_mode(module), frozen(module):
+        matched = trainer.train()
+    new = {name: trainer.best[name].to(value.device, value.dtype) for name, value in start.items()}
+    return (
+        {name: new[name] for name in values},
+        {vector.name: new[vector.name] for vector in vectors if matched.kept},
+        matched,
+    )
+
+
+class _Trainer:
+    """Adam on float32 copies of a block's weights, and the best state that it came by.
+
+    Args:
+        start: the values that training begins with, by name; those with a mask are zero where it is True.
+    """
+
+    def __init__(self, task: Matching, start: Mapping[str, Tensor], masks: Mapping[str, Tensor]) -> None:
+        self._task, self._settings = task, task.settings
+        self._module = task.model.get_submodule(task.block)
+        self._masks = {name: masks[name].to(start[name].device) for name in masks}
+        self.weights = {name: _wide(value.detach()).clone().requires_grad_() for name, value in start.items()}
+        self.best = self._copy()
+
+    def train(self) -> Matched:
+        settings = self._settings
+        training, held_out = self._split()
+        # Adam moves every weight by about the rate, whatever its gradient: so it is a fraction of what weights are.
+        groups = [{"params": [w], "lr": settings.rate * self._magnitude(name)} for name, w in self.weights.items()]
+        optimizer = torch.optim.Adam(groups, betas=settings.betas)
+        rate = partial(_rate, settings.epochs * len(training), settings.last_rate)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+        generator = torch.Generator().manual_seed(self._task.seed)
+        before = least = self._error(held_out)
+        kept = epoch = 0
+        for epoch in range(1, settings.epochs + 1):
+            for index in torch.randperm(len(training), generator=generator).tolist():
+                self._accumulate_gradients(training[index])
+                optimizer.step()
+                schedule.step()
+            error = self._error(held_out)
+            if error < least:
+                least, kept, self.best = error, epoch, self._copy()
+            elif epoch - kept >= settings.patience:
+                break
+        return Matched(before, least, epoch, kept)
+
+    def _split(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Steps to train on and steps that are held out, the last ones.
+
+        Each is a list of batches, by their number among those of all processes.
+        """
+        processes, examples = self._task.processes, self._task.examples
+        total = int(processes.sum_(torch.tensor(len(examples))))
+        rows = int(processes.max_(torch.tensor(max((len(example.target) for example in examples), default=1))))
+        size = max(1, self._settings.windows // rows)
+        steps = [list(range(start, min(start + size, total))) for start in range(0, total, size)]
+        held_out = max(1, round(self._settings.held_out * len(steps)))
+        return (steps[:-held_out], steps[-held_out:]) if len(steps) > 1 else (steps, steps)
+
+    def _mine(self, numbers: Sequence[int]) -> list[Example]:
+        """This process's among these batches, as `Processes.mine` deals them."""
+        rank, count = self._task.processes.rank, self._task.processes.count
+        return [self._task.examples[number // count] for number in numbers if number % count == rank]
+
+    def _accumulate_gradients(self, numbers: Sequence[int]) -> None:
+        """Those of a step, over all processes. Adam does not mind their scale: it is the sum over tokens."""
+        for weight in self.weights.values():
+            weight.grad = torch.zeros_like(weight)  # not None: every process has to join in every collective
+        for example in self._mine(numbers):
+            self._loss(example).backward()
+        for name, weight in self.weights.items():
+            assert weight.grad is not None, "it was set"
+            self._task.processes.sum_(weight.grad)
+            if name in self._masks:
+                weight.grad.masked_fill_(self._masks[name], 0)  # moments and weight stay exactly zero
+
+    def _loss(self, example: Example) -> Tensor:
+        """The summed relative error of a batch."""
+        args, kwargs = example.arguments
+        output = _hidden(self._module(*args, **kwargs))
+        return ((_wide(output) - _wide(example.target)).square().sum(-1) * example.weight).sum()
+
+    @torch.no_grad()
+    def _error(self, steps: Sequence[Sequence[int]]) -> float:
+        """The mean of a token, the same in all processes."""
+        examples = [example for numbers in steps for example in self._mine(numbers)]
+        sums = [(self._loss(example).double(), (example.weight > 0).sum().double()) for example in examples]
+        own = [sum(float(pair[part]) for pair in sums) for part in (0, 1)]
+        error, tokens = self._task.processes.sum_(torch.tensor(own, dtype=torch.float64)).tolist()
+        return error / max(tokens, 1.0)
+
+    def _magnitude(self, name: str) -> float:
+        """The root mean square of what is kept of a weight; 1 of one that is zero, a bias say."""
+        kept = self.weights[name].numel() - (int(self._masks[name].sum()) if name in self._masks else 0)
+        return float(self.weights[name].detach().square().sum().div(max(1, kept)).sqrt()) or 1.0
+
+    def _copy(self) -> dict[str, Tensor]:
+        return {name: weight.detach().clone() for name, weight in self.weights.items()}
+
+
+def _rate(steps: int, last: float, step: int) -> float:
+    """What the rates are multiplied by: a cosine from 1 to `last`, behind a short warm-up."""
+    warm = max(1, steps // 20)
+    if step < warm:
+        return (step + 1) / warm
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+def _wide(values: Tensor) -> Tensor:
+    """In float32 (float64 of a float64 model): errors are much smaller than the outputs they are differences of."""
+    return values.to(torch.promote_types(values.dtype, torch.float32))
+
+
+def _hidden(output: Any) -> Tensor:
+    """What a block hands on: alone, or before the attention weights that some return with it."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+def _tensors(arguments: Any) -> list[Tensor]:
+    return [value for value in tree_leaves(arguments) if isinstance(value, Tensor)]
+
+
+def _shared(known: Sequence[Tensor], value: Any) -> Any:
+    """A known tensor that is equal, in place of this one: masks and rotary embeddings are those of every batch."""
+    if isinstance(value, Tensor):
+        for other in known:
+            if other.shape == value.shape and other.dtype == value.dtype and torch.equal(other, value):
+                return other
+    return value

@@ -1,0 +1,205 @@
+"""Block matching against a block of a copy that is trained by hand, and whole runs with it."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from accelerate import disk_offload
+from transformers import AutoModelForCausalLM
+
+from gradprobe_hf import GradProbeConfig
+from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.updates import refinement
+from tests import cases
+
+BLOCKS = {"refinement": "blocks", "score": "magnitude", "sparsity": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch):
+    """Two sequences in a step and few of them: tiny models learn in no time."""
+    changed = {"epochs": 3, "windows": 2, "rate": 0.02, "patience": 9}
+    settings = refinement.Refinement(**{**vars(refinement.REFINEMENTS["blocks"]), **changed})
+    monkeypatch.setitem(refinement.REFINEMENTS, "blocks", settings)
+    return settings
+
+
+def calls_of(block, model, batches):
+    """(args, kwargs, output) of a block in each batch, by a plain hook."""
+    found = []
+
+    def note(module, args, kwargs, output):
+        found.append((args, kwargs, output if isinstance(output, torch.Tensor) else output[0]))
+
+    handle = block.register_forward_hook(note, with_kwargs=True)
+    with torch.no_grad():
+        for batch in batches:
+            model(**batch, use_cache=False)
+    handle.remove()
+    return found
+
+
+def trained_by_hand(dense, batches, masks, settings):
+    """Block by block on a copy whose own parameters are trained; the last step is held out."""
+    pruned = copy.deepcopy(dense).requires_grad_(False)
+    targets = find_targets(dense)
+    names = list(dict.fromkeys(target.block for target in targets))
+    for name in names:
+        block, original = pruned.get_submodule(name), dense.get_submodule(name)
+        calls = calls_of(block, pruned, batches)
+        wanted = []
+        for (args, kwargs, _), (_, _, far) in zip(calls, calls_of(original, dense, batches), strict=True):
+            near = original(*args, **kwargs)
+            near = near if isinstance(near, torch.Tensor) else near[0]
+            wanted.append(((1 - settings.dense_target) * near + settings.dense_target * far).detach())
+        keep = {}
+        for target in targets:
+            if target.block == name:
+                target.matrix(pruned).masked_fill_(masks[target.name], 0)
+                mask = masks[target.name].t() if target.transposed else masks[target.name]
+                keep[target.parameter] = ~mask
+        own = {key: value for key, value in block.named_parameters(prefix=name) if key in keep or value.ndim == 1}
+
+        def error(number, block=block, calls=calls, wanted=wanted):
+            out = block(*calls[number][0], **calls[number][1])
+            out = out if isinstance(out, torch.Tensor) else out[0]
+            y = wanted[number]
+            return sum(
+                ((out[s, t] - y[s, t]) ** 2).sum() / (y[s, t] ** 2).sum()
+                for s in range(len(y))
+                for t in range(y.shape[1])
+            )
+
+        groups = []
+        for key, value in own.items():
+            value.requires_grad_()
+            kept = value.detach()[keep[key]] if key in keep else value.detach()
+            groups.append({"params": [value], "lr": settings.rate * (kept.square().mean().sqrt().item() or 1.0)})
+        optimizer = torch.optim.Adam(groups, betas=settings.betas)
+        rates = [group["lr"] for group in groups]
+        last = len(batches) - 1
+        steps = settings.epochs * last
+        best, state, number = float(error(last).detach()), copy.deepcopy(block.state_dict()), 0
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(settings.epochs):
+            for index in torch.randperm(last, generator=generator).tolist():
+                fraction = torch.tensor(torch.pi * (number - 1) / (steps - 1)).cos().item()
+                scale = 1.0 if number == 0 else settings.last_rate + (1 - settings.last_rate) * (1 + fraction) / 2
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                    group["lr"] = rate * scale
+                optimizer.zero_grad()
+                error(index).backward()
+                for key, value in own.items():
+                    if key in keep:
+                        value.grad *= keep[key]
+                optimizer.step()
+                number += 1
+            if (now := float(error(last).detach())) < best:
+                best, state = now, copy.deepcopy(block.state_dict())
+        block.load_state_dict(state)
+        block.requires_grad_(False)
+    return pruned
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
+def test_it_equals_a_block_that_is_trained_by_hand(name, short):
+    model = cases.build(name).double().eval()
+    batches = [{"input_ids": batch["input_ids"]} for batch in cases.batches(name, rows=8, batch_size=2)]
+    masks = cases.prune(model, batches, score="magnitude", sparsity=0.5).masks
+    found = cases.prune(model, batches, apply=True, output_dir=None, **BLOCKS)
+    wanted = trained_by_hand(cases.build(name).double().eval(), batches, masks, short)
+    moved = 0
+    for (key, value), other in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        # The gradient of a key's bias is zero but for rounding, which Adam takes for a direction.
+        torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
+        moved += value.ndim == 1 and not torch.equal(value, cases.build(name).double().get_parameter(key))
+    assert moved, "gains and biases are trained, too"
+    assert not cases.differing(masks, found.masks)
+
+
+@pytest.mark.parametrize("name", sorted(cases.CASES))
+def test_every_family_is_matched_and_its_zeros_stay(name):
+    model, batches = cases.build(name), cases.batches(name, rows=8)
+    before = cases.bits(model)
+    result = cases.prune(model, batches, **BLOCKS)
+    assert cases.changed(model, before) == [], "nothing is applied"
+    for target in result.targets:
+        assert bool((result.new_weights[target.name][result.masks[target.name]] == 0).all()), target.name
+    found = result.report.refinement
+    assert set(found) == {target.block for target in result.targets}
+    assert all(block["after"] <= block["before"] for block in found.values())
+    assert any(block["after"] < block["before"] for block in found.values())
+
+
+def test_what_is_evaluated_applied_saved_and_loaded_is_one_model(tmp_path):
+    model = cases.build("gpt2")  # with biases
+    before = cases.bits(model)
+    calibration, evaluation = cases.batches("gpt2", rows=8), cases.batches("gpt2", seed=3)
+    options = {"evaluation": evaluation, "output_dir": tmp_path / "out", **BLOCKS}
+    result = cases.prune(model, calibration, apply=True, **options)
+    assert any(name.endswith("bias") for name in cases.changed(model, before))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert cases.changed(loaded, model.state_dict()) == []
+    again = measure(cases.workload(loaded, evaluation))
+    assert again.loss == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-6)
+    assert "trained as a whole" in (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+
+
+def test_a_failure_behind_it_gives_every_gain_and_bias_back(tmp_path, monkeypatch):
+    model = cases.build("gpt2")
+    before = cases.bits(model)
+    monkeypatch.setattr("gradprobe_hf.pruning.write_checkpoint", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        cases.prune(model, cases.batches("gpt2", rows=8), apply=True, output_dir=tmp_path / "out", **BLOCKS)
+    assert cases.changed(model, before) == []
+
+
+def test_an_offloaded_model_ends_with_the_same_weights(tmp_path):
+    resident, offloaded = cases.build("llama"), cases.build("llama")
+    disk_offload(offloaded, tmp_path / "store")
+    options = {"offload_folder": tmp_path / "scratch", "apply": True, **BLOCKS}
+    for name, model in (("a", resident), ("b", offloaded)):
+        cases.prune(model, cases.batches("llama", rows=8), output_dir=tmp_path / name, **options)
+    one, other = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in "ab")
+    assert cases.changed(one, other.state_dict()) == []
+    assert not torch.equal(one.model.norm.weight, one.model.layers[0].input_layernorm.weight)
+
+
+def test_the_batch_size_has_no_part_in_it(text_file):
+    found = []
+    text = {"processing_class": cases.tokenizer(), "num_samples": 8, "sequence_length": 12}
+    for size in (1, 2, 8):
+        model = cases.build("llama")
+        cases.prune(model, text_file, apply=True, batch_size=size, **text, **BLOCKS)
+        found.append(model)
+    for name, value in found[0].named_parameters():
+        for other in found[1:]:
+            torch.testing.assert_close(value, other.get_parameter(name), rtol=1e-3, atol=1e-5)
+
+
+def test_padding_has_no_part_in_it():
+    found = []
+    for filler in (5, 9):
+        model, batches = cases.build("llama"), cases.batches("llama", rows=8)
+        for batch in batches:
+            batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+            batch["attention_mask"][:, -4:] = 0
+            batch["input_ids"][:, -4:] = filler
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        cases.prune(model, batches, apply=True, **BLOCKS)
+        found.append(model)
+    for name, value in found[0].named_parameters():
+        torch.testing.assert_close(value, found[1].get_parameter(name), rtol=1e-5, atol=1e-7)
+
+
+def test_it_needs_blocks_to_train():
+    with pytest.raises(ValueError, match="refinement='none'"):
+        cases.prune(cases.build("llama"), cases.batches("llama"), include=["lm_head"], **BLOCKS)
+
+
+def test_the_option_is_checked():
+    with pytest.raises(ValueError, match=r"refinement must be one of .*'blocks'.*got 'layers'"):
+        GradProbeConfig(refinement="layers")
