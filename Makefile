@@ -5,8 +5,9 @@ BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check docs architectures bench bench-quality bench-variants bench-stories bench-texts \
-	bench-accumulators bench-speed bench-memory bench-training bench-recovery bench-chat table clean
+.PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
+	bench-variants bench-stories bench-texts bench-accumulators bench-speed bench-memory bench-training bench-recovery \
+	bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -39,34 +40,65 @@ bench: bench-quality bench-variants $(if $(STORIES),bench-stories bench-texts) b
 
 # PEERS: the Python of an environment that has llm-compressor; see benchmarks/peer.py.
 PEERS ?=
-# FLAGS: more arguments; --fresh where the results at hand are of other text or settings, which are refused otherwise.
+# FLAGS: more arguments; --fresh where the results at hand are of other code, text or settings: they are refused
+# otherwise. All of these resume cell by cell where they were stopped.
 FLAGS ?=
+# For what goes into the same file as the command before.
+AGAIN = $(filter-out --fresh,$(FLAGS))
 # WikiText-2 from the Hub, or from a folder with calibration.txt (its validation split) and evaluation.txt (test).
 WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
 HUB := Salesforce/wikitext:wikitext-2-raw-v1
-TEXTS := --calibration $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,$(HUB):validation) \
-	--evaluation $(if $(WIKITEXT),$(WIKITEXT)/evaluation.txt,$(HUB):test)
+WIKI_CALIBRATION := $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,$(HUB):validation)
+WIKI_TEST := $(if $(WIKITEXT),$(WIKITEXT)/evaluation.txt,$(HUB):test)
+TEXTS := --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26
+# C4: a file of plain text, the first 70% to calibrate on and the rest to measure on.
+C4 ?= $(wildcard ../shared/data/c4/calibration.txt)
+C4_CALIBRATION := --calibration "$(C4)[:70%]"
+C4_TEST := "$(C4)[70%:]=40"
+QUALITY := $(BIN)/python -m benchmarks.quality
+SMOLLM2 = $(QUALITY) --model $(MODEL) --blocks-per-step 6 $(if $(PEERS),--peers $(PEERS))
+README_ROWS := sparsegpt "two probes" "sparsegpt + admm" "one probe + admm"
 
-bench-quality: $(READY) $(MODEL)  ## perplexity after pruning in several ways; resumes where it stopped
-	$(BIN)/python -m benchmarks.quality --model $(MODEL) --blocks-per-step 6 $(TEXTS) pydoc=26 \
-		$(if $(PEERS),--peers $(PEERS)) $(FLAGS)
+bench-quality: bench-c4 bench-wikitext bench-qwen bench-paper  ## the tables of perplexity after pruning: days on 2 cores
+
+bench-c4: $(READY) $(MODEL)  ## the main table, calibrated on C4; three draws of the README's rows (C4, PEERS)
+	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(C4_TEST) --output benchmarks/results/c4.json $(FLAGS)
+	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(C4_TEST) --output benchmarks/results/c4.json \
+		--seed 1 2 --methods $(README_ROWS) $(AGAIN)
+
+bench-wikitext: $(READY) $(MODEL)  ## the same, calibrated on WikiText-2's validation split
+	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(if $(C4),$(C4_TEST)) \
+		--output benchmarks/results/wikitext.json $(FLAGS)
+
+bench-paper: $(READY) $(MODEL)  ## the README's rows by the protocol of papers: all of WikiText-2's test split
+	$(SMOLLM2) $(C4_CALIBRATION) --evaluation paper:$(WIKI_TEST) --methods $(README_ROWS) \
+		--output benchmarks/results/paper.json $(FLAGS)
+
+QWEN := runs/qwen2.5-coder-0.5b-instruct
+
+bench-qwen: $(READY) $(QWEN)  ## a second model, fewer rows
+	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(C4_TEST) \
+		--methods wanda $(README_ROWS) --columns 0.5 0.6 0.7 2:4 --output benchmarks/results/qwen.json $(FLAGS)
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
-	$(BIN)/python -m benchmarks.quality --variants --model $(MODEL) $(TEXTS) pydoc=26 $(FLAGS)
+	$(QUALITY) --variants --model $(MODEL) $(TEXTS) $(FLAGS)
 
-bench-stories: $(READY)  ## the whole grid, three draws of the calibration windows, on a model of 15M (STORIES, STORIES_TEXT)
-	$(BIN)/python -m benchmarks.quality --full --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \
+SPLIT_STORIES := --calibration "$(STORIES_TEXT)[:70%]" --evaluation "$(STORIES_TEXT)[70%:]"
+DRAWS ?= 0 1 2
+
+bench-stories: $(READY)  ## every row in every column on a model of 15M (STORIES, STORIES_TEXT, DRAWS)
+	$(QUALITY) --full --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \
 		--num-samples 32 --sequence-length 256 --evaluation-samples 48 --blocks-per-step 2 \
 		--output benchmarks/results/stories.json $(FLAGS)
 
 bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
-	$(BIN)/python -m benchmarks.quality --texts --seed 0 1 2 --model $(STORIES) --dtype float32 --split $(STORIES_TEXT) \
+	$(QUALITY) --texts --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \
 		--sequence-length 256 --evaluation-samples 48 $(FLAGS)
 
 TRAIN_TEXT ?= $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,README.md)
 
 bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
-	$(BIN)/python -m benchmarks.quality --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS) $(FLAGS)
+	$(QUALITY) --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS) $(FLAGS)
 
 bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from disk among them (needs 50 GB of disk)
 	$(BIN)/python -m benchmarks.memory --model $(MODEL) --large runs/mistral-shaped
@@ -98,6 +130,9 @@ table: $(READY)  ## write the tables and the picture from benchmarks/results
 
 $(MODEL): | $(READY)
 	$(BIN)/python examples/get_smollm2.py $@
+
+$(QWEN): | $(READY)
+	$(BIN)/python examples/get_qwen05.py $@
 
 $(READY): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)

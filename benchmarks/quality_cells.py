@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import subprocess
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from gradprobe_hf.report.build import versions
+ROOT = Path(__file__).parent.parent
+MADE_BY = ("gradprobe_hf", "benchmarks/rivals.py", "benchmarks/quality_worker.py")  # the code that decides a cell
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What a method made of the model in one column.
+    """What a method made of the model in one column, in a process of its own.
 
     Attributes:
         column: a sparsity, or n:m.
-        perplexity: by text.
-        seconds: that the method takes alone, without the evaluation.
-        peak_bytes: of resident memory meanwhile, with the shared first probe; None where the system does not tell.
+        perplexity: by text; `kl`, in nats per token, and `agreement`, the share of tokens whose most likely next token
+            is the same, are from the dense model's predictions.
+        losses: by text, the mean loss of every window, in nats per token.
+        seconds: of the method, without loading and evaluation.
+        peak_bytes: of resident memory up to its end.
         passes: forward and backward, over the calibration text.
+        calibration: fingerprint of the text; `options` of the configuration that differ from its defaults.
+        commit: the code it was made by; None of cells from before that was noted, which were made in one process.
     """
 
     method: str
@@ -31,6 +37,12 @@ class Cell:
     seconds: float
     peak_bytes: int | None
     passes: dict[str, float]
+    kl: dict[str, float] = field(default_factory=dict)
+    agreement: dict[str, float] = field(default_factory=dict)
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    calibration: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    commit: str | None = None
 
     @property
     def key(self) -> tuple[str, int, str]:
@@ -41,35 +53,82 @@ class Cell:
         return self.zeros / self.weights
 
 
+@dataclass(frozen=True)
+class Dense:
+    """The model as it is. Attributes: by text `perplexity`, and the mean loss of every window, `losses`."""
+
+    perplexity: dict[str, float]
+    losses: dict[str, list[float]] = field(default_factory=dict)
+
+
 class CellFile:
     """All cells of one model and protocol, written whenever there is one more.
 
     Args:
-        settings: the model and the protocol.
+        commit: of the cells to come.
         fresh: forget the cells of earlier runs.
+        mixed: keep cells of other commits beside those to come; the tables then say so.
 
     Raises:
-        SystemExit: the file has cells of other settings.
+        SystemExit: the file has cells of another commit, and nobody said that these may stay.
     """
 
-    def __init__(self, path: Path, settings: dict[str, Any], fresh: bool = False) -> None:
+    def __init__(self, path: Path, commit: str, fresh: bool = False, mixed: bool = False) -> None:
         saved = json.loads(path.read_text()) if path.exists() and not fresh else {}
-        if saved.get("settings", settings) != settings:
-            raise SystemExit(
-                f"{path} has cells of other settings ({saved['settings']}, not {settings}): --fresh forgets them, and "
-                "another --output keeps them."
-            )
-        self.path, self.settings = path, settings
-        self.dense: dict[str, float] = saved.get("dense", {})
-        self.versions: dict[str, str] = saved.get("versions", {}) | versions()
+        self.path, self.commit = path, commit
+        self.settings: dict[str, Any] | None = saved.get("settings")
+        self.mixed: bool = saved.get("mixed", False) or mixed
+        self.dense = Dense(saved["dense"], saved.get("dense_losses", {})) if "dense" in saved else None
+        self.versions: dict[str, str] = saved.get("versions", {})
         self.cells = {cell.key: cell for cell in (Cell(**row) for row in saved.get("rows", ()))}
+        others = sorted({str(cell.commit) for cell in self.cells.values()} - {commit})
+        if others and not self.mixed:
+            raise SystemExit(
+                f"{path} has cells of other code ({', '.join(others)}, not {commit}): --fresh forgets them, --mixed "
+                "keeps them beside the new ones, and another --output leaves them alone."
+            )
 
-    def add(self, cell: Cell) -> Cell:
+    def begin(self, settings: dict[str, Any], dense: Dense) -> None:
+        """Note what all cells have in common."""
+        self.settings, self.dense = settings, dense
+        self._write()
+
+    def add(self, cell: Cell, versions: dict[str, str]) -> None:
         self.cells[cell.key] = cell
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
-        return cell
+        self.versions |= versions
+        self._write()
 
     def to_dict(self) -> dict[str, Any]:
-        rows = [asdict(cell) for cell in self.cells.values()]
-        return {"settings": self.settings, "dense": self.dense, "rows": rows, "versions": self.versions}
+        dense = self.dense or Dense({})
+        return {
+            "settings": self.settings,
+            "dense": dense.perplexity,
+            "dense_losses": dense.losses,
+            "mixed": self.mixed,
+            "rows": [asdict(cell) for cell in self.cells.values()],
+            "versions": self.versions,
+        }
+
+    def _write(self) -> None:
+        """One line for each cell; the file is whole at any moment."""
+        found = self.to_dict()
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in found.pop("rows"))
+        head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        beside = self.path.with_suffix(".part")
+        beside.write_text(f'{{\n{head},\n  "rows": [\n{rows}\n  ]\n}}\n')
+        beside.replace(self.path)
+
+
+def code_commit() -> str:
+    """The last commit that changed the code that decides a cell, with a + where it has changed since."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", "-C", ROOT, *words], check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        return git("log", "-1", "--format=%h", "--", *MADE_BY) + "+" * bool(
+            git("status", "--porcelain", "--", *MADE_BY)
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"  # a copy without its history

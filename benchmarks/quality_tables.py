@@ -7,9 +7,13 @@ import statistics
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from benchmarks.quality_rows import ACCUMULATORS, AS_SPARSE, COLUMNS, METHODS, PEERS, RULE, RULE_ROWS, VARIANTS
+from gradprobe_hf.evaluation.divergence import ratio_interval
 
 Cells = dict[tuple[str, str], list[dict[str, Any]]]
+REFERENCE = "sparsegpt"
 SHOWN_COLUMNS = sorted(COLUMNS, key=lambda column: (":" in column, column))
 THOUSANDS = 1e3
 BROKEN = 1e5  # a vocabulary is not much larger: a perplexity beyond it is worse than guessing
@@ -42,8 +46,8 @@ def headline_table(results: dict[str, Any]) -> str:
         shown = [" / ".join(_shown(mean_of(rows, text)) for text in texts) for rows in found]
         lines.append(f"| {label} | {' | '.join(shown)} |")
     settings = results["settings"]
-    note = f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}. `make bench-quality`."
-    return "\n".join([*lines, "", note])
+    note = f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}."
+    return "\n".join([*lines, "", f"{note} `{_command(results)}`."])
 
 
 def presets_table(results: dict[str, Any]) -> str:
@@ -65,17 +69,17 @@ def presets_table(results: dict[str, Any]) -> str:
                 " / ".join(_shown(mean_of(cells[methods[":" in column], column], text)) for text in texts),
             )
             lines.append(f"| {' | '.join(values)} |")
-    return "\n".join([*lines, "", f"{_setting(results)}, on a machine with 2 cores. Made by `make bench-quality`."])
+    return "\n".join([*lines, "", f"{_setting(results)}, on a machine with 2 cores. Made by `{_command(results)}`."])
 
 
 def quality_table(results: dict[str, Any], methods: Iterable[str] = ()) -> str:
-    """Perplexities on each text, and their ratios to SparseGPT's: geometric means over the seeds.
+    """Perplexities on each text, and their ratios to SparseGPT's: geometric means over the draws.
 
     Args:
         methods: the rows; default: all that have the sparsity of their column.
     """
     cells = cells_of(results)
-    columns = [column for column in SHOWN_COLUMNS if ("sparsegpt", column) in cells]
+    columns = [column for column in SHOWN_COLUMNS if (REFERENCE, column) in cells]
     titles = " | ".join(column_title(column) for column in columns)
     lines = []
     for text, dense in results["dense"].items():
@@ -90,23 +94,88 @@ def quality_table(results: dict[str, Any], methods: Iterable[str] = ()) -> str:
         }
         best = {column: min(value for (_, c), value in found.items() if c == column) for column in columns}
         for method in rows:
-            shown = [_quality_cell(found, method, column, best[column]) for column in columns]
+            shown = [_quality_cell(cells, text, method, column, best[column]) for column in columns]
             lines.append(f"| {method} | {' | '.join(shown)} |")
         lines.append("")
     return "\n".join([*lines, _protocol(results, cells, methods or _methods(cells))])
 
 
-def stories_table(results: dict[str, Any]) -> str:
-    return spread_table(results, "bench-stories")
+def intervals_table(results: dict[str, Any], methods: Sequence[str] = ()) -> str:
+    """Ratios to SparseGPT's perplexity, with the interval that another draw of the evaluation windows might give."""
+    cells = cells_of(results)
+    columns = columns_of(cells)
+    lines = []
+    for text in results["dense"]:
+        lines += [f"| {text}: ratio to SparseGPT [95%] | {' | '.join(map(column_title, columns))} |"]
+        lines += ["|---|" + "---:|" * len(columns)]
+        for method in methods or _methods(cells):
+            if method != REFERENCE and any((method, column) in cells for column in columns):
+                shown = [_ratio(cells, method, column, text) for column in columns]
+                lines.append(f"| {method} | {' | '.join(shown)} |")
+        lines.append("")
+    note = (
+        "In brackets 95% of the ratio by a paired bootstrap over the evaluation windows: methods are compared on the "
+        "same windows. It does not cover other draws of the calibration windows. "
+    )
+    return "\n".join([*lines, note + _protocol(results, cells, methods or _methods(cells))])
 
 
-def spread_table(results: dict[str, Any], made_by: str = "bench-accumulators") -> str:
-    """Means of several draws, and how far these lie apart: the largest over the smallest."""
+def divergence_table(results: dict[str, Any], methods: Sequence[str] = ()) -> str:
+    """How far the predictions are from the dense model's: means over the draws."""
+    cells = cells_of(results)
+    columns = columns_of(cells)
+    lines = []
+    for text in results["dense"]:
+        lines += [f"| {text}: KL from dense, top-1 agreement | {' | '.join(map(column_title, columns))} |"]
+        lines += ["|---|" + "---:|" * len(columns)]
+        for method in methods or _methods(cells):
+            if any((method, column) in cells for column in columns):
+                shown = [_divergence(cells.get((method, column), []), text) for column in columns]
+                lines.append(f"| {method} | {' | '.join(shown)} |")
+        lines.append("")
+    note = "KL in nats per token; agreement: the share of tokens whose most likely next token is the dense model's. "
+    return "\n".join([*lines, note + _protocol(results, cells, methods or _methods(cells))])
+
+
+def _ratio(cells: Cells, method: str, column: str, text: str) -> str:
+    """The ratio to the reference, over the draws that both have."""
+    pairs = _pairs(cells, method, column)
+    if not pairs:
+        return ""
+    ratio = _mean_ratio(pairs, text)
+    losses = [[row.get("losses", {}).get(text) for row in rows] for rows in zip(*pairs, strict=True)]
+    if None in [*losses[0], *losses[1]]:
+        return _shown(ratio)
+    ours, theirs = (torch.tensor(each, dtype=torch.float64).mean(0) for each in losses)
+    interval = ratio_interval(theirs, ours, torch.ones(len(ours), dtype=torch.float64))
+    return _shown(ratio) + (f" [{_shown(interval[0])}, {_shown(interval[1])}]" if interval else "")
+
+
+def _pairs(cells: Cells, method: str, column: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The rows of a method and of the reference, for the draws that both have."""
+    own, other = ({row["seed"]: row for row in cells.get((name, column), [])} for name in (method, REFERENCE))
+    return [(own[seed], other[seed]) for seed in sorted(own.keys() & other.keys())]
+
+
+def _mean_ratio(pairs: Iterable[tuple[dict[str, Any], dict[str, Any]]], text: str) -> float:
+    return geometric_mean([own["perplexity"][text] / other["perplexity"][text] for own, other in pairs])
+
+
+def _divergence(rows: list[dict[str, Any]], text: str) -> str:
+    if not rows or text not in rows[0].get("kl", {}):
+        return ""
+    kl, agreement = (statistics.fmean(row[name][text] for row in rows) for name in ("kl", "agreement"))
+    return f"{kl:.2f}, {agreement:.0%}"
+
+
+def spread_table(results: dict[str, Any]) -> str:
+    """Means of several draws, and how far these lie apart, if there are several: the largest over the smallest."""
     cells = cells_of(results)
     columns = columns_of(cells)
     (text, dense), *_ = results["dense"].items()
+    has_spread = any(len(found) > 1 for found in cells.values())
     lines = [
-        f"| {text}: perplexity (largest / smallest draw) | {' | '.join(map(column_title, columns))} |",
+        f"| {text}: perplexity{' (largest / smallest draw)' * has_spread} | {' | '.join(map(column_title, columns))} |",
         "|---|" + "---:|" * len(columns),
         f"| dense | {' | '.join([format(dense, '.2f')] * len(columns))} |",
     ]
@@ -116,10 +185,11 @@ def spread_table(results: dict[str, Any], made_by: str = "bench-accumulators") -
         shown = []
         for column in columns:
             values = [row["perplexity"][text] for row in cells.get((method, column), [])]
-            cell = f"{_shown(means[method, column])} ({max(values) / min(values):.3f})" if values else ""
+            cell = _shown(means[method, column]) if values else ""
+            cell += f" ({max(values) / min(values):.3f})" if len(values) > 1 else ""
             shown.append(f"**{cell}**" if values and means[method, column] == best[column] else cell)
         lines.append(f"| {method} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", _protocol(results, cells, _methods(cells), made_by)])
+    return "\n".join([*lines, "", _protocol(results, cells, _methods(cells))])
 
 
 def rule_table(results: dict[str, Any]) -> str:
@@ -153,11 +223,11 @@ def price_table(results: dict[str, Any]) -> str:
         seconds = [f"{rows[column]['seconds']:.0f}" if column in rows else "" for column in ("0.6", "2:4")]
         peak = max(row["peak_bytes"] or 0 for row in rows.values())
         lines.append(f"| {method} | {passes} | {' | '.join(seconds)} | {peak / 1e6:,.0f} MB |")
-    note = (
-        "Passes over the calibration text. The memory is the whole process's, with what the rows share: the model and "
-        "the statistics of the first probe. Made by `make bench-quality`, on a machine with 2 cores."
+    whose = (
+        "a process that makes this row alone" if _are_alone(results) else "the whole process, with what the rows share"
     )
-    return "\n".join([*lines, "", note])
+    note = f"Passes over the calibration text. Memory of {whose}, the model among it; on a machine with 2 cores."
+    return "\n".join([*lines, "", f"{note} Made by `{_command(results)}`."])
 
 
 def variants_table(results: dict[str, Any]) -> str:
@@ -172,7 +242,7 @@ def variants_table(results: dict[str, Any]) -> str:
             found = cells.get((method, column), [])
             shown.append(" / ".join(_shown(mean_of(found, text)) for text in texts) if found else "")
         lines.append(f"| {method} | {' | '.join(shown)} |")
-    return "\n".join([*lines, "", _protocol(results, cells, _methods(cells), "bench-variants")])
+    return "\n".join([*lines, "", _protocol(results, cells, _methods(cells))])
 
 
 def column_title(column: str) -> str:
@@ -184,7 +254,14 @@ def columns_of(cells: Cells) -> list[str]:
 
 
 def cells_of(results: dict[str, Any]) -> Cells:
-    """The rows by method and column, one for each seed."""
+    """The rows by method and column, one for each seed.
+
+    Raises:
+        ValueError: several commits made them, and nobody said that they may stand in one table.
+    """
+    commits = _commits(results)
+    if len(commits) > 1 and not results.get("mixed"):
+        raise ValueError(f"cells of several commits, {', '.join(commits)}: make them again with --fresh.")
     cells: Cells = {}
     for row in results["rows"]:
         cells.setdefault((row["method"], row["column"]), []).append(row)
@@ -207,7 +284,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(statistics.fmean(map(math.log, values)))
 
 
-def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str], made_by: str = "bench-quality") -> str:
+def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str]) -> str:
     """How it was measured, and how far apart the zeros are that these methods made of a column."""
     zeros: dict[tuple[str, int], list[float]] = {}
     theirs: dict[tuple[str, int], list[float]] = {}
@@ -229,27 +306,54 @@ def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str], mad
     off = max((abs(one - zeros[key][0]) for key, found in theirs.items() for one in found if key in zeros), default=0.0)
     if off:
         alike += f"; llm-compressor's are up to {off:.2%} of the weights off"
-    return f"{_setting(results)}{alike}. Made by `make {made_by}`."
+    commits = _commits(results)
+    alike += f"; cells of several commits ({', '.join(commits)})" * (len(commits) > 1)
+    return f"{_setting(results)}{alike}. Made by `{_command(results)}`."
+
+
+def _command(results: dict[str, Any]) -> str:
+    """What makes the results: a target is called as its file is."""
+    return f"make bench-{results['made_by']}"
+
+
+def _are_alone(results: dict[str, Any]) -> bool:
+    """Whether every cell was made in a process of its own: those are that note their commit."""
+    return all(row.get("commit") for row in results["rows"])
+
+
+def _commits(results: dict[str, Any]) -> list[str]:
+    return sorted({str(row.get("commit")) for row in results["rows"]})
 
 
 def _setting(results: dict[str, Any]) -> str:
     """The model, and the texts it was calibrated and measured on."""
     settings = results["settings"]
     measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
-    seeds = len({row["seed"] for row in results["rows"]})
-    draws = f", {seeds} draws" if seeds > 1 else ""
     return (
-        f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}{draws}; evaluation {measured}"
+        f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}, {_draws(results)}; "
+        f"evaluation {measured}"
     )
 
 
-def _quality_cell(found: dict[tuple[str, str], float], method: str, column: str, best: float) -> str:
-    if (method, column) not in found:
+def _draws(results: dict[str, Any]) -> str:
+    """How many draws of the calibration windows the rows are means of, where they do not all have the same."""
+    found = cells_of(results)
+    counts = {method: max(len(rows) for (name, _), rows in found.items() if name == method) for method, _ in found}
+    most, several = max(counts.values()), [method for method, count in counts.items() if count > 1]
+    if most == 1:
+        return "1 draw"
+    if len(several) == len(counts):
+        return f"{most} draws"
+    return f"1 draw, {most} draws of {', '.join(several)}"
+
+
+def _quality_cell(cells: Cells, text: str, method: str, column: str, best: float) -> str:
+    if (method, column) not in cells:
         return ""
-    value = found[method, column]
+    value = mean_of(cells[method, column], text)
     shown = _shown(value)
-    if value < BROKEN:
-        shown += f" ({_shown(value / found['sparsegpt', column])})"
+    if value < BROKEN and (pairs := _pairs(cells, method, column)):
+        shown += f" ({_shown(_mean_ratio(pairs, text))})"
     return f"**{shown}**" if value == best else shown
 
 

@@ -26,7 +26,7 @@ def texts_table(results: dict[str, Any]) -> str:
     brackets = "; in brackets each draw of the windows" if draws > 1 else ""
     note = (
         f"{settings['model']}, {settings['dtype']}; two probes; windows of {length} tokens; evaluation "
-        f"{measured}{brackets}. Made by `make bench-texts`."
+        f"{measured}{brackets}. Made by `make bench-{results['made_by']}`."
     )
     return "\n".join([*lines, note])
 

@@ -20,7 +20,7 @@ TRAINING = "better: train the kept weights, as examples/recover.py does"
 def test_prices_are_those_of_the_benchmark(prices, column):
     rows = {
         (row["method"], row["column"]): row
-        for row in json.loads((RESULTS / "quality.json").read_text(encoding="utf-8"))["rows"]
+        for row in json.loads((RESULTS / "wikitext.json").read_text(encoding="utf-8"))["rows"]
     }
     assert list(prices) == list(PRESETS)
     for preset, price in prices.items():

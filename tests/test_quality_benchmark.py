@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import pytest
 
-from benchmarks import picture, quality, quality_peers, quality_rows, quality_tables
+from benchmarks import picture, quality, quality_peers, quality_rows, quality_tables, quality_worker
+from benchmarks.quality_rows import Row
+from benchmarks.quality_texts import TextSpec
 from benchmarks.text_table import texts_table
+from gradprobe_hf.report.build import peak_memory
 
 HALF = ("--columns", "0.5")
 METHODS = ("wanda", "sparsegpt", "two probes", "two probes + obs", "threshold rule")
@@ -33,8 +37,11 @@ save_file(changed, output, {"about": json.dumps({"seconds": 1.5, "peak_bytes": 1
 
 @pytest.fixture
 def bench(checkpoint, text_file, other_text_file, tmp_path, monkeypatch):
-    """Runs the benchmark's command line; returns what is in its file."""
+    """Runs the benchmark's command line, its cells in this process; returns what is in its file."""
     output = tmp_path / "quality.json"
+    monkeypatch.setattr(quality_worker, "alone", lambda function, *args: function(*args))
+    monkeypatch.setattr(quality, "code_commit", lambda: "abc")
+    monkeypatch.setattr(quality_worker, "register", lambda *_: None)  # the tables are those of all tests
 
     def run(*more: str, seeds=("0",)):
         words = ["--model", checkpoint, "--calibration", text_file, "--evaluation", other_text_file, "--output", output]
@@ -42,7 +49,7 @@ def bench(checkpoint, text_file, other_text_file, tmp_path, monkeypatch):
         words += ["--dtype", "float32", "--seed", *seeds, *more]
         monkeypatch.setattr(sys, "argv", ["quality.py", *map(str, words)])
         quality.main()
-        return json.loads(output.read_text())
+        return {**json.loads(output.read_text()), "made_by": "quality"}
 
     return run
 
@@ -50,8 +57,8 @@ def bench(checkpoint, text_file, other_text_file, tmp_path, monkeypatch):
 def test_it_resumes_and_every_column_has_one_number_of_zeros(bench, monkeypatch):
     first = bench("--methods", *METHODS[:2], "--columns", "0.5")
     made = []
-    plain = quality.Bench._cell
-    monkeypatch.setattr(quality.Bench, "_cell", lambda self, *a: made.append(a[1:3]) or plain(self, *a))
+    plain = quality_worker.make_cell
+    monkeypatch.setattr(quality_worker, "make_cell", lambda t: made.append((t.method, t.column)) or plain(t))
     found = bench("--methods", *METHODS, "--columns", "0.5", "2:4")
     assert ("wanda", "0.5") not in made
     assert ("wanda", "2:4") in made
@@ -89,11 +96,93 @@ def test_another_text_is_another_benchmark(bench, text_file):
     assert [row["method"] for row in found["rows"]] == ["sparsegpt"]
 
 
+def test_cells_of_other_code_are_refused_unless_told(bench, monkeypatch):
+    bench("--methods", "wanda", *HALF)
+    monkeypatch.setattr(quality, "code_commit", lambda: "def")
+    with pytest.raises(SystemExit, match=r"cells of other code \(abc, not def\): --fresh forgets them, --mixed"):
+        bench("--methods", "sparsegpt", *HALF)
+    found = bench("--methods", "sparsegpt", *HALF, "--mixed")
+    assert [row["commit"] for row in found["rows"]] == ["abc", "def"]
+    assert "; cells of several commits (abc, def)." in quality_tables.quality_table(found)
+    with pytest.raises(ValueError, match="cells of several commits, abc, def"):
+        quality_tables.quality_table({**found, "mixed": False})
+
+
+def test_a_cell_that_fails_is_named_and_the_others_are_made(bench, monkeypatch, capsys):
+    plain = quality_worker.make_cell
+    fails = [True]
+
+    def made(task):
+        if task.method == "wanda" and fails.pop():
+            raise MemoryError("no room")
+        return plain(task)
+
+    monkeypatch.setattr(quality_worker, "make_cell", made)
+    with pytest.raises(SystemExit, match=r"failed: wanda, 0.5, seed 0\. The same command tries again"):
+        bench("--methods", "wanda", "sparsegpt", *HALF)
+    assert "MemoryError: no room" in capsys.readouterr().err
+    monkeypatch.setattr(quality_worker, "make_cell", plain)
+    assert [row["method"] for row in bench("--methods", "wanda", "sparsegpt", *HALF)["rows"]] == ["sparsegpt", "wanda"]
+
+
+def test_a_cell_says_how_far_it_is_from_the_dense_model(bench):
+    results = bench("--methods", "wanda", "sparsegpt", *HALF)
+    (text,) = results["dense"]
+    for found in (
+        {"perplexity": results["dense"], "losses": results["dense_losses"]},
+        *results["rows"],
+    ):
+        losses = found["losses"][text]
+        assert len(losses) == 4
+        assert math.exp(sum(losses) / 4) == pytest.approx(found["perplexity"][text], rel=1e-4)
+    wanda = results["rows"][0]
+    assert wanda["kl"][text] > 0
+    assert 0 < wanda["agreement"][text] <= 1
+    shown = quality_tables.divergence_table(results)
+    assert f"| wanda | {wanda['kl'][text]:.2f}, {wanda['agreement'][text]:.0%} |" in shown
+    ratio = wanda["perplexity"][text] / results["rows"][1]["perplexity"][text]
+    assert f"| wanda | {ratio:.2f} [" in quality_tables.intervals_table(results)
+
+
+def test_parts_of_a_text_do_not_overlap(text_file):
+    first, last = (TextSpec.parse(f"{text_file}{part}").read()[0] for part in ("[:70%]", "[70%:]"))
+    assert first + last == text_file.read_text(encoding="utf-8")
+    assert len(first) / len(last) == pytest.approx(7 / 3, rel=0.01)
+
+
+def test_a_text_may_be_measured_whole(bench, other_text_file):
+    results = bench("--methods", "wanda", *HALF, "--evaluation", f"paper:{other_text_file}", f"{other_text_file}=3")
+    whole, drawn = results["settings"]["evaluation"].values()
+    assert whole["text"].endswith(" x 64"), "the model's context"
+    assert drawn["text"] == "3 x 16"
+
+
+def test_draws_are_counted_and_ratios_are_of_the_same_draws(bench):
+    bench("--methods", "wanda", "sparsegpt", *HALF)
+    results = bench("--methods", "sparsegpt", *HALF, seeds=("1",))
+    grid = quality_tables.quality_table(results)
+    assert "1 draw, 2 draws of sparsegpt;" in grid
+    (text,) = results["dense"]
+    wanda, first, _ = (row["perplexity"][text] for row in results["rows"])
+    assert f"({wanda / first:.2f})" in grid.replace("**", "")
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_has_a_memory_of_its_own():
+    grown = quality_worker.alone(_peak_after, 300_000_000)
+    assert quality_worker.alone(_peak_after, 0) < grown - 200_000_000
+
+
+def _peak_after(size):
+    bytearray(b"x") * size
+    return peak_memory()["peak_resident_bytes"]
+
+
 def test_a_peer_is_given_the_same_windows_and_measured_like_the_rest(bench, tmp_path, monkeypatch):
     script = tmp_path / "peer.py"
     script.write_text(PEER, encoding="utf-8")
     monkeypatch.setattr(quality_peers, "SCRIPT", script)
-    monkeypatch.setitem(quality_rows.METHODS, "magnitude", {"score": "magnitude", "scope": "tensor"})
+    monkeypatch.setitem(quality_rows.METHODS, "magnitude", Row({"score": "magnitude", "scope": "tensor"}))
     found = bench("--methods", "magnitude", *quality_rows.PEERS, "--columns", "0.5", "--peers", sys.executable)
     own, sparsegpt, wanda = found["rows"]
     assert sparsegpt["perplexity"] == wanda["perplexity"] == pytest.approx(own["perplexity"], rel=1e-6)
@@ -104,7 +193,11 @@ def test_a_peer_is_given_the_same_windows_and_measured_like_the_rest(bench, tmp_
 
 def test_a_row_may_have_a_calibration_text_of_its_own(bench, monkeypatch):
     sizes = dict(zip(quality_rows.TEXTS, (2, 4, 6, 4), strict=True))
-    rows = {name: {**quality_rows.TEXTS[name], "num_samples": size} for name, size in sizes.items()}
+    texts = quality_rows.TEXTS
+    rows = {
+        name: Row({**texts[name].options, "num_samples": size}, calibration=texts[name].calibration)
+        for name, size in sizes.items()
+    }
     monkeypatch.setitem(quality.TABLES, "texts", (rows, ("0.5",)))
     results = bench("--texts")
     found = {row["method"]: next(iter(row["perplexity"].values())) for row in results["rows"]}
@@ -129,7 +222,7 @@ def test_the_tables_say_what_the_results_say(bench):
     text = next(iter(results["dense"]))
     values = [cells["two probes", "0.5", seed]["perplexity"][text] for seed in (0, 1)]
     mean = (values[0] * values[1]) ** 0.5
-    stories = quality_tables.stories_table(results)
+    stories = quality_tables.spread_table(results)
     assert f"| two probes | {mean:,.2f} ({max(values) / min(values):.3f})" in stories.replace("**", "")
     grid = quality_tables.quality_table(results)
     assert f"{mean:,.2f} (" in grid

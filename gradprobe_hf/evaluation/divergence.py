@@ -63,12 +63,30 @@ class Divergence:
 
 
 @dataclass(frozen=True)
+class WindowLosses:
+    """What each window adds, in the order of the batches: with those of another model they are compared in pairs.
+
+    Attributes:
+        dense, pruned: summed losses `[windows]`, in nats, float64.
+        tokens: predicted in each `[windows]`.
+    """
+
+    dense: Tensor
+    pruned: Tensor
+    tokens: Tensor
+
+
+@dataclass(frozen=True)
 class PairedMeasurement:
-    """The losses of two models on the same batches. Attributes: `divergence`: None where there are no next tokens."""
+    """The losses of two models on the same batches.
+
+    Attributes: `divergence` and `windows`: None where there are no next tokens.
+    """
 
     dense: Measurement
     pruned: Measurement
     divergence: Divergence | None = None
+    windows: WindowLosses | None = None
 
     def to_dict(self) -> dict[str, Any]:
         divergence = None if self.divergence is None else self.divergence.to_dict()
@@ -104,7 +122,8 @@ def measure_pair(
         measurement(float(total), terms, f"{label} ({name})", is_perplexity=True)
         for total, name in zip(totals[:2], ("dense", "pruned"), strict=True)
     )
-    return PairedMeasurement(before, after, _divergence(before, after, windows))
+    of_windows = WindowLosses(windows[:, DENSE], windows[:, PRUNED], windows[:, TOKENS])
+    return PairedMeasurement(before, after, _divergence(before, after, windows), of_windows)
 
 
 def check_one_vocabulary(one: Any, other: Any, names: tuple[str, str]) -> None:

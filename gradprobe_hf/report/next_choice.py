@@ -1,8 +1,8 @@
 """The next choice: what the next better and the next faster preset took where they were measured.
 
-From benchmarks/results/quality.json, which `make bench-quality` writes: SmolLM2-135M-Instruct at 60%, and at 2:4 in the
-place of every n:m pattern. What lies beyond the presets is from recovery.json beside it (`make bench-recovery`). A test
-holds them together.
+From benchmarks/results/wikitext.json, which `make bench-wikitext` writes: SmolLM2-135M-Instruct at 60%, and at 2:4 in
+the place of every n:m pattern. What lies beyond the presets is from recovery.json beside it (`make bench-recovery`). A
+test holds them together.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Spike-aware clipping: each element of a gradient is clipped to what its own weight has seen before.
 
-Source: Huang et al. 2025, SPAM (arXiv:2501.06842), sections 3.1 and 3.2.
+Two parts of SPAM (Huang et al. 2025, arXiv:2501.06842): its clipping and its resets of AdamW's moments. Its warm-up of
+the learning rate after each reset, and the sparse moments of its lighter form, are not here.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class SpikeAwareClip(StepCallback):
     Raises:
         ValueError: an argument out of range; when training begins, an optimizer without a second moment.
 
-    Source: Huang et al. 2025, SPAM (arXiv:2501.06842), sections 3.1 (clipping) and 3.2 (resets).
+    Source: Huang et al. 2025, SPAM (arXiv:2501.06842), the clipping and the resets. SPAM warms the learning rate up
+    after each reset, and this does not: a schedule has to.
 
     Example:
         ```python
