@@ -68,7 +68,7 @@ BREAKS = [
     ),
     Break(
         "one too many in every group",
-        "selection/groups.py",
+        "scores/groups.py",
         "< m - n).view",
         "<= m - n).view",
         "test_selection.py",

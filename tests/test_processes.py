@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import time
@@ -14,6 +15,8 @@ from gradprobe_hf import prune_pretrained
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.runtime.processes import Processes, join_processes
+from gradprobe_hf.updates.least_squares import solve_least_squares
+from gradprobe_hf.updates.table import UPDATES
 from tests import cases
 from tests.grids import grid, some
 from tests.launch import TeamError, files_of, in_child, survivors, together
@@ -118,6 +121,38 @@ def test_two_processes_reconstruct_the_weights_of_one(name, dtype, close, kind):
     for one in together(reconstructed, name, dtype, 3, options):
         for key, values in alone.items():
             torch.testing.assert_close(one[key], values, rtol=close, atol=close)
+
+
+def updated_here(rows):
+    """The matrices that this process has found new weights for, and those of all processes."""
+    solved = []
+
+    def solve(problem, mask):
+        found = solve_least_squares(problem, mask)
+        solved.append(found.values)
+        return found
+
+    row = dataclasses.replace(UPDATES["least_squares"], function=solve)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(UPDATES, "least_squares", row)
+        result = prune_pretrained(
+            cases.build("llama", torch.float64),
+            cases.config(score="magnitude", update="least_squares"),
+            calibration=parts_of("llama", torch.float64, rows),
+            evaluation=False,
+            apply=False,
+            progress=False,
+        )
+    return solved, {key: values.clone() for key, values in result.new_weights.items()}
+
+
+def test_every_matrix_is_updated_in_one_process_and_known_in_all():
+    (first, known), (second, also_known) = together(updated_here, 2)
+    assert all(torch.equal(values, also_known[key]) for key, values in known.items())
+    assert len(first) + len(second) == len(known)
+    assert min(len(first), len(second)) >= len(known) // 4
+    for values in first + second:
+        assert any(values.shape == one.shape and torch.equal(values, one) for one in known.values())
 
 
 @grid("name, rows", ["llama", "mixtral"], {"uneven": 5, "one each": 2})

@@ -11,8 +11,8 @@ from hypothesis.extra import numpy as hnp
 
 from gradprobe_hf.model.targets import Site, Target
 from gradprobe_hf.scores.budget import Budget
+from gradprobe_hf.scores.groups import group_mask, row_mask
 from gradprobe_hf.selection.cut import find_cut
-from gradprobe_hf.selection.groups import group_mask, row_mask
 from gradprobe_hf.selection.keys import key_range, score_keys
 from gradprobe_hf.selection.masked_values import zero_masked_
 from gradprobe_hf.selection.packed_masks import PackedMasks, multipliers_of

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
@@ -40,7 +41,7 @@ from gradprobe_hf.reconstruction.block_matching import (
 from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.runtime.stopwatch import return_free_memory
-from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.selection.packed_masks import PackedMasks, pack
 from gradprobe_hf.updates.problem import MatrixProblem
 
 
@@ -187,34 +188,65 @@ def _collect(
     return collected, examples
 
 
+@dataclass(frozen=True)
+class _NewMatrix:
+    """Attributes: its `values [out, in]` as they are stored, its `mask` packed, and the `damping` that it took."""
+
+    values: Tensor
+    mask: Tensor
+    damping: float
+
+    @classmethod
+    def empty(cls, target: Target, model: PreTrainedModel) -> _NewMatrix:
+        """Room for what another process has made."""
+        values = torch.empty_like(target.matrix(model), memory_format=torch.contiguous_format)
+        return cls(values, pack(torch.zeros_like(values, dtype=torch.bool)), 0.0)
+
+
 def _solve(task: Reconstruction, inside: Sequence[Target], collected: BlockHessians) -> FinishedBlock:
-    """The weight update of each matrix of a block."""
-    config, solve = task.config, task.config.update_row.function
-    if solve is None:
+    """The weight update of each matrix of a block: every process makes its share, and all get the whole."""
+    if task.config.update_row.function is None:
         return _masked(task, inside)
-    made = FinishedBlock({}, PackedMasks(), {})
-    values: dict[str, Tensor] = {}
-    for target in inside:
-        hessian, drift = collected.of(target)
-        stored = target.matrix(task.work.model)
-        weight = stored.to(hessian.device, hessian.dtype)
-        fisher = task.row_fisher.get(target.name)
-        problem = MatrixProblem(
-            weight,
-            hessian,
-            drift,
-            config.dense_target or 0.0,
-            config.damping,
-            config.budget_of(config.final_sparsity),
-            None if fisher is None else torch.tensor(fisher, dtype=weight.dtype, device=weight.device),
-        )
-        mask = None if task.masks is None else task.masks[target.name].to(weight.device)
-        solution = solve(problem, mask)
-        values[target.name] = solution.values.to(stored.device, stored.dtype)
-        made.masks.add(target.name, [solution.mask])
-        if solution.damping > config.damping:
-            made.damping[target.name] = solution.damping
+    processes = task.work.processes
+    owners = processes.shares([target.shape[0] * target.shape[1] ** 2 for target in inside])
+    sums = {}
+    # All sums before the first update: a process that is at work keeps the others waiting in their next sum.
+    for target, owner in zip(inside, owners, strict=True):
+        found = collected.of(target)
+        if owner == processes.rank:
+            sums[target.name] = found
+    own = {target.name: _updated(task, target, *sums.pop(target.name)) for target in inside if target.name in sums}
+    dampings = {name: made.damping for name, made in own.items() if made.damping > task.config.damping}
+    made, values = FinishedBlock({}, PackedMasks(), {}), {}
+    for target, owner in zip(inside, owners, strict=True):
+        one = own.pop(target.name, None) or _NewMatrix.empty(target, task.work.model)
+        values[target.name] = processes.send_(one.values, owner)
+        made.masks.add_packed(target.name, processes.send_(one.mask, owner), target.shape[1])
+    for more in processes.gather(dampings):
+        made.damping.update(more)
     return FinishedBlock(values, made.masks, made.damping)
+
+
+def _updated(task: Reconstruction, target: Target, hessian: Tensor, drift: Tensor | None) -> _NewMatrix:
+    """The weight update of a matrix."""
+    config, solve = task.config, task.config.update_row.function
+    assert solve is not None, "there is something to reconstruct"
+    stored = target.matrix(task.work.model)
+    weight = stored.to(hessian.device, hessian.dtype)
+    fisher = task.row_fisher.get(target.name)
+    problem = MatrixProblem(
+        weight,
+        hessian,
+        drift,
+        config.dense_target or 0.0,
+        config.damping,
+        config.budget_of(config.final_sparsity),
+        None if fisher is None else torch.tensor(fisher, dtype=weight.dtype, device=weight.device),
+    )
+    mask = None if task.masks is None else task.masks[target.name].to(weight.device)
+    solution = solve(problem, mask)
+    values = solution.values.to(stored.device, stored.dtype).contiguous()
+    return _NewMatrix(values, pack(solution.mask), solution.damping)
 
 
 def _masked(task: Reconstruction, inside: Sequence[Target]) -> FinishedBlock:

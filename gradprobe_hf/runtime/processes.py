@@ -49,6 +49,18 @@ class Processes:
         # Interleaved: shares differ by at most one item, and long items at one end are spread over all processes.
         return list(items[self.rank :: self.count])
 
+    def shares(self, costs: Sequence[float]) -> list[int]:
+        """Which process works on each of some items of unlike cost: the dearest first, each to who has least to do.
+
+        >>> Processes(count=2).shares([1, 5, 2, 3])
+        [0, 0, 1, 1]
+        """
+        owners, loads = [0] * len(costs), [0.0] * self.count
+        for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+            owners[item] = loads.index(min(loads))
+            loads[owners[item]] += costs[item]
+        return owners
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """The sum over all processes, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.SUM)
@@ -60,6 +72,17 @@ class Processes:
     def min_(self, tensor: Tensor) -> Tensor:
         """The minimum over all processes, in place."""
         return self._all_reduce(tensor, dist.ReduceOp.MIN)
+
+    def send_(self, tensor: Tensor, source: int) -> Tensor:
+        """What process `source` has in it, in place; of one shape and dtype in all of them, contiguous."""
+        if self.count > 1:
+            # As bytes: not every backend has every dtype.
+            sent = _on_backend_device(tensor.view(torch.uint8))
+            with self._collective():
+                dist.broadcast(sent, source)
+            if sent.device != tensor.device:
+                tensor.view(torch.uint8).copy_(sent)
+        return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The tensors of all processes, of one shape, by rank."""

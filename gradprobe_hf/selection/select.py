@@ -9,9 +9,9 @@ import torch
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.scores.budget import Budget, Scope
+from gradprobe_hf.scores.groups import group_mask, row_mask
 from gradprobe_hf.selection.bounds import bounded
 from gradprobe_hf.selection.cut import Below, Cut, find_cut
-from gradprobe_hf.selection.groups import group_mask, row_mask
 from gradprobe_hf.selection.keys import Keys
 from gradprobe_hf.selection.packed_masks import PackedMasks
 
