@@ -21,9 +21,9 @@ from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.scores.evidence import Evidence
 from gradprobe_hf.scores.fisher import unreached_score
+from gradprobe_hf.scores.groups import group_mask, row_mask
 from gradprobe_hf.scores.table import SCORES, Score
 from gradprobe_hf.scores.wanda import wanda_score
-from gradprobe_hf.selection.groups import group_mask, row_mask
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.updates.admm import solve_admm
 from gradprobe_hf.updates.problem import MatrixProblem, Solution
