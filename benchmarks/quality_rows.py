@@ -50,6 +50,7 @@ THRESHOLD: Options = {"score": "wanda", "probes": 2, "rule": "threshold", "gradi
 SPARSEGPT: Options = {"update": "sparsegpt"}
 OBS: Options = {"update": "obs"}
 ADMM: Options = {"update": "admm"}
+BLOCKS: Options = {"refinement": "blocks"}
 AS_PRUNED: Options = {"dense_target": 0.0}  # outputs of the model as pruned so far, as SparseGPT published it
 HALF_WAY: Options = {"dense_target": 0.5}
 
@@ -95,6 +96,11 @@ METHODS: dict[str, Row] = {
     "one probe + admm": Row(ONE_PROBE | ADMM),
     "one probe + admm, dense_target 0": Row(ONE_PROBE | ADMM | AS_PRUNED),
     "one probe + admm, dense_target 0.5": Row(ONE_PROBE | ADMM | HALF_WAY),
+    "one probe + admm + blocks": Row(ONE_PROBE | ADMM | BLOCKS),
+    "one probe + blocks": Row(ONE_PROBE | BLOCKS),
+    "sparsegpt + blocks": Row(SPARSEGPT | BLOCKS),
+    "sparsegpt + admm + blocks": Row({"update": "sparsegpt+admm"} | BLOCKS),
+    "wanda + blocks": Row(WANDA | BLOCKS),
     "magnitude": Row(MAGNITUDE),
     "magnitude + obs": Row(MAGNITUDE | OBS),
     "random": Row(RANDOM),
@@ -123,6 +129,9 @@ IMPORTANT = (  # rows that the further columns have too
     "two probes + obs, dense_target 0",
     "two probes + admm",
     "one probe + admm",
+    "one probe + admm + blocks",
+    "sparsegpt + blocks",
+    "sparsegpt + admm + blocks",
     *PEERS,
 )
 EXTRA = (  # made when asked for
@@ -135,6 +144,8 @@ EXTRA = (  # made when asked for
     "one probe + admm, dense_target 0.5",
     "rounds + admm",
     "sequential + admm",
+    "one probe + blocks",
+    "wanda + blocks",
 )
 ACCUMULATORS: dict[str, Row] = {
     "path, float32": Row(TWO_PROBES),

@@ -28,7 +28,7 @@ class Refinement:
     rate: float = 0.0
     last_rate: float = 0.1
     betas: tuple[float, float] = (0.9, 0.95)
-    windows: int = 8
+    windows: int = 4
     held_out: float = 0.1
     patience: int = 2
     dense_target: float = 0.0
