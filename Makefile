@@ -6,7 +6,7 @@ MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
-	bench-variants bench-stories bench-texts bench-accumulators bench-speed bench-memory bench-training bench-recovery \
+	bench-variants bench-stories bench-matching bench-texts bench-accumulators bench-speed bench-memory bench-training bench-recovery \
 	bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
@@ -90,6 +90,10 @@ bench-stories: $(READY)  ## every row in every column on a model of 15M (STORIES
 	$(QUALITY) --full --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \
 		--num-samples 32 --sequence-length 256 --evaluation-samples 48 --blocks-per-step 2 \
 		--output benchmarks/results/stories.json $(FLAGS)
+
+bench-matching: $(READY)  ## settings of block matching, on a part of the text that no other benchmark measures on
+	$(BIN)/python -m benchmarks.matching --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
+		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
 bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
 	$(QUALITY) --texts --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \

@@ -137,12 +137,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
                 with instrumented(model, inside, ServedWeights()):
                     dense.advance([block])
         else:
-            collected, examples = _collect(task, block, inside, pruned, dense)
-            made = _solve(task, inside, collected)
-            del collected
-            if config.refines:
-                made = _refined(task, block, inside, examples, made)
-            del examples
+            made = _made(task, block, inside, pruned, dense)
             return_free_memory()
             if task.after_block is not None:
                 task.after_block(number, made)
@@ -152,6 +147,20 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
         with instrumented(model, [*inside, *vectors], ServedWeights(new_weights=found.new_weights)):
             pruned.advance([block])
     return found
+
+
+def _made(
+    task: Reconstruction,
+    block: str,
+    inside: Sequence[Target],
+    pruned: BlockOutputCache,
+    dense: BlockOutputCache | None,
+) -> FinishedBlock:
+    """A block's matrices updated, then the whole of it trained, as far as either is asked for."""
+    collected, examples = _collect(task, block, inside, pruned, dense)
+    made = _solve(task, inside, collected)
+    del collected  # the Hessians: training has use for the memory
+    return _refined(task, block, inside, examples, made) if task.config.refines else made
 
 
 def _collect(

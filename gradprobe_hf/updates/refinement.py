@@ -46,6 +46,6 @@ REFINEMENTS: dict[str, Refinement] = {
         sentence="Behind the update of its matrices, each block was trained as a whole, its mask fixed: its kept "
         "weights, the gains of its norms and its biases, towards the outputs of the dense block (Adam, as long as "
         "calibration windows that were held out gained from it).",
-        source="Shin et al. 2024 (arXiv:2406.15524); Makni et al. 2025, 3BASiL (arXiv:2510.27462)",
+        source="Shin et al. 2024 (arXiv:2406.15524); Makni et al. 2026, 3BASiL (arXiv:2603.01376)",
     ),
 }

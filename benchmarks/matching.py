@@ -1,0 +1,114 @@
+"""Block matching with other settings than its own, on a text that nothing is reported on.
+
+    make bench-matching        # the model of 15M, TinyStories; benchmarks/results/matching.json
+
+Each row is a whole run of one probe, ADMM and block matching; rows that the file has are not made again.
+
+usage: python -m benchmarks.matching --model DIR --calibration SPEC --evaluation SPEC [--rows NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.quality_texts import TextSpec
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.report.build import versions
+from gradprobe_hf.updates.refinement import REFINEMENTS
+
+RESULTS = Path(__file__).parent / "results"
+OWN = REFINEMENTS["blocks"]
+SETTINGS: dict[str, dict[str, Any]] = {
+    "own": {},
+    "rate 0.0025": {"rate": OWN.rate / 4},
+    "rate 0.005": {"rate": OWN.rate / 2},
+    "rate 0.02": {"rate": OWN.rate * 2},
+    "8 windows a step": {"windows": 8},
+    "2 windows a step": {"windows": 2},
+    "outputs as pruned so far": {"dense_target": 0.0},
+    "outputs of the dense model": {"dense_target": 1.0},
+    "4 epochs": {"epochs": 4},
+    "16 epochs": {"epochs": 16},
+}
+NONE = "no block matching"
+
+
+def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Perplexity of one setting, and what it took."""
+    settings = replace(OWN, **SETTINGS.get(name, {}))
+    REFINEMENTS["blocks"] = settings
+    config = GradProbeConfig(
+        sparsity=args.sparsity,
+        probes=1,
+        update="admm",
+        refinement="none" if name == NONE else "blocks",
+        num_samples=args.num_samples,
+        sequence_length=args.sequence_length,
+        evaluation_samples=args.evaluation_samples,
+        seed=args.seed,
+    )
+    texts = {
+        "calibration": TextSpec.parse(args.calibration).read(),
+        "evaluation": TextSpec.parse(args.evaluation).read(),
+    }
+    start = time.perf_counter()
+    result = prune_pretrained(args.model, config, **texts, apply=False, dtype="float32", progress=False)
+    measured, found = result.report.evaluation, result.report.refinement.values()
+    assert measured is not None, "there is a text"
+    return {
+        "row": name,
+        "settings": {} if name == NONE else {key: asdict(settings)[key] for key in ("rate", "epochs", "windows")},
+        "perplexity": measured["pruned"]["perplexity"],
+        "dense": measured["dense"]["perplexity"],
+        "kl": measured["divergence"]["kl"],
+        "epochs": sum(block["epochs"] for block in found) / max(1, len(found)),
+        "held_out": [sum(block[when] for block in found) / max(1, len(found)) for when in ("before", "after")],
+        "seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--calibration", required=True, metavar="SPEC", help="as of benchmarks.quality")
+    parser.add_argument("--evaluation", required=True, metavar="SPEC")
+    parser.add_argument("--rows", nargs="+", choices=[NONE, *SETTINGS], default=[NONE, *SETTINGS], metavar="NAME")
+    parser.add_argument("--sparsity", type=float, default=0.6)
+    parser.add_argument("--num-samples", type=int, default=32)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--evaluation-samples", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RESULTS / "matching.json")
+    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
+    args = parser.parse_args()
+    asked = {name: value for name, value in vars(args).items() if name not in ("output", "fresh", "rows")}
+    asked |= {name: Path(asked[name]).name for name in ("model", "calibration", "evaluation")}
+    known = json.loads(args.output.read_text()) if args.output.exists() and not args.fresh else {"rows": []}
+    if known.get("settings", asked) != asked:
+        raise SystemExit(f"{args.output} is of {known['settings']}: --fresh forgets it, another --output keeps it.")
+    for name in args.rows:
+        if name not in [made["row"] for made in known["rows"]]:
+            known["rows"].append(row(args, name))
+            whole = {"settings": asked, "rows": known["rows"], "versions": versions()}
+            args.output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    show(known["rows"])
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table("", "perplexity", "KL", "epochs", "seconds")
+    for made in rows:
+        kl, epochs = f"{made['kl']:.3f}", f"{made['epochs']:.1f}"
+        table.add_row(made["row"], f"{made['perplexity']:.2f}", kl, epochs, f"{made['seconds']:.0f}")
+    Console(soft_wrap=True, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    main()
