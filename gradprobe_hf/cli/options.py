@@ -122,8 +122,8 @@ class CommandParser(argparse.ArgumentParser):
                 if name == "model" and isinstance(texts, dict):
                     *_, last = texts
                     self.error(
-                        f"MODEL is missing: --calibration takes every word behind it as a text, {last!r} too. Put MODEL "
-                        f"in front: {self.prog} MODEL --calibration SPEC"
+                        f"MODEL is missing: --calibration takes every word behind it as a text, {last!r} too. Put "
+                        f"MODEL in front: {self.prog} MODEL --calibration SPEC"
                     )
                 recipe = f", or as {name!r} in a file of options (--config)" if hasattr(options, "config") else ""
                 self.error(f"{'MODEL' if name == 'model' else flag(name)} is missing: give it here{recipe}")
