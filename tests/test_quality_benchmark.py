@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from functools import cache
 
 import pytest
 
@@ -40,6 +41,7 @@ def bench(checkpoint, text_file, other_text_file, tmp_path, monkeypatch):
     """Runs the benchmark's command line, its cells in this process; returns what is in its file."""
     output = tmp_path / "quality.json"
     monkeypatch.setattr(quality_worker, "alone", lambda function, *args: function(*args))
+    monkeypatch.setattr(quality_worker, "Bench", cache(quality_worker.Bench))  # cells share what each would load
     monkeypatch.setattr(quality, "code_commit", lambda: "abc")
     monkeypatch.setattr(quality_worker, "register", lambda *_: None)  # the tables are those of all tests
 
@@ -150,11 +152,13 @@ def test_parts_of_a_text_do_not_overlap(text_file):
     assert len(first) / len(last) == pytest.approx(7 / 3, rel=0.01)
 
 
-def test_a_text_may_be_measured_whole(bench, other_text_file):
-    results = bench("--methods", "wanda", *HALF, "--evaluation", f"paper:{other_text_file}", f"{other_text_file}=3")
-    whole, drawn = results["settings"]["evaluation"].values()
-    assert whole["text"].endswith(" x 64"), "the model's context"
-    assert drawn["text"] == "3 x 16"
+def test_a_text_may_be_measured_whole(bench, tmp_path):
+    text = tmp_path / "short.txt"
+    text.write_text("A text of forty bytes, with its newline\n" * 5, encoding="utf-8")
+    results = bench("--methods", "wanda", *HALF, "--evaluation", f"paper:{text}", f"{text}=3")
+    whole, drawn = (found["text"] for found in results["settings"]["evaluation"].values())
+    assert whole == f"{5 * 42 // 64} x 64", "all windows of the model's context, rows apart by blank lines"
+    assert drawn == "3 x 16"
 
 
 def test_draws_are_counted_and_ratios_are_of_the_same_draws(bench):
