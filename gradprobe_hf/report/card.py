@@ -116,13 +116,13 @@ def _schedule(config: GradProbeConfig) -> list[str]:
             f"The sparsity is the largest that was found whose metric is within {config.max_metric_drop} of the dense "
             f"model's, up to {config.final_sparsity:.0%}."
         )
-    if config.refines:
-        said.append(config.refinement_row.sentence)
     if config.updates and config.dense_target:
         said.append(
             f"The outputs to keep were taken {config.dense_target:.0%} of the way from the model as pruned so far to "
             "the dense model."
         )
+    if config.refines:
+        said.append(config.refinement_row.sentence)
     if config.bounds is not None:
         low, high = config.bounds
         said.append(f"Of every matrix at least {low:.0%} and at most {high:.0%} went.")
