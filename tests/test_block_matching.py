@@ -10,6 +10,7 @@ from accelerate import disk_offload
 from transformers import AutoModelForCausalLM
 
 from gradprobe_hf import GradProbeConfig
+from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.updates import refinement
@@ -203,3 +204,11 @@ def test_it_needs_blocks_to_train():
 def test_the_option_is_checked():
     with pytest.raises(ValueError, match=r"refinement must be one of .*'blocks'.*got 'layers'"):
         GradProbeConfig(refinement="layers")
+
+
+def test_no_more_passes_are_made_than_were_expected(short):
+    """Every epoch counts, also one behind the best; fewer if training ends early."""
+    report = cases.prune(cases.build("llama"), cases.batches("llama", rows=8), **BLOCKS).report
+    expected = expected_passes(cases.config(**BLOCKS), blocks=3)
+    assert expected.trained == short.epochs
+    assert report.passes == pytest.approx({"forward": expected.forward, "backward": expected.backward})

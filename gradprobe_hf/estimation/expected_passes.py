@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.decisions.search import FINEST, levels
 from gradprobe_hf.reconstruction.reconstruct import reconstruction_passes
 
 
-def expected_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:
-    """(forward, backward) passes, as multiples of one walk over the whole calibration set with the whole model.
+class Passes(NamedTuple):
+    """Walks over the calibration set. Attributes: `trained`: those of both kinds that train blocks."""
+
+    forward: float
+    backward: float
+    trained: float
+
+
+def expected_passes(config: GradProbeConfig, blocks: int) -> Passes:
+    """Passes, as multiples of one walk over the whole calibration set with the whole model.
 
     A search that may stop early is counted to its end.
 
@@ -23,18 +32,18 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]
         forward, backward = float(bool(needs.terms)), 0.0
     if config.order == "sequential":
         forward, backward = _sequential_passes(config, blocks)
-    updates = reconstruction_passes(config) if config.reconstructs else 0
+    updates, epochs = (reconstruction_passes(config), config.refinement_row.epochs) if config.reconstructs else (0, 0)
     if config.max_metric_drop is not None:
         attempts = len(list(levels(config.first_level, config.sparsity_step, config.final_sparsity)))
         if needs.probes:
             forward, backward = forward * attempts, backward * attempts
         bisections = math.ceil(math.log2(max(config.first_level, config.sparsity_step) / FINEST))
         # Bisection goes on with the scores at hand: it updates weights for each budget that it tries, and probes none.
-        updates *= attempts + max(0, bisections) + 1
+        budgets = attempts + max(0, bisections) + 1
+        updates, epochs = updates * budgets, epochs * budgets
     if config.rounds:
         forward, backward = forward * len(config.rounds), backward * len(config.rounds)
-    refined = config.refinement_row.epochs if config.reconstructs else 0
-    return forward + updates + refined, backward + refined
+    return Passes(forward + updates + epochs, backward + epochs, epochs)
 
 
 def _sequential_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:

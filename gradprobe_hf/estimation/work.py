@@ -65,9 +65,9 @@ def work_of(
     Args:
         costs: of one batch, without and with recomputation of the blocks.
     """
-    forwards, backwards = expected_passes(config, len({target.block for target in targets}))
+    forwards, backwards, trained = expected_passes(config, len({target.block for target in targets}))
     # Training a block makes all of a probe's products, but keeps no gradient of a sequence and recomputes nothing.
-    probed = backwards - config.refinement_row.epochs
+    probed = backwards - trained
     weights = sum(parameter.nbytes for parameter in model.parameters())
     work = {}
     for name, recomputes in RECOMPUTES.items():
