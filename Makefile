@@ -6,8 +6,8 @@ MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
-	bench-variants bench-stories bench-matching bench-texts bench-accumulators bench-speed bench-memory bench-training bench-recovery \
-	bench-chat table clean
+	bench-variants bench-stories bench-rivals bench-matching bench-texts bench-accumulators bench-speed bench-memory \
+	bench-training bench-recovery bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -85,15 +85,24 @@ bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scope
 
 SPLIT_STORIES := --calibration "$(STORIES_TEXT)[:70%]" --evaluation "$(STORIES_TEXT)[70%:]"
 DRAWS ?= 0 1 2
+STORIES15M = $(QUALITY) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) --num-samples 32 --sequence-length 256 \
+	--evaluation-samples 48 --blocks-per-step 2
 
 bench-stories: $(READY)  ## every row in every column on a model of 15M (STORIES, STORIES_TEXT, DRAWS)
-	$(QUALITY) --full --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \
-		--num-samples 32 --sequence-length 256 --evaluation-samples 48 --blocks-per-step 2 \
-		--output benchmarks/results/stories.json $(FLAGS)
+	$(STORIES15M) --full --seed $(DRAWS) --output benchmarks/results/stories.json $(FLAGS)
 
 bench-matching: $(READY)  ## settings of block matching, on a part of the text that no other benchmark measures on
 	$(BIN)/python -m benchmarks.matching --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
+
+EQUALS := wanda "wanda + obs" "wanda + obs, dense_target 0" sparsegpt "sparsegpt, dense_target 0.5" \
+	"two probes" "two probes + obs" "two probes + obs, dense_target 0" "sparsegpt + admm" "one probe + admm"
+RIVALS := "sparsegpt, owl" "sparsegpt, budgets of one probe" "sparsegpt + admm, owl" \
+	"sparsegpt + admm, budgets of one probe" gblm "wanda, block by block" "wanda, owl" "one probe" "two probes + admm"
+
+bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on the model of 15M
+	$(STORIES15M) --seed 0 --methods $(EQUALS) $(RIVALS) --columns 0.5 0.6 0.7 2:4 \
+		--output benchmarks/results/rivals.json $(FLAGS)
 
 bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
 	$(QUALITY) --texts --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \

@@ -255,6 +255,9 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "intervals": (MAIN, intervals_table),
     "divergence": (MAIN, divergence_table),
     "second grid": (("wikitext",), quality_table),
+    "rivals": (("rivals",), quality_table),
+    "rivals intervals": (("rivals",), intervals_table),
+    "rivals divergence": (("rivals",), divergence_table),
     "qwen": (("qwen",), quality_table),
     "paper": (("paper",), quality_table),
 }
