@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, SwitchTransformersConfig, SwitchT
 from gradprobe_hf.data.batches import Batches, from_iterable
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets, is_routed
-from gradprobe_hf.reconstruction.hessians import BlockHessians
+from gradprobe_hf.reconstruction.hessians import WIDE, BlockHessians, lower_gram, mirrored_
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.reconstruct import Reconstruction, reconstruct
 from gradprobe_hf.run.apply import applied
@@ -24,8 +24,8 @@ from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.probe_pair import ProbePair
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.selection.packed_masks import PackedMasks
-from gradprobe_hf.updates import least_squares
-from gradprobe_hf.updates.admm import in_matrix, revised_mask
+from gradprobe_hf.updates import admm, least_squares
+from gradprobe_hf.updates.admm import in_matrix, revise
 from gradprobe_hf.updates.least_squares import LeastSquares
 from gradprobe_hf.updates.sweep import by_saliency, fixed, inverse_factor, sweep
 from tests import cases
@@ -77,7 +77,7 @@ def really_changed(dense, batches, masks, config):
             if config.update.endswith("admm"):
                 drift = (wanted[target.name] - x).t() @ x
                 problem = LeastSquares(weight, hessian, drift, config.dense_target, config.damping)
-                mask = revised_mask(problem, mask, in_matrix(mask))
+                mask, _ = revise(problem, mask, in_matrix(mask))
             best = normal_equations(start, hessian + ridge * torch.eye(len(hessian)), mask)
             weight.copy_(swept if config.update in ("obs", "sparsegpt") else best)
     return model
@@ -99,7 +99,8 @@ def really_changed(dense, batches, masks, config):
     ids=str,
 )
 def test_it_equals_a_model_that_is_really_changed(name, options, monkeypatch):
-    monkeypatch.setattr(least_squares, "STEPS", 200)  # of so few tokens the Hessians are badly conditioned
+    for update in (least_squares, admm):
+        monkeypatch.setattr(update, "STEPS", 200)  # of so few tokens the Hessians are badly conditioned
     name, tied = name.removesuffix("_tied"), name.endswith("_tied")
     model = (cases.llama(tie=True) if tied else cases.build(name)).double().eval()
     batches = [{"input_ids": batch["input_ids"]} for batch in cases.batches(name, rows=6, batch_size=2)]
@@ -316,6 +317,12 @@ def test_inputs_that_an_expert_has_in_common_with_another_matrix(expert_first):
     hessian, drift = collected.of(expert)
     torch.testing.assert_close(hessian, x.t() @ x)
     assert drift is None
+
+
+@pytest.mark.parametrize("width", [WIDE - 1, WIDE, WIDE + 2, 2 * WIDE])
+def test_panels_of_a_hessian_are_the_whole_of_it(width):
+    x = torch.randn(5, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(mirrored_(lower_gram(x) + lower_gram(-x)), 2 * x.t() @ x)
 
 
 def test_damping_that_was_raised_is_in_the_report():

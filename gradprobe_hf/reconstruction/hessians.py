@@ -21,6 +21,8 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.padding import BatchLayout
 from gradprobe_hf.runtime.processes import Processes
 
+WIDE = 512  # inputs, from which on H is symmetric to the benefit of its product
+
 
 class BlockHessians:
     """H and D of each matrix of a block.
@@ -62,7 +64,7 @@ class BlockHessians:
         known = self._last
         if known is None or known[0] is not inputs or (known[2] is None) != (other is None):
             x = self._layout.unpadded_inputs(target, site, inputs)
-            self._last = known = inputs, x.t() @ x, None if other is None else (other - x).t() @ x
+            self._last = known = inputs, lower_gram(x), None if other is None else (other - x).t() @ x
         _add(self._hessians, target.name, known[1])
         if known[2] is not None:
             _add(self._drifts, target.name, known[2])
@@ -78,7 +80,7 @@ class BlockHessians:
         """H and D over the tokens of all processes. Collectives."""
         self._last = None
         self._dense.clear()
-        hessian = self._sum(self._hessians, target)
+        hessian = mirrored_(self._sum(self._hessians, target))
         if not torch.isfinite(hessian).all():
             raise ValueError(
                 f"the inputs of {target.name} are not finite: look for NaN in the weights before it, or a dtype that "
@@ -96,6 +98,32 @@ class BlockHessians:
             device = execution_device(self._model, target.parameter)
             found = torch.zeros(target.shape[1], target.shape[1], dtype=dtype, device=device)
         return self._processes.sum_(found)
+
+
+def lower_gram(x: Tensor) -> Tensor:
+    """`x^T x`, `[in, in]`, of `[tokens, in]`; of wide inputs only the panels on and below the diagonal."""
+    width = _panel(x.shape[1])
+    if width == x.shape[1]:
+        return x.t() @ x
+    found = x.new_empty(x.shape[1], x.shape[1])
+    for start in range(0, x.shape[1], width):
+        stop = start + width
+        torch.mm(x[:, start:stop].t(), x[:, :stop], out=found[start:stop, :stop])
+        found[start:stop, stop:] = 0
+    return found
+
+
+def mirrored_(gram: Tensor) -> Tensor:
+    """The whole of a sum of `lower_gram`, in place."""
+    width = _panel(len(gram))
+    for stop in range(width, len(gram), width):
+        gram[stop - width : stop, stop:] = gram[stop:, stop - width : stop].t()
+    return gram
+
+
+def _panel(width: int) -> int:
+    """Of how many inputs: four panels leave out three eighths of the products. A narrow H is one."""
+    return width if width < WIDE else -(-width // 4)
 
 
 def _add(sums: dict[str, Tensor], name: str, more: Tensor) -> None:

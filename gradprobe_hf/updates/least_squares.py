@@ -48,20 +48,25 @@ class LeastSquares:
     def of(cls, problem: MatrixProblem) -> LeastSquares:
         return cls(problem.weight, problem.hessian, problem.drift, problem.dense_target, problem.damping)
 
-    def solved(self, mask: Tensor) -> Tensor:
-        """The best weights `[out, in]` that are zero where the mask is."""
-        found = torch.empty_like(self.weight)
-        for rows in row_chunks(mask.shape):
-            found[rows] = self._solved(rows, mask[rows])
-        return found
+    def solved(self, mask: Tensor, start: Tensor | None = None, steps: int = STEPS) -> Tensor:
+        """The best weights `[out, in]` that are zero where the mask is.
 
-    def _solved(self, rows: slice, mask: Tensor) -> Tensor:
-        values = self.weight[rows].masked_fill(mask, 0)
-        residual = (self.wanted[rows] - values @ self.gram).masked_fill_(mask, 0)
+        Args:
+            start: weights near them, in the units of this class; None: those of the matrix.
+            steps: of conjugate gradients.
+        """
+        begin, found = self.weight if start is None else start, torch.empty_like(self.weight)
+        for rows in row_chunks(mask.shape):
+            found[rows] = self._solved(rows, kept_of(mask[rows], found.dtype), begin[rows], steps)
+        return found.masked_fill_(mask, 0)  # products leave negative zeros
+
+    def _solved(self, rows: slice, kept: Tensor, start: Tensor, steps: int) -> Tensor:
+        values = start * kept
+        residual = (self.wanted[rows] - values @ self.gram).mul_(kept)
         direction, tiny = residual.clone(), torch.finfo(values.dtype).tiny
         left = residual.square().sum(1, keepdim=True)
-        for _ in range(STEPS):
-            image = (direction @ self.gram).masked_fill_(mask, 0)
+        for _ in range(steps):
+            image = (direction @ self.gram).mul_(kept)
             length = left / (direction * image).sum(1, keepdim=True).clamp_min(tiny)
             values.addcmul_(length, direction)
             residual.addcmul_(length, image, value=-1)
@@ -70,7 +75,12 @@ class LeastSquares:
         return values.div_(self.unit)
 
 
+def kept_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 where a weight stays, 0 where it goes: on a CPU a product takes a tenth of the time of `masked_fill`."""
+    return (~mask).to(dtype)
+
+
 def solve_least_squares(problem: MatrixProblem, mask: Tensor | None) -> Solution:
     """The best weights under a given mask."""
     assert mask is not None, "this update chooses none"
-    return Solution(LeastSquares.of(problem).solved(mask), mask, problem.damping)
+    return Solution(LeastSquares.of(problem).solved(mask, steps=STEPS), mask, problem.damping)

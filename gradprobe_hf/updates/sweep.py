@@ -142,7 +142,7 @@ def lowest(scores: Tensor, budget: int) -> Tensor:
     flat = scores.flatten()
     last = kth_smallest(flat, budget)
     mask = flat < last
-    mask[(flat == last).nonzero().flatten()[: budget - int(mask.sum())]] = True
+    mask[(flat == last).nonzero().flatten()[: budget - int(mask.count_nonzero())]] = True
     return mask.view(scores.shape)
 
 
@@ -158,5 +158,5 @@ def kth_smallest(values: Tensor, k: int) -> Tensor:
     first, last = max(0, int(place - margin)), min(len(sample) - 1, int(place + margin))
     low, high = sample.sort().values[[first, last]]
     near = values[(values >= low) & (values <= high)]
-    left = k - int((values < low).sum())
+    left = k - int((values < low).count_nonzero())
     return near.kthvalue(left).values if 0 < left <= len(near) else values.kthvalue(k).values

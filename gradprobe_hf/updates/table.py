@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradprobe_hf.scores.budget import Scope
 from gradprobe_hf.updates.admm import ROUNDS, solve_admm
+from gradprobe_hf.updates.admm import STEPS as ADMM_STEPS
 from gradprobe_hf.updates.least_squares import STEPS, solve_least_squares
 from gradprobe_hf.updates.problem import MatrixProblem, Solution
 from gradprobe_hf.updates.sweep import solve_obs, solve_sparsegpt
@@ -102,7 +103,7 @@ UPDATES: dict[str, WeightUpdate] = {
         function=solve_admm,
         dense_target=0.25,
         weighs_rows=True,
-        products=STEPS + ROUNDS,
+        products=ADMM_STEPS + ROUNDS,
         workspace=10,
         sentence=_ADMM,
         source="Boža 2024 (arXiv:2401.02938); Meng et al. 2024, ALPS (arXiv:2406.07831)",
@@ -131,7 +132,7 @@ UPDATES: dict[str, WeightUpdate] = {
         chooses_mask=True,
         scope="tensor",
         dense_target=0.25,
-        products=STEPS + ROUNDS,
+        products=ADMM_STEPS + ROUNDS,
         workspace=10,
         sentence=f"{_SPARSEGPT} {_ADMM}",
         refuses=_OWN_MASK,
