@@ -74,6 +74,7 @@ def trained_by_hand(dense, batches, masks, settings):
                 for t in range(y.shape[1])
             )
 
+        size = 1 / torch.cat([1 / (y**2).sum(-1).flatten() for y in wanted]).mean()
         groups = []
         for key, value in own.items():
             value.requires_grad_()
@@ -92,7 +93,7 @@ def trained_by_hand(dense, batches, masks, settings):
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     group["lr"] = rate * scale
                 optimizer.zero_grad()
-                error(index).backward()
+                (size * error(index)).backward()
                 for key, value in own.items():
                     if key in keep:
                         value.grad *= keep[key]

@@ -197,6 +197,7 @@ class _Trainer:
         self._masks = {name: masks[name].to(start[name].device) for name in masks}
         self.weights = {name: _wide(value.detach()).clone().requires_grad_() for name, value in start.items()}
         self.best = self._copy()
+        self._scale = self._typical_size()
 
     def train(self) -> Matched:
         settings = self._settings
@@ -240,11 +241,11 @@ class _Trainer:
         return [self._task.examples[number // count] for number in numbers if number % count == rank]
 
     def _accumulate_gradients(self, numbers: Sequence[int]) -> None:
-        """Those of a step, over all processes. Adam does not mind their scale: it is the sum over tokens."""
+        """Those of a step, over all processes: sums over tokens, because Adam does not mind their scale."""
         for weight in self.weights.values():
             weight.grad = torch.zeros_like(weight)  # not None: every process has to join in every collective
         for example in self._mine(numbers):
-            self._loss(example).backward()
+            (self._scale * self._loss(example)).backward()
         for name, weight in self.weights.items():
             assert weight.grad is not None, "it was set"
             self._task.processes.sum_(weight.grad)
@@ -265,6 +266,17 @@ class _Trainer:
         own = [sum(float(pair[part]) for pair in sums) for part in (0, 1)]
         error, tokens = self._task.processes.sum_(torch.tensor(own, dtype=torch.float64)).tolist()
         return error / max(tokens, 1.0)
+
+    def _typical_size(self) -> float:
+        """||y||^2 of a token, the same in all processes.
+
+        Errors are multiplied by it where they are differentiated: relative ones are so small that their gradients would
+        vanish in the activations of a float16 model.
+        """
+        pairs = [(example.weight.sum(), (example.weight > 0).sum()) for example in self._task.examples]
+        own = torch.tensor([sum(float(pair[part]) for pair in pairs) for part in (0, 1)], dtype=torch.float64)
+        inverses, tokens = self._task.processes.sum_(own).tolist()
+        return tokens / inverses if inverses else 1.0
 
     def _magnitude(self, name: str) -> float:
         """The root mean square of what is kept of a weight; 1 of one that is zero, a bias say."""
