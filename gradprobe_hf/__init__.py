@@ -15,18 +15,24 @@ if TYPE_CHECKING:
     from gradprobe_hf.checkpoint.result import PruneResult
     from gradprobe_hf.comparison.compare import compare_pretrained
     from gradprobe_hf.config.config import GradProbeConfig
+    from gradprobe_hf.config.recovery import RecoveryConfig
     from gradprobe_hf.evaluation import metrics
     from gradprobe_hf.pruning import prune_pretrained
+    from gradprobe_hf.recovery.recover import recover_pretrained
+    from gradprobe_hf.recovery.result import RecoverResult
     from gradprobe_hf.report.report import Report
     from gradprobe_hf.threshold_sweep import sweep_gradient_thresholds
 
 __all__ = [
     "GradProbeConfig",
     "PruneResult",
+    "RecoverResult",
+    "RecoveryConfig",
     "Report",
     "compare_pretrained",
     "metrics",
     "prune_pretrained",
+    "recover_pretrained",
     "sweep_gradient_thresholds",
 ]
 
@@ -34,9 +40,12 @@ __all__ = [
 _DEFINED_IN = {
     "GradProbeConfig": "gradprobe_hf.config.config",
     "PruneResult": "gradprobe_hf.checkpoint.result",
+    "RecoverResult": "gradprobe_hf.recovery.result",
+    "RecoveryConfig": "gradprobe_hf.config.recovery",
     "Report": "gradprobe_hf.report.report",
     "compare_pretrained": "gradprobe_hf.comparison.compare",
     "prune_pretrained": "gradprobe_hf.pruning",
+    "recover_pretrained": "gradprobe_hf.recovery.recover",
     "sweep_gradient_thresholds": "gradprobe_hf.threshold_sweep",
 }
 

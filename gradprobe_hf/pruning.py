@@ -20,8 +20,10 @@ from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.model.offload_store import check_store_room
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.recovery.checks import check_trainable
+from gradprobe_hf.recovery.of_pruning import recovered_weights
 from gradprobe_hf.report.build import build_report
-from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Judge, Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
@@ -129,6 +131,8 @@ def prune_pretrained(
         )
     if config.max_metric_drop is not None and metric_fn is None:
         context = choosing_apart(context)
+    if config.recovery_steps:
+        check_trainable(context.model, f"recovery_steps={config.recovery_steps}")
     rows = None
     if resume_dir is not None:
         check_begun(resume_dir, _identity(context), context.processes)
@@ -140,7 +144,13 @@ def prune_pretrained(
         context = reachable(context)
         decision = decide_pruning(context, judge)
         measured, metric = _measured(context, decision), _task_metric(context, decision)
+    recovered = None
+    if config.recovery_steps:
+        recovered = recovered_weights(context, decision, calibration, measured, resume_dir)
+        measured = recovered.measured
     report = build_report(context, decision, measured, metric)
+    if recovered is not None:
+        report = replace(report, recovery=recovered.described)
     for warning in report.warnings:
         logger.warning(warning)
     result = PruneResult(
@@ -152,9 +162,10 @@ def prune_pretrained(
         context.targets,
         context.processes,
         decision.new_weights,
+        NewWeights() if recovered is None else recovered.parameters,
     )
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
-    with applied(context.model, context.targets, decision.masks, keep=apply, new_weights=decision.new_weights):
+    with result.applied(keep=apply):
         out.write(context, result)
         context.processes.barrier()  # none keeps its zeros if the main one could not save them
     if context.snapshots is not None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.comparison.compare import check_evaluation
+from gradprobe_hf.comparison.compare import check_evaluation, check_without_recovery
 from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.config.values import GradientThreshold
@@ -109,6 +109,7 @@ def sweep_gradient_thresholds(
     if max_metric_drop is not None:
         check_drop(max_metric_drop)
     config = _threshold_rule(resolve_config(config))
+    check_without_recovery(config)
     if config.order != "joint":
         raise ValueError(
             "thresholds are measured on masks of the whole model: order='sequential' has no part in it; leave it unset."

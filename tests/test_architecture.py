@@ -34,8 +34,9 @@ ORDER = [
     "checkpoint",
     "comparison",
     "threshold_sweep",
-    "pruning",
     "training",
+    "recovery",
+    "pruning",
     "cli",
 ]
 

@@ -172,6 +172,7 @@ OWNED = {
     "checkpointing": (True, {}, {"score": "magnitude"}),
     "accumulator_dtype": ("int8", {}, {"score": "wanda"}),
     "accumulator_device": ("disk", {"score": "wanda", "probes": 2}, {"update": "sparsegpt"}),
+    "recovery_learning_rate": (1e-3, {"recovery_steps": 5}, {}),
     "block_order": ("size", {"order": "sequential"}, {}),
     "blocks_per_step": (2, {"order": "sequential"}, {}),
     "evaluation_samples": (7, {}, {"evaluation_protocol": "paper"}),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.report.report import Report
-from gradprobe_hf.run.apply import applied
+from gradprobe_hf.run.apply import applied, replaced
 from gradprobe_hf.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class PruneResult:
         processes: who took part. The main one writes. Of a model that FSDP2 shards, `masks` are those of this
             process's shards, and every process has to call `save_pretrained`.
         new_weights: new values `[out, in]` of reconstructed matrices; empty once the model has them.
+        recovered: new values of all parameters after `recovery_steps`, by name; empty once the model has them.
     """
 
     model: PreTrainedModel
@@ -50,6 +52,21 @@ class PruneResult:
     targets: tuple[Target, ...]
     processes: Processes = field(default_factory=Processes)
     new_weights: NewWeights = field(default_factory=NewWeights)
+    recovered: NewWeights = field(default_factory=NewWeights)
+
+    @contextmanager
+    def applied(self, keep: bool = True) -> Iterator[None]:
+        """The model is pruned for the body of the `with`; it stays so if `keep` is set and the body returns."""
+        # What was recovered has the zeros in it.
+        masks = {} if self.recovered else self.masks
+        targets = () if self.recovered else self.targets
+        with (
+            replaced(self.model, self.recovered, keep),
+            applied(self.model, targets, masks, keep, NewWeights() if self.recovered else self.new_weights),
+        ):
+            yield
+        if keep:
+            self.new_weights.clear()
 
     def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
         """Write the pruned checkpoint, whole or not at all; with `apply=False` the model in memory stays as it is.
@@ -63,7 +80,7 @@ class PruneResult:
         """
         if not self.processes.is_main and not is_sharded(self.model):
             return
-        with applied(self.model, self.targets, self.masks, keep=False, new_weights=self.new_weights):
+        with self.applied(keep=False):
             made = Checkpoint(self.model, self.processing_class, self.config, self.report)
             write_checkpoint(directory, made, overwrite=overwrite, where=repo_id, writes=self.processes.is_main)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
@@ -22,7 +23,7 @@ from gradprobe_hf.model.loading import CONFIG_KEY
 from gradprobe_hf.model.offload_store import existing_parent
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.saving import save_in_shards
-from gradprobe_hf.report.card import base_metadata, build_card
+from gradprobe_hf.report.card import base_metadata, build_card, build_recovered_card
 from gradprobe_hf.report.plots import save_plots
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.option_checks import check_folder
@@ -71,11 +72,11 @@ def check_room(directory: str | Path, model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint is written of."""
+    """What a checkpoint is written of. Attributes: `config`: None of a model that something else has pruned."""
 
     model: PreTrainedModel
     processing_class: Any
-    config: GradProbeConfig
+    config: GradProbeConfig | None
     report: Report
 
 
@@ -99,14 +100,21 @@ def write_checkpoint(
     check_destination(directory, made.model.name_or_path, overwrite)
     with _replacing(path) as scratch:
         save_weights(scratch, made.model)
-        _add_own_key(scratch / "config.json", made.config, made.report)
+        _add_own_key(scratch / "config.json", made)
         if made.processing_class is not None:
             made.processing_class.save_pretrained(scratch)
-        made.config.save_pretrained(scratch)
+        if made.config is not None:
+            made.config.save_pretrained(scratch)
         made.report.save(scratch)
         save_plots(made.report, scratch / "assets")
-        base = base_metadata(made.model.name_or_path)
-        build_card(made.report, made.config, base, where or path.name).save(scratch / "README.md")
+        _card(made, where or path.name).save(scratch / "README.md")
+
+
+def _card(made: Checkpoint, where: str) -> ModelCard:
+    base = base_metadata(made.model.name_or_path)
+    if made.config is None:
+        return build_recovered_card(made.report, base, where)
+    return build_card(made.report, made.config, base, where)
 
 
 def save_weights(folder: Path, model: PreTrainedModel) -> None:
@@ -153,17 +161,14 @@ def _swap(scratch: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _add_own_key(path: Path, config: GradProbeConfig, report: Report) -> None:
+def _add_own_key(path: Path, made: Checkpoint) -> None:
+    report, config = made.report, made.config
     values = json.loads(path.read_text(encoding="utf-8"))
-    values[CONFIG_KEY] = {
-        "sparsity": report.sparsity,
-        "pattern": config.pattern,
-        "score": config.score,
-        "probes": config.probes,
-        "update": config.update,
-        "refinement": config.refinement,
-        "version": report.versions["gradprobe_hf"],
-    }
+    named = ("pattern", "score", "probes", "update", "refinement")
+    how = {} if config is None else {name: getattr(config, name) for name in named}
+    values[CONFIG_KEY] = {"sparsity": report.sparsity, **how, "version": report.versions["gradprobe_hf"]}
+    if report.recovery is not None:
+        values[CONFIG_KEY]["recovery_steps"] = report.recovery["steps"]
     if "stored_as" in report.model:  # still true of what is made of this checkpoint
         values[CONFIG_KEY]["stored_as"] = report.model["stored_as"]
     # json.dumps, not the configuration's own writer: transformers sorts keys and so do we, which keeps diffs small.

@@ -28,7 +28,7 @@ def add_arguments(parser: VerbParser) -> None:
     parser.add_option("options", "methods", metavar="NAME,...", help=rows)
     also = "a row for this file of options, over those given here; named after the file (repeatable)"
     parser.add_option("options", "also", action="append", metavar="FILE.yaml", help=also)
-    add_config_options(parser, without=("save_every",))
+    add_config_options(parser, without=("save_every", "recovery_steps", "recovery_learning_rate"))
 
 
 def run(options: argparse.Namespace) -> None:

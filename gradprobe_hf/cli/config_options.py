@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from typing import Any, get_type_hints
@@ -20,6 +20,7 @@ from gradprobe_hf.cli.recipe import RecipeError
 from gradprobe_hf.cli.values import kind, reader, with_line_breaks
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.presets import METHOD
+from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.config.values import CHOICES
 
 # The first field under each heading; those that follow it in the configuration stand there too.
@@ -32,7 +33,14 @@ HEADINGS = {
     "batch_size": "memory",
     "save_every": "long runs",
 }
+HEADINGS_OF_RECOVERY = {
+    "steps": "the method",
+    "num_samples": "data",
+    "teacher_top_k": "memory",
+    "save_steps": "long runs",
+}
 CONFIG_FIELDS = tuple(field.name for field in fields(GradProbeConfig))
+RECOVERY_FIELDS = tuple(field.name for field in fields(RecoveryConfig))
 _TEXTS = ("text_template", "document_separator")
 PRESET_FIELDS = ("preset", *METHOD, "dense_target")
 
@@ -45,13 +53,22 @@ def add_config_options(parser: VerbParser, without: Collection[str] = ()) -> Non
 
 def add_fields(parser: VerbParser, names: Collection[str]) -> None:
     """An option for each of these fields."""
-    hints, heading = get_type_hints(GradProbeConfig), ""
-    for field in fields(GradProbeConfig):
-        heading = HEADINGS.get(field.name, heading)
+    _add_fields(parser, GradProbeConfig, names, HEADINGS)
+
+
+def add_recovery_options(parser: VerbParser) -> None:
+    """An option for every field of the configuration of a recovery."""
+    _add_fields(parser, RecoveryConfig, RECOVERY_FIELDS, HEADINGS_OF_RECOVERY)
+
+
+def _add_fields(parser: VerbParser, config: type[Any], names: Collection[str], headings: Mapping[str, str]) -> None:
+    hints, heading = get_type_hints(config), ""
+    for field in fields(config):
+        heading = headings.get(field.name, heading)
         if field.name in names:
             settings = _settings(field.name, hints[field.name])
             repeatable = " (repeatable)" if settings.get("action") == "append" else ""
-            parser.add_option(heading, field.name, help=help_of(field) + repeatable, **settings)
+            parser.add_option(heading, field.name, help=help_of(field, config) + repeatable, **settings)
 
 
 def _settings(name: str, hint: Any) -> dict[str, Any]:
@@ -69,9 +86,9 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
 
 
 @cache
-def help_of(field: Field[Any]) -> str:
+def help_of(field: Field[Any], config: Any = GradProbeConfig) -> str:
     """The first sentence of a field's entry, and its default: the sentence that begins with this word, or the value."""
-    first, *others = re.split(r"(?<=\.) +(?=[A-Z`\d])", _entries().get(field.name, ""))
+    first, *others = re.split(r"(?<=\.) +(?=[A-Z`\d])", _entries(config).get(field.name, ""))
     default = next((re.sub(r"^Default:? ", "", one) for one in others if one.startswith("Default")), "")
     if not default and field.default not in (None, (), MISSING):
         default = str(field.default)
@@ -80,15 +97,15 @@ def help_of(field: Field[Any]) -> str:
 
 
 @cache
-def _entries() -> dict[str, str]:
+def _entries(config: Hashable) -> dict[str, str]:
     """Field -> its entry in the docstring, on one line."""
-    found = parse(GradProbeConfig.__doc__ or "").params
+    found = parse(config.__doc__ or "").params
     return {entry.arg_name: " ".join((entry.description or "").split()) for entry in found}
 
 
 def _on_the_command_line(text: str) -> str:
     """Spells what is in backticks as options: `update="admm"` is --update admm there."""
-    known = {*CONFIG_FIELDS, *(name for rows in OPTIONS.values() for name in rows)}
+    known = {*CONFIG_FIELDS, *RECOVERY_FIELDS, *(name for rows in OPTIONS.values() for name in rows)}
 
     def word(found: re.Match[str]) -> str:
         if found[1] in known:

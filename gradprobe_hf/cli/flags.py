@@ -11,6 +11,7 @@ from gradprobe_hf.runtime.names_elsewhere import ARGUMENTS_ELSEWHERE, OPTIONS_EL
 # Arguments of the functions that are called otherwise here.
 _CALLED = {
     "model_or_id": "MODEL",
+    "pruned": "MODEL",
     "output_dir": "--output",
     "hub_private_repo": "--private",
     "config": "--config",

@@ -27,6 +27,10 @@ VERBS = {
         "MODEL --data SPEC [options]",
         "Measure a model on a text or on tasks, alone or beside a dense one.",
     ),
+    "recover": (
+        "MODEL --teacher DENSE --output DIR [options]",
+        "Train the kept weights of a pruned model towards the dense model's predictions, its zeros kept.",
+    ),
     "inspect": (
         "DIR [options]",
         "Count the zeros in a checkpoint's files, per matrix and block, and find the n:m patterns that hold.",

@@ -57,6 +57,32 @@ def print_pruning(report: Report, output: str) -> None:
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
 
 
+def print_recovery(report: Report, output: str) -> None:
+    """The dense model, the pruned one, and what the recovery left."""
+    recovery = report.recovery
+    assert recovery is not None, "it was made"
+    table = table_of("", "dense", "pruned", "recovered")
+    before, after = recovery["before"], report.evaluation
+    if before is not None and after is not None:
+        shown = (before["dense"], before["pruned"], after["pruned"])
+        table.add_row("perplexity", *(f"{one['perplexity']:,.4f}" for one in shown))
+        both = (before["divergence"], after["divergence"])
+        table.add_row("KL from dense (nats)", "0", *(f"{one['kl']:.4f}" for one in both))
+        table.add_row("top-1 agreement", "100%", *(f"{one['top1_agreement']:.1%}" for one in both))
+    held_out = [recovery["held_out"][str(step)] for step in (0, recovery["best_step"])]
+    table.add_row("KL on held-out text", "0", *(f"{value:.4f}" for value in held_out))
+    out = console()
+    out.print(table)
+    out.print(
+        f"{recovery['steps']} steps, {recovery['tokens']:,} tokens of {recovery['text']['source']}, in "
+        f"{recovery['seconds']:.0f} s; the state of step {recovery['best_step']} is kept"
+    )
+    if after is not None:
+        out.print(f"measured on {after['source']}: {after['protocol']}", style="dim")
+    out.print(f"{report.zeros:,} of {report.weights:,} weights are zero, {report.sparsity:.4%}")
+    out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
+
+
 def _add_divergence(table: Table, divergence: dict[str, Any] | None) -> None:
     if divergence is not None:
         table.add_row("KL from dense (nats)", "0", f"{divergence['kl']:.4f}")

@@ -50,7 +50,7 @@ def _check_effect(options: argparse.Namespace, config: GradProbeConfig) -> None:
     belongs = {
         "save_every": (options.resume_dir, "resume_dir"),
         "evaluation_samples": (options.evaluation is not False, "an evaluation"),
-        "calibration": (config.needs.passes != "none", without_text),
+        "calibration": (config.needs.passes != "none" or config.recovery_steps > 0, without_text),
     }
     for name, (has_effect, belongs_to) in belongs.items():
         if name not in options.recipe and name not in options.from_recipe and given(options, name) and not has_effect:

@@ -50,6 +50,15 @@ _SHARED = (
 RESULT_NAME = "comparison.json"
 
 
+def check_without_recovery(config: GradProbeConfig) -> None:
+    """Raise ValueError for steps of training, which a measurement without applying a mask leaves out."""
+    if config.recovery_steps:
+        raise ValueError(
+            f"recovery_steps={config.recovery_steps} has no part here: what is measured is what pruning leaves. Leave "
+            "recovery_steps unset, and recover the checkpoint that was chosen."
+        )
+
+
 def feasible(context: RunContext, configs: Mapping[str, GradProbeConfig]) -> dict[str, GradProbeConfig]:
     """Those that these matrices can be pruned with; of the others the log says why not."""
     found = {}
@@ -148,6 +157,7 @@ def compare_pretrained(
         if not isinstance(other, GradProbeConfig):
             raise TypeError(f"configs[{name!r}] must be a GradProbeConfig, got {type(other).__name__}.")
         _check_text(name, other, config)
+        check_without_recovery(other)
     check_common(config, chosen)
     request = RunRequest(
         model_or_id,

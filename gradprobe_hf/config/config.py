@@ -91,6 +91,9 @@ class GradProbeConfig:
         refinement: what is trained of a block behind the update of its matrices, under a mask that is fixed. `"none"`:
             nothing. `"blocks"`: its kept weights, the gains of its norms and its biases, until its outputs are those of
             the dense block.
+        recovery_steps: steps in which all kept weights are trained towards the dense model's predictions, after
+            pruning, on more of the calibration's text. 0: none.
+        recovery_learning_rate: highest learning rate of these steps, > 0.
         min_matrix_sparsity: least fraction to remove from any matrix, where one budget covers several.
         max_matrix_sparsity: largest fraction to remove from any matrix, so that none is emptied.
         gradient_threshold: relative growth of a gradient that `rule="threshold"` tolerates, >= 0. A dict has one for
@@ -166,6 +169,8 @@ class GradProbeConfig:
     dense_target: float | None = None
     damping: float = 0.01
     refinement: str = "none"
+    recovery_steps: int = 0
+    recovery_learning_rate: float = 2e-4
     min_matrix_sparsity: float | None = None
     max_matrix_sparsity: float | None = None
     gradient_threshold: GradientThreshold = 0.0
@@ -631,6 +636,7 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "spike_limit": (lambda c: c.decision_row.limits_spikes, "probes=2 with rule='budget'"),
     "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
     "damping": (lambda c: c.updates, "a weight update (update='admm', ...)"),
+    "recovery_learning_rate": (lambda c: c.recovery_steps > 0, "recovery_steps"),
     "block_order": (lambda c: c.order == "sequential", "order='sequential'"),
     "document_separator": (lambda c: c.packing, "packing=True"),
     "blocks_per_step": (lambda c: c.order == "sequential", "order='sequential'"),

@@ -54,12 +54,14 @@ WHOLE = {  # the least of each
     "sequence_length": 2,
     "seed": 0,
     "blocks_per_step": 1,
+    "recovery_steps": 0,
 }
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "reduction_factor": ("a fraction in [0, 1)", lambda x: 0 <= x < 1),
     "spike_limit": ("a factor >= 0 (0: no limit)", lambda x: x >= 0),
     "dense_target": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
     "damping": ("a number > 0", lambda x: x > 0),
+    "recovery_learning_rate": ("a number > 0, like 2e-4", lambda x: x > 0),
     "sparsity_step": ("a fraction in (0, 1)", lambda x: 0 < x < 1),
     "min_matrix_sparsity": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
     "max_matrix_sparsity": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,6 +45,18 @@ def shares(weights: Mapping[Any, Any], samples: int) -> dict[str, int]:
             f"of {samples} samples none would be of {', '.join(map(repr, without))}: ask for more, or leave it out."
         )
     return counts
+
+
+def in_proportion(parts: Mapping[str, Drawn], counts: Mapping[str, int]) -> dict[str, Drawn]:
+    """The parts cut to the shares of the one that holds the least of its own, so that the weights hold.
+
+    Args:
+        counts: rows of each that were asked for.
+    """
+    held = min(len(part.rows) / counts[name] for name, part in parts.items())
+    return {
+        name: replace(part, rows=part.rows[: max(1, int(held * counts[name] + 1e-9))]) for name, part in parts.items()
+    }
 
 
 def mixed(parts: Mapping[str, Drawn], weights: Mapping[str, float], seed: int) -> Drawn:

@@ -39,6 +39,7 @@ class WindowSpec:
         batch_size: windows in a batch.
         seed: draws the calibration windows; evaluation has one of its own.
         text: how a text becomes windows.
+        at_most: whether fewer will do, where the text holds no more.
     """
 
     samples: int
@@ -46,6 +47,7 @@ class WindowSpec:
     batch_size: int
     seed: int = 0
     text: TextOptions = field(default_factory=TextOptions)
+    at_most: bool = False
 
     def __post_init__(self) -> None:
         whole("num_samples", self.samples, at_least=1)
@@ -122,6 +124,7 @@ def draw_packed(opened: Source, spec: WindowSpec, processing_class: Any, special
     made = _chat_stream if holds_chats(opened, spec.text) else _text_stream
     stream = made(opened, spec, processing_class, special)
     whole = len(stream.ids) // own
+    samples = min(samples, whole) if spec.at_most and whole else samples
     if whole < samples:
         raise ValueError(
             f"{opened.name} holds {len(stream.ids):,} tokens, which is {whole} full windows of {own}; {samples} "
@@ -154,6 +157,7 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
     samples, chats = spec.samples, holds_chats(opened, spec.text)
     made = _chat_rows if chats else _text_rows
     found = list(islice(made(opened, spec, processing_class, special), samples))
+    samples = len(found) if spec.at_most and found else samples
     if len(found) < samples:
         raise ValueError(
             f"{opened.name} holds {len(found)} documents of two tokens or more and {samples} were asked for. Give "

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
 from gradprobe_hf.data.documents import holds_chats
 from gradprobe_hf.data.labelled import Labels, TaskOptions
-from gradprobe_hf.data.mixture import is_mixture, mixed, shares
+from gradprobe_hf.data.mixture import in_proportion, is_mixture, mixed, shares
 from gradprobe_hf.data.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of
 from gradprobe_hf.data.pydoc_text import Part, manual_text
 from gradprobe_hf.data.self_generated import KeptText, own_text
@@ -161,7 +161,7 @@ class _Reader:
             drawn = self.drawn(opened[name], replace(windows, samples=count))
             assert drawn is not None, "a name is no batches"
             parts[name] = drawn
-        return mixed(parts, weights, windows.seed)
+        return mixed(in_proportion(parts, counts) if windows.at_most else parts, weights, windows.seed)
 
     def _written(self, windows: WindowSpec) -> Drawn:
         samples, length, seed = windows.samples, windows.sequence_length, windows.seed
@@ -238,10 +238,10 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
     rows = opened.rows.shuffle(seed=windows.seed)
     keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids") if name in rows.column_names]
     taken = [{name: torch.as_tensor(row[name]) for name in keep} for row in islice(rows, windows.samples)]
-    if len(taken) < windows.samples:
+    if len(taken) < windows.samples and not (windows.at_most and taken):
         raise ValueError(f"{opened.name} holds {len(taken)} tokenised rows and {windows.samples} were asked for.")
     taken = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in taken]
-    protocol = f"{windows.samples} tokenised rows, shuffled with seed {windows.seed}"
+    protocol = f"{len(taken)} tokenised rows, shuffled with seed {windows.seed}"
     return Drawn(taken, opened.name, protocol, opened.dataset_id)
 
 

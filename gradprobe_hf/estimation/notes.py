@@ -25,6 +25,8 @@ def notes_on(
         notes.append("this architecture cannot be run without data: activations are a rough formula's")
     if config.batch_size == "auto":
         notes.append("batch_size='auto': counted for batches of one")
+    if config.recovery_steps:
+        notes.append("recovery_steps: not counted here; training takes 16 bytes a parameter, and activations, besides")
     if is_routed(targets):
         notes.append("experts mix the tokens of a batch: one sequence at a time, tokens shared evenly by the experts")
     if 2 * batch.loss > batch.peak > 0:

@@ -70,10 +70,10 @@ def next_token_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Ten
     # Called without labels: the model's own loss is a mean, and may have auxiliary losses added (of a router, say).
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
-    return logits.flatten(0, 1), _next_token_labels(batch).to(logits.device).flatten()
+    return logits.flatten(0, 1), next_token_labels(batch).to(logits.device).flatten()
 
 
-def _next_token_labels(batch: Batch) -> Tensor:
+def next_token_labels(batch: Batch) -> Tensor:
     """What each token is to predict, `[sequences, tokens]`; -100: nothing."""
     # Shift the labels, not the logits: a slice of those, flattened, is a copy of [sequences, tokens, vocabulary].
     labels = F.pad(_labels(batch)[:, 1:], (0, 1), value=IGNORED)
@@ -89,7 +89,7 @@ def counted_labels(model: PreTrainedModel, batch: Batch) -> int | None:
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     if is_causal(model) and "input_ids" in batch and labels.shape == batch["input_ids"].shape:
-        return int((_next_token_labels(batch) != IGNORED).sum())
+        return int((next_token_labels(batch) != IGNORED).sum())
     shifted = labels[:, 1:] if labels.ndim >= 2 and shifts_labels(model) else labels
     return int((shifted != ignored_label(model)).sum())
 

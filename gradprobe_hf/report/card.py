@@ -17,6 +17,7 @@ from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.report.eval_results import text_results
 from gradprobe_hf.report.plots import has_perplexities
+from gradprobe_hf.report.recovered import recovery_paragraph
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from gradprobe_hf.tasks.metrics import METRICS
@@ -50,6 +51,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         refinement=_refinement(report),
         selection=_chosen_by(report.selection, config),
         task_metric=_metric_row(report),
+        recovery=recovery_paragraph(report),
         calibration=report.calibration,
         calibrated_on=_rows(report.calibration) if report.calibration else "",
         config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
@@ -64,6 +66,31 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         seconds=sum(report.timings.values()),
         peak_gb=report.memory["peak_resident_bytes"] / 1e9,
         warnings=report.warnings,
+    )
+
+
+def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> ModelCard:
+    """The card of a model that something else has pruned, and a recovery has trained. Args: as `build_card`."""
+    template = files("gradprobe_hf.model_cards").joinpath("recovered.md").read_text(encoding="utf-8")
+    metadata = ModelCardData(
+        **base,
+        library_name="transformers",
+        pipeline_tag=report.model["task"],
+        tags=["gradprobe", "pruning", "sparse"],
+        model_name=Path(where).name,
+        eval_results=_eval_results(report),
+    )
+    return ModelCard.from_template(
+        metadata,
+        template_str=template,
+        title=_short_name(report.model),
+        sparsity=report.sparsity,
+        zeros=report.zeros,
+        matrices=len(report.matrices),
+        evaluation=report.evaluation,
+        recovery=recovery_paragraph(report),
+        snippet=_snippet(report, where),
+        versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
     )
 
 

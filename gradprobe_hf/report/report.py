@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,8 @@ class Report:
             `divergence` of one from the other, where they predict tokens.
         selection: what chose the sparsity with `max_metric_drop`: the text (another half of what `evaluation` was drawn
             from) or the user's own metric, its value there, and the limit.
+        recovery: how the kept weights were trained afterwards: its steps, text and options, and what was measured
+            before; None: they were not. `evaluation` is then of the model as it was left.
         probes: mean calibration loss of each probe, in nats.
         passes: forward and backward passes over the calibration data, in whole ones.
         refinement: of each block that was trained the mean relative squared error of its outputs on the windows held
@@ -98,6 +100,7 @@ class Report:
     calibration: dict[str, Any] | None = None
     evaluation: dict[str, Any] | None = None
     selection: dict[str, Any] | None = None
+    recovery: dict[str, Any] | None = None
     probes: dict[str, float] = field(default_factory=dict)
     passes: dict[str, float] = field(default_factory=dict)
     refinement: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -136,6 +139,27 @@ class Report:
         }
         rows = [{**asdict(row), "sparsity": row.sparsity} for row in self.matrices]
         return finite({**asdict(self), **summary, "matrices": rows})
+
+    @classmethod
+    def load(cls, directory: str | Path) -> Report:
+        """That of a checkpoint folder.
+
+        Raises:
+            ValueError: it is damaged.
+            OSError: there is none.
+        """
+        path = Path(directory) / REPORT_NAME
+        text = path.read_text(encoding="utf-8")
+        try:
+            values = json.loads(text)
+            known = {one.name: values[one.name] for one in fields(cls) if one.name in values}
+            of_row = {one.name for one in fields(MatrixRow)}
+            rows = [{name: value for name, value in row.items() if name in of_row} for row in known["matrices"]]
+            known["matrices"] = [MatrixRow(**{**row, "shape": tuple(row["shape"])}) for row in rows]
+            known["unreached"] = [LeftOut(**one) for one in known.get("unreached", [])]
+            return cls(**known)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{path} is damaged ({type(error).__name__}: {error}); fetch it again.") from error
 
     def save(self, directory: str | Path) -> None:
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)

@@ -63,6 +63,31 @@ def applied(
 
 
 @contextmanager
+def replaced(model: nn.Module, parameters: NewWeights, keep: bool = True) -> Iterator[None]:
+    """Whole parameters change places with new values for the body of the `with`; what `applied` is for masks.
+
+    They stay if `keep` is set and the body returns; `parameters` is then empty.
+
+    Args:
+        parameters: parameter name -> its new values, of a model in memory.
+    """
+    mine, keeping = parameters.pending, False  # without those that a `with` around this one has written
+    try:
+        with torch.no_grad():
+            for name in mine:
+                parameters.install(name, model.get_parameter(name).data)
+        yield
+        keeping = keep
+    finally:
+        if not keeping:
+            with uninterrupted(), torch.no_grad():
+                for name in mine:
+                    parameters.withdraw(name, model.get_parameter(name).data)
+    if keep:
+        parameters.clear()
+
+
+@contextmanager
 def _exchanged(model: nn.Module, targets: Sequence[Target], new_weights: NewWeights, keep: bool) -> Iterator[None]:
     keeping = False
     try:

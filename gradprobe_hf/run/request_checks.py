@@ -8,8 +8,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.mixture import is_mixture
 from gradprobe_hf.data.sources import is_path
@@ -54,15 +52,15 @@ def check_names(given: Mapping[str, object], verb: Callable[..., Any]) -> None:
             raise TypeError(f"{verb.__name__}: {said}")
 
 
-def check_paths(model_or_id: Any, texts: Mapping[str, Any], against: str | None = None) -> None:
+def check_paths(model_or_id: Any, texts: Mapping[str, Any], **others: Any) -> None:
     """Raise FileNotFoundError for the paths of a model and of texts that are not there, all at once.
 
     Args:
         texts: argument -> what was passed as it; looked at where it can only be a path.
-        against: a second model.
+        others: argument -> another model.
     """
-    named = [] if isinstance(model_or_id, nn.Module) else [("model_or_id", model_or_id)]
-    named = [one for one in [*named, ("against", against)] if _is_missing(one[1], looks_like_path)]
+    models = {"model_or_id": model_or_id, **others}
+    named = [(name, model) for name, model in models.items() if _is_missing(model, looks_like_path)]
     for name, value in texts.items():
         parts = value if is_mixture(value) else [value]
         named += [(name, part) for part in parts if _is_missing(part, is_path)]

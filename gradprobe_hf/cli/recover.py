@@ -1,0 +1,51 @@
+"""`gradprobe recover`."""
+
+from __future__ import annotations
+
+import argparse
+
+from gradprobe_hf.cli.config_options import RECOVERY_FIELDS, add_recovery_options
+from gradprobe_hf.cli.options import VerbParser, given, shows_progress
+from gradprobe_hf.cli.values import Mixture
+from gradprobe_hf.config.recovery import RecoveryConfig
+
+_SOURCE = ("dtype", "revision", "trust_remote_code")
+
+
+def add_arguments(parser: VerbParser) -> None:
+    parser.add_model(*_SOURCE)
+    dense = "the dense model that MODEL was pruned from: a Hub id or a checkpoint folder"
+    parser.add_option("options", "teacher", metavar="DENSE", help=dense)
+    parser.needed.append("teacher")
+    parser.add_options("output", required=True)
+    text = (
+        "text to train on; several make a mixture, SPEC=WEIGHT says how much of each (default: self, text that the "
+        "dense model writes itself)"
+    )
+    parser.add_option("data", "text", nargs="+", action=Mixture, metavar="SPEC", help=text)
+    evaluation = "another text, to measure on before and after, or 'none' (default: pydoc, its held-out part)"
+    parser.add_options("overwrite", "quiet", "resume_dir")
+    parser.add_options("evaluation", help=evaluation)
+    add_recovery_options(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    from gradprobe_hf.cli.output import print_json, print_recovery
+    from gradprobe_hf.recovery.recover import recover_pretrained
+
+    if options.save_steps is not None and not options.resume_dir:
+        raise ValueError(f"save_steps={options.save_steps} has no effect here: it belongs to resume_dir. Leave it out.")
+    found = recover_pretrained(
+        options.model,
+        options.teacher,
+        RecoveryConfig(**given(options, *RECOVERY_FIELDS)),
+        output_dir=options.output,
+        overwrite=options.overwrite,
+        resume_dir=options.resume_dir,
+        progress=shows_progress(options),
+        **given(options, "text", "evaluation", *_SOURCE),
+    )
+    if found.processes.is_main and options.json:
+        print_json(found.report.to_dict() | {"output": options.output})
+    elif found.processes.is_main:
+        print_recovery(found.report, options.output)

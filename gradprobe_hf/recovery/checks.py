@@ -1,0 +1,112 @@
+"""Checks of a recovery: what cannot work, said before anything is trained."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from gradprobe_hf.checkpoint.result import PruneResult
+from gradprobe_hf.data.sources import is_path
+from gradprobe_hf.model.families import is_causal
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run.request_checks import check_paths
+
+
+def check_models(pruned: Any, teacher: Any, from_pretrained_kwargs: Mapping[str, Any]) -> None:
+    """Raise for arguments that cannot be models, paths that are not there, and what loads them in a way unlike ours.
+
+    Raises:
+        TypeError: no model and no name.
+        FileNotFoundError: no such folder.
+        ValueError: an argument for loading that has no effect, or cannot be used here.
+    """
+    if isinstance(teacher, PruneResult):
+        raise TypeError("teacher must be the dense model, or its name, and this PruneResult is of the pruned one.")
+    if "device_map" in from_pretrained_kwargs:
+        raise ValueError(
+            f"device_map={from_pretrained_kwargs['device_map']!r} has no part in a recovery: all weights are trained, "
+            "on the accelerator where there is one. Leave it out; `accelerate launch` takes several devices."
+        )
+    by_name = {"pruned": pruned, "teacher": teacher}
+    if from_pretrained_kwargs and all(isinstance(model, (nn.Module, PruneResult)) for model in by_name.values()):
+        raise ValueError(
+            f"{', '.join(from_pretrained_kwargs)} only make sense when a model is loaded by name; both are loaded "
+            "already."
+        )
+    check_paths(None, {}, **by_name)
+
+
+def check_texts(text: Any, evaluation: Any) -> None:
+    """Raise for texts that are not there, and where one text is trained on and measured on.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: no text, or one text twice.
+    """
+    if isinstance(text, bool) or text is None or evaluation is True:
+        argument, value = ("evaluation", evaluation) if evaluation is True else ("text", text)
+        raise ValueError(f"{argument} must be text or batches, got {value!r}.")
+    check_paths(None, {"text": text, "evaluation": evaluation})
+    names = text if isinstance(text, Mapping) else [text] if isinstance(text, (str, os.PathLike)) else []
+    for name in names:
+        if is_path(str(name)) and str(name) == str(evaluation):
+            raise ValueError(
+                f"evaluation={str(evaluation)!r} is the text that is trained on, and would show what was learned by "
+                "heart: evaluate on another text."
+            )
+
+
+def check_trainable(model: PreTrainedModel, option: str) -> None:
+    """Raise ValueError for a model whose weights cannot be trained towards another's next-token predictions.
+
+    Args:
+        option: what asks for it.
+    """
+    if not is_causal(model):
+        raise ValueError(
+            f"{option} compares predictions of next tokens, and a {type(model).__name__} is no causal language model. "
+            "Fine-tune it with gradprobe_hf.training.SparsityCallback, which keeps its zeros."
+        )
+    if is_offloaded(model) or is_sharded(model) or os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        where = "offloaded" if is_offloaded(model) else "sharded by FSDP2"
+        raise ValueError(
+            f"{option} trains all weights, and those of this model are {where}. Prune it first, and train the "
+            "checkpoint where a whole model fits on each device, or with adapters alone: `gradprobe recover --lora-r "
+            "16`."
+        )
+    if not all(p.is_floating_point() for p in model.parameters()):
+        raise ValueError(f"{option} trains weights, and those of this model are quantized: load it dequantised.")
+
+
+def check_alike(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
+    """Raise ValueError unless both are of one architecture, with the same sizes."""
+    remedy = "Give the dense model that it was pruned from."
+    if type(pruned).__name__ != type(dense).__name__:
+        raise ValueError(
+            f"the pruned model is a {type(pruned).__name__} and the teacher a {type(dense).__name__}. {remedy}"
+        )
+    shapes = [
+        {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} for model in (pruned, dense)
+    ]
+    for name in [*shapes[0], *shapes[1]]:
+        mine, other = (found.get(name) for found in shapes)
+        if mine != other:
+            raise ValueError(f"{name} is {mine} in the pruned model and {other} in the teacher. {remedy}")
+
+
+def check_pruned(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
+    """Raise ValueError unless a weight is zero that the dense model has."""
+    for target in find_targets(pruned, include=["*"]):
+        dense_matrix = target.matrix(dense)
+        if bool(((target.matrix(pruned) == 0) & (dense_matrix != 0).to(target.matrix(pruned).device)).any()):
+            return
+    raise ValueError(
+        "no weight is zero in the pruned model that is not zero in the teacher too: prune it first, and give the dense "
+        "model that it was pruned from as the teacher (teacher, --teacher)."
+    )

@@ -1,0 +1,334 @@
+"""A whole training: a pruned model and a teacher -> the same model with other kept weights, and what was measured.
+
+Memory, in bytes for each parameter: 16 for the pruned model (float32 weights, gradients and two moments of AdamW), and
+those of the dense model as it is stored (2 in bfloat16), unless its predictions were written to disk. With adapters
+(`lora_r`), which are few, it is 4, and a byte for each mask.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback
+
+from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.memory.memory_errors import memory_errors
+from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
+from gradprobe_hf.recovery.text import RecoveryText
+from gradprobe_hf.recovery.trainer import (
+    BestState,
+    ProgressBar,
+    RecoveryTrainer,
+    best_step,
+    generators_kept,
+    held_out,
+    training_arguments,
+    without_dropout,
+)
+from gradprobe_hf.run.snapshots import weights_fingerprint
+from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.training.keeper import resolve_masks
+from gradprobe_hf.training.lora import masked_adapters, merge_with_masks
+from gradprobe_hf.training.sparsity import SparsityCallback
+
+logger = logging.getLogger(__name__)
+
+IDENTITY_NAME = "recovery.json"
+_LORA_ALPHA = 2  # times the rank: the scale of the product
+
+
+@dataclass(frozen=True)
+class Workplace:
+    """Where a training runs.
+
+    Attributes:
+        folder: for checkpoints, the best state and the teacher's predictions; all processes see it.
+        resumable: whether checkpoints are written, and a run that was killed goes on from the last.
+    """
+
+    folder: Path
+    resumable: bool
+    processes: Processes
+    stopwatch: Stopwatch
+    progress: bool
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a training came to.
+
+    Attributes:
+        steps: that were taken.
+        best_step: whose state was kept; 0: no step was better than none.
+        held_out: step -> mean divergence on the held-out text there, in nats per token.
+        tokens: that were trained on, those of several epochs as often.
+        seconds: of this call; a run that was resumed had others before.
+    """
+
+    steps: int
+    best_step: int
+    held_out: dict[int, float]
+    tokens: int
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@contextmanager
+def workplace(
+    resume_dir: Path | None, processes: Processes, stopwatch: Stopwatch, progress: bool
+) -> Iterator[Workplace]:
+    """A folder for one training: the one that is given, or a temporary one. It is removed if the body succeeds."""
+    made = tempfile.mkdtemp(prefix="gradprobe-recovery-") if resume_dir is None and processes.is_main else None
+    folder = resume_dir or Path(processes.broadcast(made))
+    folder.mkdir(parents=True, exist_ok=True)
+    finished = False
+    try:
+        yield Workplace(folder, resume_dir is not None, processes, stopwatch, progress and processes.is_main)
+        processes.barrier()
+        finished = True
+    finally:
+        if (finished or resume_dir is None) and processes.is_main:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def teacher_of(model: PreTrainedModel, text: RecoveryText, config: RecoveryConfig, place: Workplace) -> Teacher:
+    """The dense model itself, or what it has written to disk; then it is of no more use to the training.
+
+    Raises:
+        ValueError: more tokens than the vocabulary has.
+        OSError: they do not fit on the disk.
+    """
+    k = config.teacher_top_k
+    if k is None:
+        return LiveTeacher(model)
+    check_top_k(model, k)
+    targets = find_targets(model, include=["*"])
+    identity = f"{weights_fingerprint(model, targets)} {text.described['fingerprint']}"
+    how = Writing(place.folder / "teacher", k, config.batch_size, identity, place.processes, place.progress)
+    with memory_errors(place.stopwatch, remedies(config)), place.stopwatch("dense model's predictions"):
+        return written(model, text, how)
+
+
+def check_top_k(model: PreTrainedModel, k: int | None) -> None:
+    """Raise ValueError where the vocabulary has no more tokens than are to be kept."""
+    outputs = model.get_output_embeddings()
+    vocabulary = model.config.get_text_config().vocab_size if outputs is None else outputs.weight.shape[0]
+    if k is not None and k >= vocabulary:
+        raise ValueError(
+            f"teacher_top_k={k} of a vocabulary of {vocabulary:,} tokens: leave it unset, and all predictions count."
+        )
+
+
+def distil(
+    student: PreTrainedModel, teacher: Teacher, text: RecoveryText, config: RecoveryConfig, place: Workplace
+) -> Trained:
+    """Train every weight of `student` that is not zero, in place; its zeros stay. The best state is what is left.
+
+    Its parameters are float32 while it trains, and of their own type again afterwards.
+
+    Raises:
+        ValueError: no weight is zero, or the folder holds a run of something else.
+        MemoryError: with what would help.
+    """
+    began = time.perf_counter()
+    bf16 = student.dtype == torch.bfloat16 if config.bf16 == "auto" else config.bf16
+    targets, masks = resolve_masks(student, "from-zeros")
+    checkpoint = _checkpoint_to_resume(student, targets, text, config, place)
+    with (
+        memory_errors(place.stopwatch, remedies(config)),
+        place.stopwatch("recovery"),
+        generators_kept(),
+        _trainable(student),
+        without_dropout(student),
+        ExitStack() as adapted,
+    ):
+        trains: Any = student
+        callbacks: list[TrainerCallback] = [ProgressBar()] if place.progress else []
+        if config.lora_r is None:
+            callbacks.append(SparsityCallback(masks))
+        else:
+            trains = _with_adapters(student, targets, config.lora_r)
+            adapted.enter_context(masked_adapters(trains, masks))
+        best = BestState(place.folder, config.early_stopping_patience)
+        arguments = training_arguments(
+            config,
+            place.folder,
+            processes=place.processes,
+            saves=place.resumable,
+            on_cpu=student.device.type == "cpu",
+            bf16=bf16,
+        )
+        # A run that is resumed has measured where it began.
+        arguments.eval_on_start = checkpoint is None
+        trainer = RecoveryTrainer(
+            trains,
+            arguments,
+            teacher,
+            train_dataset=text.trained,
+            eval_dataset=text.kept_back,
+            callbacks=[*callbacks, best],
+        )
+        trainer.train(resume_from_checkpoint=checkpoint)
+        place.processes.barrier()
+        if config.gradient_checkpointing:
+            _stop_recomputing(student)
+        best.load(trains)
+        if config.lora_r is not None:
+            merge_with_masks(trains, masks)
+        measured, steps = held_out(trainer.state.log_history), trainer.state.global_step
+    chosen = best_step(measured)
+    if chosen == 0:
+        logger.warning(
+            "no step brought the divergence on the held-out text below its beginning (%.4f): the weights are as they "
+            "were. Try a lower learning_rate, or more text",
+            measured[0],
+        )
+    tokens = round(steps * config.batch_size * text.tokens / len(text.trained))
+    return Trained(steps, chosen, measured, tokens, time.perf_counter() - began)
+
+
+@contextmanager
+def _trainable(model: nn.Module) -> Iterator[None]:
+    """Every floating-point parameter in float32, and with a gradient, for the body of the `with`.
+
+    Steps of a hundred-thousandth of a weight are lost in bfloat16.
+    """
+    types = {name: (parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    use_cache = getattr(model.config, "use_cache", None)  # Trainer's to set
+    try:
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.float()
+                parameter.requires_grad_(True)
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            parameter.grad = None
+            if name in types:
+                dtype, required = types[name]
+                parameter.data = parameter.data.to(dtype)
+                parameter.requires_grad_(required)
+        if use_cache is not None:
+            model.config.use_cache = use_cache  # type: ignore[union-attr]
+
+
+def _stop_recomputing(model: Any) -> None:
+    """Undo what Trainer leaves switched on; transformers 5.2x calls it both ways."""
+    name = "activation_checkpointing_disable"
+    getattr(model, name if hasattr(model, name) else "gradient_checkpointing_disable")()
+
+
+def _with_adapters(student: PreTrainedModel, targets: tuple[Target, ...], rank: int) -> nn.Module:
+    """The model with LoRA adapters on every pruned matrix that is one of a linear module.
+
+    Raises:
+        ImportError: PEFT is not installed.
+        ValueError: there is no such matrix.
+    """
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("lora_r needs PEFT: pip install 'gradprobe_hf[peft]'") from error
+    modules = [
+        target.name.removesuffix(".weight")
+        for target in targets
+        if target.name == target.parameter
+        and target.name.endswith(".weight")
+        and not isinstance(student.get_submodule(target.name.removesuffix(".weight")), nn.Embedding)
+    ]
+    if not modules:
+        raise ValueError(
+            f"lora_r={rank}: no pruned matrix of this {type(student).__name__} is one of a linear module; leave lora_r "
+            "unset."
+        )
+    adapters = LoraConfig(r=rank, lora_alpha=_LORA_ALPHA * rank, lora_dropout=0.0, target_modules=modules)
+    return get_peft_model(student, adapters)
+
+
+def _checkpoint_to_resume(
+    student: PreTrainedModel,
+    targets: tuple[Target, ...],
+    text: RecoveryText,
+    config: RecoveryConfig,
+    place: Workplace,
+) -> str | None:
+    """The last whole checkpoint in the folder, after a check that it is of this run; None: there is none.
+
+    Raises:
+        ValueError: it is of another run.
+    """
+    if not place.resumable:
+        return None
+    options = {name: value for name, value in config.to_dict().items() if name != "save_steps"}
+    identity = {
+        **options,
+        "weights": weights_fingerprint(student, targets),
+        "text": text.described["fingerprint"],
+        "processes": place.processes.count,
+    }
+    path, found = place.folder / IDENTITY_NAME, None
+
+    def check() -> None:
+        if path.exists():
+            _check_identity(path, identity)
+        else:
+            path.write_text(json.dumps(identity), encoding="utf-8")
+
+    place.processes.on_main(check)
+    if place.processes.is_main:
+        # Trainer writes its state last: what has none was being written when the run was killed.
+        whole = [one for one in place.folder.glob("checkpoint-*") if (one / "trainer_state.json").exists()]
+        found = max(whole, key=lambda one: int(one.name.split("-")[-1]), default=None)
+    chosen = place.processes.broadcast(found)
+    return None if chosen is None else str(chosen)
+
+
+def _check_identity(path: Path, identity: Mapping[str, Any]) -> None:
+    try:
+        kept = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete its folder, and the run begins anew.") from error
+    differing = [name for name, value in identity.items() if kept.get(name) != value]
+    if differing:
+        name = differing[0]
+        shown = f" ({kept.get(name)!r} there, {identity[name]!r} here)" if name not in ("weights", "text") else ""
+        raise ValueError(
+            f"{path.parent} holds the state of another run: {', '.join(differing)} differ{shown}. Go on with the same "
+            "arguments, or choose another resume_dir (--resume-dir)."
+        )
+
+
+def remedies(config: RecoveryConfig) -> list[str]:
+    """Settings that take less memory than the ones in use, those that cost the least time first."""
+    found = []
+    if config.gradient_accumulation_steps < config.batch_size:
+        parts = config.batch_size
+        found.append(f"gradient_accumulation_steps={parts} (--gradient-accumulation-steps {parts})")
+    if not config.gradient_checkpointing:
+        found.append("gradient_checkpointing=True (--gradient-checkpointing on)")
+    if config.teacher_top_k is None:
+        found.append("teacher_top_k=512 (--teacher-top-k 512)")
+    if config.lora_r is None:
+        found.append("lora_r=16 (--lora-r 16)")
+    return [*found, "a shorter sequence_length (--sequence-length)"]
+
+
+@torch.no_grad()
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Parameter name -> its values; a tied one once."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}

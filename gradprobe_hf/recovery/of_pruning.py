@@ -1,0 +1,92 @@
+"""The recovery of a run of `prune_pretrained`: the model as it would be left, trained as a copy beside the dense one.
+
+The dense model is the one that was probed: its weights are in memory, and stay as they are until all has succeeded. The
+copy is float32 while it trains, so that 16 bytes for each parameter are needed beside the model itself.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.data.self_generated import KeptText
+from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
+from gradprobe_hf.probe.engine import Workload
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
+from gradprobe_hf.recovery.result import described_recovery
+from gradprobe_hf.recovery.text import Reading, read_text
+from gradprobe_hf.run.apply import applied
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.decide import PruningDecision
+from gradprobe_hf.run.inputs import default_calibration
+from gradprobe_hf.run.snapshots import weights_fingerprint
+
+FOLDER = "recovery"  # in the folder of a run that may be resumed
+
+
+@dataclass(frozen=True)
+class RecoveredWeights:
+    """What a recovery came to.
+
+    Attributes:
+        parameters: parameter name -> its new values.
+        described: the section of the report.
+        measured: the dense and the recovered model on the evaluation, where there is one.
+    """
+
+    parameters: NewWeights
+    described: dict[str, Any]
+    measured: PairedMeasurement | None
+
+
+def recovered_weights(
+    context: RunContext,
+    decision: PruningDecision,
+    calibration: Any,
+    before: PairedMeasurement | None,
+    resume_dir: str | Path | None,
+) -> RecoveredWeights:
+    """Train what a decision leaves; the model itself stays as it is.
+
+    Args:
+        calibration: as the caller named it: more of it is read.
+        before: the dense and the pruned model.
+
+    Raises:
+        ValueError: text that is too short, or a folder with the state of another run.
+        MemoryError: with what would help.
+    """
+    config, dense = RecoveryConfig.of_pruning(context.config), context.model
+    folder = None if resume_dir is None else Path(resume_dir) / FOLDER
+    with workplace(folder, context.processes, context.stopwatch, context.progress) as place:
+        with context.stopwatch("read data"):
+            source = default_calibration(dense) if calibration is None else calibration
+            text = read_text(source, config, _reading(context, place))
+            text.check_apart(context.evaluation)
+        with applied(dense, context.targets, decision.masks, keep=False, new_weights=decision.new_weights):
+            student = copy.deepcopy(dense)
+        trained = distil(student, teacher_of(dense, text, config, place), text, config, place)
+        measured = None if before is None else _measured(context, student)
+        weights = NewWeights()
+        for name, values in weights_of(student).items():
+            weights.add(name, values)
+    return RecoveredWeights(weights, described_recovery(trained, text, config, before), measured)
+
+
+def _reading(context: RunContext, place: Workplace) -> Reading:
+    kept = None
+    if place.resumable:
+        path = place.folder / f"own_text-{place.processes.rank}.safetensors"
+        kept = KeptText(path, weights_fingerprint(context.model, context.targets), place.processes)
+    return Reading(context.model, context.processing_class, place.processes, place.progress, kept)
+
+
+def _measured(context: RunContext, student: Any) -> PairedMeasurement:
+    dense = context.workload_on(context.evaluation)
+    pruned = Workload(student, context.evaluation, processes=context.processes, progress=context.progress)
+    with context.stopwatch("evaluate"):
+        return measure_pair(dense, pruned, label="evaluation of what was recovered")

@@ -1,0 +1,264 @@
+"""recover_pretrained: load, compare, measure, train, measure again, save."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from huggingface_hub import snapshot_download
+from torch import nn
+from transformers import PreTrainedModel
+
+from gradprobe_hf.checkpoint.result import PruneResult
+from gradprobe_hf.checkpoint.write import check_destination, check_room
+from gradprobe_hf.config.config import CONFIG_NAME, GradProbeConfig
+from gradprobe_hf.config.recovery import RecoveryConfig, resolve_recovery
+from gradprobe_hf.data.batch_checks import check_batches
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.evidence import check_evidence
+from gradprobe_hf.data.self_generated import KeptText
+from gradprobe_hf.data.windows import SELF, WindowSpec, load_batches, window_length
+from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
+from gradprobe_hf.model.loading import load, load_processing_class
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.engine import Workload
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.recovery.checks import check_alike, check_models, check_pruned, check_texts, check_trainable
+from gradprobe_hf.recovery.distil import Workplace, check_top_k, distil, teacher_of, weights_of, workplace
+from gradprobe_hf.recovery.result import RecoverResult, described_recovery, recovered_report, report_without_pruning
+from gradprobe_hf.recovery.text import Reading, read_text, text_options
+from gradprobe_hf.report.report import REPORT_NAME, Report
+from gradprobe_hf.run.apply import replaced
+from gradprobe_hf.run.snapshots import weights_fingerprint
+from gradprobe_hf.runtime.option_checks import check_folder
+from gradprobe_hf.runtime.paths import looks_like_path
+from gradprobe_hf.runtime.processes import join_processes
+from gradprobe_hf.runtime.stopwatch import Stopwatch
+
+MEASURED_AT_ONCE = 4  # windows of the evaluation in one pass
+
+
+def recover_pretrained(
+    pruned: PreTrainedModel | PruneResult | str | Path,
+    teacher: PreTrainedModel | str | Path,
+    config: RecoveryConfig | None = None,
+    *,
+    text: Any = SELF,
+    evaluation: Any = "pydoc",
+    processing_class: Any = None,
+    output_dir: str | Path | None = None,
+    overwrite: bool = False,
+    resume_dir: str | Path | None = None,
+    progress: bool = True,
+    **from_pretrained_kwargs: Any,
+) -> RecoverResult:
+    """Train the kept weights of a pruned model towards the predictions of the dense one; its zeros stay.
+
+    What is minimised is the mean of `KL(p_dense || p_pruned)` over the tokens of the text. A model in memory changes
+    at the very end: whenever this raises, every weight has the bits it had.
+
+    Under `accelerate launch` or torchrun every process calls this with the same arguments: they share the windows of
+    each step, and the main one writes. Models that are loaded by name train on the accelerator where there is one.
+
+    Memory, in bytes for each parameter: 16 for the model that trains, and those of the dense model as it is stored; 4
+    more for a pruned model that is in memory already, which is trained as a copy.
+
+    Args:
+        pruned: a checkpoint folder or Hub id, a loaded model, or what `prune_pretrained` returned.
+        teacher: the dense model that it was pruned from: the same architecture, sizes and tokenizer.
+        config: how to train; the defaults take 300 steps of 8 windows.
+        text: text to train on, in all forms that `calibration` of `prune_pretrained` has. Every step has fresh windows,
+            if it holds as many. Default: text that the dense model writes itself.
+        evaluation: another text, to measure perplexity and divergence on, before and after. Default: a part of
+            `"pydoc"` that is never trained on. False: nothing.
+        processing_class: the tokenizer; loaded from the pruned model's name, or the teacher's, by default.
+        output_dir: where to save the checkpoint. An existing folder is refused unless `overwrite` is set.
+        resume_dir: a folder for checkpoints of the training, every `save_steps` steps. Called again with the same
+            arguments, a run that was killed goes on from there, to the same bits.
+        progress: show progress bars.
+        from_pretrained_kwargs: for loading both models by name: `trust_remote_code`, `revision`, `token`, ...
+
+    Returns:
+        The model, and a report with what was measured.
+
+    Raises:
+        ValueError: an option or a text is wrong, the teacher is of another kind, or no weight was pruned.
+        FileExistsError: `output_dir` exists.
+        MemoryError: out of memory; the message says what would help.
+        OSError: no such model, or a full disk.
+    """
+    config, processes, stopwatch = resolve_recovery(config), join_processes(), Stopwatch()
+    if overwrite and output_dir is None:
+        raise ValueError("overwrite=True has no effect here: it belongs to output_dir. Set that, or leave it out.")
+    check_models(pruned, teacher, from_pretrained_kwargs)
+    check_texts(text, evaluation)
+    if output_dir is not None:
+        for model in (pruned, teacher):
+            processes.on_main(partial(check_destination, output_dir, _name_of(model), overwrite))
+    if resume_dir is not None:
+        check_folder("resume_dir", resume_dir)
+    with stopwatch("load"):
+        student = _Student.of(pruned, from_pretrained_kwargs, processing_class)
+        dense = _Dense(teacher, from_pretrained_kwargs, student.model)
+        student.check(dense, config)
+        if output_dir is not None:
+            processes.on_main(partial(check_room, output_dir, student.model))
+    report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
+    with workplace(None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress) as place:
+        with stopwatch("read data"):
+            measured_on = _evaluation(evaluation, config, dense.model, student.processing_class)
+            trained_on = read_text(text, config, _reading(dense.model, student.processing_class, place))
+            trained_on.check_apart(measured_on)
+        before = _measured(dense.model, student.model, measured_on, place)
+        teaching = teacher_of(dense.model, trained_on, config, place)
+        if config.teacher_top_k is not None:
+            dense.release()
+        training = student.for_training()
+        trained = distil(training, teaching, trained_on, config, place)
+        after = _measured(dense.model, training, measured_on, place)
+        weights = NewWeights()
+        if training is not student.model:
+            for name, values in weights_of(training).items():
+                weights.add(name, values)
+        with replaced(student.model, weights):
+            section = described_recovery(trained, trained_on, config, before)
+            result = RecoverResult(
+                student.model,
+                recovered_report(report, student.model, section, measured_on, after, stopwatch.seconds),
+                student.config,
+                config,
+                student.processing_class,
+                processes,
+            )
+            if output_dir is not None:
+                result.save_pretrained(output_dir, overwrite=overwrite)
+            processes.barrier()  # none keeps the new weights if the main one could not save them
+    return result
+
+
+@dataclass(frozen=True)
+class _Student:
+    """The pruned model.
+
+    Attributes:
+        owned: whether it was loaded here, so that it may be trained itself.
+        report, config: of its pruning, where that was done with this package.
+    """
+
+    model: PreTrainedModel
+    owned: bool
+    processing_class: Any
+    report: Report | None = None
+    config: GradProbeConfig | None = None
+
+    @classmethod
+    def of(cls, pruned: Any, kwargs: Mapping[str, Any], processing_class: Any) -> _Student:
+        if isinstance(pruned, PruneResult):
+            return cls(pruned.model, False, processing_class or pruned.processing_class, pruned.report, pruned.config)
+        if isinstance(pruned, nn.Module):
+            loaded = load(pruned)
+            found = processing_class or load_processing_class(loaded.model, loaded.processing_name)
+            return cls(loaded.model, loaded.model is not pruned, found)
+        loaded = load(pruned, **kwargs)
+        found = processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)
+        model = loaded.model.to(PartialState().device)
+        report, config = _of_checkpoint(str(pruned), kwargs)
+        return cls(model, True, found, report, config)
+
+    def check(self, dense: _Dense, config: RecoveryConfig) -> None:
+        """Raise ValueError where the two models do not go together, or one cannot be used."""
+        check_trainable(self.model, "recovery")
+        check_alike(self.model, dense.model)
+        if dense.processing_class is not None and self.processing_class is not None:
+            check_one_vocabulary(self.processing_class, dense.processing_class, ("the pruned model", "the teacher"))
+        check_pruned(self.model, dense.model)
+        check_top_k(dense.model, config.teacher_top_k)
+
+    def for_training(self) -> PreTrainedModel:
+        """The model to train: a copy of one that is the caller's."""
+        return self.model if self.owned else copy.deepcopy(self.model)
+
+
+class _Dense:
+    """The teacher; one that is named can be let go, and is read again when it is asked for.
+
+    Args:
+        beside: the model on whose device it is to be.
+    """
+
+    def __init__(self, teacher: Any, kwargs: Mapping[str, Any], beside: PreTrainedModel) -> None:
+        self._named = None if isinstance(teacher, nn.Module) else teacher
+        self._kwargs, self._device = dict(kwargs), beside.device
+        self._model: PreTrainedModel | None = load(teacher).model if self._named is None else None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        if self._model is None:
+            self._model = load(self._named, **self._kwargs).model.to(self._device)  # type: ignore[arg-type]
+        return self._model
+
+    @property
+    def processing_class(self) -> Any:
+        """The tokenizer of a model that is named."""
+        if self._named is None:
+            return None
+        return load_processing_class(self.model, self.model.name_or_path, **self._kwargs)
+
+    def release(self) -> None:
+        if self._named is not None:
+            self._model = None
+
+
+def _of_checkpoint(name: str, kwargs: Mapping[str, Any]) -> tuple[Report | None, GradProbeConfig | None]:
+    """The report and the configuration of a checkpoint's pruning; None of one that something else has made."""
+    folder = Path(name)
+    if not folder.is_dir():
+        if looks_like_path(name):
+            return None, None
+        of_hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs}
+        folder = Path(snapshot_download(name, allow_patterns=[REPORT_NAME, CONFIG_NAME], **of_hub))
+    if not all((folder / file).is_file() for file in (REPORT_NAME, CONFIG_NAME)):
+        return None, None
+    return Report.load(folder), GradProbeConfig.from_pretrained(folder)
+
+
+def _evaluation(source: Any, config: RecoveryConfig, model: PreTrainedModel, processing_class: Any) -> Batches:
+    """What is measured on; empty where nothing is."""
+    if source is False or source is None:
+        return Batches.none()
+    length = window_length(config.sequence_length, model)
+    spec = WindowSpec(config.evaluation_samples, length, MEASURED_AT_ONCE, text=text_options(config))
+    found = load_batches(source, spec, part="evaluation", model=model, processing_class=processing_class)
+    check_batches(model, found, "evaluation", needs_loss=True)
+    check_evidence(model, found, "evaluation")
+    return found
+
+
+def _reading(model: PreTrainedModel, processing_class: Any, place: Workplace) -> Reading:
+    kept = None
+    if place.resumable:
+        targets = find_targets(model, include=["*"])
+        path = place.folder / f"own_text-{place.processes.rank}.safetensors"
+        kept = KeptText(path, weights_fingerprint(model, targets), place.processes)
+    return Reading(model, processing_class, place.processes, place.progress, kept)
+
+
+def _measured(
+    dense: PreTrainedModel, pruned: PreTrainedModel, batches: Batches, place: Workplace
+) -> PairedMeasurement | None:
+    """Both models on the evaluation text; None where there is none."""
+    if not batches:
+        return None
+    work = partial(Workload, batches=batches, processes=place.processes, progress=place.progress)
+    with place.stopwatch("evaluate"):
+        return measure_pair(work(dense), work(pruned))
+
+
+def _name_of(model: Any) -> str:
+    model = model.model if isinstance(model, PruneResult) else model
+    return str(getattr(model, "name_or_path", "")) if isinstance(model, nn.Module) else str(model)

@@ -1,0 +1,138 @@
+"""What a recovery gives back: the model, and the report of its pruning with what the training came to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.evaluation.divergence import PairedMeasurement
+from gradprobe_hf.model.families import objective
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.recovery.distil import Trained
+from gradprobe_hf.recovery.text import RecoveryText
+from gradprobe_hf.report.build import peak_memory, published_name, versions
+from gradprobe_hf.report.report import MatrixRow, Report
+from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.tasks.table import task_for
+
+
+@dataclass(frozen=True)
+class RecoverResult:
+    """What `recover_pretrained` returns.
+
+    Attributes:
+        model: the model; its zeros are where they were.
+        report: that of the pruning, where there is one; `report.recovery` and `report.evaluation` are of the recovery.
+        config: how the model was pruned; None where that was not done with this package.
+        recovery: how it was trained.
+        processing_class: the tokenizer.
+        processes: who took part. The main one writes.
+    """
+
+    model: PreTrainedModel
+    report: Report
+    config: GradProbeConfig | None
+    recovery: RecoveryConfig
+    processing_class: Any
+    processes: Processes = field(default_factory=Processes)
+
+    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
+        """Write the checkpoint, whole or not at all: weights, configuration, tokenizer, report, pictures and card.
+
+        Args:
+            repo_id: the name the card's loading snippet uses; the folder's by default.
+
+        Raises:
+            FileExistsError: the folder exists and `overwrite` is not set.
+            OSError: it cannot be written; nothing of it remains.
+        """
+        if self.processes.is_main:
+            made = Checkpoint(self.model, self.processing_class, self.config, self.report)
+            write_checkpoint(directory, made, overwrite=overwrite, where=repo_id)
+
+
+def described_recovery(
+    trained: Trained, text: RecoveryText, config: RecoveryConfig, before: PairedMeasurement | None
+) -> dict[str, Any]:
+    """The section of a report, in JSON types.
+
+    Args:
+        before: the dense and the pruned model, where something was measured.
+    """
+    return {
+        **trained.to_dict(),
+        "held_out": {str(step): value for step, value in trained.held_out.items()},
+        "windows": len(text.trained),
+        "held_out_windows": text.held_out,
+        "text": dict(text.described),
+        "options": config.to_dict(),
+        "before": None if before is None else before.to_dict(),
+    }
+
+
+def recovered_report(
+    report: Report,
+    model: PreTrainedModel,
+    recovery: dict[str, Any],
+    evaluation: Batches,
+    after: PairedMeasurement | None,
+    timings: Mapping[str, float],
+) -> Report:
+    """The report of a pruning, after the recovery; what was measured before it stands in `recovery`."""
+    targets = {target.name: target for target in find_targets(model, include=["*"])}
+    rows = [
+        replace(row, zeros_after=int((targets[row.name].matrix(model) == 0).sum())) if row.name in targets else row
+        for row in report.matrices
+    ]
+    measured = None
+    if after is not None:
+        measured = {**evaluation.describe(), "rows": "windows", "term": "tokens", **after.to_dict(), "metric": None}
+    return replace(
+        report,
+        matrices=rows,
+        evaluation=measured,
+        recovery=recovery,
+        timings=dict(report.timings) | {f"recover: {stage}": seconds for stage, seconds in timings.items()},
+        memory=dict(report.memory) | peak_memory(),
+        versions=versions(),
+    )
+
+
+def report_without_pruning(model: PreTrainedModel, dense: PreTrainedModel, processing_class: Any) -> Report:
+    """What can be said of a model that something else has pruned."""
+    task = task_for(None, type(model).__name__, model.config.is_encoder_decoder)
+    rows = []
+    for target in find_targets(model):
+        zeros, before = (int((target.matrix(one) == 0).sum()) for one in (model, dense))
+        rows.append(
+            MatrixRow(
+                name=target.name,
+                block=target.block,
+                role=target.role,
+                shape=target.shape,
+                weights=target.numel,
+                budget=zeros,
+                pruned=max(0, zeros - before),
+                zeros_before=before,
+                zeros_after=zeros,
+            )
+        )
+    described = {
+        "name": published_name(dense),
+        "class": type(model).__name__,
+        "objective": objective(model),
+        "task": task.name if task else None,
+        "parameters": model.num_parameters(),
+        "target_weights": sum(row.weights for row in rows),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "processing_class": type(processing_class).__name__,
+    }
+    return Report(model=described, config={}, matrices=rows)

@@ -1,0 +1,235 @@
+"""The Trainer of a recovery: its loss is the divergence from the dense model, and the best state of it is kept.
+
+Through Trainer it runs wherever Accelerate does: under DDP each process has its share of the windows of a step, and a
+step is the same whatever their number.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import extract_model_from_parallel
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import (
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.model.families import IGNORED
+from gradprobe_hf.recovery.divergence import SummedDivergence
+from gradprobe_hf.recovery.teacher import Teacher
+from gradprobe_hf.recovery.text import collated
+from gradprobe_hf.runtime.processes import Processes
+
+logger = logging.getLogger(__name__)
+
+HELD_OUT = "eval_loss"  # what Trainer calls the loss on its evaluation data, which here is the held-out text
+BEST_NAME = "best.safetensors"
+BETAS = (0.9, 0.95)
+
+
+def training_arguments(
+    config: RecoveryConfig, folder: Path, *, processes: Processes, saves: bool, on_cpu: bool, bf16: bool
+) -> TrainingArguments:
+    """Trainer's arguments.
+
+    Args:
+        saves: whether checkpoints are written, to resume from.
+
+    Raises:
+        ValueError: windows of a step that cannot be dealt to the processes.
+    """
+    parts = processes.count * config.gradient_accumulation_steps
+    if config.batch_size % parts:
+        raise ValueError(
+            f"batch_size={config.batch_size} windows cannot be dealt to {processes.count} processes in "
+            f"gradient_accumulation_steps={config.gradient_accumulation_steps} parts each: choose a multiple of "
+            f"{parts}."
+        )
+    # transformers 5.2x calls it both ways, the older one with a warning.
+    known = {field.name for field in fields(TrainingArguments)}
+    recompute = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=config.steps,
+        per_device_train_batch_size=config.batch_size // parts,
+        per_device_eval_batch_size=config.batch_size // parts,
+        gradient_accumulation_steps=config.gradient_accumulation_steps,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine",
+        warmup_steps=config.warm_up,
+        adam_beta1=BETAS[0],
+        adam_beta2=BETAS[1],
+        weight_decay=0.0,
+        bf16=bf16,
+        use_cpu=on_cpu,
+        eval_strategy="steps",
+        eval_steps=config.distance,
+        save_strategy="steps" if saves else "no",
+        save_steps=config.save_steps,
+        save_total_limit=1,
+        logging_steps=config.distance,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        report_to="none",
+        disable_tqdm=True,
+        seed=config.seed % 2**32,  # NumPy's generators take no more
+        **{recompute: config.gradient_checkpointing, f"{recompute}_kwargs": {"use_reentrant": False}},
+    )
+    if arguments.n_gpu > 1:
+        arguments._n_gpu = 1  # several devices take a process each; DataParallel would copy the model in every step
+    return arguments
+
+
+class RecoveryTrainer(Trainer):
+    """A Trainer whose loss is the divergence from a teacher, a mean over the tokens that count of a whole step."""
+
+    def __init__(self, model: nn.Module, args: TrainingArguments, teacher: Teacher, **options: Any) -> None:
+        super().__init__(model, args, data_collator=collated, **options)
+        self.teacher = teacher
+        self.model_accepts_loss_kwargs = True  # then Trainer counts `shift_labels` over a step and all processes
+        for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
+            self.remove_callback(callback)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        counted = (inputs["shift_labels"] != IGNORED).flatten()
+        given = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+        with torch.no_grad():
+            predicted = self.teacher.predictions(inputs)
+        logits = model(**given, use_cache=False).logits.flatten(0, 1)
+        summed = SummedDivergence.apply(logits, predicted, counted)
+        # DDP takes the mean of the processes' gradients, of which the sum is wanted.
+        terms = counted.sum() if num_items_in_batch is None else num_items_in_batch
+        loss = summed * (1 if num_items_in_batch is None else self.accelerator.num_processes) / terms
+        return (loss, {}) if return_outputs else loss
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The loss of a batch of held-out rows."""
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs).detach(), None, None
+
+
+class BestState(TrainerCallback):
+    """Keeps the state with the least held-out divergence in a file, the first among equals; stops when none is better.
+
+    What was measured so far is read from Trainer's log, so that a resumed run decides as one that was not stopped.
+
+    Args:
+        folder: for the file.
+        patience: measurements without a better one before training stops.
+    """
+
+    def __init__(self, folder: Path, patience: int) -> None:
+        self.path, self.patience = folder / BEST_NAME, patience
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        measured = held_out(state.log_history)
+        best = best_step(measured)
+        if state.is_world_process_zero:
+            logger.info("step %d: KL %.4f on held-out text", state.global_step, measured[state.global_step])
+            if best == state.global_step:
+                save_file(_trainable(kwargs["model"]), self.path)
+        if sum(step > best for step in measured) >= self.patience:
+            control.should_training_stop = True
+
+    @torch.no_grad()
+    def load(self, model: nn.Module) -> None:
+        """Put the best state into the model."""
+        trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+        for name, values in load_file(self.path).items():
+            trainable[name].copy_(values)
+
+
+def held_out(log: list[dict[str, Any]]) -> dict[int, float]:
+    """Step -> the held-out divergence there, of Trainer's log."""
+    return {int(entry["step"]): float(entry[HELD_OUT]) for entry in log if HELD_OUT in entry}
+
+
+def best_step(measured: Mapping[int, float]) -> int:
+    """The first step with the least divergence; what is not a number is the worst.
+
+    >>> best_step({0: 0.5, 10: 0.3, 20: 0.3, 30: float("nan")})
+    10
+    """
+    return min(measured, key=lambda step: (math.inf if math.isnan(measured[step]) else measured[step], step))
+
+
+def _trainable(model: nn.Module) -> dict[str, Tensor]:
+    plain = extract_model_from_parallel(model, keep_torch_compile=False)
+    return {
+        name: parameter.detach().cpu().contiguous()
+        for name, parameter in plain.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+class ProgressBar(TrainerCallback):
+    """A bar on standard error."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.bar = tqdm(total=state.max_steps, initial=state.global_step, desc="recovery", unit="step", leave=False)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.bar.update(state.global_step - self.bar.n)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.bar.close()
+
+
+@contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """No dropout, though the model is in training mode: the teacher's predictions are made without.
+
+    Modules have it as an `nn.Dropout`, or as a number that they pass on.
+    """
+    with ExitStack() as undo:
+        for module in model.modules():
+            names = ["p"] if isinstance(module, nn.Dropout) else [name for name in vars(module) if "dropout" in name]
+            for name in names:
+                if isinstance(value := getattr(module, name), float):
+                    undo.callback(setattr, module, name, value)
+                    setattr(module, name, 0.0)
+        yield
+
+
+@contextmanager
+def generators_kept() -> Iterator[None]:
+    """The caller's random generators go on from where they were: Trainer seeds them all."""
+    states = random.getstate(), np.random.get_state()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices):
+        try:
+            yield
+        finally:
+            random.setstate(states[0])
+            np.random.set_state(states[1])

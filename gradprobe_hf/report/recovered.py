@@ -1,0 +1,52 @@
+"""What a card says of a recovery: how the kept weights were trained, and what was measured before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradprobe_hf.report.report import Report
+
+
+def recovery_paragraph(report: Report) -> str:
+    """One paragraph; empty where nothing was trained."""
+    recovery = report.recovery
+    if recovery is None:
+        return ""
+    options, held_out, text = recovery["options"], recovery["held_out"], recovery["text"]
+    first, best = held_out["0"], held_out[str(recovery["best_step"])]
+    said = [
+        f"**Recovery.** After pruning, {_trained(options)} towards the dense model's predictions, in "
+        f"{recovery['steps']} steps ({recovery['tokens']:,} tokens of {text['source']}; {text['protocol']}; fingerprint "
+        f"`{text['fingerprint'][:16]}`). Every zero stayed.",
+        f"What was minimised is the mean KL divergence of {_predictions(options)}, with AdamW at a learning rate of "
+        f"{options['learning_rate']:g}. On {recovery['held_out_windows']} windows of that text that were never trained "
+        f"on it went from {first:.4f} to {best:.4f} nats per token, at step {recovery['best_step']}, whose state was "
+        "kept.",
+    ]
+    if recovery["before"] is not None and report.evaluation is not None:
+        said.append(_before(recovery["before"], report.evaluation))
+    return " ".join(said)
+
+
+def _trained(options: dict[str, Any]) -> str:
+    if options["lora_r"] is None:
+        return "all weights that were not pruned were trained"
+    return f"LoRA adapters of rank {options['lora_r']}, inside the mask, were trained and folded into the kept weights"
+
+
+def _predictions(options: dict[str, Any]) -> str:
+    k = options["teacher_top_k"]
+    whole = "its next-token predictions from the dense model's"
+    return whole if k is None else f"{whole}, of the {k} tokens most likely there and all others as one"
+
+
+def _before(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """What the evaluation says of the model as pruning had left it."""
+    values = [f"perplexity {one['pruned']['perplexity']:,.2f}" for one in (before, after)]
+    if before["divergence"] is not None:
+        values = [
+            f"{value}, KL {one['divergence']['kl']:.4f}" for value, one in zip(values, (before, after), strict=True)
+        ]
+    return (
+        f"On the evaluation text, which is another one, the pruned model had {values[0]} before, and {values[1]} after."
+    )
