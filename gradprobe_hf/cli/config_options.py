@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import cache
 from typing import Any, get_type_hints
@@ -61,7 +61,7 @@ def add_recovery_options(parser: VerbParser) -> None:
     _add_fields(parser, RecoveryConfig, RECOVERY_FIELDS, HEADINGS_OF_RECOVERY)
 
 
-def _add_fields(parser: VerbParser, config: type[Any], names: Collection[str], headings: Mapping[str, str]) -> None:
+def _add_fields(parser: VerbParser, config: Any, names: Collection[str], headings: Mapping[str, str]) -> None:
     hints, heading = get_type_hints(config), ""
     for field in fields(config):
         heading = headings.get(field.name, heading)
@@ -97,7 +97,7 @@ def help_of(field: Field[Any], config: Any = GradProbeConfig) -> str:
 
 
 @cache
-def _entries(config: Hashable) -> dict[str, str]:
+def _entries(config: Any) -> dict[str, str]:
     """Field -> its entry in the docstring, on one line."""
     found = parse(config.__doc__ or "").params
     return {entry.arg_name: " ".join((entry.description or "").split()) for entry in found}

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -179,7 +180,7 @@ def distil(
             trains,
             arguments,
             teacher,
-            train_dataset=text.trained,
+            train_dataset=_whole_steps(text.trained, config.batch_size),
             eval_dataset=text.kept_back,
             callbacks=[*callbacks, best],
         )
@@ -200,6 +201,14 @@ def distil(
         )
     tokens = round(steps * config.batch_size * text.tokens / len(text.trained))
     return Trained(steps, chosen, measured, tokens, time.perf_counter() - began)
+
+
+def _whole_steps(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, Any]]:
+    """The rows, and as many of them again as make every step of an epoch a whole one.
+
+    A step of fewer would be another one in two processes, or in two parts, than in one.
+    """
+    return [*rows, *islice(cycle(rows), -len(rows) % batch_size)]
 
 
 @contextmanager

@@ -154,7 +154,7 @@ def _is_written(source: Any) -> bool:
 def collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     """Rows as a batch: padded on the right and masked where their lengths differ.
 
-    `shift_labels` are what each token is to predict, -100: nothing; that is also what Trainer counts.
+    `shift_labels` are what each token is to predict, -100: nothing. Trainer counts these, where there are `labels`.
     """
     first = rows[0]["input_ids"]
     padded = any("attention_mask" in row or len(row["input_ids"]) != len(first) for row in rows)
@@ -165,6 +165,7 @@ def collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     labels = {"labels": _stacked([row.get("labels", row["input_ids"]) for row in rows], IGNORED)}
     return {
         **batch,
+        **labels,
         "shift_labels": next_token_labels({**batch, **labels}),
         WINDOW: torch.tensor([row[WINDOW] for row in rows]),
     }

@@ -1,0 +1,444 @@
+"""Recovery: the loss is what its formulas say, a step is masked Adam, and a model ends better, with its zeros."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Trainer
+
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.mixture import shares
+from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.recovery.distil import distil, teacher_of, workplace
+from gradprobe_hf.recovery.divergence import SummedDivergence, TopPredictions, WholePredictions
+from gradprobe_hf.recovery.teacher import LiveTeacher
+from gradprobe_hf.recovery.text import RecoveryText, collated
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.runtime.processes import Processes, join_processes
+from gradprobe_hf.runtime.stopwatch import Stopwatch
+from tests import cases
+from tests.launch import together
+from tests.trainers import half_pruned, hooks_of, weights, zeros
+
+DENSE = "llama"
+LENGTHS = (12, 7, 12, 9, 12, 5, 12, 12, 10, 12, 3, 6, 12)
+
+
+def text(lengths=LENGTHS, held_out=2):
+    generator = torch.Generator().manual_seed(5)
+    ids = [torch.randint(256, (1, length), generator=generator) for length in lengths]
+    return RecoveryText.of(Batches(tuple({"input_ids": row} for row in ids), "rows", len(ids), 0, "rows"), held_out)
+
+
+def place(folder=None, processes=None):
+    return workplace(folder, processes or Processes(), Stopwatch(), False)
+
+
+def trained(student, dense, rows=None, folder=None, processes=None, **options):
+    rows = rows or text()
+    config = RecoveryConfig(**{"steps": 4, "batch_size": 2, "learning_rate": 1e-2, **options})
+    with place(folder, processes) as here:
+        return distil(student, teacher_of(dense, rows, config, here), rows, config, here)
+
+
+def kl_of(dense, pruned, batch):
+    """The mean divergence over the tokens of a padded batch, restated: unpadded, row by row, by torch's own."""
+    found, count = 0, 0
+    for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
+        ids = row[: int(mask.sum())][None]
+        log_p, log_q = (model(input_ids=ids).logits[:, :-1].log_softmax(-1) for model in (dense, pruned))
+        found = found + F.kl_div(log_q, log_p, log_target=True, reduction="sum")
+        count += ids.shape[1] - 1
+    return found / count, count
+
+
+def test_the_loss_is_torchs_divergence_over_the_tokens_that_count():
+    dense = cases.build(DENSE, torch.float64)
+    pruned, _ = half_pruned(DENSE, torch.float64)
+    batch = collated(text().trained[:3])
+    assert not batch["attention_mask"].all()
+    counted = (batch["shift_labels"] != -100).flatten()
+    logits = pruned(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits.flatten(0, 1)
+    loss = SummedDivergence.apply(logits, LiveTeacher(dense).predictions(batch), counted) / counted.sum()
+    wanted, count = kl_of(dense, pruned, batch)
+    assert count == counted.sum()
+    torch.testing.assert_close(loss, wanted, rtol=1e-10, atol=0)
+    gradients = [torch.autograd.grad(one, list(pruned.parameters()), retain_graph=True) for one in (loss, wanted)]
+    for mine, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [1, 5, 19, 20])
+def test_the_rest_of_the_tokens_is_one_outcome(k):
+    generator = torch.Generator().manual_seed(k)
+    p, z = (torch.randn(7, 20, dtype=torch.float64, generator=generator) for _ in range(2))
+    z.requires_grad_(True)
+    counted = torch.tensor([True, True, False, True, True, True, True])
+    value = SummedDivergence.apply(z, TopPredictions.of(p, k), counted)
+    wanted = 0
+    for t in counted.nonzero().flatten().tolist():
+        dense, mine = p[t].softmax(0), z[t].softmax(0)
+        top = dense.argsort(descending=True)[:k].tolist()
+        others = [v for v in range(20) if v not in top]
+        wanted = wanted + sum(dense[v] * (dense[v].log() - mine[v].log()) for v in top)
+        if others:
+            wanted = wanted + dense[others].sum() * (dense[others].sum().log() - mine[others].sum().log())
+    torch.testing.assert_close(value, wanted, rtol=1e-10, atol=1e-12)
+    mine, other = (torch.autograd.grad(one, z, retain_graph=True)[0] for one in (value, wanted))
+    torch.testing.assert_close(mine, other, rtol=1e-8, atol=1e-12)
+    whole = SummedDivergence.apply(z, WholePredictions(p), counted)
+    assert 0 <= value <= whole + 1e-12
+    assert (k >= 19) == torch.isclose(value, whole, rtol=1e-9).item()
+
+
+def test_what_is_written_to_disk_is_what_the_dense_model_predicts(tmp_path):
+    dense, rows = cases.build(DENSE), text()
+    pruned, _ = half_pruned()
+    with place(tmp_path / "run") as here:
+        config = RecoveryConfig(teacher_top_k=9, batch_size=2)
+        from_disk = teacher_of(dense, rows, config, here)
+        batch = collated(rows.kept_back)
+        ids = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        exact = TopPredictions.of(LiveTeacher(dense).logits(batch), 9)
+        counted = (batch["shift_labels"] != -100).flatten()
+        logits = pruned(**ids).logits.flatten(0, 1).detach()
+        read = from_disk.predictions(batch)
+        assert torch.equal(read.ids[counted].long(), exact.ids[counted])
+        whole = read.log_p.exp().sum(-1) + read.log_rest.exp()
+        torch.testing.assert_close(whole[counted], torch.ones(int(counted.sum())), rtol=1e-6, atol=0)
+        values = [SummedDivergence.apply(logits, one, counted) for one in (read, exact)]
+        torch.testing.assert_close(*values, rtol=2e-3, atol=0)
+        dense.forward = None  # a second time nothing is computed
+        assert torch.equal(teacher_of(dense, rows, config, here).predictions(batch).log_p, read.log_p)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_step_is_one_of_adam_on_masked_gradients(parts):
+    dense = cases.build(DENSE)
+    student, masks = half_pruned()
+    by_hand, rows = copy.deepcopy(student), text()
+    # The rows of the step are those that Trainer's sampler draws: all of them.
+    count = len(rows.trained)
+    trained(student, dense, rows, steps=1, batch_size=count, warmup_steps=0, gradient_accumulation_steps=parts)
+    kept = {target.name: ~masks[target.name] for target in find_targets(by_hand) if target.name in masks}
+    loss, _ = kl_of(dense, by_hand, collated(rows.trained))
+    loss.backward()
+    for target in find_targets(by_hand):
+        gradient = by_hand.get_parameter(target.parameter).grad
+        target.view(gradient).mul_(kept[target.name])
+    torch.nn.utils.clip_grad_norm_(by_hand.parameters(), 1.0)
+    for parameter in by_hand.parameters():
+        first, second = 0.1 * parameter.grad, 0.05 * parameter.grad**2
+        step = (first / 0.1) / ((second / 0.05).sqrt() + 1e-8)
+        parameter.data -= 1e-2 * step
+    for (name, mine), wanted in zip(student.named_parameters(), by_hand.parameters(), strict=True):
+        # Where a gradient is next to nothing its sign decides, and rounding decides that.
+        sure = wanted.grad.abs() > 1e-6
+        torch.testing.assert_close(mine[sure], wanted[sure], rtol=1e-4, atol=1e-5, msg=name)
+    assert zeros(student, masks) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"teacher_top_k": 20}, {"lora_r": 2}, {"bf16": True}, {"gradient_checkpointing": True}],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_a_model_gets_nearer_to_the_dense_one_with_its_zeros(options):
+    dense = cases.build(DENSE)
+    student, masks = half_pruned()
+    before, config = weights(student), copy.deepcopy(student.config.to_dict())
+    found = trained(student, dense, steps=12, learning_rate=5e-3, eval_steps=4, **options)
+    assert found.held_out[found.best_step] < 0.97 * found.held_out[0]
+    assert zeros(student, masks) == (0, 0)
+    assert type(student).__name__ == "LlamaForCausalLM"
+    assert student.config.to_dict() == config
+    assert not hooks_of(student)
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in student.parameters())
+    assert weights(student).keys() == before.keys()
+
+
+def test_dropout_is_off_and_types_are_their_own():
+    dense = cases.build("gpt2", torch.bfloat16)
+    student, masks = half_pruned("gpt2", torch.bfloat16)
+    found = trained(student, dense, steps=8, learning_rate=5e-3)
+    assert {parameter.dtype for parameter in student.parameters()} == {torch.bfloat16}
+    assert zeros(student, masks)[0] == 0
+    assert found.held_out[found.best_step] < found.held_out[0]
+    assert student.transformer.drop.p == 0.1
+    # Were dropout on, a model that is the dense one would be far from it.
+    same = copy.deepcopy(dense)
+    with torch.no_grad():
+        same.transformer.h[0].mlp.c_fc.weight[0, 0] = 0
+    seen = []
+    trainer_step, Trainer.training_step = (
+        Trainer.training_step,
+        lambda self, *args, **kwargs: seen.append(float(trainer_step(self, *args, **kwargs))) or torch.tensor(seen[-1]),
+    )
+    try:
+        trained(same, dense, steps=1, warmup_steps=1)
+    finally:
+        Trainer.training_step = trainer_step
+    assert seen[0] < 1e-2
+
+
+def test_the_best_state_is_kept_and_the_beginning_is_one(caplog):
+    dense = cases.build(DENSE)
+    student, _ = half_pruned()
+    before = weights(student)
+    found = trained(student, dense, steps=9, learning_rate=5.0, eval_steps=1, early_stopping_patience=2, warmup_steps=0)
+    assert found.best_step == 0
+    assert found.steps == 2, "it stops when two measurements were no better"
+    assert all(torch.equal(value, before[name]) for name, value in weights(student).items())
+    assert "Try a lower learning_rate" in caplog.text
+
+
+class KilledError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("options", [{}, {"lora_r": 2}, {"teacher_top_k": 20}], ids=lambda o: next(iter(o), "plain"))
+def test_a_run_that_was_killed_ends_with_the_same_weights(tmp_path, monkeypatch, options):
+    dense = cases.build(DENSE)
+    student, _ = half_pruned()
+    first, second = copy.deepcopy(student), copy.deepcopy(student)
+    options = {"steps": 6, "eval_steps": 2, "save_steps": 2, **options}
+    whole = trained(student, dense, folder=tmp_path / "whole", **options)
+    save = Trainer._save_checkpoint
+
+    def killed(self, *args):
+        if self.state.global_step == 4:
+            Path(self.args.output_dir, "checkpoint-4").mkdir()  # half of it is there
+            raise KilledError
+        return save(self, *args)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save_checkpoint", killed)
+        with pytest.raises(KilledError):
+            trained(first, dense, folder=tmp_path / "run", **options)
+    resumed = trained(second, dense, folder=tmp_path / "run", **options)
+    assert (resumed.held_out, resumed.best_step) == (whole.held_out, whole.best_step)
+    assert all(torch.equal(value, weights(student)[name]) for name, value in weights(second).items())
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):
+    dense = cases.build(DENSE)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save_checkpoint", None)
+        with pytest.raises(TypeError):
+            trained(half_pruned()[0], dense, folder=tmp_path / "run", steps=2, save_steps=1)
+    with pytest.raises(ValueError, match=r"state of another run: steps, weights differ \(2 there, 4 here\)"):
+        trained(half_pruned(seed=1)[0], dense, folder=tmp_path / "run", save_steps=1)
+
+
+def test_rows_that_are_held_out_are_never_trained_on():
+    rows = text()
+    ids = [{tuple(row["input_ids"].tolist()) for row in part} for part in (rows.trained, rows.kept_back)]
+    assert (len(ids[0]), len(ids[1])) == (12, 1), "at most a tenth"
+    assert not ids[0] & ids[1]
+    with pytest.raises(ValueError, match="1 different rows, and one is held out"):
+        RecoveryText.of(Batches(({"input_ids": torch.ones(4, 3).long()},), "same", 4, 12, ""), 1)
+
+
+def test_a_text_that_is_too_short_for_every_step_gives_what_it_has(text_file):
+    options = {"part": "calibration", "model": cases.build(DENSE), "processing_class": cases.tokenizer()}
+    some = load_batches(str(text_file), WindowSpec(4, 64, 1), **options)
+    most = load_batches(str(text_file), WindowSpec(10**6, 64, 1, at_most=True), **options)
+    assert most.samples == len(text_file.read_text()) // 64
+    assert torch.equal(most.items[0]["input_ids"], some.items[0]["input_ids"])
+    with pytest.raises(ValueError, match="holds"):
+        load_batches(str(text_file), WindowSpec(10**6, 64, 1), **options)
+    mixture = {str(text_file): 3, "pydoc": 1}
+    mixed = load_batches(mixture, WindowSpec(8 * most.samples, 64, 1, at_most=True), **options)
+    assert abs(mixed.samples - most.samples * 4 / 3) <= 2, "the weights hold"
+    assert shares(mixture, mixed.samples)[str(text_file)] == most.samples
+
+
+# The verb
+
+
+@pytest.fixture(scope="module")
+def pruned(checkpoint, text_file, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pruned") / "half"
+    config = GradProbeConfig(sparsity=0.5, score="magnitude", num_samples=4, sequence_length=16)
+    prune_pretrained(
+        str(checkpoint), config, calibration=str(text_file), evaluation=False, output_dir=folder, progress=False
+    )
+    return folder
+
+
+OPTIONS = ["--steps", "6", "--batch-size", "2", "--sequence-length", "16", "--evaluation-samples", "2"]
+
+
+def test_the_command_writes_a_checkpoint_that_says_how_it_was_made(pruned, checkpoint, text_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    arguments = ["recover", str(pruned), "--teacher", str(checkpoint), "--output", str(out), "--text", str(text_file)]
+    assert main([*arguments, *OPTIONS, "--learning-rate", "5e-3", "--json"]) == 0
+    printed = json.loads(capsys.readouterr().out)
+    report = Report.load(out)
+    assert printed["recovery"] == report.recovery
+    assert report.recovery["options"]["steps"] == report.recovery["steps"] == 6
+    before, after = report.recovery["before"], report.evaluation
+    assert after["divergence"]["kl"] < before["divergence"]["kl"]
+    assert before["dense"] == after["dense"]
+    card = (out / "README.md").read_text()
+    assert "**Recovery.** After pruning, all weights that were not pruned were trained" in card
+    assert f"perplexity {before['pruned']['perplexity']:,.2f}" in card
+    assert "No parameter outside of these" not in card
+    assert json.loads((out / "config.json").read_text())["gradprobe"]["recovery_steps"] == 6
+    assert GradProbeConfig.from_pretrained(out) == GradProbeConfig.from_pretrained(pruned)
+    left, was = (AutoModelForCausalLM.from_pretrained(folder) for folder in (out, pruned))
+    for target in find_targets(left):
+        assert torch.equal(target.matrix(left) == 0, target.matrix(was) == 0)
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (out, pruned)]
+    assert configs[0] | {"gradprobe": None} == configs[1] | {"gradprobe": None}
+    # A second recovery goes on from there; a table is printed without --json
+    assert main([*arguments[:1], str(out), *arguments[2:], "--overwrite", *OPTIONS]) == 1  # its own folder
+    assert "is the model that is to be" in capsys.readouterr().err
+
+
+def test_models_in_memory_and_those_that_something_else_has_pruned(checkpoint, text_file, tmp_path):
+    dense = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    model, _ = half_pruned()
+    config = RecoveryConfig(steps=2, batch_size=2, sequence_length=16, evaluation_samples=2, learning_rate=5e-3)
+    options = {"text": str(text_file), "processing_class": cases.tokenizer(), "progress": False}
+    before, kept = cases.bits(model), cases.bits(dense)
+    with pytest.raises(FileExistsError):
+        recover_pretrained(model, dense, config, **options, output_dir=checkpoint)
+    result = recover_pretrained(model, dense, config, **options, output_dir=tmp_path / "out")
+    assert result.model is model
+    assert cases.changed(model, before)
+    assert not cases.changed(dense, kept)
+    assert result.config is None
+    assert "pruned and recovered" in (tmp_path / "out" / "README.md").read_text()
+    written = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(written[name], value) for name, value in model.state_dict().items() if name in written)
+
+
+def test_a_model_in_memory_has_its_bits_when_saving_fails(checkpoint, text_file, tmp_path, monkeypatch):
+    dense = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    model, _ = half_pruned()
+    before = cases.bits(model)
+    config = RecoveryConfig(steps=2, batch_size=2, sequence_length=16)
+    options = {"text": str(text_file), "processing_class": cases.tokenizer(), "progress": False, "evaluation": False}
+
+    def full(*args, **kwargs):
+        assert cases.changed(model, before)
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("gradprobe_hf.recovery.result.write_checkpoint", full)
+    with pytest.raises(OSError, match="full"):
+        recover_pretrained(model, dense, config, **options, output_dir=tmp_path / "out")
+    assert not cases.changed(model, before)
+
+
+def test_pruning_with_recovery(checkpoint, text_file, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    before = cases.bits(model)
+    config = GradProbeConfig(
+        sparsity=0.5,
+        score="magnitude",
+        num_samples=4,
+        sequence_length=16,
+        evaluation_samples=2,
+        recovery_steps=4,
+        recovery_learning_rate=5e-3,
+    )
+    options = {"calibration": str(text_file), "evaluation": "pydoc", "progress": False}
+    options["processing_class"] = cases.tokenizer()
+    dry = prune_pretrained(model, config, apply=False, **options)
+    assert not cases.changed(model, before)
+    report = dry.report
+    assert report.recovery["options"]["learning_rate"] == 5e-3
+    assert report.evaluation["divergence"]["kl"] < report.recovery["before"]["divergence"]["kl"]
+    dry.save_pretrained(tmp_path / "dry")
+    assert not cases.changed(model, before)
+    wet = prune_pretrained(model, config, output_dir=tmp_path / "wet", **options)
+    written = [load_file(tmp_path / name / "model.safetensors") for name in ("dry", "wet")]
+    assert all(torch.equal(written[1][name], value) for name, value in written[0].items())
+    assert "model.norm.weight" in cases.changed(model, before)
+    assert all(bool((model.get_parameter(name)[mask] == 0).all()) for name, mask in wet.masks.items())
+    assert all(torch.equal(written[0][name], value) for name, value in model.state_dict().items() if name in written[0])
+    wet.save_pretrained(tmp_path / "again")
+    again = load_file(tmp_path / "again" / "model.safetensors")
+    assert all(torch.equal(again[name], value) for name, value in written[0].items())
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"teacher": "gpt2"}, "pruned model is a LlamaForCausalLM and the teacher a GPT2LMHeadModel"),
+        ({"teacher": "pruned"}, "no weight is zero in the pruned model that is not zero in the teacher"),
+        ({"pruned": "bert", "teacher": "bert"}, "no causal language model"),
+        ({"text": None}, "text must be text or batches, got None"),
+        ({"text": "{text}", "evaluation": "{text}"}, "is the text that is trained on"),
+        ({"text": "nowhere.txt"}, "no such file or folder: text='nowhere.txt'"),
+        ({"pruned": "./nowhere", "teacher": "./gone"}, r"pruned='./nowhere', teacher='./gone'"),
+        ({"device_map": "auto"}, "device_map='auto' has no part in a recovery"),
+        ({"revision": "main"}, "both are loaded already"),
+        ({"overwrite": True}, "belongs to output_dir"),
+        ({"config": RecoveryConfig(teacher_top_k=260)}, "teacher_top_k=260 of a vocabulary of 260 tokens"),
+        ({"config": {"steps": 3}}, "config must be a RecoveryConfig, got dict"),
+    ],
+    ids=str,
+)
+def test_what_cannot_work_is_said_before_anything_is_trained(change, said, text_file, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.distil", None)
+    known = {"llama": cases.build("llama"), "gpt2": cases.build("gpt2"), "bert": cases.build("bert")}
+    known["pruned"] = half_pruned()[0]
+    change = {
+        name: str(value).format(text=text_file) if isinstance(value, str) else value for name, value in change.items()
+    }
+    given = {"pruned": "pruned", "teacher": "llama", "text": str(text_file), **change}
+    for name in ("pruned", "teacher"):
+        given[name] = known.get(given[name], given[name])
+    with pytest.raises((ValueError, TypeError, OSError), match=said):
+        recover_pretrained(**given, processing_class=cases.tokenizer(), progress=False)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"steps": 0}, "steps must be a whole number >= 1, got 0"),
+        ({"learning_rate": 0}, "learning_rate must be a number > 0, like 2e-4, got 0"),
+        ({"batch_size": 8, "gradient_accumulation_steps": 3}, "choose a divisor"),
+        ({"warmup_steps": 9, "steps": 4}, "warmup_steps=9 is more than steps=4"),
+        ({"bf16": "on"}, "bf16 must be True, False or 'auto', got 'on'"),
+        ({"text_column": "a", "text_template": "{b}"}, "both say what the text is"),
+        ({"lora_r": 0}, "lora_r must be a whole number >= 1"),
+    ],
+    ids=str,
+)
+def test_options_that_cannot_be_meant(options, said):
+    with pytest.raises(ValueError, match=said):
+        RecoveryConfig(**options)
+
+
+def _in_two(folder):
+    processes = join_processes()
+    student, masks = half_pruned()
+    found = trained(
+        student, cases.build(DENSE), processes=processes, folder=Path(folder), batch_size=4, steps=3, bf16=False
+    )
+    return weights(student), found.held_out, zeros(student, masks)
+
+
+@pytest.mark.slow
+def test_two_processes_take_the_steps_that_one_takes(tmp_path):
+    alone, _ = half_pruned()
+    found = trained(alone, cases.build(DENSE), batch_size=4, steps=3)
+    for mine, held_out, left in together(_in_two, str(tmp_path / "two")):
+        assert left == (0, 0)
+        assert held_out == pytest.approx(found.held_out, rel=1e-4)
+        for name, value in weights(alone).items():
+            # Adam's steps are of a sign where a gradient is next to nothing, and rounding decides that.
+            assert ((mine[name] - value).abs() > 1e-4).float().mean() < 0.01, name
