@@ -19,9 +19,9 @@ from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.sources import is_plain_text
 from gradprobe_hf.data.windows import SELF, TextOptions, WindowSpec, Writing, load_batches, window_length
-from gradprobe_hf.model.families import IGNORED
 from gradprobe_hf.model.loss import next_token_labels
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.tasks.columns import IGNORED
 
 logger = logging.getLogger(__name__)
 

@@ -32,11 +32,11 @@ from transformers import (
 )
 
 from gradprobe_hf.config.recovery import RecoveryConfig
-from gradprobe_hf.model.families import IGNORED
 from gradprobe_hf.recovery.divergence import SummedDivergence
 from gradprobe_hf.recovery.teacher import Teacher
 from gradprobe_hf.recovery.text import collated
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.tasks.columns import IGNORED
 
 logger = logging.getLogger(__name__)
 
