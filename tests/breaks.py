@@ -39,6 +39,41 @@ class Break:
 
 BREAKS = [
     Break(
+        "a divergence that is read backwards",
+        "recovery/divergence.py",
+        "p * (log_p - log_q), 0)",
+        "p * (log_q - log_p), 0)",
+        "test_recovery.py",
+    ),
+    Break(
+        "a recovery that forgets the other tokens",
+        "recovery/divergence.py",
+        "return apart + together, ",
+        "return apart, ",
+        "test_recovery.py",
+    ),
+    Break(
+        "a step whose parts count alike, however many tokens they have",
+        "recovery/trainer.py",
+        "self.model_accepts_loss_kwargs = True",
+        "self.model_accepts_loss_kwargs = False",
+        "test_recovery.py",
+    ),
+    Break(
+        "dropout in a recovery",
+        "recovery/trainer.py",
+        "setattr(module, name, 0.0)",
+        "setattr(module, name, value)",
+        "test_recovery.py",
+    ),
+    Break(
+        "a recovery whose beginning is no state",
+        "recovery/distil.py",
+        "arguments.eval_on_start = checkpoint is None",
+        "arguments.eval_on_start = False",
+        "test_recovery.py",
+    ),
+    Break(
         "a score without its square",
         "scores/fisher.py",
         "return weight.square() * fisher",

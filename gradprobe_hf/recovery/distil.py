@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
@@ -105,6 +105,8 @@ def workplace(
     finally:
         if (finished or resume_dir is None) and processes.is_main:
             shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # nothing was begun
+            folder.rmdir()
 
 
 def teacher_of(model: PreTrainedModel, text: RecoveryText, config: RecoveryConfig, place: Workplace) -> Teacher:

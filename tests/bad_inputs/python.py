@@ -9,6 +9,9 @@ _METRIC = "max_metric_drop=1, metric_fn="
 PYTHON = [
     # the configuration
     call("GradProbeConfig(0.5)", "sparsity=0.5"),
+    call("GradProbeConfig(recovery_steps=-1)", "recovery_steps", "-1"),
+    call("GradProbeConfig(recovery_learning_rate=1e-3)", "recovery_learning_rate=0.001", "recovery_steps"),
+    call("compare_pretrained(llama, GradProbeConfig(recovery_steps=3))", "recovery_steps=3", "recovery_steps unset"),
     call("GradProbeConfig(sparsty=0.5)", "'sparsty'", "'sparsity'"),
     call("GradProbeConfig(amount=0.5)", "'amount'", "sparsity"),
     call("GradProbeConfig(ratio=0.5)", "'ratio'", "sparsity"),

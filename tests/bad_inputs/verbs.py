@@ -7,8 +7,26 @@ from tests.bad_inputs.case import refused, unreadable
 _EVALUATE = "evaluate @llama --data @plain.txt --sequence-length 16"
 _COMPARE = "compare @llama --evaluation @plain.txt --num-samples 4 --sequence-length 16 --evaluation-samples 4"
 _ESTIMATE = "estimate @llama --num-samples 4 --sequence-length 16"
+_RECOVER = "recover @llama --teacher @llama --output out --text @plain.txt --sequence-length 16"
 
 VERBS = [
+    # recover
+    unreadable("recover @llama --output out", "--teacher"),
+    unreadable("recover @llama --teacher @llama", "--output"),
+    unreadable(f"{_RECOVER} --steps x", "--steps", "'x'"),
+    unreadable(f"{_RECOVER} --sparsity 0.5", "--sparsity"),
+    refused(f"{_RECOVER} --steps 0", "--steps", "0", ">= 1"),
+    refused(f"{_RECOVER} --learning-rate 0", "--learning-rate", "0", "2e-4"),
+    refused(f"{_RECOVER} --gradient-accumulation-steps 3", "--gradient-accumulation-steps 3", "--batch-size 8"),
+    refused(f"{_RECOVER} --warmup-steps 9 --steps 4", "--warmup-steps 9", "--steps 4"),
+    refused(f"{_RECOVER} --save-steps 3", "--save-steps 3", "--resume-dir"),
+    refused(f"{_RECOVER} --evaluation @plain.txt", "--evaluation", "@plain.txt", "by heart"),
+    refused(_RECOVER, "no weight is zero", "--teacher"),
+    refused("recover @llama --teacher @vit --output out --text @plain.txt", "ViTForImageClassification"),
+    refused("recover @vit --teacher @vit --output out --text @plain.txt", "ViTForImageClassification"),
+    refused("recover /no/a --teacher /no/b --output out", "/no/a", "/no/b", "no such"),
+    refused("recover @llama --teacher @llama --output @llama --overwrite", "@llama", "another folder"),
+    refused(f"{_RECOVER} --text /no/c.txt", "--text", "/no/c.txt", "no such"),
     refused("evaluate @llama", "--data", "--tasks"),
     unreadable(f"{_EVALUATE} --num-samples x", "--num-samples", "'x'"),
     unreadable(f"{_EVALUATE} --num-samples 1.5", "--num-samples", "'1.5'"),
