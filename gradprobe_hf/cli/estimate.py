@@ -21,12 +21,13 @@ def add_arguments(parser: VerbParser) -> None:
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.estimate_table import print_estimate
     from gradprobe_hf.cli.output import print_json
+    from gradprobe_hf.data.windows import check_length
     from gradprobe_hf.estimation.estimate import estimate
     from gradprobe_hf.model.loading import chosen_class, load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
     from gradprobe_hf.run.compatibility import check_resumable, check_structure
     from gradprobe_hf.run.request_checks import check_paths
-    from gradprobe_hf.tasks.table import auto_classes
+    from gradprobe_hf.tasks.table import auto_classes, task_for
 
     config = configuration(options)
     if options.resume:
@@ -36,5 +37,9 @@ def run(options: argparse.Namespace) -> None:
     model = skeleton(loaded, chosen_class(loaded, auto_classes(config.task)), dtype=options.dtype)
     targets = find_targets(model, config.include, config.exclude)
     check_structure(model, targets, config)
+    check_length(model, config.sequence_length or 0)
+    task = task_for(config.task, type(model).__name__, loaded.is_encoder_decoder)
+    if task is not None and config.metric is not None:
+        task.metric(config.metric)
     found = estimate(model, targets, config, snapshots=options.resume)
     print_json({"model": options.model, **found.to_dict()}) if options.json else print_estimate(found)

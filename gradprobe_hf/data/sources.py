@@ -39,6 +39,7 @@ NAMED = ".txt, .jsonl, .parquet, .csv or .tsv"
 _FILE_ENDING = re.compile(
     r"\.(\w*[a-z]\w*\.)?(docx?|pdf|md|rst|html?|xlsx?|xml|ya?ml|arrow|zip|gz|zst|bz2|xz|tar|log|py|pt|bin)"
 )
+_OF_A_MODEL = ("config.json", "adapter_config.json")  # whose vocabulary or figures are no texts or images to learn from
 # In order of preference: with two splits or more, calibration and evaluation read different ones.
 SPLITS = {"calibration": ("train", "validation", "test"), "evaluation": ("test", "validation", "train")}
 
@@ -69,6 +70,8 @@ def open_source(spec: str, part: str, seed: int) -> Source:
     if not spec.strip():
         raise ValueError(f"a text to calibrate or measure on is named by {spec!r}, which is empty. {_WHAT_NAMES_TEXT}")
     path = Path(spec).expanduser()
+    if path.is_dir() and any((path / name).is_file() for name in _OF_A_MODEL):
+        raise ValueError(f"{path} is the folder of a model, which is no text. {_WHAT_NAMES_TEXT}")
     if path.is_dir() and any(file.suffix.lower() in IMAGES for file in path.rglob("*")):
         return _images(path, part)
     if path.exists():

@@ -40,7 +40,14 @@ from gradprobe_hf.model.adapters import (
     stored_adapter,
 )
 from gradprobe_hf.model.families import names_causal_class, text_attribute
-from gradprobe_hf.model.loading_checks import WEIGHTS, check_dtype, check_placement, check_source, load_errors
+from gradprobe_hf.model.loading_checks import (
+    WEIGHTS,
+    check_dtype,
+    check_placement,
+    check_quantization,
+    check_source,
+    load_errors,
+)
 from gradprobe_hf.model.loading_report import check_complete
 
 logger = logging.getLogger(__name__)
@@ -115,6 +122,7 @@ def load(
     check_source(model_or_id, from_pretrained_kwargs)
     check_dtype(from_pretrained_kwargs.get("dtype"))
     check_placement(from_pretrained_kwargs)
+    check_quantization(from_pretrained_kwargs)
     name = str(model_or_id)
     adapter = stored_adapter(name, _source(from_pretrained_kwargs))
     if adapter is None:
@@ -144,7 +152,15 @@ def _in_memory(model: nn.Module, merge_adapters: bool, given: Mapping[str, Any])
         adapter, stored_as = active_adapters(model), _stored_as(plain.config)
         return Loaded(plain, plain.name_or_path, adapter=adapter, stored_as=stored_as)
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"expected a model id, a folder or a PreTrainedModel, got {type(model).__name__}.")
+        inner = getattr(model, "module", None)
+        unwrapped = f"; pass its .module, the {type(inner).__name__}" if isinstance(inner, PreTrainedModel) else ""
+        raise ValueError(f"expected a model id, a folder or a PreTrainedModel, got {type(model).__name__}{unwrapped}.")
+    compiled = next((name for name, module in model.named_modules() if hasattr(module, "_orig_mod")), None)
+    if compiled is not None:  # its weights have other names than in a checkpoint
+        raise ValueError(
+            f"{compiled} of this {type(model).__name__} is compiled by itself: prune the model as it was before, and "
+            "compile the result."
+        )
     if merge_adapters:
         raise ValueError(f"merge_adapters=True has no effect here: this {type(model).__name__} has no adapters.")
     return Loaded(model, model.name_or_path, stored_as=_stored_as(model.config))
@@ -312,5 +328,10 @@ def model_class(config: Any) -> Any:
 
 def chosen_class(config: PreTrainedConfig, auto_classes: Sequence[Any]) -> Any:
     """The first Auto class that knows the configuration, else the first of all; None of none."""
-    knowing = (one for one in auto_classes if type(config) in one._model_mapping)
-    return next(knowing, auto_classes[0] if auto_classes else None)
+    knowing = next((one for one in auto_classes if type(config) in one._model_mapping), None)
+    if auto_classes and knowing is None and not hasattr(config, "auto_map"):  # what its own code may know
+        raise ValueError(
+            f"a {type(config).__name__} is none of {' or '.join(one.__name__ for one in auto_classes)}, as the task "
+            "asks for: leave task out (--task), or name the one that the model is for."
+        )
+    return knowing or (auto_classes[0] if auto_classes else None)

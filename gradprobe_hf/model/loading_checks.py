@@ -78,6 +78,21 @@ def check_dtype(dtype: Any, stored: torch.dtype | None = None) -> None:
             raise ValueError(f"dtype must be {', '.join(map(repr, DTYPES))} or 'auto', got {one!r}.")
 
 
+def check_quantization(kwargs: Mapping[str, Any]) -> None:
+    """Raise ValueError where weights would be quantized while they are loaded."""
+    config = kwargs.get("quantization_config")
+    values = config if isinstance(config, Mapping) else vars(config) if config is not None else {}
+    asked = [name for name in ("load_in_4bit", "load_in_8bit") if kwargs.get(name)]
+    if config is not None and not values.get("dequantize"):
+        asked.append(f"quantization_config={type(config).__name__}")
+    if asked:
+        raise ValueError(
+            f"{', '.join(asked)} quantizes weights, and quantized weights cannot be pruned: leave it out, prune, and "
+            "quantize the result. (For a checkpoint that is stored in FP8 or MXFP4: its own configuration with "
+            "dequantize=True.)"
+        )
+
+
 def check_placement(kwargs: Mapping[str, Any]) -> None:
     """Raise ValueError for a device map, or limits of one, that no machine or not this one can have."""
     device_map, max_memory = kwargs.get("device_map"), kwargs.get("max_memory")
@@ -144,8 +159,16 @@ def load_errors(model_or_id: Any, reading: str = CONFIG_NAME) -> Iterator[None]:
     """
     try:
         yield
-    except (ImportError, MemoryError):
+    except MemoryError:
         raise
+    except ImportError as error:
+        if "quantiz" not in str(error):
+            raise
+        # To install what it asks for would only lead to the next error.
+        raise ValueError(
+            f"{str(model_or_id)!r} is stored quantized, and quantized weights cannot be pruned: name the model that it "
+            f"was made from. ({error})"
+        ) from error
     except Exception as error:  # transformers raises whatever its parts raise, KeyError and AttributeError among them
         if isinstance(error, RuntimeError) and should_reduce_batch_size(error):
             raise

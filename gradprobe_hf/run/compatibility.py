@@ -140,7 +140,8 @@ def _check_editable(model: nn.Module, target: Target) -> None:
     if weight.dtype not in COMPUTED or type(weight.data) not in (torch.Tensor, DTensor):
         raise ValueError(
             f"{target.name} is stored as {weight.dtype} ({type(weight).__name__}): quantized weights cannot be pruned. "
-            "Load the model dequantized (its quantization_config with dequantize=True), or exclude this matrix."
+            "Load the model as it was before, or dequantized (model.dequantize(), or its quantization_config with "
+            "dequantize=True), or exclude this matrix."
         )
     if weight.is_meta and offloaded_parameter(model, target.parameter) is None:
         raise ValueError(

@@ -99,4 +99,16 @@ CHECKPOINTS = [
     refused(f"prune @tokenizer-large --output out --calibration @plain.txt {_SMALL}", "tokenizer", "260"),
     refused(f"evaluate @tokenizer-large --data @plain.txt {_SMALL}", "tokenizer", "260"),
     *each("@quantized", "float8_e4m3fn", "--dtype bfloat16"),
+    # quantized weights, as bitsandbytes and GPTQ leave them
+    *each("@stored-4bit", "stored-4bit", "stored quantized", "made from"),
+    *each("@stored-gptq", "stored-gptq", "stored quantized", "made from"),
+    call("prune(four_bit)", "q_proj", "torch.uint8", "quantized", "dequantize"),
+    call("prune(eight_bit)", "q_proj", "torch.int8", "quantized", "dequantize"),
+    call("prune(at('llama'), load_in_8bit=True)", "load_in_8bit", "quantize the result"),
+    call("prune(at('llama'), quantization_config=BitsAndBytesConfig(load_in_4bit=True))", "BitsAndBytesConfig"),
+    call("prune(at('llama'), quantization_config={'quant_method': 'gptq'})", "quantization_config", "leave it out"),
+    # wrapped models; one that is compiled as a whole is unwrapped
+    call("prune(torch.nn.DataParallel(llama))", "DataParallel", ".module", "LlamaForCausalLM"),
+    call("prune(compiled_inside)", "model.layers.0", "compiled"),
+    refused(f"prune @llama --output out {_SMALL} --task image-classification", "--task", "LlamaConfig"),
 ]

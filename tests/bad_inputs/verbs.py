@@ -72,6 +72,9 @@ VERBS = [
     refused(f"{_ESTIMATE} --gradient-threshold '{{\"nothing\":1}}' --rule threshold", "--gradient-threshold"),
     refused(f"{_ESTIMATE} --score wanda --resume --update none --probes 0", "--resume", "no effect"),
     refused("estimate @quantized", "float8_e4m3fn", "--dtype bfloat16"),
+    refused(f"{_ESTIMATE.replace('16', '4096')}", "--sequence-length", "4096", "64"),
+    refused(f"{_ESTIMATE} --metric wer", "--metric wer", "'accuracy'"),
+    refused(f"{_ESTIMATE} --task image-classification", "--task", "LlamaConfig", "AutoModelForImageClassification"),
     # compare
     unreadable(f"{_COMPARE} --save-every 4", "--save-every"),
     refused(f"{_COMPARE} --methods nothing", "--methods", "'nothing'", "magnitude"),

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import CLIPConfig, CLIPModel, PreTrainedModel, WhisperConfig, WhisperForConditionalGeneration
+from transformers import (
+    BitsAndBytesConfig,
+    CLIPConfig,
+    CLIPModel,
+    PreTrainedModel,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 import gradprobe_hf
 from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained, sweep_gradient_thresholds
@@ -127,6 +134,10 @@ def _names(world: World) -> dict[str, Any]:
         "batches": batches,
         "compare": compare,
         "gradprobe_hf": gradprobe_hf,
+        "BitsAndBytesConfig": BitsAndBytesConfig,
+        "compiled_inside": _compiled_inside(),
+        "eight_bit": _packed(torch.zeros(16, 16, dtype=torch.int8)),
+        "four_bit": _packed(torch.zeros(128, 1, dtype=torch.uint8)),
         "ids": batches[0]["input_ids"],
         "mask": torch.zeros(16, 16).bool(),
         "Path": Path,
@@ -141,6 +152,19 @@ def _names(world: World) -> dict[str, Any]:
         "torch": torch,
         "train": train,
     }
+
+
+def _packed(weights: torch.Tensor) -> PreTrainedModel:
+    """A model with weights of another type in place of a matrix, as bitsandbytes leaves them."""
+    model = cases.build("llama")
+    model.model.layers[0].self_attn.q_proj.weight = torch.nn.Parameter(weights, requires_grad=False)
+    return model
+
+
+def _compiled_inside() -> PreTrainedModel:
+    model = cases.build("llama")
+    model.model.layers[0] = torch.compile(model.model.layers[0])
+    return model
 
 
 # What the short forms `prune(...)` and `compare(...)` give to the configuration.
@@ -248,6 +272,9 @@ def _damaged_checkpoints(world: World) -> None:
     large.add_tokens([f"{word}" for word in ("sentence", "plain", "many")])
     large.save_pretrained(_copy(world, "tokenizer-large"))
     _quantized(world)
+    _copy(world, "stored-4bit", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    _copy(world, "stored-gptq", quantization_config={"quant_method": "gptq", "bits": 4})
+    (_copy(world, "with-words") / "merges.txt").write_text("a b\n" * 400)
 
 
 def _sharded(world: World) -> None:
@@ -282,6 +309,7 @@ def _texts(world: World) -> None:
         "broken.jsonl": '{"text": "one"}\n{"text": ',
         "no-text.jsonl": '{"a": "one", "b": "two"}\n',
         "null.jsonl": '{"text": null}\n{"text": null}\n',
+        "lists.jsonl": '{"text": ["one", "two"]}\n' * 2,
         "mixed.jsonl": '{"text": "one"}\n{"text": ["two", 3]}\n',
         "spaces.txt": " \n" * 400,
         "texts/one.txt": plain,
