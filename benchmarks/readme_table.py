@@ -220,11 +220,35 @@ def classifier_table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", note])
 
 
+def vision_table(results: dict[str, Any]) -> str:
+    rows, dense = results["rows"], results["rows"][0]["dense"]
+    lines = [
+        "| | zeros | loss | accuracy |",
+        "|---|---:|---:|---:|",
+        f"| dense | 0.0% | {dense['loss']:.3f} | {dense['accuracy']:.1%} |",
+    ]
+    for row in rows:
+        options = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in row["options"].items())
+        if "max_metric_drop" in row["options"]:  # measured on the half that did not choose
+            before = f" ({row['dense']['accuracy']:.1%} dense)"
+            lines.append(f"| `{options}` | {row['sparsity']:.1%} | | {row['pruned']['accuracy']:.1%}{before} |")
+        else:
+            found = row["pruned"]
+            lines.append(f"| `{options}` | {row['sparsity']:.1%} | {found['loss']:.3f} | {found['accuracy']:.1%} |")
+    note = (
+        f"A ViT of {results['parameters']:,} parameters, trained for {results['steps']} steps on {results['images']:,} "
+        f"drawn images, 128 of which calibrate; {rows[0]['samples']:,} others measure. Made by `python "
+        "examples/vit_shapes.py shapes --json benchmarks/results/vision.json`."
+    )
+    return "\n".join([*lines, "", note])
+
+
 PAGES = (
     "README.md",
     "docs/index.md",
     "docs/guides/presets.md",
     "docs/guides/classifier.md",
+    "docs/guides/vision.md",
     "docs/method.md",
     "docs/experiments.md",
     "docs/memory.md",
@@ -247,6 +271,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
     "recovery": (("recovery",), recovery_table),
     "training": (("training",), training_table),
     "classifier": (("classifier",), classifier_table),
+    "vision": (("vision",), vision_table),
     "training cost": (("training",), cost_table),
 }
 FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  # on a page that asks for them

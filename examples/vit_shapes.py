@@ -1,17 +1,20 @@
 """Draw pictures of four shapes, train a small ViT to tell them apart, and save both: a vision model to prune, offline.
 
 OUTPUT gets `model/`, with its image processor, and `train.parquet` and `test.parquet`, with columns image and label.
+With --json FILE the model is pruned in several ways, too, and what they come to is written there.
 
-usage: python examples/vit_shapes.py OUTPUT [--images 4000] [--steps 600]
+usage: python examples/vit_shapes.py OUTPUT [--images 4000] [--steps 600] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import ClassLabel, Dataset, Features, Image
@@ -19,6 +22,18 @@ from PIL import Image as Pictures
 from PIL import ImageDraw
 from transformers import Trainer, TrainingArguments, ViTConfig, ViTForImageClassification, ViTImageProcessorPil
 
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.report.build import versions
+
+WAYS: tuple[dict[str, Any], ...] = (
+    {"sparsity": 0.5},
+    {"sparsity": 0.7},
+    {"sparsity": 0.7, "preset": "fast"},
+    {"sparsity": 0.8},
+    {"sparsity": 0.8, "preset": "fast"},
+    {"pattern": "2:4"},
+    {"sparsity": 0.9, "max_metric_drop": "1%", "metric": "accuracy"},
+)
 SIZE = 32
 CORNERS = {"circle": 60, "triangle": 3, "square": 4, "star": 10}
 
@@ -67,11 +82,26 @@ def trained(model: ViTForImageClassification, processor: ViTImageProcessorPil, r
         Trainer(model, options, train_dataset=examples).train()
 
 
+def measured(folder: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The model pruned in one way, on the images that it was trained on, and measured on the others."""
+    result = prune_pretrained(
+        folder / "model",
+        GradProbeConfig(**options),
+        calibration=folder / "train.parquet",
+        evaluation=folder / "test.parquet",
+    )
+    found = result.report.evaluation
+    assert found is not None, "there is a text to measure on"
+    kinds = {kind: {"loss": found[kind]["loss"], "accuracy": found["metric"][kind]} for kind in ("dense", "pruned")}
+    return {"options": options, "sparsity": result.report.sparsity, "samples": found["samples"], **kinds}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--images", type=int, default=4000)
     parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--json", type=Path, help="where the figures of pruned models are written")
     args = parser.parse_args()
     args.output.mkdir(parents=True)
     train, test = pictures(args.images, seed=0), pictures(args.images // 4, seed=1)
@@ -95,6 +125,10 @@ def main() -> None:
         saved.save_pretrained(args.output / "model")
     train.to_parquet(args.output / "train.parquet")
     test.to_parquet(args.output / "test.parquet")
+    if args.json:
+        figures = {"images": args.images, "steps": args.steps, "parameters": model.num_parameters()}
+        rows = [measured(args.output, options) for options in WAYS]
+        args.json.write_text(json.dumps(figures | {"versions": versions(), "rows": rows}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

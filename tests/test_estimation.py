@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.cli import main
 from gradprobe_hf.estimation.estimate import estimate
 from gradprobe_hf.estimation.footprint import footprint_of
@@ -120,7 +122,8 @@ def test_what_a_large_model_takes(shallow):
     model, targets, found = shallow["llama-3-70b"]
     parameters, weights = model.num_parameters(), sum(target.numel for target in targets)
     resident, _, offloaded = found.placements
-    probe = {item.label: item.bytes for item in resident.stages[1].items}
+    stage = next(stage for stage in resident.stages if stage.name == "probe")
+    probe = {item.label: item.bytes for item in stage.items}
     assert probe["weights"] == 2 * parameters
     assert probe["accumulators"] == 4 * weights
     assert probe["masks"] == weights // 8
@@ -402,3 +405,53 @@ def test_the_class_is_the_checkpoints():
     config = cases.build("bert").config
     config.architectures = ["BertForMaskedLM"]
     assert type(skeleton(config)) is type(skeleton(config, model_class(config)))
+
+
+def counted(model, rows, length):
+    """Operations of one forward pass, as torch counts them while it computes; it does not look into fused attention."""
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.ones(rows, length, dtype=torch.long), use_cache=False)
+    return counter.get_total_flops()
+
+
+def test_the_text_that_a_model_writes_and_is_measured_on_is_counted():
+    model = cases.build("llama")
+    config = GradProbeConfig(num_samples=130, sequence_length=16)
+    found = estimate(skeleton(model.config, type(model)), find_targets(model), config, device=CPU)
+    text, evaluation = found.written, found.measured
+    of_a_window = counted(model, 1, 16)
+    assert (text.windows, text.at_once, text.passes) == (130, 64, 3 * 15)
+    assert text.flops == pytest.approx(of_a_window * 130 * 15 / 16)
+    heads, vocabulary = model.config.num_key_value_heads, model.config.vocab_size
+    kept = 2 * model.config.num_hidden_layers * heads * model.config.head_dim * 16 * 4
+    assert text.bytes == 64 * (kept + 4 * 4 * vocabulary)
+    assert (evaluation.windows, evaluation.passes) == (20, 2 * 5)
+    assert evaluation.flops == pytest.approx(of_a_window * 2 * 20)
+    assert evaluation.bytes > 2 * 4 * 16 * vocabulary * 4, "logits of both models"
+    stages = {one.name: [stage.name for stage in one.stages] for one in found.placements}
+    assert stages["resident"] == ["load", "write", "probe", "decide", "reconstruct", "measure", "save"]
+    assert "write" not in stages["offloaded"], "it would read every weight for every token"
+
+
+def test_a_search_is_measured_again_and_again():
+    model = cases.build("llama")
+    searched = cases.config(max_metric_drop=1, sparsity=0.5, sparsity_step=0.25, num_samples=4, sequence_length=16)
+    found = estimate(skeleton(model.config, type(model)), find_targets(model), searched, device=CPU)
+    # 0.25 and 0.5, six bisections of 0.25 down to 0.005, and the dense model, each on 3 batches of one half.
+    assert found.measured.passes == 3 * (2 + 6 + 1) + 3 * 2
+
+
+@pytest.mark.parametrize("kind", ["bert", "vit"])
+def test_what_writes_no_text_has_none_counted(kind):
+    model = cases.build(kind)
+    found = estimate(skeleton(model.config, type(model)), find_targets(model), cases.config(), device=CPU)
+    assert found.written is None
+    assert found.measured is None
+
+
+def test_a_forward_pass_alone_is_priced_whole():
+    model = cases.build("llama")
+    config = GradProbeConfig(score="wanda", num_samples=8, sequence_length=16)
+    found = estimate(skeleton(model.config, type(model)), find_targets(model), config, device=CPU)
+    assert found.work["resident"].flops == pytest.approx(2 * counted(model, 4, 16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +23,7 @@ def print_estimate(found: Estimate) -> None:
         f"targets: {found.target_weights:,} weights{experts} in {found.matrices:,} matrices of {found.blocks} blocks"
     )
     out.print(_calibration(found))
+    _print_texts(out, found)
     table = table_of("", *(one.name for one in found.placements))
     for device in (device for device in DEVICES if device in found.placements[0].room):
         _add_device(table, found.placements, device)
@@ -40,6 +42,20 @@ def _calibration(found: Estimate) -> str:
         return "no pass over calibration data"
     tokens = found.batches * found.rows * found.length
     return f"calibration: {found.batches} batches of {found.rows} x {found.length} tokens, {tokens:,} in all"
+
+
+def _print_texts(out: Console, found: Estimate) -> None:
+    """What a run does by default beside its walks over the calibration text."""
+    if (text := found.written) is not None:
+        out.print(
+            f"that text, where the model writes it (the default): {text.passes:,} passes of a token of {text.at_once} "
+            f"windows, {_scaled(text.flops, 'FLOP')}"
+        )
+    if (measured := found.measured) is not None:
+        out.print(
+            f"evaluation, dense and pruned: {measured.windows} windows, {measured.passes} passes of {measured.rows}, "
+            f"{_scaled(measured.flops, 'FLOP')}"
+        )
 
 
 def _has_experts(found: Estimate) -> bool:

@@ -178,12 +178,16 @@ def _cache_options(model: PreTrainedModel, device: torch.device) -> dict[str, An
 
 def written_at_once(model: PreTrainedModel, length: int) -> int:
     """Windows in one batch, so that their keys and values fit in `CACHE_BYTES`."""
+    return max(1, min(WRITTEN_AT_ONCE, CACHE_BYTES // max(window_bytes(model, length), 1)))
+
+
+def window_bytes(model: PreTrainedModel, length: int) -> int:
+    """Bytes of the keys and values of a window."""
     heads = text_attribute(model.config, "num_attention_heads", 1)
     width = text_attribute(model.config, "head_dim") or text_attribute(model.config, "hidden_size", 1) // heads
     kept = text_attribute(model.config, "num_key_value_heads", heads)
     layers = text_attribute(model.config, "num_hidden_layers", 1)
-    window = 2 * layers * kept * width * length * model.dtype.itemsize
-    return max(1, min(WRITTEN_AT_ONCE, CACHE_BYTES // max(window, 1)))
+    return int(2 * layers * kept * width * length * model.dtype.itemsize)
 
 
 def _first_tokens(model: PreTrainedModel, count: int, begins: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -33,6 +33,7 @@ from gradprobe_hf.runtime.processes import Processes
 __all__ = ["TextOptions", "WindowSpec", "load_batches"]
 
 EVALUATION_SEED = 1
+WINDOWS_MEASURED = 20  # of an evaluation, where no number was asked for
 SELF = "self"
 
 

@@ -17,8 +17,12 @@ from gradprobe_hf.estimation.machine import available_bytes, compute_device, fre
 from gradprobe_hf.estimation.notes import notes_on
 from gradprobe_hf.estimation.passes import PassCost, cost_of_batch
 from gradprobe_hf.estimation.sizes import BatchSizes, sizes_of
+from gradprobe_hf.estimation.texts import Measured, Written, measured, written
 from gradprobe_hf.estimation.work import RECOMPUTES, Walk, Work, walk_of, work_of
+from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.targets import Target
+
+_NOTHING = PassCost(0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Estimate:
         dtype, device: of the weights, and what they compute on.
         batches, rows, length: passes of `[rows, length]` tokens that make one walk over the calibration set.
         placements, work: by name: memory and disk, passes and operations.
+        written: the model's own text, which it is calibrated on by default; an offloaded model writes none.
+        measured: the evaluation that is made by default.
         notes: what to know about the figures.
     """
 
@@ -48,6 +54,8 @@ class Estimate:
     length: int
     placements: tuple[Placement, ...]
     work: dict[PlacementName, Work]
+    written: Written | None = None
+    measured: Measured | None = None
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,7 +91,10 @@ def estimate(
     costs = {recomputes: _cost(model, targets, config, walk, recomputes) for recomputes in (False, True)}
     loss = loss_bytes(model, walk.rows, walk.length) if config.needs.probes else 0
     batch = {key: BatchSizes(cost.peak_bytes, cost.heap_bytes, loss) for key, cost in costs.items()}
+    forward = cost_of_batch(model, targets, walk.rows, walk.length, backward=False) if is_causal(model) else _NOTHING
+    text, evaluation = written(model, config, walk, forward), measured(model, config, walk, forward)
     sizes, room = sizes_of(model, targets, config, process=base, snapshots=snapshots), room_of(device, base)
+    sizes = replace(sizes, writing=text.bytes if text else 0, measuring=evaluation.bytes if evaluation else 0)
     placements = tuple(footprint_of(name, sizes, batch[recomputes], room) for name, recomputes in RECOMPUTES.items())
     return Estimate(
         architecture=type(model).__name__,
@@ -97,7 +108,9 @@ def estimate(
         **asdict(walk),
         placements=placements,
         work=work_of(model, targets, config, costs, walk),
-        notes=notes_on(config, targets, costs[False], batch[False], sizes, placements),
+        written=text,
+        measured=evaluation,
+        notes=notes_on(model, config, targets, costs[False], batch[False], sizes, placements),
     )
 
 
@@ -114,5 +127,5 @@ def _cost(
 ) -> PassCost:
     needs = config.needs
     if needs.passes == "none":
-        return PassCost(0, 0, 0)
+        return _NOTHING
     return cost_of_batch(model, targets, walk.rows, walk.length, checkpoint=recomputes, backward=needs.probes)

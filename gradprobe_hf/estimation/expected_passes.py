@@ -34,16 +34,26 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> Passes:
         forward, backward = _sequential_passes(config, blocks)
     updates, epochs = (reconstruction_passes(config), config.refinement_row.epochs) if config.reconstructs else (0, 0)
     if config.max_metric_drop is not None:
-        attempts = len(list(levels(config.first_level, config.sparsity_step, config.final_sparsity)))
         if needs.probes:
-            forward, backward = forward * attempts, backward * attempts
-        bisections = math.ceil(math.log2(max(config.first_level, config.sparsity_step) / FINEST))
+            forward, backward = forward * _levels_of(config), backward * _levels_of(config)
         # Bisection goes on with the scores at hand: it updates weights for each budget that it tries, and probes none.
-        budgets = attempts + max(0, bisections) + 1
+        budgets = attempts_of(config) + 1
         updates, epochs = updates * budgets, epochs * budgets
     if config.rounds:
         forward, backward = forward * len(config.rounds), backward * len(config.rounds)
     return Passes(forward + updates + epochs, backward + epochs, epochs)
+
+
+def attempts_of(config: GradProbeConfig) -> int:
+    """Sparsities that a search measures, bisection included; 0 where nothing is searched for."""
+    if config.max_metric_drop is None:
+        return 0
+    bisections = math.ceil(math.log2(max(config.first_level, config.sparsity_step) / FINEST))
+    return _levels_of(config) + max(0, bisections)
+
+
+def _levels_of(config: GradProbeConfig) -> int:
+    return len(list(levels(config.first_level, config.sparsity_step, config.final_sparsity)))
 
 
 def _sequential_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:

@@ -1,8 +1,9 @@
 """Footprint: what is in memory and on disk at each stage of a run, item by item. Arithmetic, in bytes.
 
-A run's highest point is that of its highest stage: `load` has the file that is read, `probe` a batch's activations
-beside the statistics, `decide` two sets of masks, `reconstruct` the new weights and a block's Hessians, and `save` the
-originals of pruned weights.
+A run's highest point is that of its highest stage: `load` has the file that is read, `write` the keys and values of
+text that the model writes, `probe` a batch's activations beside the statistics, `decide` two sets of masks,
+`reconstruct` the new weights and a block's Hessians, `measure` the logits of two models, and `save` the originals of
+pruned weights.
 """
 
 from __future__ import annotations
@@ -98,7 +99,11 @@ def footprint_of(name: PlacementName, sizes: Sizes, batch: BatchSizes, room: dic
     """
     stages = _Stages(name == "offloaded", sizes, batch, "accelerator" if "accelerator" in room else "host")
     reconstruct = (stages.reconstruct(sizes.reconstruction),) if sizes.reconstruction else ()
-    return Placement(name, (stages.load(), stages.probe(), stages.decide(), *reconstruct, stages.save()), room)
+    # An offloaded model is calibrated on other text: to write is to read every weight for every token.
+    write = (stages.write(),) if sizes.writing and name != "offloaded" else ()
+    measure = (stages.measure(),) if sizes.measuring else ()
+    decided = (stages.probe(), stages.decide(), *reconstruct)
+    return Placement(name, (stages.load(), *write, *decided, *measure, stages.save()), room)
 
 
 @dataclass(frozen=True)
@@ -115,6 +120,9 @@ class _Stages:
         # the process, and the kernel drops them when memory runs short.
         mapped = 0 if self.offloaded else self.sizes.model.stored
         return Stage("load", (*self._model(), Item("file being read", "host", mapped, reclaimable=True)))
+
+    def write(self) -> Stage:
+        return Stage("write", (*self._model(), Item("text that the model writes", self.where, self.sizes.writing)))
 
     def probe(self) -> Stage:
         model, batch = self.sizes.model, self.batch
@@ -148,6 +156,10 @@ class _Stages:
             Item("activations of a forward pass", self.where, self.batch.activations),
         )
         return Stage("reconstruct", (*self._model(), self._masks(), *self._new_weights(), *items))
+
+    def measure(self) -> Stage:
+        logits = Item("a forward pass, logits of both models", self.where, self.sizes.measuring)
+        return Stage("measure", (*self._model(), self._masks(), *self._new_weights(), logits))
 
     def save(self) -> Stage:
         model = self.sizes.model

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from transformers import PreTrainedModel
+
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.footprint import Placement
 from gradprobe_hf.estimation.passes import PassCost
 from gradprobe_hf.estimation.sizes import BatchSizes, Sizes
+from gradprobe_hf.model.families import sees_patches
 from gradprobe_hf.model.targets import Target, is_routed
 
 
 def notes_on(
+    model: PreTrainedModel,
     config: GradProbeConfig,
     targets: Sequence[Target],
     cost: PassCost,
@@ -31,6 +35,12 @@ def notes_on(
         notes.append("experts mix the tokens of a batch: one sequence at a time, tokens shared evenly by the experts")
     if 2 * batch.loss > batch.peak > 0:
         notes.append("the logits and their loss are the larger part of a batch; a smaller batch size shrinks them")
+    unseen = [target for target in targets if any(sees_patches(site.module) for site in target.sites)]
+    if unseen and model.main_input_name == "input_ids":
+        notes.append(
+            "passes are counted of text alone: every image adds those of its own part and its tokens; calibrated on "
+            f"text alone, {len(unseen)} matrices of that part are left out of the budget"
+        )
     if not any(one.fits for one in placements):
         notes.append(_remedy(config, sizes, placements[-1]))
     return tuple(notes)

@@ -79,6 +79,7 @@ class Sizes:
         reconstruction: None without a weight update.
         sparsity: fraction of the targets to prune.
         snapshots: whether the run writes snapshots, to be resumed.
+        writing, measuring: bytes beside the model while it writes text of its own, and while it is measured.
     """
 
     process: int
@@ -87,6 +88,8 @@ class Sizes:
     reconstruction: ReconstructionSizes | None
     sparsity: float
     snapshots: bool = False
+    writing: int = 0
+    measuring: int = 0
 
 
 @dataclass(frozen=True)

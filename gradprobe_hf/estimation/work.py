@@ -68,16 +68,19 @@ def work_of(
     forwards, backwards, trained = expected_passes(config, len({target.block for target in targets}))
     # Training a block makes all of a probe's products, but keeps no gradient of a sequence and recomputes nothing.
     probed = backwards - trained
+    # Forward is one product of the three: outputs, gradients of the inputs, gradients of the weights. Where nothing is
+    # probed, a cost is that of the forward pass alone.
+    probes = config.needs.probes
+    forward = costs[False].flops / (3 if probes else 1)
     weights = sum(parameter.nbytes for parameter in model.parameters())
     work = {}
     for name, recomputes in RECOMPUTES.items():
-        flops = costs[recomputes].flops
+        flops = costs[recomputes].flops if probes else 3 * forward
         # A simulated probe makes the gradient of every weight once. Gradients of single sequences take as many
         # operations, those of single tokens as many again, and a Fisher estimate from marginals alone takes neither.
         products = bool(config.needs.terms & {"sequence", "peak"}) + ("token" in config.needs.terms)
         gradients = (products - 1) * 2 * walk.rows * walk.length * active_weights(model, targets)
-        # Forward is one product of the three: outputs, gradients of the inputs, gradients of the weights.
-        batch = backwards * flops + probed * gradients + max(0.0, forwards - backwards) * flops / 3
+        batch = backwards * flops + probed * gradients + max(0.0, forwards - backwards) * forward
         total = round(batch * walk.batches + reconstruction_operations(config, targets))
         # Each walk of a probe reads every block twice, for forward and for backward.
         read = int(2 * probed * walk.batches * weights) if name == "offloaded" else 0

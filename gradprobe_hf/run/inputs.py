@@ -25,6 +25,7 @@ from gradprobe_hf.data.text_options import DEFAULT_LENGTH
 from gradprobe_hf.data.windows import (
     EVALUATION_SEED,
     SELF,
+    WINDOWS_MEASURED,
     TextOptions,
     WindowSpec,
     Writing,
@@ -47,7 +48,6 @@ from gradprobe_hf.tasks.table import auto_classes, task_for
 logger = logging.getLogger(__name__)
 
 BUILT_IN = "pydoc"
-WINDOWS_MEASURED = 20  # where no number was asked for
 
 
 def load_inputs(request: RunRequest) -> RunContext:
