@@ -7,7 +7,7 @@ import torch
 from datasets import ClassLabel, Dataset, Features, Value
 
 from gradprobe_hf.data.labelled import TaskOptions
-from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
 from gradprobe_hf.tasks.table import task_of_class
 from tests import cases, labelled
 
@@ -182,6 +182,22 @@ def test_no_token_of_an_image_is_a_label():
 def test_rows_that_cannot_be_read_are_refused(name, columns, message):
     with pytest.raises(ValueError, match=f"(?s){message}"):
         batches(name, Dataset.from_dict(columns))
+
+
+def test_a_template_is_not_filled_with_nothing():
+    """A row without a value would be calibrated on the word None."""
+    rows = Dataset.from_dict({"a": ["one", None, "two", None], "label": [0, 1, 0, 1]})
+    model, case = labelled.build("bert"), CASES["bert"]
+    with pytest.raises(ValueError, match=r"the column 'a', which the template names, holds nothing"):
+        load_batches(
+            rows,
+            WindowSpec(4, 32, 2, text=TextOptions(text_template="say {a}")),
+            part="calibration",
+            model=model,
+            processing_class=case.processor(),
+            task=TaskOptions(task_of_class(type(model).__name__)),
+            progress=False,
+        )
 
 
 def test_a_decoder_that_classifies_needs_its_pad_token():

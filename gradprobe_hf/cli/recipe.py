@@ -43,7 +43,8 @@ def read_recipe(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         if name in known:
             options.recipe[name] = value
         elif name in actions:
-            if getattr(options, name) in (None, False):  # the command line wins
+            # The command line wins: a switch that is off was not given, and --evaluation none (False) was.
+            if getattr(options, name) is None or (actions[name].nargs == 0 and not getattr(options, name)):
                 options.from_recipe[name] = _value(path, actions[name], value)
         elif not _of_another_verb(name):
             raise RecipeError(f"{path}: {unknown_option(name, [*known, *actions])}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
-from string import Formatter
 from typing import Any, TypeAlias
 
 from gradprobe_hf.data.sources import Source
 from gradprobe_hf.data.text_options import TextOptions, template_columns
+from gradprobe_hf.tasks.columns import filled
 
 Message: TypeAlias = Mapping[str, Any]
 # A text, or the messages of a chat.
@@ -81,7 +81,7 @@ def _reader(opened: Source, first: Row, options: TextOptions) -> Callable[[Row],
                     f"text_template={options.text_template!r} (--text-template) names the column {name!r}, which "
                     f"{opened.name} does not have; its columns are {columns}."
                 )
-        return partial(_filled, template=options.text_template, named=named)
+        return partial(filled, template=options.text_template)
     if options.text_column is not None:
         if options.text_column not in first:
             raise ValueError(
@@ -110,14 +110,6 @@ def _one_column(row: Row, column: str) -> Document:
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
         return messages(value, column)
     raise ValueError(f"the column {column!r} must hold a text, or a list of messages, and holds {_shown(value)}.")
-
-
-def _filled(row: Row, template: str, named: list[str]) -> str:
-    for name in named:
-        if row[name] is None:
-            raise ValueError(f"the column {name!r}, which the template names, holds {_shown(None)}.")
-    # Not `str.format`, which would take a column "a.b" for an attribute.
-    return "".join(text + ("" if name is None else str(row[name])) for text, name, _, _ in Formatter().parse(template))
 
 
 def _prompt_and_completion(row: Row) -> Document:

@@ -16,6 +16,7 @@ from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode, seen_on
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.steps import share
+from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.metrics import Metric
 from gradprobe_hf.tasks.table import Task
 
@@ -102,7 +103,7 @@ def measure_metric(work: Workload, measured: TaskMetric, label: str = "evaluatio
                 predictions.append(found)
                 references.append(right)
     # Read once, behind the loop, and brought together: a metric need not be a mean over batches.
-    shares = work.processes.gather((_flat(predictions), _flat(references)))
+    shares = work.processes.gather(_compared(predictions, references))
     said = [value for one, _ in shares for value in one]
     wanted = [value for _, one in shares for value in one]
     if not wanted:
@@ -110,6 +111,14 @@ def measure_metric(work: Workload, measured: TaskMetric, label: str = "evaluatio
     return float(measured.metric.function(said, wanted))
 
 
-def _flat(parts: list[Any]) -> list[Any]:
-    """The values of tensors, or of lists, one behind the other."""
-    return [value for part in parts for value in (part.tolist() if isinstance(part, Tensor) else part)]
+def _compared(predictions: list[Any], references: list[Any]) -> tuple[list[Any], list[Any]]:
+    """What was predicted and what is right, of all batches one behind the other, wherever there is a label."""
+    said: list[Any] = []
+    wanted: list[Any] = []
+    for found, right in zip(predictions, references, strict=True):
+        if isinstance(right, Tensor):
+            counted = right != IGNORED
+            found, right = found[counted].tolist(), right[counted].tolist()
+        said += found
+        wanted += right
+    return said, wanted

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
+from string import Formatter
 from typing import Any
 
 import torch
@@ -73,6 +74,34 @@ def value_of(row: Row, column: str) -> Any:
     for part in column.split("."):
         value = value[part]
     return value
+
+
+def filled(row: Row, template: str) -> str:
+    """A template with the columns that it names, as one text.
+
+    >>> filled({"a.b": "one", "c": 2}, "{a.b} and {c}")
+    'one and 2'
+
+    Raises:
+        ValueError: a column that holds nothing.
+    """
+    # Not `str.format`, which would take a column "a.b" for an attribute, and nothing for the word None.
+    return "".join(
+        text + ("" if name is None else text_of(row, name, "the template"))
+        for text, name, _, _ in Formatter().parse(template)
+    )
+
+
+def text_of(row: Row, column: str, named_by: str) -> str:
+    """The value of a column as text.
+
+    Raises:
+        ValueError: it holds nothing.
+    """
+    value = value_of(row, column)
+    if value is None:
+        raise ValueError(f"the column {column!r}, which {named_by} names, holds nothing (null).")
+    return str(value)
 
 
 def has_column(row: Row, column: str) -> bool:

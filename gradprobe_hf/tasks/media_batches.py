@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradprobe_hf.tasks.columns import IGNORED, Row, stacked, value_of
+from gradprobe_hf.tasks.columns import IGNORED, Row, stacked, text_of, value_of
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.text_batches import class_labels, target_ids
 
@@ -45,7 +45,7 @@ def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     """
     processor, (image, text) = reader.processing_class, reader.inputs
     images = [as_image(value_of(row, image)) for row in rows]
-    texts = [_with_image(processor, str(value_of(row, text)), _answer(row, reader)) for row in rows]
+    texts = [_with_image(processor, text_of(row, text, "the data set"), _answer(row, reader)) for row in rows]
     padded = {"padding": True} if len(rows) > 1 else {}
     batch = dict(processor(images=[[one] for one in images], text=texts, return_tensors="pt", **padded))
     ids = batch["input_ids"]
@@ -112,7 +112,7 @@ def _said(row: Row, reader: RowReader) -> str:
 
 
 def _answer(row: Row, reader: RowReader) -> str | None:
-    return None if reader.label is None else str(reader.raw_label(row))
+    return None if reader.label is None else text_of(row, reader.label, "label_column")
 
 
 def _with_image(processor: Any, text: str, answer: str | None) -> str:

@@ -1,6 +1,7 @@
 """Predictions: a model and a batch with labels -> what it predicts, and what is right.
 
-Labels stay tensors on the model's device: reading one would wait for it in every batch.
+Labels stay tensors on the model's device, those that count nowhere among them: to read one, or to know how many count,
+would wait for it in every batch.
 """
 
 from __future__ import annotations
@@ -19,23 +20,19 @@ Predicted = tuple[Any, Any]
 
 
 def predicted_labels(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
-    """The most likely class of each row, or of each token that has a label. Both `[labels]`."""
+    """The most likely class of each row, or of each token; the label is -100 where there is none. Both of one shape."""
     found = model(**_inputs(batch)).logits.argmax(-1)
-    labels = batch["labels"].to(found.device)
-    counted = labels != IGNORED
-    return found[counted], labels[counted]
+    return found, batch["labels"].to(found.device)
 
 
 def predicted_next(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
-    """The most likely next token, wherever the next one is a label. Both `[labels]`."""
+    """The most likely next tokens; the label is -100 where the next one is none. Both `[rows, tokens - 1]`."""
     labels = batch.get("labels")
     labels = batch["input_ids"] if labels is None else labels
     if (mask := batch.get("attention_mask")) is not None:
         labels = labels.masked_fill(mask == 0, IGNORED)
     found = model(**_inputs(batch), use_cache=False).logits.argmax(-1)[:, :-1]
-    labels = labels.to(found.device)[:, 1:]
-    counted = labels != IGNORED
-    return found[counted], labels[counted]
+    return found, labels.to(found.device)[:, 1:]
 
 
 def written_texts(model: Any, batch: Mapping[str, Any], processing_class: Any) -> Predicted:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradprobe_hf.tasks.columns import LabelNames, Row, stacked, value_of
+from gradprobe_hf.tasks.columns import LabelNames, Row, filled, stacked, value_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class RowReader:
     def input(self, row: Row) -> Any:
         """What goes in: of several columns the values, in their order."""
         if self.text_template is not None:
-            return self.text_template.format(**row)
+            return filled(row, self.text_template)
         values = tuple(value_of(row, column) for column in self.inputs)
         return values[0] if len(values) == 1 else values
 
