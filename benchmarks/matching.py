@@ -16,9 +16,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.quality_texts import TextSpec
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.report.build import versions
@@ -99,15 +96,34 @@ def main() -> None:
             known["rows"].append(row(args, name))
             whole = {"settings": asked, "rows": known["rows"], "versions": versions()}
             args.output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    show(known["rows"])
+    print(matching_table({"settings": asked, "rows": known["rows"]}))
 
 
-def show(rows: list[dict[str, Any]]) -> None:
-    table = Table("", "perplexity", "KL", "epochs", "seconds")
+def matching_table(results: dict[str, Any]) -> str:
+    """Perplexity, divergence and error of each row."""
+    rows, settings = results["rows"], results["settings"]
+    lines = [
+        "| | perplexity | KL | error on windows held out | epochs made |",
+        "|---|---:|---:|---:|---:|",
+    ]
     for made in rows:
-        kl, epochs = f"{made['kl']:.3f}", f"{made['epochs']:.1f}"
-        table.add_row(made["row"], f"{made['perplexity']:.2f}", kl, epochs, f"{made['seconds']:.0f}")
-    Console(soft_wrap=True, markup=False).print(table)
+        before, after = made["held_out"]
+        error = f"{before:.4f} → {after:.4f}" if after else ""
+        cells = (
+            "as it is" if made["row"] == "own" else made["row"],
+            f"{made['perplexity']:.2f}",
+            f"{made['kl']:.3f}",
+            error,
+            f"{made['epochs']:.1f}" if error else "",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    note = (
+        f"{settings['model']} in float32, {settings['sparsity']:.0%}, one probe and ADMM; calibration "
+        f"{settings['num_samples']} x {settings['sequence_length']} of {settings['calibration']}, evaluation "
+        f"{settings['evaluation_samples']} x {settings['sequence_length']} of {settings['evaluation']}, 1 draw; dense "
+        f"{rows[0]['dense']:.2f}. Made by `make bench-matching`."
+    )
+    return "\n".join([*lines, "", note])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.matching import matching_table
 from benchmarks.quality_tables import (
     divergence_table,
     geometric_mean,
@@ -264,6 +265,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
     "price": (MAIN, price_table),
     "stories": (("stories",), spread_table),
     "variants": (("variants",), variants_table),
+    "matching": (("matching",), matching_table),
     "texts": (("texts",), texts_table),
     "speed": (("speed",), speed_table),
     "accumulators": (("accumulators",), accumulators_table),
