@@ -3,9 +3,10 @@
 Text alone says nothing about a vision tower. Pruned without evidence it would be ruined; kept without evidence it would
 leave the whole budget to the language model, at twice the sparsity that was asked for. So it is left out of both.
 
-One forward and backward pass over a single batch usually tells; further batches are run only while something is
-unreached. An expert that is sent no token is another matter: more text would send it some, and its fused parameter is
-reached with the others.
+One forward and backward pass over a single batch usually tells: by default 1/32 of a probe, 128 samples in batches of
+4. The probe makes it again, because its accumulators are of the targets that this leaves. Further batches are run only
+while something is unreached. An expert that is sent no token is another matter: more text would send it some, and its
+fused parameter is reached with the others.
 """
 
 from __future__ import annotations
