@@ -47,6 +47,10 @@ def test_a_preset_names_the_next_ones(options, named):
     assert [one.split(" (")[0] for one in said] == named
 
 
+def test_what_trains_a_language_model_is_not_recommended_for_others():
+    assert [one.split(" (")[0] for one in next_choices(GradProbeConfig(), False)] == ["faster: preset fast"]
+
+
 def test_the_price_is_in_the_sentence():
     assert next_choices(GradProbeConfig())[1:] == [
         "faster: preset fast (0.38x the time, 1.55x the perplexity on SmolLM2-135M-Instruct at 60%)"

@@ -52,7 +52,8 @@ def print_pruning(report: Report, output: str) -> None:
         )
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
-    for choice in next_choices(GradProbeConfig.from_dict(report.config)):
+    writes = report.model["task"] == "text-generation"
+    for choice in next_choices(GradProbeConfig.from_dict(report.config), writes):
         out.print(choice)
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
 

@@ -39,11 +39,14 @@ PRICES_IN_GROUPS: dict[Preset, Price] = {
 STEPS, SECONDS, RATIO = 200, 874, 0.42
 
 
-def next_choices(config: GradProbeConfig) -> list[str]:
+def next_choices(config: GradProbeConfig, is_language_model: bool = True) -> list[str]:
     """A sentence for what is better, and one for the best preset that is clearly faster, where there are such.
 
     What is better is the best preset, and beyond that training. A method that is no preset has no measured price here,
     so nothing is said about it.
+
+    Args:
+        is_language_model: what the training is for; another model is trained as its user trains it.
     """
     prices = PRICES if config.group is None else PRICES_IN_GROUPS
     own = next((preset for preset in prices if _is(config, preset)), None)
@@ -57,7 +60,7 @@ def next_choices(config: GradProbeConfig) -> list[str]:
         f"better: train the kept weights, as examples/recover.py does ({STEPS} steps in {SECONDS} s came to "
         f"{RATIO:.2f}x the perplexity on {MEASURED_ON} at 60%, preset balanced)"
     )
-    return [further] * (better == own) + [
+    return [further] * (better == own and is_language_model) + [
         f"{word}: preset {other} ({prices[other].seconds / prices[own].seconds:.2g}x the time, "
         f"{prices[other].perplexity / prices[own].perplexity:.2f}x the perplexity on {MEASURED_ON} at {at})"
         for word, other in (("better", better), ("faster", faster))
