@@ -44,15 +44,15 @@ def print_pruning(report: Report, output: str) -> None:
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
     if report.selection:
         out.print(_choice(report.selection), style="dim")
+    writes = report.model["task"] == "text-generation"
     if report.calibration:
         out.print(
             f"calibrated on {report.calibration['source']}; what is unlike it loses more: --calibration takes your own "
-            "text",
+            f"{'text' if writes else 'data'}",
             style="dim",
         )
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
-    writes = report.model["task"] == "text-generation"
     for choice in next_choices(GradProbeConfig.from_dict(report.config), writes):
         out.print(choice)
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")

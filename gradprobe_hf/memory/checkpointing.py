@@ -37,7 +37,8 @@ def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: 
     needed = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=False)
     if needed is None:
         return True, "on: what activations would take cannot be told for this architecture"
-    sizes = f"activations of {rows} x {length} tokens take about {_gb(needed)}, and {_gb(free)} are free"
+    shape = f"{rows} x {length} tokens" if length > 1 else f"{rows} rows"  # of images, say
+    sizes = f"activations of {shape} take about {_gb(needed)}, and {_gb(free)} are free"
     if needed > ACTIVATIONS_SHARE * free:
         return True, f"on: {sizes}"
     if is_offloaded(model):
