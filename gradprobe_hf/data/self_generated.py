@@ -19,14 +19,16 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from gradprobe_hf.model.decoding import growing_cache
 from gradprobe_hf.model.families import is_causal, text_attribute
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.parameters import input_device, is_offloaded
+from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.runtime.processes import Processes
 
 # Windows in one batch of generation: what reads every weight for one token may as well write many; 128 are no faster.
 WRITTEN_AT_ONCE = 64
+WITH_CACHE = {"use_cache": True, "cache_implementation": None, "disable_compile": True}
 CACHE_BYTES = 2 * 2**30  # that keys and values of one batch may take
 
 
@@ -144,36 +146,26 @@ def _written(model: PreTrainedModel, first: Tensor, sampler: _Sampler, length: i
     device = input_device(model)
     first = first.to(device)
     new = length - first.shape[1]
-    try:
-        # Whatever the checkpoint's generation config says: options that sharpen or truncate the distribution would
-        # calibrate on another one than the model was trained on.
-        written = model.generate(
-            first,
-            attention_mask=torch.ones_like(first),
-            logits_processor=LogitsProcessorList([sampler]),
-            do_sample=False,
-            num_beams=1,
-            temperature=1.0,
-            top_k=50,
-            top_p=1.0,
-            repetition_penalty=1.0,
-            no_repeat_ngram_size=0,
-            min_new_tokens=new,  # an end-of-text token would leave a window that is not full
-            max_new_tokens=new,
-            pad_token_id=0,
-            **_cache_options(model, device),
-        )
-    finally:
-        model.__dict__.pop("_cache", None)  # `generate` keeps a static cache for its next call
+    cache = growing_cache(model, length) if device.type == "cpu" and not is_sharded(model) else None
+    # Whatever the checkpoint's generation config says: options that sharpen or truncate the distribution would
+    # calibrate on another one than the model was trained on.
+    written = model.generate(
+        first,
+        attention_mask=torch.ones_like(first),
+        logits_processor=LogitsProcessorList([sampler]),
+        do_sample=False,
+        num_beams=1,
+        temperature=1.0,
+        top_k=50,
+        top_p=1.0,
+        repetition_penalty=1.0,
+        no_repeat_ngram_size=0,
+        min_new_tokens=new,  # an end-of-text token would leave a window that is not full
+        max_new_tokens=new,
+        pad_token_id=0,
+        **({} if cache is None else {"past_key_values": cache, **WITH_CACHE}),
+    )
     return written.cpu()
-
-
-def _cache_options(model: PreTrainedModel, device: torch.device) -> dict[str, Any]:
-    """Keys and values in one buffer on a CPU, where to append to them copies all of them for every token."""
-    can = getattr(model, "_can_compile_fullgraph", False)  # what transformers asks before it takes a static cache
-    if device.type != "cpu" or not can or is_offloaded(model) or is_sharded(model):
-        return {}
-    return {"cache_implementation": "static", "disable_compile": True}
 
 
 def written_at_once(model: PreTrainedModel, length: int) -> int:
