@@ -6,8 +6,8 @@ MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
-	bench-variants bench-stories bench-rivals bench-matching bench-texts bench-accumulators bench-speed bench-memory \
-	bench-training bench-recovery bench-chat table clean
+	bench-variants bench-stories bench-rivals bench-matching bench-texts bench-mixtures bench-accumulators bench-speed \
+	bench-memory bench-training bench-recovery bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -35,8 +35,8 @@ docs: $(READY)  ## the documentation site, into build/docs; every warning is an 
 STORIES ?= $(wildcard ../shared/models/stories15M)
 STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
 
-bench: bench-quality bench-variants $(if $(STORIES),bench-stories bench-texts) bench-accumulators bench-speed \
-	bench-memory bench-training bench-recovery table
+bench: bench-quality bench-variants $(if $(STORIES),bench-stories bench-texts) $(if $(C4),bench-mixtures) \
+	bench-accumulators bench-speed bench-memory bench-training bench-recovery table
 
 # PEERS: the Python of an environment that has llm-compressor; see benchmarks/peer.py.
 PEERS ?=
@@ -107,6 +107,9 @@ bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on 
 bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
 	$(QUALITY) --texts --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \
 		--sequence-length 256 --evaluation-samples 48 $(FLAGS)
+
+bench-mixtures: $(READY) $(MODEL)  ## calibration on the model's own text, on others, and on two at once (C4)
+	$(BIN)/python -m benchmarks.mixtures --model $(MODEL) --wikitext $(WIKI_CALIBRATION) $(WIKI_TEST) --c4 "$(C4)" $(FLAGS)
 
 TRAIN_TEXT ?= $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,README.md)
 
