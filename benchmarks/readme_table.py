@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.matching import matching_table
+from benchmarks.mixtures_table import mixtures_table
 from benchmarks.quality_tables import (
     divergence_table,
     geometric_mean,
@@ -249,6 +250,7 @@ PAGES = (
     "docs/index.md",
     "docs/guides/presets.md",
     "docs/guides/classifier.md",
+    "docs/guides/text.md",
     "docs/guides/vision.md",
     "docs/method.md",
     "docs/experiments.md",
@@ -267,6 +269,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
     "variants": (("variants",), variants_table),
     "matching": (("matching",), matching_table),
     "texts": (("texts",), texts_table),
+    "mixtures": (("mixtures",), mixtures_table),
     "speed": (("speed",), speed_table),
     "accumulators": (("accumulators",), accumulators_table),
     "memory": (("memory",), memory_table),
