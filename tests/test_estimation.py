@@ -27,6 +27,7 @@ from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from tests import cases
+from tests.test_reach import llava
 
 CONFIGS = Path(__file__).parent / "configs"
 CPU = torch.device("cpu")
@@ -455,3 +456,12 @@ def test_a_forward_pass_alone_is_priced_whole():
     config = GradProbeConfig(score="wanda", num_samples=8, sequence_length=16)
     found = estimate(skeleton(model.config, type(model)), find_targets(model), config, device=CPU)
     assert found.work["resident"].flops == pytest.approx(2 * counted(model, 4, 16))
+
+
+def test_an_estimate_of_a_vision_language_model_says_that_images_come_on_top():
+    model = llava()
+    found = estimate(skeleton(model.config, type(model)), find_targets(model), cases.config(), device=CPU)
+    unseen = [target for target in find_targets(model) if "vision" in target.name]
+    (note,) = (one for one in found.notes if "image" in one)
+    assert f"calibrated on text alone, {len(unseen)} matrices" in note
+    assert unseen
