@@ -423,6 +423,44 @@ def test_options_that_cannot_be_meant(options, said):
         RecoveryConfig(**options)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tied", "gpt_neox", "opt", "mixtral"])
+def test_other_architectures(name):
+    student, masks = half_pruned(name)
+    found = trained(student, cases.build(name), steps=8, learning_rate=1e-3)
+    assert found.held_out[found.best_step] < found.held_out[0]
+    assert zeros(student, masks)[0] == 0
+
+
+@pytest.mark.slow
+def test_pruning_with_recovery_goes_on_where_it_was_killed(checkpoint, text_file, tmp_path, monkeypatch):
+    config = GradProbeConfig(
+        sparsity=0.5, probes=1, update="obs", num_samples=4, sequence_length=16, recovery_steps=60, save_every=1
+    )
+    options = {"calibration": str(text_file), "evaluation": False, "progress": False, "apply": False}
+
+    def pruned(folder):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint)
+        tokenizer = cases.tokenizer()
+        found = prune_pretrained(model, config, processing_class=tokenizer, resume_dir=tmp_path / folder, **options)
+        return {name: values.clone() for name, values in found.recovered.items()}
+
+    whole, save = pruned("whole"), Trainer._save_checkpoint
+
+    def killed(self, *args):
+        save(self, *args)
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save_checkpoint", killed)
+        with pytest.raises(KilledError):
+            pruned("run")
+    assert (tmp_path / "run" / "recovery" / "checkpoint-50").is_dir()
+    resumed = pruned("run")
+    assert all(torch.equal(values, resumed[name]) for name, values in whole.items())
+    assert not (tmp_path / "run").exists()
+
+
 def _in_two(folder):
     processes = join_processes()
     student, masks = half_pruned()
