@@ -37,6 +37,7 @@ ORDER = [
     "training",
     "recovery",
     "pruning",
+    "profiling",
     "cli",
 ]
 

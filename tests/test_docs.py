@@ -5,12 +5,11 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
-import gradprobe_hf
-import gradprobe_hf.training
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.cli.main import parser
 
@@ -42,8 +41,7 @@ def test_commands_parse(arguments):
 def test_snippets_use_what_there_is(where, text):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("gradprobe_hf"):
-            package = gradprobe_hf if node.module == "gradprobe_hf" else gradprobe_hf.training
-            assert all(hasattr(package, alias.name) for alias in node.names), where
+            assert all(hasattr(import_module(node.module), alias.name) for alias in node.names), where
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "GradProbeConfig":
             known = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
             GradProbeConfig(**{name: ast.literal_eval(value) for name, value in known.items()})

@@ -35,6 +35,10 @@ VERBS = {
         "DIR [options]",
         "Count the zeros in a checkpoint's files, per matrix and block, and find the n:m patterns that hold.",
     ),
+    "profile": (
+        "script FILE.py [options] [-- ARGUMENTS]",
+        "Find out where the time of a training script goes, and which of its lines waste some.",
+    ),
 }
 INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C
 
@@ -80,7 +84,8 @@ def parser(chosen: str = "") -> CommandParser:
         if name == chosen:
             module = import_module(f"gradprobe_hf.cli.{name}")
             module.add_arguments(verb)
-            verb.add_options("json")
+            if "--json" not in verb._option_string_actions:  # a script's own output is on standard output, too
+                verb.add_options("json")
             verb.set_defaults(run=module.run)
             top.chosen = verb
     return top

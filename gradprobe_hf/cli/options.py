@@ -97,6 +97,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
         self.chosen: CommandParser = self  # of the verb that was chosen
         self.needed: list[str] = []
+        self.passes_on = False  # whether what follows -- is for somebody else: `options.passed_on`
 
     def error(self, message: str) -> NoReturn:
         if message.endswith("required: VERB"):
@@ -104,7 +105,11 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"gradprobe: error: {message.rstrip('.')}; see {self.prog} --help\n")
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        options, rest = self.parse_known_args(args, namespace)
+        args = list(sys.argv[1:] if args is None else args)
+        cut = args.index("--") if self.chosen.passes_on and "--" in args else len(args)
+        options, rest = self.parse_known_args(args[:cut], namespace)
+        if self.chosen.passes_on:
+            options.passed_on = args[cut + 1 :]
         # argparse takes an optional positional to be missing when an option comes first.
         if rest and not rest[0].startswith("-") and getattr(options, "model", "") is None:
             options.model = rest.pop(0)

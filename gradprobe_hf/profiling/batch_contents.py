@@ -1,0 +1,44 @@
+"""What is in a batch: samples, tokens, padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradprobe_hf.profiling.observation import Contents
+
+
+def contents_of(batch: Any) -> Contents | None:
+    """Of a batch as a data loader hands it out; None where there is no tensor in it."""
+    # Counted while other code is watched for the same calls.
+    with torch._C.DisableTorchFunction():
+        tensors = list(batch.values()) if isinstance(batch, Mapping) else batch
+        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
+        first = next((one for one in tensors if isinstance(one, Tensor) and one.ndim), None) if tensors else None
+        if first is None:
+            return None
+        named = batch if isinstance(batch, Mapping) else {}
+        ids, mask = named.get("input_ids"), named.get("attention_mask")
+        tokens = ids.numel() if isinstance(ids, Tensor) else None
+        # A mask of another shape says which token sees which.
+        padding = None
+        if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape:
+            padding = int(mask.eq(0).sum())
+        return Contents(1, len(first), tokens, padding)
+
+
+def added(batches: list[Contents], steps: int) -> Contents | None:
+    """All batches of some steps. Tokens and padding only if every batch tells."""
+    if not batches or not steps:
+        return None
+    tokens = [one.tokens for one in batches if one.tokens is not None]
+    padding = [one.padding for one in batches if one.padding is not None]
+    return Contents(
+        steps,
+        sum(one.samples for one in batches),
+        sum(tokens) if len(tokens) == len(batches) else None,
+        sum(padding) if len(padding) == len(batches) else None,
+    )

@@ -1,0 +1,74 @@
+"""Profile a run of a Trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from gradprobe_hf.profiling.recorder import Recorder
+from gradprobe_hf.profiling.report import ProfileReport
+from gradprobe_hf.profiling.schedule import Schedule
+
+
+class ProfileCallback(TrainerCallback):
+    """Observe some steps of `trainer.train()`, and leave the others alone.
+
+    A step is an optimizer step, with all the batches that are accumulated for it.
+
+    Args:
+        schedule: how many steps are observed, and how.
+        save: file for the report, Markdown if it ends in .md, JSON otherwise; the main process writes it, as soon as
+            all steps were seen, or when training ends.
+
+    Use it as a context manager around `trainer.train()` for the report of a run that fails or is interrupted.
+
+    Example:
+        >>> Trainer(model, args, train_dataset=rows, callbacks=[ProfileCallback(save="report.md")])  # doctest: +SKIP
+    """
+
+    def __init__(self, schedule: Schedule | None = None, *, save: str | Path | None = None) -> None:
+        self._schedule, self._save = schedule or Schedule(), save
+        self._recorder: Recorder | None = None
+        self._writes = True
+
+    def report(self) -> ProfileReport:
+        """Of what was seen so far.
+
+        Raises:
+            RuntimeError: training has not begun.
+        """
+        if self._recorder is None:
+            raise RuntimeError("Training has not begun: call trainer.train() first.")
+        return ProfileReport(self._recorder.observation())
+
+    def finish(self) -> None:
+        """Observe no more. Harmless at any time."""
+        if self._recorder is not None and self._recorder.phase is not None:
+            self._recorder.stop()
+            self._write()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.finish()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.finish()  # of an earlier run that failed
+        self._writes = state.is_world_process_zero
+        self._recorder = Recorder(self._schedule, finished=self._write)
+        self._recorder.start()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.finish()
+
+    def _write(self) -> None:
+        if self._save is not None and self._writes:
+            self.report().save(self._save)

@@ -1,0 +1,76 @@
+"""Profile a loop of one's own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch import nn
+
+from gradprobe_hf.profiling.recorder import Recorder
+from gradprobe_hf.profiling.report import ProfileReport
+from gradprobe_hf.profiling.schedule import Schedule
+
+logger = logging.getLogger(__name__)
+
+
+class Profiler:
+    """What `profiled` gives to the loop."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+
+    def step(self) -> None:
+        """A step has ended. Without it, a step ends with the optimizer's."""
+        self._recorder.step()
+
+    @property
+    def done(self) -> bool:
+        """Whether all steps of the schedule were seen; nothing is observed any more."""
+        return self._recorder.phase is None
+
+    def report(self) -> ProfileReport:
+        """Of what was seen so far."""
+        return ProfileReport(self._recorder.observation())
+
+
+@contextmanager
+def profiled(
+    model: nn.Module | None = None, *, schedule: Schedule | None = None, save: str | Path | None = None
+) -> Iterator[Profiler]:
+    """Find out where the time of a training loop goes.
+
+    Args:
+        model: whose forward pass is a stage. Default: what holds the parameters of the first optimizer that steps.
+        schedule: how many steps are observed, and how. Behind them the loop runs unobserved.
+        save: file for the report, Markdown if it ends in .md, JSON otherwise. It is written however the loop ends.
+
+    Yields:
+        A `Profiler`, whose `report()` is good during the loop and behind it.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> rows = torch.utils.data.DataLoader(torch.randn(30, 8))
+        >>> with profiled(model) as profiler:
+        ...     for batch in rows:
+        ...         loss = model(batch).square().mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        >>> list(profiler.report().shares)
+        ['data loading', 'forward', 'backward', 'optimizer', 'other']
+    """
+    recorder = Recorder(schedule or Schedule(), model)
+    profiler = Profiler(recorder)
+    recorder.start()
+    try:
+        yield profiler
+    finally:
+        recorder.stop()
+        if save is not None:
+            profiler.report().save(save)
+            logger.info("profile: %s", save)

@@ -1,0 +1,187 @@
+"""The report: an observation, read. The same numbers go into JSON, Markdown and the terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Self
+
+from gradprobe_hf.profiling.findings import Finding, findings_of
+from gradprobe_hf.profiling.observation import Observation
+
+
+@dataclass(frozen=True)
+class ProfileReport:
+    """Where a step goes, and what could be had.
+
+    Example:
+        >>> report = ProfileReport(observation)  # doctest: +SKIP
+        >>> report.save("report.json")  # doctest: +SKIP
+        >>> print(report.markdown())  # doctest: +SKIP
+    """
+
+    observation: Observation
+
+    @cached_property
+    def _found(self) -> tuple[list[Finding], dict[str, str]]:
+        return findings_of(self.observation)
+
+    @property
+    def findings(self) -> list[Finding]:
+        """The dearest first."""
+        return self._found[0]
+
+    @property
+    def not_evaluable(self) -> dict[str, str]:
+        """Kinds of findings that this run cannot tell -> why."""
+        return self._found[1]
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Stage -> its share of a step; empty if the run ended in its warm-up."""
+        total = sum(self.observation.stages.values())
+        return {stage: seconds / total for stage, seconds in self.observation.stages.items()} if total else {}
+
+    @property
+    def step_seconds(self) -> dict[str, float] | None:
+        """Of the steps that were only timed."""
+        timed = self.observation.timed
+        if not timed:
+            return None
+        return {"mean": fmean(timed), "median": median(timed), "min": min(timed), "max": max(timed)}
+
+    @property
+    def throughput(self) -> dict[str, float]:
+        """Samples and tokens a second, of this process, where batches tell. Known padding does not count."""
+        contents, seconds = self.observation.contents, self.step_seconds
+        if contents is None or seconds is None:
+            return {}
+        counts = {"samples": contents.samples, "tokens": contents.tokens}
+        if contents.tokens is not None and contents.padding:
+            counts["tokens"] = contents.tokens - contents.padding
+        per_step = {name: count / contents.steps for name, count in counts.items() if count is not None}
+        return {f"{name}_per_second": count / seconds["mean"] for name, count in per_step.items()}
+
+    @property
+    def slowdown(self) -> float | None:
+        """A step under torch.profiler / a timed one, by their medians."""
+        timed, traced = self.observation.timed, self.observation.traced
+        return median(traced) / median(timed) if timed and traced else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, ready for JSON; `observed` is what `read` makes the same report from."""
+        return {
+            "complete": self.observation.complete,
+            "device": self.observation.device,
+            "step_seconds": self.step_seconds,
+            "stages": self.shares,
+            "throughput": self.throughput,
+            "profiled_step_slowdown": self.slowdown,
+            "findings": [{**asdict(one), "severity": one.severity} for one in self.findings],
+            "not_evaluable": self.not_evaluable,
+            "operators": [asdict(one) for one in self.observation.operators],
+            "observed": self.observation.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        return cls(Observation.from_dict(values["observed"]))
+
+    @classmethod
+    def read(cls, path: str | Path) -> Self:
+        """A report that `save` wrote.
+
+        Raises:
+            ValueError: it is none.
+        """
+        try:
+            return cls.from_dict(json.loads(Path(path).read_text(encoding="utf-8")))
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is no report of `gradprobe profile`: {error!r}.") from error
+
+    def save(self, path: str | Path) -> None:
+        """As Markdown if the name ends in .md, as JSON otherwise."""
+        Path(path).write_text(self.markdown() if Path(path).suffix == ".md" else self.json(), encoding="utf-8")
+
+    def json(self) -> str:
+        """All of it, with what was observed."""
+        return json.dumps(self.to_dict(), indent=2)
+
+    def markdown(self) -> str:
+        """A page with the same tables as the terminal."""
+        lines = ["# Where the time goes", "", *(f"{line}  " for line in self.summary())]
+        for title, header, rows in self.tables():
+            lines += ["", f"## {title}", "", _row(header), _row(["---"] * len(header)), *map(_row, rows)]
+        return "\n".join(lines) + "\n"
+
+    def summary(self) -> list[str]:
+        """A few lines in front of the tables."""
+        seen, seconds = self.observation, self.step_seconds
+        lines = [] if seen.complete else ["The run ended before all steps of the schedule were seen."]
+        if seconds is None:
+            why = (
+                f"the run ended behind {seen.warmup} steps, all of its warm-up"
+                if seen.warmup
+                else "no step of a torch.optim optimizer was seen. In a loop without one, use "
+                "gradprobe_hf.profiling.profiled(model) and call .step() at the end of each step"
+            )
+            return [f"Nothing was measured: {why}."]
+        lines.append(
+            f"A step takes {_ms(seconds['mean'])} on {seen.device} ({_ms(seconds['min'])} to {_ms(seconds['max'])}, "
+            f"{len(seen.timed)} steps behind the warm-up)."
+        )
+        if rates := self.throughput:
+            told = (f"{rate:,.4g} {name.removesuffix('_per_second')}" for name, rate in rates.items())
+            lines.append(f"{' and '.join(told)} a second.")
+        if self.slowdown is not None:
+            lines.append(
+                f"A step under torch.profiler took {self.slowdown:.2f} times as long; it is in no figure but that."
+            )
+        if not any(one.severity != "low" for one in self.findings):
+            lines.append("No finding takes 1% of a step.")
+        return lines
+
+    def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:
+        """(title, header, rows) of every table that has rows."""
+        seen = self.observation
+        traced = sum(seen.traced)
+        tables = [
+            ("Stages", ["stage", "share of the step"], [[name, f"{share:.1%}"] for name, share in self.shares.items()]),
+            (
+                "Findings",
+                ["share", "kind", "line", "evidence", "remedy"],
+                [
+                    [
+                        f"{one.share:.2%}",
+                        one.kind,
+                        f"{one.file}:{one.line}" if one.file else "-",
+                        one.evidence,
+                        one.remedy,
+                    ]
+                    for one in self.findings
+                ],
+            ),
+            ("Not evaluable", ["kind", "why"], [[kind, why] for kind, why in self.not_evaluable.items()]),
+            (
+                "Operators",
+                ["operator", "calls a step", "share of a traced step"],
+                [
+                    [one.name, f"{one.count / len(seen.traced):.3g}", f"{one.seconds / traced:.1%}"]
+                    for one in seen.operators[:10]
+                    if seen.traced
+                ],
+            ),
+        ]
+        return [table for table in tables if table[2]]
+
+
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:,.3g} ms"

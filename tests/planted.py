@@ -1,0 +1,81 @@
+"""A training loop with faults that can be planted in it, each on a line with a comment that names it."""
+
+from __future__ import annotations
+
+import inspect
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from gradprobe_hf.profiling import Schedule, profiled
+
+SHORT = Schedule(warmup=2, timed=3, traced=1, located=3)
+WIDTH = 192
+
+
+class Rows(Dataset):
+    def __init__(self, sleep=0.0):
+        self.sleep, self.slept = sleep, []
+
+    def __len__(self):
+        return 4096
+
+    def __getitem__(self, index):
+        if self.sleep:
+            start = time.perf_counter()
+            time.sleep(self.sleep)
+            self.slept.append(time.perf_counter() - start)
+        return torch.full((WIDTH,), index / 4096)
+
+
+class Net(nn.Module):
+    def __init__(self, fault=""):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.fault = fault
+
+    def forward(self, x):
+        if self.fault == "constant tensor":
+            x = x + torch.triu(torch.ones(WIDTH, WIDTH), diagonal=1).mean()  # constant tensor
+        for layer in self.layers:
+            x = torch.relu(layer(x))
+        return x
+
+
+def norm_of(model):
+    total = 0.0
+    for parameter in model.parameters():
+        total = total + parameter.grad.detach().norm() ** 2  # norms one by one
+    return total
+
+
+def train(fault="", steps=64, schedule=SHORT, batch_size=64, rows=None, save=None, at_end=None):
+    """The report of a loop; `at_end` is called with the step number at the end of each step."""
+    torch.manual_seed(0)
+    model = Net(fault)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with profiled(schedule=schedule, save=save) as profiler:
+        for step, batch in enumerate(DataLoader(rows or Rows(), batch_size)):  # data loading
+            loss = model(batch).square().mean()
+            loss.backward()
+            if fault == "norms one by one":
+                norm_of(model)
+            if fault == "synchronization":
+                loss.item()  # synchronization
+            if fault == "print":
+                print(loss)  # print
+            optimizer.step()
+            optimizer.zero_grad()
+            if at_end:
+                at_end(step)
+            if profiler.done or step == steps:
+                break
+    return profiler.report()
+
+
+def line_of(fault):
+    """Where a fault stands."""
+    lines = inspect.getsource(inspect.getmodule(line_of)).splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"  # {fault}"))

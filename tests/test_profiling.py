@@ -1,0 +1,370 @@
+"""Profiling: planted faults are found with their line, a clean loop is silent, and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+from torch.overrides import _get_current_function_mode
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from transformers import Trainer
+
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
+from gradprobe_hf.profiling.findings import CHECKS, findings_of
+from gradprobe_hf.profiling.observation import Compilation
+from gradprobe_hf.profiling.places import Place
+from tests import cases, planted, trainers
+
+HERE = Path(__file__)
+LOCATED = ["synchronization", "print", "constant tensor", "norms one by one"]
+
+
+@pytest.fixture(autouse=True)
+def untouched():
+    """Whatever a test does, torch is as it was; and no test before it has compiled anything."""
+    if "torch._dynamo.utils" in sys.modules:
+        torch._dynamo.utils.clear_compilation_metrics()
+    marks = [torch.autograd.backward, _BaseDataLoaderIter.__next__]
+    yield
+    assert [torch.autograd.backward, _BaseDataLoaderIter.__next__] == marks
+    assert not torch_optimizer._global_optimizer_pre_hooks
+    assert not torch_optimizer._global_optimizer_post_hooks
+    assert _get_current_function_mode() is None
+
+
+def kinds(report, least=0.0):
+    return {one.kind for one in report.findings if one.share >= least}
+
+
+@pytest.mark.parametrize("fault", LOCATED)
+def test_a_planted_fault_is_found_with_its_line(fault, capsys):
+    report = planted.train(fault)
+    found = [one for one in report.findings if one.kind == fault]
+    assert [(one.file, one.line) for one in found] == [("tests/planted.py", planted.line_of(fault))]
+    assert 0 < found[0].share < 1
+    assert not (kinds(report) & set(LOCATED)) - {fault}
+
+
+def test_a_clean_loop_is_silent():
+    made = [torch.rand(1024, planted.WIDTH)] * 40
+    report = planted.train(rows=made, batch_size=None, schedule=Schedule(2, 8, 1, 3))
+    assert not kinds(report) & set(LOCATED)
+    assert not kinds(report, least=0.01)
+    assert "No finding takes 1% of a step." in report.markdown()
+    assert set(report.not_evaluable) == {"padding"}
+    assert report.observation.complete
+
+
+def test_a_loader_that_is_waited_for():
+    report = planted.train(rows=planted.Rows(sleep=2e-3), batch_size=8)
+    found = next(one for one in report.findings if one.kind == "data loading")
+    assert (found.file, found.line) == ("tests/planted.py", planted.line_of("data loading"))
+    assert found.share == pytest.approx(report.shares["data loading"], abs=0.02)
+    assert found.severity == "high"
+    assert "Rows; no worker" in found.evidence
+
+
+def test_shares_are_of_all_of_a_step():
+    report = planted.train()
+    assert sum(report.shares.values()) == pytest.approx(1)
+    assert all(report.shares[stage] > 0 for stage in ("data loading", "forward", "backward", "optimizer", "other"))
+    seen = report.observation
+    assert sum(seen.stages.values()) == pytest.approx(sum(seen.timed), rel=0.05)
+    assert report.throughput == {"samples_per_second": pytest.approx(64 / report.step_seconds["mean"])}
+    assert {"aten::addmm", "aten::mm"} & {one.name for one in seen.operators}
+
+
+def test_the_schedule_is_kept_and_the_rest_unobserved():
+    report = planted.train(schedule=Schedule(1, 2, 3, 4))
+    seen = report.observation
+    assert (len(seen.timed), len(seen.traced), seen.located) == (2, 3, 4)
+    with pytest.raises(ValueError, match=r"warmup must be a number of steps, at least 1, got 0\."):
+        Schedule(warmup=0)
+
+
+def test_steps_that_the_loop_marks_itself():
+    """Without an optimizer; `.step()` also wins over the optimizer's steps."""
+    model = planted.Net("constant tensor")
+    with profiled(model, schedule=planted.SHORT) as profiler:
+        while not profiler.done:
+            model(torch.ones(4, planted.WIDTH))
+            profiler.step()
+    report = profiler.report()
+    assert report.shares["forward"] > report.shares["backward"] == 0
+    assert "constant tensor" in kinds(report)
+    assert report.not_evaluable["data loading"] == "no torch DataLoader was used in a step"
+
+
+def test_the_loop_knows_better_than_its_optimizer():
+    """Steps that are marked count, not the optimizer's two in each."""
+    model = planted.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    count = 0
+    with profiled(model, schedule=Schedule(1, 2, 1, 1)) as profiler:
+        while not profiler.done:
+            for _ in range(2):
+                model(torch.ones(1, planted.WIDTH)).mean().backward()
+                optimizer.step()
+            profiler.step()
+            count += 1
+    assert count == 5
+    assert profiler.report().shares["optimizer"] > 0
+
+
+def test_what_changes_is_not_constant():
+    model = planted.Net()
+    with profiled(model, schedule=planted.SHORT) as profiler:
+        while not profiler.done:
+            torch.triu(torch.rand(8, 8))
+            profiler.step()
+    assert "constant tensor" not in kinds(profiler.report())
+
+
+def test_an_interrupted_loop_leaves_a_report(tmp_path):
+    def interrupt(step):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        planted.train("synchronization", save=tmp_path / "report.json", at_end=interrupt)
+    report = ProfileReport.read(tmp_path / "report.json")
+    assert len(report.observation.timed) == 2
+    assert not report.observation.complete
+    assert report.shares["data loading"] > 0
+    assert report.not_evaluable["synchronization"] == "the run ended before lines were looked for"
+    assert "The run ended before all steps of the schedule were seen." in report.markdown()
+
+
+def test_a_loop_that_ends_in_its_warm_up():
+    report = planted.train(steps=0)
+    assert set(report.not_evaluable) == set(CHECKS)
+    assert "Nothing was measured: the run ended behind 1 steps" in report.markdown()
+    assert not report.findings
+    json.loads(report.json())
+
+
+def test_one_observation_is_one_report(tmp_path, capsys):
+    """Read twice, and in two forms: the same findings, shares and lines."""
+    report = planted.train("print")
+    for name in ("report.json", "report.md"):
+        report.save(tmp_path / name)
+    again = ProfileReport.read(tmp_path / "report.json")
+    assert again.json() == report.json()
+    assert again.markdown() == (tmp_path / "report.md").read_text()
+    said = json.loads((tmp_path / "report.json").read_text())
+    rows = re.findall(r"^\| ([\d.]+)% \| ([\w ]+) \| ([^|]+) \|", again.markdown(), flags=re.M)
+    assert [(kind, line.strip()) for _, kind, line in rows] == [
+        (one["kind"], f"{one['file']}:{one['line']}") for one in said["findings"]
+    ]
+    assert [float(share) for share, *_ in rows] == [round(one["share"] * 100, 2) for one in said["findings"]]
+    for stage, share in said["stages"].items():
+        assert f"| {stage} | {share:.1%} |" in again.markdown()
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match="is no report of `gradprobe profile`"):
+        ProfileReport.read(tmp_path / "other.json")
+
+
+def test_a_trainer(tmp_path):
+    """Padding, tokens, stages; the lines of the Trainer itself belong to the call of `train`."""
+
+    def padded(rows):
+        ids = torch.stack([row["input_ids"] for row in rows])
+        mask = torch.ones_like(ids)
+        mask[:, 6:] = 0
+        return {"input_ids": ids, "labels": ids, "attention_mask": mask}
+
+    class Loud(Trainer):
+        def compute_loss(self, *arguments, **more):
+            loss = super().compute_loss(*arguments, **more)
+            bool(loss > 0)  # a planted one
+            return loss
+
+    callback = ProfileCallback(planted.SHORT, save=tmp_path / "report.json")
+    options = trainers.arguments(tmp_path, max_steps=12, logging_steps=100)
+    Loud(
+        cases.build("llama"), options, train_dataset=trainers.Rows(), data_collator=padded, callbacks=[callback]
+    ).train()
+    report = ProfileReport.read(tmp_path / "report.json")
+    lines = HERE.read_text().splitlines()
+    found = [lines[one.line - 1].strip() for one in report.findings if one.kind == "synchronization"]
+    assert "bool(loss > 0)  # a planted one" in found
+    assert report.shares["forward"] > 0.1
+    assert report.shares["backward"] > 0.1
+    padding = next(one for one in report.findings if one.kind == "padding")
+    assert padding.evidence.startswith("50.0% of the tokens")
+    assert padding.share == pytest.approx(0.5 * (report.shares["forward"] + report.shares["backward"]))
+    per_step = report.throughput["tokens_per_second"] * report.step_seconds["mean"]
+    assert per_step == pytest.approx(2 * 6)
+
+
+def test_a_callback_has_no_report_before_training():
+    with pytest.raises(RuntimeError, match=r"call trainer\.train\(\) first"):
+        ProfileCallback().report()
+
+
+def test_what_was_compiled_is_a_finding():
+    seen = replace(planted.train().observation, timed=(1.0, 2.0, 1.0))
+    compiled = Compilation(Place("train.py", 7, "step"), 3, 0.8, "size mismatch at index 0")
+    found = findings_of(replace(seen, compilations=(compiled,)))[0][0]
+    assert (found.kind, found.file, found.line, found.share) == ("recompilation", "train.py", 7, pytest.approx(0.2))
+    assert "compiled 3 times in 3 steps" in found.evidence
+    assert "size mismatch" in found.evidence
+
+
+@pytest.mark.slow
+def test_recompilation():
+    """A function that is compiled anew for each new shape."""
+
+    @torch.compile(backend="eager", dynamic=False)
+    def scaled(x, by):
+        return x * by
+
+    model = planted.Net()
+    with profiled(model, schedule=Schedule(1, 3, 1, 1)) as profiler:
+        for step in range(6):
+            model(scaled(torch.ones(step + 2, planted.WIDTH), 2.0))
+            profiler.step()
+    report = profiler.report()
+    found = next(one for one in report.findings if one.kind == "recompilation")
+    assert found.evidence.startswith("compiled 3 times in 3 steps")
+    assert HERE.read_text().splitlines()[found.line - 1].strip() in (
+        "def scaled(x, by):",
+        '@torch.compile(backend="eager", dynamic=False)',
+    )
+    assert report.observation.complete
+    assert "torch.compile was used" in report.not_evaluable["synchronization"]
+    torch._dynamo.reset()
+
+
+SCRIPT = """
+import sys
+from dataclasses import replace
+import torch
+
+print("arguments:", sys.argv[1:])
+model = torch.nn.Linear(64, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[2]))
+for step in range(int(sys.argv[4])):
+    loss = model(torch.ones(4, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.item()
+    {fault}
+print("the end")
+"""
+
+
+def profile(tmp_path, capsys, *flags, fault="", steps=50):
+    (tmp_path / "train.py").write_text(SCRIPT.format(fault=fault))
+    command = ["profile", "script", str(tmp_path / "train.py"), "--json", str(tmp_path / "report.json"), *flags]
+    try:
+        code = main([*command, "--", "--lr", "1e-3", "--steps", str(steps)])
+    except SystemExit as end:
+        code = end.code
+    return code, *capsys.readouterr(), ProfileReport.read(tmp_path / "report.json")
+
+
+def test_a_script(tmp_path, capsys):
+    code, said, _, report = profile(tmp_path, capsys, "--timed", "4", "--markdown", str(tmp_path / "report.md"))
+    assert code == 0
+    assert "arguments: ['--lr', '1e-3', '--steps', '50']" in said
+    assert "the end" not in said
+    assert len(report.observation.timed) == 4
+    found = next(one for one in report.findings if one.kind == "synchronization")
+    assert (found.file, found.line) == (str(tmp_path / "train.py"), 13)
+    assert f"{found.file}:13" in said
+    assert (tmp_path / "report.md").read_text() == report.markdown()
+    assert "the end" in profile(tmp_path, capsys, "--whole-run")[1]
+
+
+def test_a_script_that_fails_or_is_interrupted(tmp_path, capsys):
+    code, said, errors, report = profile(tmp_path, capsys, fault="if step == 6: raise ValueError('mine')")
+    assert code == 1
+    assert "ValueError: mine" in errors
+    assert "Traceback" in errors
+    assert not report.observation.complete
+    code, said, _, report = profile(tmp_path, capsys, fault="if step == 6: raise KeyboardInterrupt")
+    assert code == 130
+    assert len(report.observation.timed) == 4  # steps 3 to 6
+    assert "before all steps" in said
+
+
+def test_a_script_without_a_loop(tmp_path, capsys):
+    _, said, _, report = profile(tmp_path, capsys, steps=0)
+    assert "Nothing was measured: no step of a torch.optim optimizer was seen" in said
+    assert not report.observation.timed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["profile", "script", "no/such.py"], "there is no script 'no/such.py'"),
+        (
+            ["profile", "script", __file__, "--json", "no/folder/report.json"],
+            "--json no/folder/report.json: name a file",
+        ),
+        (["profile", "script", __file__, "--timed", "0"], "--timed must be a number of steps, at least 1, got 0"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, capsys):
+    assert main(arguments) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.3, 0.7])
+def test_the_share_of_a_slow_loader(share):
+    """Within 10% of what it is, by the data set's own clock."""
+    schedule = Schedule(3, 20, 1, 1)
+    own = planted.train(schedule=schedule, batch_size=8).step_seconds["median"]
+    rows = planted.Rows(sleep=share / (1 - share) * own / 8)
+    report = planted.train(schedule=schedule, batch_size=8, rows=rows)
+    timed = rows.slept[8 * 3 : 8 * 23]
+    found = next(one for one in report.findings if one.kind == "data loading")
+    assert found.share == pytest.approx(sum(timed) / sum(report.observation.timed), rel=0.1)
+
+
+@pytest.mark.slow
+def test_what_profiling_costs():
+    """Steps under torch.profiler take less than twice as long, where a step takes milliseconds."""
+    made = [torch.rand(1024, planted.WIDTH)] * 60
+    report = planted.train(rows=made, batch_size=None, schedule=Schedule(3, 20, 20, 3))
+    assert report.slowdown < 2
+
+
+def test_accumulated_batches_are_one_step():
+    model = planted.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with profiled(model, schedule=planted.SHORT) as profiler:
+        for number, rows in enumerate(DataLoader(planted.Rows(), 4)):
+            model(rows).mean().backward()
+            if number % 3 == 2:
+                optimizer.step()
+            if profiler.done:
+                break
+    report = profiler.report()
+    assert report.throughput["samples_per_second"] * report.step_seconds["mean"] == pytest.approx(12)
+
+
+@pytest.mark.slow
+def test_the_example_and_its_mended_twin(tmp_path):
+    """All of the faults that its first line speaks of, and none of them where they are mended."""
+    found = {}
+    for flags in ([], ["--mended"]):
+        path = tmp_path / "report.json"
+        command = [sys.executable, "-m", "gradprobe_hf", "profile", "script", "examples/slow_training.py"]
+        subprocess.run([*command, "--json", path, "--", *flags], check=True, cwd=HERE.parent.parent)
+        found[len(flags)] = ProfileReport.read(path)
+    assert kinds(found[0]) == {*LOCATED, "data loading", "padding"}
+    assert not kinds(found[1]) & {*LOCATED, "padding"}
+    assert found[1].throughput["tokens_per_second"] > found[0].throughput["tokens_per_second"]
