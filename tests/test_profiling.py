@@ -260,7 +260,7 @@ for step in range(int(sys.argv[4])):
     optimizer.zero_grad()
     loss.item()
     {fault}
-print("the end")
+print("the last line")
 """
 
 
@@ -278,13 +278,13 @@ def test_a_script(tmp_path, capsys):
     code, said, _, report = profile(tmp_path, capsys, "--timed", "4", "--markdown", str(tmp_path / "report.md"))
     assert code == 0
     assert "arguments: ['--lr', '1e-3', '--steps', '50']" in said
-    assert "the end" not in said
+    assert "the last line" not in said
     assert len(report.observation.timed) == 4
     found = next(one for one in report.findings if one.kind == "synchronization")
     assert (found.file, found.line) == (str(tmp_path / "train.py"), 13)
     assert f"{found.file}:13" in said
     assert (tmp_path / "report.md").read_text() == report.markdown()
-    assert "the end" in profile(tmp_path, capsys, "--whole-run")[1]
+    assert "the last line" in profile(tmp_path, capsys, "--whole-run")[1]
 
 
 def test_a_script_that_fails_or_is_interrupted(tmp_path, capsys):

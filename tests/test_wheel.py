@@ -44,7 +44,7 @@ def test_the_wheel_has_every_module_and_the_template(wheel):
     with zipfile.ZipFile(wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "gradprobe_hf").rglob("*.py")}
-    others = {"py.typed", "model_cards/__init__.py", "model_cards/template.md"}
+    others = {"py.typed", *(f"model_cards/{name}" for name in ("__init__.py", "template.md", "recovered.md"))}
     assert names == modules | {f"gradprobe_hf/{name}" for name in others}
 
 
