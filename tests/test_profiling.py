@@ -247,7 +247,6 @@ def test_recompilation():
 
 SCRIPT = """
 import sys
-from dataclasses import replace
 import torch
 
 print("arguments:", sys.argv[1:])
