@@ -6,7 +6,8 @@ MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
-	bench-variants bench-stories bench-rivals bench-matching bench-texts bench-mixtures bench-accumulators bench-speed \
+	bench-variants bench-stories bench-structured bench-rivals bench-matching bench-texts bench-mixtures \
+	bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
@@ -103,6 +104,10 @@ RIVALS := "sparsegpt, owl" "sparsegpt, budgets of one probe" "sparsegpt + admm, 
 bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on the model of 15M
 	$(STORIES15M) --seed 0 --methods $(EQUALS) $(RIVALS) --columns 0.5 0.6 0.7 2:4 \
 		--output benchmarks/results/rivals.json $(FLAGS)
+
+bench-structured: $(READY)  ## whole channels, heads and blocks of the model of 15M
+	$(BIN)/python -m benchmarks.structured --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
+		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
 bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
 	$(QUALITY) --texts --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \

@@ -163,6 +163,7 @@ def prune_pretrained(
         context.processes,
         decision.new_weights,
         NewWeights() if recovered is None else recovered.parameters,
+        decision.removal,
     )
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
     with result.applied(keep=apply):
@@ -219,7 +220,7 @@ class _Destination:
         processes, model = context.processes, context.model
         takes_part = processes.is_main or is_sharded(model)  # shards are gathered by all
         if self.output_dir is not None and takes_part:
-            made = Checkpoint(model, result.processing_class, result.config, result.report)
+            made = Checkpoint(model, result.processing_class, result.config, result.report, result.removal)
             with context.stopwatch("save"):
                 write_checkpoint(
                     self.output_dir, made, overwrite=self.overwrite, where=self.repo_id, writes=processes.is_main

@@ -216,7 +216,7 @@ def workload(model: PreTrainedModel, batches: Sequence[dict], **options: Any) ->
 
 def config(**options: Any) -> GradProbeConfig:
     """Options of most tests: two probes where no method is given, so that the masks are all that changes."""
-    plain = {} if {"preset", "pattern", *METHOD} & set(options) else {"probes": 2}
+    plain = {} if {"preset", "pattern", "structure", *METHOD} & set(options) else {"probes": 2}
     return GradProbeConfig(**plain, **options)
 
 

@@ -22,6 +22,7 @@ ORDER = [
     "scores",
     "updates",
     "decisions",
+    "structures",
     "config",
     "selection",
     "probe",

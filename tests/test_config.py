@@ -134,6 +134,7 @@ GIVEN = {
     "max_matrix_sparsity": 0.9,
     "rounds": (0.2, 0.5),
     "max_metric_drop": 0.1,
+    "structure": {"ffn": 0.3},
 }
 REFUSALS = [
     *(({"score": name}, other, why) for name, row in SCORES.items() for other, why in row.refuses.items()),

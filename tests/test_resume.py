@@ -138,6 +138,7 @@ OPTIONS = {
     "one probe, admm": {"sparsity": 0.5, "probes": 1, "update": "admm"},
     "sparsegpt": {"sparsity": 0.5, "update": "sparsegpt"},
     "blocks": {"sparsity": 0.5, "score": "magnitude", "refinement": "blocks"},
+    "structures": {"structure": {"ffn": 8, "kv_groups": 1}},
 }
 # Where each is killed, once after the other; every one of these moments comes, and has a state before it.
 KILLS = {
@@ -151,6 +152,8 @@ KILLS = {
     "search, admm": [("block", 4)],
     "one probe, admm": [("rename", 7)],
     "sparsegpt": [("block", 2), ("file", 1)],
+    "blocks": [("block", 2)],
+    "structures": [("block", 2)],
 }
 
 
@@ -202,7 +205,7 @@ def test_killed_by_the_clock(tmp_path):
     assert_same(run(tmp_path / "state", sparsity=0.5), whole("path"))
 
 
-@pytest.mark.parametrize("kind", ["one probe, admm", "sparsegpt", "blocks"])
+@pytest.mark.parametrize("kind", ["one probe, admm", "sparsegpt", "blocks", "structures"])
 def test_a_run_killed_in_its_reconstruction_goes_on_behind_the_finished_blocks(kind, tmp_path):
     options, folder = OPTIONS[kind], tmp_path / "state"
     with watched("block") as solved, watched("batch") as probed:

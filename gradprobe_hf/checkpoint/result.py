@@ -23,6 +23,7 @@ from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.apply import applied, replaced
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.structures.removal import Removal
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class PruneResult:
             process's shards, and every process has to call `save_pretrained`.
         new_weights: new values `[out, in]` of reconstructed matrices; empty once the model has them.
         recovered: new values of all parameters after `recovery_steps`, by name; empty once the model has them.
+        removal: the whole structures that go, if any do: zero in the model, and cut out of what is saved.
     """
 
     model: PreTrainedModel
@@ -53,6 +55,7 @@ class PruneResult:
     processes: Processes = field(default_factory=Processes)
     new_weights: NewWeights = field(default_factory=NewWeights)
     recovered: NewWeights = field(default_factory=NewWeights)
+    removal: Removal | None = None
 
     @contextmanager
     def applied(self, keep: bool = True) -> Iterator[None]:
@@ -81,7 +84,7 @@ class PruneResult:
         if not self.processes.is_main and not is_sharded(self.model):
             return
         with self.applied(keep=False):
-            made = Checkpoint(self.model, self.processing_class, self.config, self.report)
+            made = Checkpoint(self.model, self.processing_class, self.config, self.report, self.removal)
             write_checkpoint(directory, made, overwrite=overwrite, where=repo_id, writes=self.processes.is_main)
 
     def push_to_hub(

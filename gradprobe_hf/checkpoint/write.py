@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading import CONFIG_KEY
@@ -27,6 +28,7 @@ from gradprobe_hf.report.card import base_metadata, build_card, build_recovered_
 from gradprobe_hf.report.plots import save_plots
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.option_checks import check_folder
+from gradprobe_hf.structures.removal import Removal
 
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:
@@ -72,12 +74,18 @@ def check_room(directory: str | Path, model: PreTrainedModel) -> None:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint is written of. Attributes: `config`: None of a model that something else has pruned."""
+    """What a checkpoint is written of.
+
+    Attributes:
+        config: None of a model that something else has pruned.
+        removal: the structures that are cut out as it is written; None: it has the shapes of the model.
+    """
 
     model: PreTrainedModel
     processing_class: Any
     config: GradProbeConfig | None
     report: Report
+    removal: Removal | None = None
 
 
 def write_checkpoint(
@@ -99,7 +107,7 @@ def write_checkpoint(
         return
     check_destination(directory, made.model.name_or_path, overwrite)
     with _replacing(path) as scratch:
-        save_weights(scratch, made.model)
+        save_weights(scratch, made.model, made.removal)
         _add_own_key(scratch / "config.json", made)
         if made.processing_class is not None:
             made.processing_class.save_pretrained(scratch)
@@ -117,9 +125,11 @@ def _card(made: Checkpoint, where: str) -> ModelCard:
     return build_card(made.report, made.config, base, where)
 
 
-def save_weights(folder: Path, model: PreTrainedModel) -> None:
+def save_weights(folder: Path, model: PreTrainedModel, removal: Removal | None = None) -> None:
     """Weights and configuration; of a model that is not in memory in one piece, shard by shard."""
-    if is_offloaded(model) or is_sharded(model):
+    if removal is not None:
+        save_smaller(folder, model, removal)
+    elif is_offloaded(model) or is_sharded(model):
         save_in_shards(folder, model)
     else:
         model.save_pretrained(folder)
@@ -164,9 +174,12 @@ def _swap(scratch: Path, path: Path) -> None:
 def _add_own_key(path: Path, made: Checkpoint) -> None:
     report, config = made.report, made.config
     values = json.loads(path.read_text(encoding="utf-8"))
-    named = ("pattern", "score", "probes", "update", "refinement")
+    if report.structure is None:
+        named, what = ("pattern", "score", "probes", "update", "refinement"), {"sparsity": report.sparsity}
+    else:
+        named, what = ("update", "refinement"), {"structure": report.structure["removed"]}
     how = {} if config is None else {name: getattr(config, name) for name in named}
-    values[CONFIG_KEY] = {"sparsity": report.sparsity, **how, "version": report.versions["gradprobe_hf"]}
+    values[CONFIG_KEY] = {**what, **how, "version": report.versions["gradprobe_hf"]}
     if report.recovery is not None:
         values[CONFIG_KEY]["recovery_steps"] = report.recovery["steps"]
     if "stored_as" in report.model:  # still true of what is made of this checkpoint

@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.estimation.estimate import estimate
     from gradprobe_hf.model.loading import chosen_class, load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
-    from gradprobe_hf.run.compatibility import check_resumable, check_structure
+    from gradprobe_hf.run.compatibility import check_resumable, check_shapes
     from gradprobe_hf.run.request_checks import check_paths
     from gradprobe_hf.tasks.table import auto_classes, task_for
 
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> None:
     loaded = load_config(options.model, **given(options, "revision", "trust_remote_code"))
     model = skeleton(loaded, chosen_class(loaded, auto_classes(config.task)), dtype=options.dtype)
     targets = find_targets(model, config.include, config.exclude)
-    check_structure(model, targets, config)
+    check_shapes(model, targets, config)
     check_length(model, config.sequence_length or 0)
     task = task_for(config.task, type(model).__name__, loaded.is_encoder_decoder)
     if task is not None and config.metric is not None:

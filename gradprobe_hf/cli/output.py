@@ -27,7 +27,10 @@ def print_json(values: dict[str, Any]) -> None:
 def print_pruning(report: Report, output: str) -> None:
     table = table_of("", "dense", "pruned")
     before = sum(row.zeros_before for row in report.matrices) / report.weights
-    table.add_row("zeros", f"{before:.4%}", f"{report.sparsity:.4%}")
+    if report.structure is None:
+        table.add_row("zeros", f"{before:.4%}", f"{report.sparsity:.4%}")
+    else:
+        _add_shapes(table, report.structure)
     if report.evaluation:
         key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
@@ -82,6 +85,14 @@ def print_recovery(report: Report, output: str) -> None:
         out.print(f"measured on {after['source']}: {after['protocol']}", style="dim")
     out.print(f"{report.zeros:,} of {report.weights:,} weights are zero, {report.sparsity:.4%}")
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
+
+
+def _add_shapes(table: Table, structure: dict[str, Any]) -> None:
+    """Parameters, and what the configuration says of the shapes."""
+    table.add_row("parameters", *(f"{structure['parameters'][when]:,}" for when in ("before", "after")))
+    for name, after in structure["after"].items():
+        both = structure["before"][name], after
+        table.add_row(name, *(f"{len(one)} values" if isinstance(one, list) else str(one) for one in both))
 
 
 def _add_divergence(table: Table, divergence: dict[str, Any] | None) -> None:

@@ -100,12 +100,18 @@ def _numbers(text: str) -> tuple[float, ...]:
     return tuple(map(float, text.split(",")))
 
 
+def _amounts(text: str) -> dict[str, int | float]:
+    found = [part.split("=") for part in text.split(",")]
+    return {name.strip(): int(value) if value.strip().isdigit() else float(value) for name, value in found}
+
+
 KINDS: dict[Any, Kind] = {
     int: Kind(int, ("a whole number",), "N"),
     float: Kind(float, ("a number",), "X"),
     str: Kind(str, ("text",), "TEXT"),
     bool: Kind({"on": True, "off": False}.__getitem__, ("'on'", "'off'"), "on|off"),
     Sequence[float]: Kind(_numbers, ("a list of numbers, like 0.2,0.35",), "X,X,..."),
+    Mapping[str, int | float]: Kind(_amounts, ("names and amounts, like ffn=0.3,blocks=4",), "NAME=X,..."),
     Mapping[str, float]: Kind(json_object, ("a JSON object",), "JSON"),
 }
 

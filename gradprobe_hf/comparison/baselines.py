@@ -47,6 +47,15 @@ def rows_of(config: GradProbeConfig) -> dict[str, GradProbeConfig]:
     return found if config.varied(preset=None) in found.values() else {**found, AS_CONFIGURED: config}
 
 
+def check_single_weights(configs: Sequence[Any]) -> None:
+    """Raise ValueError for a configuration that removes whole structures: no row has as many parameters as it has."""
+    if any(getattr(config, "structure", None) is not None for config in configs):
+        raise ValueError(
+            "structure is not part of a comparison, whose rows have as many weights each: prune with it, and measure "
+            "the checkpoint beside the dense one with gradprobe evaluate --against."
+        )
+
+
 def check_common(common: GradProbeConfig, rows: Mapping[str, GradProbeConfig]) -> None:
     """Raise ValueError for an option of what all rows have in common that none of them has."""
     of_rows = {*METHOD, *_PLAIN, "sparsity", "pattern"} - {"preset"}

@@ -12,7 +12,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.comparison.baselines import baselines, check_common, most_demanding, rows_of, shared_terms
+from gradprobe_hf.comparison.baselines import (
+    baselines,
+    check_common,
+    check_single_weights,
+    most_demanding,
+    rows_of,
+    shared_terms,
+)
 from gradprobe_hf.comparison.rows import ComparedRow, Comparison
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.data.windows import TextOptions
@@ -146,6 +153,7 @@ def compare_pretrained(
             raises.
     """
     config = resolve_config(config)
+    check_single_weights([config, *(configs.values() if isinstance(configs, Mapping) else ())])
     check_callable("on_row", on_row, ("compared",))
     known = baselines(config)
     if not isinstance(configs, (Mapping, type(None))):

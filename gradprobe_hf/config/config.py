@@ -45,12 +45,20 @@ from gradprobe_hf.runtime.paths import looks_like_path
 from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.table import SCORES, Score
+from gradprobe_hf.structures.table import STRUCTURES, checked
 from gradprobe_hf.tasks.table import TASKS
 from gradprobe_hf.updates.refinement import REFINEMENTS, Refinement
 from gradprobe_hf.updates.table import UPDATES, WeightUpdate
 
 CONFIG_NAME = "gradprobe_config.json"
 LARGEST_GROUP = 256
+# Options about single weights, which whole structures have no use for; and what those come to, with a structure.
+NOT_OF_STRUCTURES = (
+    *("sparsity", "pattern", "preset", "score", "probes", "rule", "scope", "fisher", "gradient_threshold"),
+    *("min_matrix_sparsity", "max_matrix_sparsity", "reduction_factor", "spike_limit", "order", "block_order"),
+    *("blocks_per_step", "rounds", "max_metric_drop", "initial_sparsity", "sparsity_step", "include", "exclude"),
+)
+_OF_STRUCTURES: dict[str, Any] = {"sparsity": 0.0, "probes": 0, "rule": "budget"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +69,10 @@ class GradProbeConfig:
         sparsity: fraction of the target weights to remove, in [0, 1). Default: 0.5, or what `pattern` implies.
         pattern: `"unstructured"`, or n:m, such as `"2:4"`, to keep at most n of every m consecutive inputs of a row.
             NVIDIA counts so, too.
+        structure: whole parts to remove in place of single weights, so that the checkpoint is smaller wherever it is
+            loaded: `{"ffn": 0.3, "kv_groups": 1, "blocks": 4}`. `"ffn"`: the share of the channels of every
+            feed-forward network, of which a multiple of 64 is kept, or exactly how many go. `"kv_groups"`: how many
+            key-value heads of every block go, each with the query heads that read it. `"blocks"`: how many blocks go.
         preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
             update="admm"`). With an n:m pattern: `update="sparsegpt"`, `update="sparsegpt+admm"`, or `probes=1,
             update="admm"`. Options that are given win over a preset. Default: `"best"`, where none of `score`,
@@ -83,7 +95,8 @@ class GradProbeConfig:
             at all. `"obs"`: by SparseGPT's sweep under the mask that was decided. `"least_squares"`: to the best
             weights under it. `"admm"`: to these, after revising the mask within each matrix (row, group).
             `"sparsegpt"` chooses the mask itself, without score or probe; `"sparsegpt+least_squares"` and
-            `"sparsegpt+admm"` go on from there. Default: the preset's, else `"none"`.
+            `"sparsegpt+admm"` go on from there. Default: the preset's, else `"none"`; with `structure`
+            `"least_squares"`.
         dense_target: which outputs an update preserves, from 0 (as pruned so far) to 1 (of the dense model). As
             pruned so far: those of the original matrix on the inputs that the pruned blocks before it give. Default:
             0.25; 0.5 with `update="obs"`, 0 with `update="sparsegpt"`, as published.
@@ -158,6 +171,7 @@ class GradProbeConfig:
     # The target.
     sparsity: float | None = None
     pattern: str = "unstructured"
+    structure: Mapping[str, int | float] | None = None
     preset: Preset | None = None
     # The method.
     score: str | None = None
@@ -257,7 +271,7 @@ class GradProbeConfig:
 
     def _preset_values(self) -> dict[str, Any]:
         """What the preset comes to, beside the options that are given."""
-        is_free = all(getattr(self, name) is None for name in METHOD)
+        is_free = all(getattr(self, name) is None for name in METHOD) and self.structure is None
         preset = self.preset or (self._default_preset() if is_free else None)
         if preset is None:
             return {}
@@ -283,6 +297,9 @@ class GradProbeConfig:
 
     def _resolve_method(self) -> None:
         """Score, probes, rule and update, each as given or by default; only some go together."""
+        if self.structure is not None:
+            self._resolve_structure(self.structure)
+            return
         self._fill({"update": "none"})
         if self.update_row.chooses_mask:
             resolved = {"score": None, "probes": 0, "rule": "budget"}
@@ -307,6 +324,21 @@ class GradProbeConfig:
                 f"score={self.score!r} takes no probe: set probes=0 to prune by it alone, or probes=2 to decide about "
                 "its candidates by two probes, got probes=1."
             )
+
+    def _resolve_structure(self, structure: Mapping[str, float]) -> None:
+        """Whole structures go by what the others can make up for: no weight has a score or a budget."""
+        object.__setattr__(self, "structure", checked(structure))
+        for name in NOT_OF_STRUCTURES:
+            value = getattr(self, name)
+            value = tuple(value) if isinstance(value, list) else value
+            if value != _DEFAULTS[name] and value != _OF_STRUCTURES.get(name, _DEFAULTS[name]):
+                raise ValueError(
+                    f"{self._refusal('structure', name, 'it says itself how much goes, and of what')}; leave {name} "
+                    "unset."
+                )
+        self._fill({"update": "least_squares"})
+        for name, value in _OF_STRUCTURES.items():
+            object.__setattr__(self, name, value)
 
     def _refusal(self, option: str, other: str, why: str) -> str:
         return (
@@ -401,6 +433,8 @@ class GradProbeConfig:
                     f"sparsity={self.sparsity} is not the last of rounds={tuple(self.rounds)}; leave it unset."
                 )
             return self.rounds[-1]
+        if self.structure is not None:
+            return 0.0
         implied = None if self.group is None else 1 - self.group[0] / self.group[1]
         if self.sparsity is None:
             return 0.5 if implied is None else implied
@@ -458,7 +492,19 @@ class GradProbeConfig:
     @property
     def needs(self) -> Needs:
         """What has to be measured."""
+        if self.structure is not None:
+            return Needs(frozenset(), "forward")
         return needs_of(self.score_row, self.decision_row, self.fisher, changes_weights=self.reconstructs)
+
+    @property
+    def weighs_units(self) -> bool:
+        """Whether units inside of blocks go, by what the inputs of their matrices say."""
+        return any(STRUCTURES[name].matrices is not None for name in self.structure or ())
+
+    @property
+    def drops_blocks(self) -> bool:
+        """Whether whole blocks go, by the loss without each of them."""
+        return any(STRUCTURES[name].matrices is None for name in self.structure or ())
 
     @property
     def final_sparsity(self) -> float:
@@ -498,6 +544,8 @@ class GradProbeConfig:
     @property
     def candidate_scope(self) -> Scope:
         """The scope in which the score proposes candidates."""
+        if self.structure is not None:
+            return "block"  # the same of every block, by the comparison of its units
         default = self.update_row.scope if self.score_row is None else self.score_row.scope
         assert default is not None, "an update that chooses the mask says over what"
         return self.scope or default
@@ -635,7 +683,7 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "reduction_factor": (lambda c: c.decision_row.has_second_probe, "probes=2"),
     "spike_limit": (lambda c: c.decision_row.limits_spikes, "probes=2 with rule='budget'"),
     "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
-    "damping": (lambda c: c.updates, "a weight update (update='admm', ...)"),
+    "damping": (lambda c: c.updates or c.weighs_units, "a weight update (update='admm', ...)"),
     "recovery_learning_rate": (lambda c: c.recovery_steps > 0, "recovery_steps"),
     "block_order": (lambda c: c.order == "sequential", "order='sequential'"),
     "document_separator": (lambda c: c.packing, "packing=True"),

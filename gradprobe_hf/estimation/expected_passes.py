@@ -8,6 +8,7 @@ from typing import NamedTuple
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.decisions.search import FINEST, levels
 from gradprobe_hf.reconstruction.reconstruct import reconstruction_passes
+from gradprobe_hf.structures.table import WINDOWS_WITHOUT
 
 
 class Passes(NamedTuple):
@@ -41,6 +42,7 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> Passes:
         updates, epochs = updates * budgets, epochs * budgets
     if config.rounds:
         forward, backward = forward * len(config.rounds), backward * len(config.rounds)
+    forward += _structured_passes(config, blocks)
     return Passes(forward + updates + epochs, backward + epochs, epochs)
 
 
@@ -54,6 +56,13 @@ def attempts_of(config: GradProbeConfig) -> int:
 
 def _levels_of(config: GradProbeConfig) -> int:
     return len(list(levels(config.first_level, config.sparsity_step, config.final_sparsity)))
+
+
+def _structured_passes(config: GradProbeConfig, blocks: int) -> float:
+    """Whole structures: a walk that collects Hessians, and walks over a few rows without each of the blocks."""
+    going = (config.structure or {}).get("blocks", 0) if config.drops_blocks else 0
+    tried = sum(max(0, blocks - 2 - gone) for gone in range(int(going)))
+    return config.weighs_units + tried * min(1.0, WINDOWS_WITHOUT / config.num_samples)
 
 
 def _sequential_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:

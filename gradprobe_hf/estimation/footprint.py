@@ -1,9 +1,9 @@
 """Footprint: what is in memory and on disk at each stage of a run, item by item. Arithmetic, in bytes.
 
 A run's highest point is that of its highest stage: `load` has the file that is read, `write` the keys and values of
-text that the model writes, `probe` a batch's activations beside the statistics, `decide` two sets of masks,
-`reconstruct` the new weights and a block's Hessians, `measure` the logits of two models, and `save` the originals of
-pruned weights.
+text that the model writes, `probe` a batch's activations beside the statistics, `weigh` the Hessians that tell which
+structures go, `decide` two sets of masks, `reconstruct` the new weights and a block's Hessians, `measure` the logits of
+two models, and `save` the originals of pruned weights.
 """
 
 from __future__ import annotations
@@ -98,11 +98,12 @@ def footprint_of(name: PlacementName, sizes: Sizes, batch: BatchSizes, room: dic
         room: free bytes of each device; a model computes on the accelerator where there is one.
     """
     stages = _Stages(name == "offloaded", sizes, batch, "accelerator" if "accelerator" in room else "host")
+    weigh = (stages.weigh(sizes.weighing),) if sizes.weighing else ()
     reconstruct = (stages.reconstruct(sizes.reconstruction),) if sizes.reconstruction else ()
     # An offloaded model is calibrated on other text: to write is to read every weight for every token.
     write = (stages.write(),) if sizes.writing and name != "offloaded" else ()
     measure = (stages.measure(),) if sizes.measuring else ()
-    decided = (stages.probe(), stages.decide(), *reconstruct)
+    decided = (stages.probe(), *weigh, stages.decide(), *reconstruct)
     return Placement(name, (stages.load(), *write, *decided, *measure, stages.save()), room)
 
 
@@ -144,6 +145,16 @@ class _Stages:
         )
         return Stage("decide", (*self._model(), self._accumulators(), self._masks(), *items))
 
+    def weigh(self, sizes: ReconstructionSizes) -> Stage:
+        items = (
+            Item("Hessians of a block", self.where, sizes.hessians),
+            Item("a Hessian being inverted", self.where, HESSIAN_TENSORS * sizes.largest_hessian),
+            Item("a matrix losing units", self.where, sizes.workspace),
+            Item("hidden states between two blocks", self.where, 2 * sizes.hidden),
+            Item("activations of a forward pass", self.where, self.batch.activations),
+        )
+        return Stage("weigh", (*self._model(), self._masks(), *items))
+
     def reconstruct(self, sizes: ReconstructionSizes) -> Stage:
         swept = HESSIAN_TENSORS * sizes.largest_hessian + self._chunks()
         items = (
@@ -171,7 +182,8 @@ class _Stages:
             own = Item("originals of what is pruned", self.where, pruned * model.itemsize)
         statistics = self._accumulators()
         on_disk = (statistics,) if statistics.device == "disk" else ()
-        items = (*self._model(), self._masks(), *self._new_weights(), own, *self._written(), *on_disk)
+        compared = Item("the smaller model, compared", self.where, 0 if self.offloaded else self.sizes.compared)
+        items = (*self._model(), self._masks(), *self._new_weights(), own, compared, *self._written(), *on_disk)
         return Stage("save", items)
 
     def _model(self) -> tuple[Item, Item]:

@@ -15,6 +15,7 @@ from gradprobe_hf.model.families import block_of, text_attribute
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 from gradprobe_hf.scores.evidence import MATRIX_TERMS
+from gradprobe_hf.structures.plan import Plan
 
 FLOAT32_BYTES = 4
 TRAINED_TENSORS = 5  # of a block: its weights, their gradients, two moments of Adam, and the best state so far
@@ -77,6 +78,8 @@ class Sizes:
     Attributes:
         process: bytes of the process before it loads a model.
         reconstruction: None without a weight update.
+        weighing: of the walk that chooses whole structures; None where single weights go.
+        compared: bytes of the smaller model that is loaded beside the other once it is written.
         sparsity: fraction of the targets to prune.
         snapshots: whether the run writes snapshots, to be resumed.
         writing, measuring: bytes beside the model while it writes text of its own, and while it is measured.
@@ -90,6 +93,8 @@ class Sizes:
     snapshots: bool = False
     writing: int = 0
     measuring: int = 0
+    weighing: ReconstructionSizes | None = None
+    compared: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,8 @@ def sizes_of(
         model=measured,
         accumulators=AccumulatorSizes(accumulator_bytes(config, measured.targets), config.accumulator_device),
         reconstruction=reconstruction_sizes(model, targets, config) if config.reconstructs else None,
+        weighing=weighing_sizes(model, targets, config) if config.weighs_units else None,
+        compared=measured.weights if config.structure is not None else 0,
         sparsity=config.sparsity or 0.0,
         snapshots=snapshots,
     )
@@ -166,6 +173,28 @@ def reconstruction_sizes(
         trained=block_bytes if config.refines else 0,
         hidden=(sets + config.refines) * tokens * text_attribute(model.config, "hidden_size", 0) * model.dtype.itemsize,
     )
+
+
+def weighing_sizes(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> ReconstructionSizes:
+    """Of the matrices that read the units which may go."""
+    readers = unit_readers(model, targets, config)
+    by_block: dict[str, int] = {}
+    for reader in readers:
+        by_block[reader.block] = by_block.get(reader.block, 0) + _hessian_bytes(reader)
+    tokens = config.num_samples * config.window_length
+    return ReconstructionSizes(
+        hessians=max(by_block.values()),
+        largest_hessian=max(map(_hessian_bytes, readers)),
+        workspace=2 * FLOAT32_BYTES * max(reader.numel for reader in readers),
+        hidden=tokens * text_attribute(model.config, "hidden_size", 0) * model.dtype.itemsize,
+        trained=0,
+    )
+
+
+def unit_readers(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> list[Target]:
+    """The matrices whose inputs tell which units go; none where no units inside of blocks do."""
+    plan = Plan.of(model, targets, config.structure or {})
+    return [one.reader for everywhere in plan.units.values() for one in everywhere]
 
 
 def accumulator_bytes(config: GradProbeConfig, weights: int) -> int:

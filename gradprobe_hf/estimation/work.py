@@ -13,6 +13,7 @@ from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.estimation.footprint import PlacementName
 from gradprobe_hf.estimation.formula import active_weights
 from gradprobe_hf.estimation.passes import PassCost
+from gradprobe_hf.estimation.sizes import unit_readers
 from gradprobe_hf.model.targets import Target, is_routed
 
 # Whether blocks are recomputed in backward. Those of an offloaded model are, always: autograd would keep their weights
@@ -82,10 +83,20 @@ def work_of(
         gradients = (products - 1) * 2 * walk.rows * walk.length * active_weights(model, targets)
         batch = backwards * flops + probed * gradients + max(0.0, forwards - backwards) * forward
         total = round(batch * walk.batches + reconstruction_operations(config, targets))
+        total += weighing_operations(model, targets, config)
         # Each walk of a probe reads every block twice, for forward and for backward.
         read = int(2 * probed * walk.batches * weights) if name == "offloaded" else 0
         work[name] = Work(forwards + recomputes * probed, backwards, total, read)
     return work
+
+
+def weighing_operations(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> int:
+    """Operations that choose units: Hessians of all tokens, their inverses, and what is left of these."""
+    if not config.weighs_units:
+        return 0
+    tokens = config.num_samples * config.window_length
+    shapes = [reader.shape for reader in unit_readers(model, targets, config)]
+    return sum(2 * tokens * inner**2 + 4 * inner**3 + 2 * out * inner**2 for out, inner in shapes)
 
 
 def reconstruction_operations(config: GradProbeConfig, targets: Sequence[Target]) -> int:

@@ -33,6 +33,25 @@ _TOWERS = {
 _KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
 # Where the tokens of a multimodal model are patches of images, whatever mask there is for its text.
 _VISION = ("vision_model", "vision_tower", "vision_encoder", "visual")
+# Feed-forward networks, by the roles of their matrices in a block: the one that reads the channels, and those that make
+# them, each with how many rows it has for a channel: 2 where gate and up are one matrix, one after the other.
+_FEED_FORWARDS: tuple[tuple[str, dict[str, int]], ...] = (
+    ("mlp.down_proj", {"mlp.gate_proj": 1, "mlp.up_proj": 1}),
+    ("mlp.down_proj", {"mlp.gate_up_proj": 2}),
+    ("mlp.down_proj", {"mlp.up_proj": 1}),
+    ("mlp.c_proj", {"mlp.c_fc": 1}),  # GPT-2, StarCoder2
+    ("mlp.dense_4h_to_h", {"mlp.dense_h_to_4h": 1}),  # GPT-NeoX
+    ("mlp.fc2", {"mlp.fc1": 1}),  # Phi, ViT
+    ("fc2", {"fc1": 1}),  # OPT
+    ("output.dense", {"intermediate.dense": 1}),  # BERT
+)
+# Attention with a matrix each for queries, keys and values, by the role of the one that reads the heads.
+_HEAD_READERS = ("self_attn.o_proj", "self_attn.dense", "self_attn.out_proj")
+_HEAD_MAKERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+# How configurations call the channels of a feed-forward network.
+_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
+# Lists in a configuration that have one element for each block.
+PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size")
 # Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
 _READ_BY_PARENT = {
     "MambaMixer": ("dt_proj",),
@@ -207,6 +226,39 @@ def text_attribute(config: PreTrainedConfig, name: str, default: Any = None) -> 
     return getattr(config.get_text_config(), name, None) or default
 
 
+def feed_forward_matrices(roles: frozenset[str]) -> tuple[str, dict[str, int]] | None:
+    """Of a block's matrices the one that reads the channels of its feed-forward network, and those that make them."""
+    return next(((reader, makers) for reader, makers in _FEED_FORWARDS if {reader, *makers} <= roles), None)
+
+
+def attention_matrices(roles: frozenset[str]) -> tuple[str, dict[str, int]] | None:
+    """Of a block's matrices the one that reads its heads, and those that make queries, keys and values."""
+    reader = next((reader for reader in _HEAD_READERS if {reader, *_HEAD_MAKERS} <= roles), None)
+    return None if reader is None else (reader, dict.fromkeys(_HEAD_MAKERS, 1))
+
+
+def key_value_heads(config: PreTrainedConfig) -> int:
+    """Heads with keys and values of their own; all, where several queries share none."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def config_key(config: PreTrainedConfig, name: str) -> str:
+    """What the family's configuration file calls a value: GPT-2 has `n_layer` for `num_hidden_layers`."""
+    return str(config.attribute_map.get(name, name))
+
+
+def feed_forward_key(values: dict[str, Any], width: int) -> str:
+    """What a configuration's values call the channels of a feed-forward network.
+
+    Raises:
+        ValueError: none of the known names has this width.
+    """
+    for name in _WIDTHS:
+        if name in values and values[name] in (width, None):  # GPT-2 writes none for four times the hidden size
+            return name
+    raise ValueError(f"its configuration has no name for {width} FFN channels")
+
+
 def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
     """A batch on the meta device that the model returns a loss for: text, image or speech, with labels."""
     config, name = model.config, model.main_input_name
@@ -224,6 +276,19 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
         return {"input_ids": _ids(rows, length)}
     labels = _ids(rows) if labels_whole_sequences(model) else _ids(rows, length)
     return {"input_ids": _ids(rows, length), "labels": labels}
+
+
+def random_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
+    """A batch without labels, always the same: what two models are told apart by."""
+    generator = torch.Generator().manual_seed(0)
+    found: dict[str, torch.Tensor] = {}
+    vocabulary = text_attribute(model.config, "vocab_size", 2)
+    for name, tensor in sample_batch(model, rows, length).items():
+        if name != "labels" and tensor.is_floating_point():
+            found[name] = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
+        elif name != "labels":
+            found[name] = torch.randint(vocabulary, tensor.shape, generator=generator)
+    return found
 
 
 def _ids(*shape: int) -> torch.Tensor:

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
@@ -32,21 +33,37 @@ def shard_bytes(model: PreTrainedModel) -> int:
     return max(SMALLEST_SHARD, min(LARGEST_SHARD, sum(p.nbytes for p in model.parameters()) // SHARDS))
 
 
-def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True) -> None:
+@dataclass(frozen=True)
+class Smaller:
+    """A model of which less is written than it has.
+
+    Attributes:
+        config: of what is written.
+        name: a tensor's name -> its name there; None: it has no part in it.
+        tensor: a tensor and its name -> what is written of it.
+    """
+
+    config: PreTrainedConfig
+    name: Callable[[str], str | None]
+    tensor: Callable[[str, Tensor], Tensor]
+
+
+def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True, smaller: Smaller | None = None) -> None:
     """Write weights, configuration and generation configuration as `save_pretrained` would.
 
     If FSDP2 shards the model, every process has to call this: parameters are gathered one after the other.
 
     Args:
         writes: False in the processes that only take part in the gathering.
+        smaller: what to write in place of the whole model.
     """
     if writes:
-        with _without_gathering(model), _quiet():
+        with _without_gathering(model), _configured(model, smaller), _quiet():
             # An empty state dict: everything but the weights is written.
             model.save_pretrained(folder, state_dict={}, is_main_process=True)
     reshard(model)
     files: list[tuple[Path, dict[str, int]]] = []
-    for shard in _shards(model):
+    for shard in _shards(model, smaller):
         if writes:
             path = folder / f"{len(files)}.partial"  # the name says how many files there are: known at the end
             save_file(shard, path, metadata={"format": "pt"})
@@ -56,14 +73,14 @@ def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True) ->
         _name_files(folder, files)
 
 
-def _shards(model: PreTrainedModel) -> Iterator[dict[str, Tensor]]:
+def _shards(model: PreTrainedModel, smaller: Smaller | None) -> Iterator[dict[str, Tensor]]:
     """The tensors of one file after the other, under the names of the checkpoint format."""
     # Converted block by block: transformers may make one tensor of the checkpoint from several of a block's, or several
     # from one (the experts of a mixture).
     limit = shard_bytes(model)
     shard: dict[str, Tensor] = {}
     for _, names in groupby(_names(model), key=lambda name: block_of(model, name)):
-        group = {name: _stored_tensor(model, name) for name in names}
+        group = dict(_stored(model, names, smaller))
         shard |= {name: t.contiguous().cpu() for name, t in revert_weight_conversion(model, group).items()}
         del group  # before the file is written
         if sum(tensor.nbytes for tensor in shard.values()) >= limit:
@@ -80,6 +97,15 @@ def _names(model: PreTrainedModel) -> list[str]:
     dropped |= set(model._keys_to_ignore_on_save or ())
     dropped -= set(tied.values())
     return [name for name in model.state_dict() if name not in dropped]
+
+
+def _stored(model: PreTrainedModel, names: Iterable[str], smaller: Smaller | None) -> Iterator[tuple[str, Tensor]]:
+    """What is written of some tensors, under the names it has there."""
+    for name in names:
+        written = name if smaller is None else smaller.name(name)
+        if written is not None:
+            tensor = _stored_tensor(model, name)
+            yield written, tensor if smaller is None else smaller.tensor(name, tensor)
 
 
 def _stored_tensor(model: PreTrainedModel, name: str) -> Tensor:
@@ -103,6 +129,18 @@ def _name_files(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
         total += sum(sizes.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+@contextmanager
+def _configured(model: PreTrainedModel, smaller: Smaller | None) -> Iterator[None]:
+    """The configuration that is written, in place of the model's own."""
+    original = model.config
+    try:
+        if smaller is not None:
+            model.config = smaller.config
+        yield
+    finally:
+        model.config = original
 
 
 @contextmanager

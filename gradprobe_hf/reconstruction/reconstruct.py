@@ -40,6 +40,7 @@ from gradprobe_hf.reconstruction.block_matching import (
 )
 from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.reconstruction.silenced_blocks import silent_biases
 from gradprobe_hf.runtime.stopwatch import return_free_memory
 from gradprobe_hf.selection.packed_masks import PackedMasks, pack
 from gradprobe_hf.updates.problem import MatrixProblem
@@ -74,6 +75,7 @@ class Reconstruction:
         folder: for the new weights of a model that is offloaded.
         finished: blocks that an earlier run has finished, in their order.
         after_block: called with every further one and its number.
+        silenced: blocks that go whole: nothing in them is left to change.
     """
 
     work: Workload
@@ -84,6 +86,7 @@ class Reconstruction:
     folder: Path | None = None
     finished: Sequence[FinishedBlock] = ()
     after_block: Callable[[int, FinishedBlock], None] | None = None
+    silenced: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,9 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
     bar = tqdm(blocks.names, desc="reconstruction", unit="block", disable=not work.progress, leave=False)
     for number, block in enumerate(bar):
         inside = [target for target in task.targets if target.block == block]
-        if number < len(task.finished):
-            made = task.finished[number]
+        is_finished = number < len(task.finished)
+        if is_finished or block in task.silenced:
+            made = task.finished[number] if is_finished else _silent(task, block, inside)
             if dense is not None:
                 # Through the same maps as when it was collected, so that its outputs have the same bits.
                 with instrumented(model, inside, ServedWeights()):
@@ -139,8 +143,8 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
         else:
             made = _made(task, block, inside, pruned, dense)
             return_free_memory()
-            if task.after_block is not None:
-                task.after_block(number, made)
+        if not is_finished and task.after_block is not None:
+            task.after_block(number, made)
         vectors = [vector for vector in block_vectors(model, block) if vector.name in made.vectors]
         found.take(block, made, vectors)
         del made
@@ -269,6 +273,11 @@ def _masked(task: Reconstruction, inside: Sequence[Target]) -> FinishedBlock:
         values[target.name] = stored.masked_fill(mask, 0)
         made.masks.add(target.name, [mask])
     return replace(made, new_weights=values)
+
+
+def _silent(task: Reconstruction, block: str, inside: Sequence[Target]) -> FinishedBlock:
+    """A block of which nothing is left."""
+    return replace(_masked(task, inside), vectors=silent_biases(task.work.model, block))
 
 
 def _refined(

@@ -25,6 +25,8 @@ from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.selection.packed_masks import rows_of
+from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.shapes import shape_values
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 STATUS = Path("/proc/self/status")  # proc(5)
@@ -57,6 +59,7 @@ def build_report(
         probes=diagnostics.probe_losses,
         passes=diagnostics.passes,
         refinement={block: asdict(found) for block, found in decision.matched.items()},
+        structure=None if decision.removal is None else _smaller(context, decision.removal, diagnostics),
         curve=diagnostics.curve,
         timings=dict(context.stopwatch.seconds),
         memory={**peak_memory(), "accumulator_bytes": diagnostics.accumulator_bytes},
@@ -171,6 +174,24 @@ def _counts(model: PreTrainedModel, target: Target, decision: PruningDecision) -
     return pruned, before, after
 
 
+def _smaller(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Any]:
+    """What goes whole, and what the configuration and the file are before and after."""
+    model = context.model
+    after, before = shape_values(model.config, removal), model.config.to_dict()
+    return {
+        "removed": dict(removal.plan.going),
+        "blocks": [block for block in removal.plan.blocks if block in removal.blocks],
+        "without": diagnostics.blocks_without,
+        # `head_dim` may be written down now, and be what it was before.
+        "before": {name: before.get(name) for name in after if before.get(name) != after[name]},
+        "after": {name: value for name, value in after.items() if before.get(name) != value},
+        "parameters": {
+            "before": sum(parameter.numel() for parameter in model.parameters()),
+            "after": removal.parameters(model),
+        },
+    }
+
+
 def _selection(
     context: RunContext, diagnostics: Diagnostics, measured: PairedMeasurement | None
 ) -> dict[str, Any] | None:
@@ -228,7 +249,7 @@ def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, decision: Prun
             f"The threshold rule reached {zeros / weights:.2%} of at most {asked:.2%}; it gave back "
             f"{sum(decision.diagnostics.without_evidence.values()):,} candidates for want of evidence."
         ]
-    if zeros > pruned:
+    if zeros > pruned and config.structure is None:
         return [
             f"Some units of the budget held more zeros than it asked for: sparsity is {zeros / weights:.4%}, not "
             f"{asked:.4%}."

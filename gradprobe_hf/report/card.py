@@ -20,6 +20,7 @@ from gradprobe_hf.report.plots import has_perplexities
 from gradprobe_hf.report.recovered import recovery_paragraph
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
+from gradprobe_hf.structures.table import STRUCTURES
 from gradprobe_hf.tasks.metrics import METRICS
 from gradprobe_hf.tasks.table import TASKS
 
@@ -54,6 +55,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         recovery=recovery_paragraph(report),
         calibration=report.calibration,
         calibrated_on=_rows(report.calibration) if report.calibration else "",
+        structure=_smaller(report),
         config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
         dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
@@ -95,7 +97,33 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
 
 
 def _extent(report: Report, config: GradProbeConfig) -> str:
+    if report.structure is not None:
+        return f"{_saved(report.structure):.0%} smaller"
     return f"pruned to {config.pattern}" if config.group else f"{report.sparsity:.0%} pruned"
+
+
+def _saved(structure: dict[str, Any]) -> float:
+    """The share of the parameters that is gone."""
+    return 1 - float(structure["parameters"]["after"]) / float(structure["parameters"]["before"])
+
+
+def _smaller(report: Report) -> dict[str, Any] | None:
+    """The rows of the table of shapes, before and after."""
+    found = report.structure
+    if found is None:
+        return None
+    shapes = [(name, _shape(found["before"][name]), _shape(value)) for name, value in found["after"].items()]
+    return {
+        "parameters": [f"{found['parameters'][when]:,}" for when in ("before", "after")],
+        "saved": f"{_saved(found):.1%}",
+        "shapes": shapes,
+        "blocks": ", ".join(f"`{block}`" for block in found["blocks"]),
+    }
+
+
+def _shape(value: Any) -> str:
+    """A value of the configuration, short: of a list its length."""
+    return f"{len(value)} values" if isinstance(value, list) else "by default" if value is None else str(value)
 
 
 def base_metadata(name: str) -> dict[str, Any]:
@@ -158,6 +186,8 @@ def _schedule(config: GradProbeConfig) -> list[str]:
 
 def _decision(config: GradProbeConfig) -> str:
     """The sentences of the method's rows, with what the configuration sets in them."""
+    if config.structure is not None:
+        return f"{_structures(config)} {config.update_row.sentence}"
     unit = UNITS[config.budget_scope]
     if config.order == "sequential" and config.budget_scope == "global":
         unit = "the blocks of each step"
@@ -178,6 +208,24 @@ def _decision(config: GradProbeConfig) -> str:
         reduction_factor=f"{config.reduction_factor:g}",
     )
     return f"{decided} {updated}"
+
+
+def _structures(config: GradProbeConfig) -> str:
+    """What went whole, and why that."""
+    amounts = config.structure or {}
+    named = [
+        STRUCTURES[name].sentence.format(count=f"{amount:.0%} of the" if isinstance(amount, float) else amount)
+        for name, amount in amounts.items()
+    ]
+    said = [f"Whole structures were removed: {'; '.join(named)}."]
+    if config.drops_blocks:
+        said.append("Blocks went one after the other, each time the one without which the calibration loss was lowest.")
+    if config.weighs_units:
+        said.append(
+            "Inside a block those units went that the others could make up for best in its outputs on the calibration "
+            "inputs (Optimal Brain Surgeon on whole columns)."
+        )
+    return " ".join(said)
 
 
 def _limit(config: GradProbeConfig) -> str:
@@ -205,7 +253,7 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
         **base,
         library_name="transformers",
         pipeline_tag=report.model["task"],
-        tags=["gradprobe", "pruning", "sparse", *pattern],
+        tags=["gradprobe", "pruning", "sparse" if report.structure is None else "structured-pruning", *pattern],
         datasets=[dataset_id] if dataset_id else None,
         model_name=Path(where).name,
         eval_results=_eval_results(report),
@@ -316,12 +364,19 @@ def _summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> s
     derived = linked if origin is None or origin == report.model["name"] else f"`{name}` (derived from {linked})"
     kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
     how = ", using gradients of its loss" if config.needs.probes else ""
+    origins = "".join(f" {sentence}" for sentence in _origin(report.model))
+    if report.structure is not None:
+        sizes = report.structure["parameters"]
+        return (
+            f"{derived} with {_saved(report.structure):.1%} of its parameters removed in whole structures: "
+            f"{sizes['before']:,} are {sizes['after']:,} now. **It is smaller wherever it is loaded**: a plain "
+            f"transformers checkpoint of smaller shapes, made with gradprobe_hf and loaded without it.{origins}"
+        )
     return (
         f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero "
         f"({kind}; {report.zeros:,} weights, {report.zeros / report.model['parameters']:.1%} of all parameters){how}. "
         "**The zeros are stored densely: the model is no smaller and no faster by itself.** It "
-        "is a plain transformers checkpoint, made with gradprobe_hf and loaded without it."
-        + "".join(f" {sentence}" for sentence in _origin(report.model))
+        "is a plain transformers checkpoint, made with gradprobe_hf and loaded without it." + origins
     )
 
 

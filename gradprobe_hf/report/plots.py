@@ -104,7 +104,8 @@ def sparsity_figure(report: Report) -> Figure:
     every = max(1, len(grid.columns) // 10)
     axes.set_xticks(range(0, len(grid.columns), every), grid.columns[::every], fontsize=8)
     axes.set_xlabel("block", color=MUTED)
-    axes.set_title(f"Zeros in every matrix, {report.sparsity:.1%} in all", loc="left", color=INK, fontsize=11)
+    what = "Zeros in" if report.structure is None else "Gone of"
+    axes.set_title(f"{what} every matrix, {report.sparsity:.1%} in all", loc="left", color=INK, fontsize=11)
     axes.spines[:].set_visible(False)
     keys = []
     if (np.isnan(grid.sparsity) & ~grid.left_out).any():
@@ -126,7 +127,12 @@ def perplexity_figure(report: Report) -> Figure:
 
     figure = Figure(figsize=(5.0, 2.2), layout="constrained")
     axes = figure.add_subplot()
-    bars = axes.barh(["dense", f"{report.sparsity:.0%} sparse"], values, color=[DENSE, PRUNED], height=0.6)
+    bars = axes.barh(
+        ["dense", f"{report.sparsity:.0%} sparse" if report.structure is None else "smaller"],
+        values,
+        color=[DENSE, PRUNED],
+        height=0.6,
+    )
     axes.bar_label(bars, [f"{value:,.2f}" for value in values], padding=4, color=INK)
     axes.invert_yaxis()
     axes.set_xlim(0, max(values) * 1.18)

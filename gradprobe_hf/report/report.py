@@ -87,6 +87,8 @@ class Report:
         passes: forward and backward passes over the calibration data, in whole ones.
         refinement: of each block that was trained the mean relative squared error of its outputs on the windows held
             out, `before` and `after`, the `epochs` it took, and the one `kept`.
+        structure: what goes whole, where anything does: `removed`, structure -> how many, and `blocks` by name; the
+            values of the configuration and the number of `parameters` before and after.
         curve: sparsity, metric and its limit at each attempt of a search.
         timings: seconds per stage.
         memory: bytes.
@@ -104,6 +106,7 @@ class Report:
     probes: dict[str, float] = field(default_factory=dict)
     passes: dict[str, float] = field(default_factory=dict)
     refinement: dict[str, dict[str, float]] = field(default_factory=dict)
+    structure: dict[str, Any] | None = None
     curve: list[dict[str, Any]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)

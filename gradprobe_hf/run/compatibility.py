@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.families import block_of, shares_keys_across_blocks
@@ -14,13 +15,19 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading_checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
+from gradprobe_hf.run.structured import check_hands_on
 from gradprobe_hf.selection.published_rule import thresholds
+from gradprobe_hf.structures.plan import Plan
+from gradprobe_hf.structures.shapes import check_legal
 
 
-def check_targets(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
+def check_targets(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> None:
     """Raise ValueError for the first matrix that cannot be pruned like this."""
     check_editable(model, targets)
-    check_structure(model, targets, config)
+    check_shapes(model, targets, config)
+    if config.drops_blocks:
+        assert config.structure is not None, "blocks are among it"
+        check_hands_on(model, Plan.of(model, targets, config.structure), targets)
 
 
 def check_resumable(config: GradProbeConfig, option: str) -> None:
@@ -32,11 +39,13 @@ def check_resumable(config: GradProbeConfig, option: str) -> None:
         )
 
 
-def check_structure(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
+def check_shapes(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
     """What `check_targets` can tell without any weight."""
     if config.group is not None:
         check_group(targets, *config.group)
         check_rows(model, targets, f"pattern={config.pattern!r}")
+    if config.structure is not None:
+        _check_removable(model, targets, config)
     if config.reconstructs or config.order == "sequential":
         _check_in_blocks(model, targets, remedy=_other_ways(config))
     if config.reconstructs:
@@ -52,6 +61,20 @@ def check_structure(model: nn.Module, targets: Sequence[Target], config: GradPro
             )
     if config.group is None and "row" in (config.candidate_scope, config.budget_scope):
         check_rows(model, targets, "scope='row'")
+
+
+def _check_removable(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
+    """Whether the model's code can do without the structures that are to go."""
+    if is_sharded(model):
+        raise ValueError(
+            "structure is not available for a model that FSDP2 shards: prune it on one process with "
+            "device_map='auto' or 'disk', or with one whole model per process."
+        )
+    assert isinstance(model, PreTrainedModel), "it has a configuration"
+    assert config.structure is not None, "asked for where there is one"
+    if config.weighs_units:
+        _check_in_blocks(model, targets, remedy="structure={'blocks': ...} with update='none', which takes them whole")
+    check_legal(model, Plan.of(model, targets, config.structure))
 
 
 def check_editable(model: nn.Module, targets: Sequence[Target]) -> None:

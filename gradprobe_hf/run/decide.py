@@ -25,12 +25,15 @@ from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.block_matching import Matched
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.reconstruct import FinishedBlock, Reconstruction, reconstruct, reconstruction_passes
+from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.schedule import decide_in_rounds, search
 from gradprobe_hf.run.sequential import decide_in_order
 from gradprobe_hf.run.snapshots import Snapshots, Step
+from gradprobe_hf.run.structured import decide_structures, removal_of
 from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.structures.removal import Removal
 
 Metric = Callable[[Any], float]
 
@@ -46,6 +49,7 @@ class PruningDecision:
         new_weights: of the matrices whose kept weights change.
         damping: what it was raised to in the matrices whose Hessian could not be inverted otherwise.
         matched: how the training of each block went, where blocks were trained.
+        removal: which structures go, where whole ones do: what the masks are of.
     """
 
     masks: Mapping[str, Tensor]
@@ -54,6 +58,7 @@ class PruningDecision:
     new_weights: NewWeights = field(default_factory=NewWeights)
     damping: dict[str, float] = field(default_factory=dict)
     matched: dict[str, Matched] = field(default_factory=dict)
+    removal: Removal | None = None
 
 
 @dataclass(frozen=True)
@@ -107,12 +112,14 @@ def decide_pruning(context: RunContext, judge: Judge | None = None) -> PruningDe
 def decide_masks(context: RunContext, diagnostics: Diagnostics, judge: Judge | None = None) -> PackedMasks | None:
     """The masks; None where a weight update chooses them."""
     config = context.config
-    if config.reconstructs:
+    if config.reconstructs or config.weighs_units:
         # One batch tells whether blocks run one after the other; better before the probes than after them.
         BlockSequence.of(context.model, context.targets, next(iter(context.calibration)))
     if config.update_row.chooses_mask:
         return None
-    if config.order == "sequential":
+    if config.structure is not None:
+        masks = decide_structures(context, diagnostics)
+    elif config.order == "sequential":
         masks = decide_in_order(context, diagnostics)
     elif config.max_metric_drop is not None:
         measured = _Measured(context, diagnostics, judge)
@@ -134,8 +141,11 @@ def conclude(
     Args:
         snapshots: where every finished block is saved, and known from.
     """
+    removal = None if masks is None else removal_of(context, masks)
+    gone: frozenset[str] = frozenset() if removal is None else removal.blocks
     if masks is not None and not context.config.reconstructs:
-        return PruningDecision(masks, diagnostics, _unreached(context, diagnostics))
+        biases = silenced(context.model, sorted(gone))
+        return PruningDecision(masks, diagnostics, _unreached(context, diagnostics), biases, removal=removal)
     with context.stopwatch("reconstruction"):
         found = reconstruct(
             Reconstruction(
@@ -147,6 +157,7 @@ def conclude(
                 context.folder,
                 _blocks_before(snapshots),
                 None if snapshots is None else _BlockSaver(snapshots),
+                gone,
             )
         )
     diagnostics.count("forward", reconstruction_passes(context.config))
@@ -154,7 +165,9 @@ def conclude(
     for kind in ("forward", "backward") if trained else ():
         diagnostics.count(kind, sum(trained) / len(trained))
     unreached = _unreached(context, diagnostics) if masks is not None else ()
-    return PruningDecision(found.masks, diagnostics, unreached, found.new_weights, found.damping, found.matched)
+    return PruningDecision(
+        found.masks, diagnostics, unreached, found.new_weights, found.damping, found.matched, removal
+    )
 
 
 def evaluate(

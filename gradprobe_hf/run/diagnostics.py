@@ -21,6 +21,7 @@ class Diagnostics:
             does not count.
         reached: matrices that a probe has seen a gradient of (or a forward pass an input).
         row_fisher: of each matrix, the mean Fisher information of the weights of a row, where a weight update reads it.
+        blocks_without: blocks that go whole, in their order, and the calibration loss (nats) without them so far.
         accumulator_bytes: size of the statistics `[out, in]` of the probe pair that had the most.
     """
 
@@ -31,6 +32,7 @@ class Diagnostics:
     passes: dict[str, float] = field(default_factory=lambda: {"forward": 0.0, "backward": 0.0})
     reached: set[str] = field(default_factory=set)
     row_fisher: dict[str, list[float]] = field(default_factory=dict)
+    blocks_without: list[dict[str, Any]] = field(default_factory=list)
     accumulator_bytes: int = 0
 
     def copy(self) -> Diagnostics:

@@ -153,7 +153,7 @@ def _read(request: RunRequest, source: Any, *, samples: int, **more: Any) -> Bat
     if is_plain_text(source):
         check_reads_text(model, part)
     batches = load_batches(source, windows, **more)
-    measures_loss = part == "evaluation" or config.needs.probes
+    measures_loss = part == "evaluation" or config.needs.probes or config.drops_blocks
     if request.loss_fn is None:  # one of the user's own may make of a batch what it likes
         check_batches(model, batches, part, measures_loss)
         if measures_loss:

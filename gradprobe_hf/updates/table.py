@@ -80,6 +80,7 @@ _OWN_MASK: dict[str, str] = {
     "max_matrix_sparsity": "it prunes every matrix alike",
     "rounds": "it decides once, at one sparsity",
     "max_metric_drop": "it decides once, at one sparsity",
+    "structure": _CHOOSES,
 }
 
 UPDATES: dict[str, WeightUpdate] = {
@@ -106,6 +107,7 @@ UPDATES: dict[str, WeightUpdate] = {
         products=ADMM_STEPS + ROUNDS,
         workspace=10,
         sentence=_ADMM,
+        refuses={"structure": "it would choose other weights than the structures that go"},
         source="Boža 2024 (arXiv:2401.02938); Meng et al. 2024, ALPS (arXiv:2406.07831)",
     ),
     "sparsegpt": WeightUpdate(

@@ -1,0 +1,137 @@
+"""Whole structures: what is left of the perplexity, the parameters and the time of a pass.
+
+    make bench-structured      # the model of 15M, TinyStories; benchmarks/results/structured.json
+
+Each row is a whole run, saved, loaded again by transformers alone and timed beside the dense model; rows that the file
+has are not made again.
+
+usage: python -m benchmarks.structured --model DIR --calibration SPEC --evaluation SPEC [--rows NAME ...]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.quality_texts import TextSpec
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.report.build import versions
+
+RESULTS = Path(__file__).parent / "results"
+ROWS: dict[str, dict[str, Any]] = {
+    "ffn 1/3": {"structure": {"ffn": 1 / 3}},
+    "ffn 1/3, no update": {"structure": {"ffn": 1 / 3}, "update": "none"},
+    "ffn 1/3, block matching": {"structure": {"ffn": 1 / 3}, "refinement": "blocks"},
+    "kv_groups 1": {"structure": {"kv_groups": 1}},
+    "kv_groups 1, no update": {"structure": {"kv_groups": 1}, "update": "none"},
+    "blocks 1": {"structure": {"blocks": 1}},
+    "blocks 1, no update": {"structure": {"blocks": 1}, "update": "none"},
+    "ffn 1/3, blocks 1": {"structure": {"ffn": 1 / 3, "blocks": 1}},
+}
+TOKENS, REPEATS = 256, 11  # of a timed pass, and how many of them
+
+
+def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Perplexity, parameters and bytes of one structure, and the seconds of a pass beside the dense model's."""
+    config = GradProbeConfig(
+        **ROWS[name],
+        num_samples=args.num_samples,
+        sequence_length=args.sequence_length,
+        evaluation_samples=args.evaluation_samples,
+        seed=args.seed,
+    )
+    texts = {
+        "calibration": TextSpec.parse(args.calibration).read(),
+        "evaluation": TextSpec.parse(args.evaluation).read(),
+    }
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder) / "smaller"
+        result = prune_pretrained(args.model, config, **texts, output_dir=made, dtype="float32", progress=False)
+        seconds = time.perf_counter() - start
+        size = sum(file.stat().st_size for file in made.glob("*.safetensors"))
+        models = [AutoModelForCausalLM.from_pretrained(one, dtype="float32").eval() for one in (args.model, made)]
+        passes = [pass_seconds(models) for _ in range(REPEATS)]
+    report = result.report
+    measured, structure = report.evaluation, report.structure
+    assert measured is not None, "there is a text"
+    assert structure is not None, "every row has one"
+    return {
+        "row": name,
+        "perplexity": measured["pruned"]["perplexity"],
+        "dense": measured["dense"]["perplexity"],
+        "kl": measured["divergence"]["kl"],
+        "shapes": structure["after"],
+        "parameters": structure["parameters"],
+        "bytes": size,
+        "pass_seconds": [statistics.median(each) for each in zip(*passes, strict=True)],
+        "seconds": round(seconds, 1),
+    }
+
+
+@torch.no_grad()
+def pass_seconds(models: list[PreTrainedModel]) -> list[float]:
+    """Of one pass of each, one after the other, so that what else the machine does meets all of them."""
+    ids, found = torch.arange(TOKENS)[None], []
+    for model in models:
+        start = time.perf_counter()
+        model(input_ids=ids, use_cache=False)
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--calibration", required=True, metavar="SPEC", help="as of benchmarks.quality")
+    parser.add_argument("--evaluation", required=True, metavar="SPEC")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME")
+    parser.add_argument("--num-samples", type=int, default=32)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--evaluation-samples", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=RESULTS / "structured.json")
+    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
+    args = parser.parse_args()
+    asked = {name: value for name, value in vars(args).items() if name not in ("output", "fresh", "rows")}
+    asked |= {name: Path(asked[name]).name for name in ("model", "calibration", "evaluation")}
+    known = json.loads(args.output.read_text()) if args.output.exists() and not args.fresh else {"rows": []}
+    if known.get("settings", asked) != asked:
+        raise SystemExit(f"{args.output} is of {known['settings']}: --fresh forgets it, another --output keeps it.")
+    for name in args.rows:
+        if name not in [made["row"] for made in known["rows"]]:
+            known["rows"].append(row(args, name))
+            whole = {"settings": asked, "rows": known["rows"], "versions": versions()}
+            args.output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    show(known["rows"])
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table("", "perplexity", "dense", "KL", "parameters", "MB", "pass / dense", "seconds")
+    for made in rows:
+        dense, smaller = made["pass_seconds"]
+        table.add_row(
+            made["row"],
+            f"{made['perplexity']:.2f}",
+            f"{made['dense']:.2f}",
+            f"{made['kl']:.3f}",
+            f"{made['parameters']['after']:,}",
+            f"{made['bytes'] / 1e6:.1f}",
+            f"{smaller / dense:.2f}",
+            f"{made['seconds']:.0f}",
+        )
+    Console(soft_wrap=True, markup=False).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A smaller checkpoint: structures are cut out while the shards are written, and the result is looked at.
+
+A model whose code relies on a size that no configuration tells would load, and compute something else. So what was
+written is loaded as a user would, by `from_pretrained`, and has to compute what the masked model does.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.model.families import random_batch
+from gradprobe_hf.model.loss import forward_only
+from gradprobe_hf.model.parameters import input_device, is_offloaded
+from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.saving import Smaller, save_in_shards
+from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.shapes import smaller_config
+
+ROWS, TOKENS = 2, 16
+# How far apart the outputs of the two models may be, relative to their size: sums over fewer terms round otherwise.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+OF_HALF_PRECISION = 0.1
+
+
+def save_smaller(folder: Path, model: PreTrainedModel, removal: Removal) -> None:
+    """Write what is left of a model whose masked weights are zero now.
+
+    Raises:
+        RuntimeError: what was written does not compute what the masked model does.
+    """
+    config = smaller_config(model.config, removal)
+    save_in_shards(folder, model, smaller=Smaller(config, removal.name, removal.tensor))
+    check_smaller(folder, model)
+
+
+def check_smaller(folder: Path, model: PreTrainedModel) -> None:
+    """Raise RuntimeError unless the checkpoint loads without a key too many or too few, and computes the same."""
+    with tempfile.TemporaryDirectory() as scratch:
+        placed: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": scratch} if is_offloaded(model) else {}
+        cls: Any = type(model)
+        loaded, info = cls.from_pretrained(
+            folder,
+            dtype=model.dtype,
+            attn_implementation=model.config._attn_implementation,
+            output_loading_info=True,
+            **placed,
+        )
+        wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
+        if wrong:
+            raise RuntimeError(f"the smaller model does not load as it was written: {wrong}. Nothing was kept of it.")
+        batch = random_batch(model, ROWS, TOKENS)
+        wanted = _outputs(model, batch)
+        found = _outputs(loaded if placed else loaded.to(input_device(model)), batch)
+    apart = float((found - wanted).norm() / wanted.norm())
+    if not apart <= TOLERANCE.get(model.dtype, OF_HALF_PRECISION):
+        raise RuntimeError(
+            f"the smaller {type(model).__name__} does not compute what the masked one does (outputs are {apart:.1e} "
+            "apart, relative): its code relies on a size that the configuration does not tell. Nothing was kept of it."
+        )
+
+
+@torch.no_grad()
+def _outputs(model: PreTrainedModel, batch: dict[str, Tensor]) -> Tensor:
+    with eval_mode(model):
+        output: Tensor = forward_only(model, send_to_device(batch, input_device(model)))[0]
+        return output.double().cpu()

@@ -1,0 +1,142 @@
+"""Plans: where the structures of a model are, and how many of them go.
+
+Layout: the units of a block are numbered. The matrix that reads what they make, `[out, in]`, has as many columns for
+each of them; those that make it have rows, once or (gate and up in one matrix) several times over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.model.families import key_value_heads, stack_of
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.structures.table import STRUCTURES
+
+
+@dataclass(frozen=True)
+class Units:
+    """What can go of one block, unit by unit: the channels of its feed-forward network, or its groups of heads.
+
+    Attributes:
+        reader: the matrix that reads what the units make; without its columns a unit has no part in the model.
+        makers: the matrices that make it, each with how many rows side by side it has for a unit.
+        count: how many units there are.
+    """
+
+    reader: Target
+    makers: tuple[tuple[Target, int], ...]
+    count: int
+
+    @property
+    def width(self) -> int:
+        """Columns of the reader for each unit."""
+        return self.reader.shape[1] // self.count
+
+    def columns(self, units: Tensor) -> Tensor:
+        """Columns of the reader, bool `[in]`, for units, bool `[count]`."""
+        return units.repeat_interleave(self.width)
+
+    def rows(self, maker: Target, parts: int, units: Tensor) -> Tensor:
+        """Rows of a maker, bool `[out]`, for units, bool `[count]`."""
+        return units.repeat_interleave(maker.shape[0] // (parts * self.count)).repeat(parts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be removed.
+
+    Attributes:
+        blocks: all of the model, in order.
+        units: structure -> its units in every block.
+        going: structure -> how many of these go in every block; of blocks, how many go.
+    """
+
+    blocks: tuple[str, ...]
+    units: Mapping[str, tuple[Units, ...]]
+    going: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, targets: Sequence[Target], amounts: Mapping[str, float]) -> Plan:
+        """The plan of a configuration's amounts.
+
+        Args:
+            targets: all matrices of the blocks.
+
+        Raises:
+            ValueError: a model without such structures, or an amount that leaves none or takes none.
+        """
+        by_block: dict[str, dict[str, Target]] = {}
+        for target in targets:
+            by_block.setdefault(target.block, {})[target.role] = target
+        _check_stack(model, list(by_block))
+        units: dict[str, tuple[Units, ...]] = {}
+        going: dict[str, int] = {}
+        for name, amount in amounts.items():
+            if STRUCTURES[name].matrices is None:
+                going[name] = _blocks_going(name, amount, len(by_block))
+                continue
+            units[name] = tuple(_units(model, name, block, roles) for block, roles in by_block.items())
+            counts = {one.count for one in units[name]}
+            if len(counts) > 1:
+                raise ValueError(
+                    f"structure {name!r} wants as many {STRUCTURES[name].units} in every block, and those of "
+                    f"{type(model).__name__} have {', '.join(map(str, sorted(counts)))}: leave it out."
+                )
+            going[name] = _going(name, amount, counts.pop())
+        return cls(tuple(by_block), units, going)
+
+
+def _check_stack(model: PreTrainedModel, blocks: Sequence[str]) -> None:
+    if len({stack_of(block) for block in blocks}) > 1 or "" in blocks:
+        raise ValueError(
+            f"structure is for models of one stack of blocks, and {type(model).__name__} has "
+            f"{', '.join(sorted({stack_of(block) or 'matrices outside of blocks' for block in blocks}))}: prune it "
+            "without structure."
+        )
+    if model.config.get_text_config() is not model.config:
+        raise ValueError(
+            f"structure is for models of one configuration, and that of {type(model).__name__} has another inside: "
+            "prune it without structure."
+        )
+
+
+def _blocks_going(name: str, amount: float, there: int) -> int:
+    gone = _going(name, amount, there)
+    if gone > there - 2:
+        raise ValueError(
+            f"structure {name!r}: {amount} of {there} blocks cannot go, since the first and the last stay: "
+            + (f"1 to {there - 2} can." if there > 2 else "none can.")
+        )
+    return gone
+
+
+def _going(name: str, amount: float, there: int) -> int:
+    try:
+        return STRUCTURES[name].count_of(amount, there)
+    except ValueError as error:
+        raise ValueError(f"structure {name!r}: {error}") from error
+
+
+def _units(model: PreTrainedModel, name: str, block: str, roles: Mapping[str, Target]) -> Units:
+    row = STRUCTURES[name]
+    assert row.matrices is not None, "no whole blocks"
+    found = row.matrices(frozenset(roles))
+    if found is None:
+        others = ", ".join(repr(other) for other in STRUCTURES if other != name)
+        raise ValueError(
+            f"structure {name!r} has no {row.units} in {block} of {type(model).__name__}: its matrices are "
+            f"{', '.join(roles)}. Leave {name!r} out; there are also {others}."
+        )
+    reader, makers = roles[found[0]], tuple((roles[role], parts) for role, parts in found[1].items())
+    heads = key_value_heads(model.config) if name == "kv_groups" else 0
+    return Units(reader, makers, heads or reader.shape[1])
+
+
+def zero_units(count: int) -> Tensor:
+    """None of so many units, bool."""
+    return torch.zeros(count, dtype=torch.bool)

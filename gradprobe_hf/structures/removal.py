@@ -1,0 +1,126 @@
+"""Removals: which units and blocks go, as masks of matrices and as slices of tensors.
+
+Until the end a removal is masks like any other. A unit's mask is the columns of its reader and the rows of its makers;
+a block's is all of it, and its biases are zero too, so that it hands on what it was given. What is left of every tensor
+once these are cut out is the smaller model: it computes the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from gradprobe_hf.model.families import stack_of
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.structures.plan import Plan, Units, zero_units
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What goes.
+
+    Attributes:
+        blocks: those that go whole.
+        units: name of a reader -> which of its units go, bool `[count]`. Of blocks that go whole none is looked at.
+    """
+
+    plan: Plan
+    blocks: frozenset[str] = frozenset()
+    units: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def example(cls, plan: Plan) -> Removal:
+        """One that meets the plan: the second block and those behind it, and the first units."""
+        blocks = frozenset(plan.blocks[1 : 1 + plan.going.get("blocks", 0)])
+        units = {}
+        for name, everywhere in plan.units.items():
+            for one in everywhere:
+                units[one.reader.name] = zero_units(one.count)
+                units[one.reader.name][: plan.going[name]] = True
+        return cls(plan, blocks, units)
+
+    @classmethod
+    def of_masks(cls, plan: Plan, masks: Mapping[str, Tensor], targets: Sequence[Target]) -> Removal:
+        """The removal that these masks are of."""
+        empty = {target.name for target in targets if bool(masks[target.name].all())}
+        staying = {target.block for target in targets if target.name not in empty}
+        units = {}
+        for everywhere in plan.units.values():
+            for one in everywhere:
+                gone = masks[one.reader.name].all(0).cpu()
+                units[one.reader.name] = gone.unflatten(0, (one.count, one.width)).all(1)
+        return cls(plan, frozenset(plan.blocks) - staying, units)
+
+    def mask(self, target: Target) -> Tensor:
+        """A matrix's mask, bool `[out, in]`."""
+        found = torch.full(target.shape, target.block in self.blocks)
+        for one in self._units:
+            gone = self.units[one.reader.name]
+            if target == one.reader:
+                found[:, one.columns(gone)] = True
+            for maker, parts in one.makers:
+                if target == maker:
+                    found[one.rows(maker, parts, gone)] = True
+        return found
+
+    @property
+    def kept_blocks(self) -> list[int]:
+        """Numbers of the blocks that stay."""
+        return [number for number, block in enumerate(self.plan.blocks) if block not in self.blocks]
+
+    def name(self, name: str) -> str | None:
+        """What a tensor is called in the smaller model; None if it has no part there."""
+        block = self._block_of(name)
+        if block is None:
+            return name
+        if block in self.blocks:
+            return None
+        number = self.kept_blocks.index(self.plan.blocks.index(block))
+        return f"{stack_of(block)}.{number}{name[len(block) :]}"
+
+    def tensor(self, name: str, tensor: Tensor) -> Tensor:
+        """What is left of a tensor of a block that stays, a copy."""
+        for dimension, kept in self._slices.get(name, ()):
+            tensor = tensor.index_select(dimension, kept.to(tensor.device))
+        return tensor
+
+    def parameters(self, model: nn.Module) -> int:
+        """How many parameters are left of a model."""
+        left = 0
+        for name, parameter in model.named_parameters():
+            if self.name(name) is not None:
+                shape = list(parameter.shape)
+                for dimension, kept in self._slices.get(name, ()):
+                    shape[dimension] = len(kept)
+                left += torch.Size(shape).numel()
+        return left
+
+    def _block_of(self, name: str) -> str | None:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:length]) for length in range(1, len(parts)))
+        return next((prefix for prefix in prefixes if prefix in self.plan.blocks), None)
+
+    @cached_property
+    def _units(self) -> list[Units]:
+        """Those of blocks that stay, as far as it is decided about them."""
+        every = [one for everywhere in self.plan.units.values() for one in everywhere]
+        return [one for one in every if one.reader.block not in self.blocks and one.reader.name in self.units]
+
+    @cached_property
+    def _slices(self) -> dict[str, list[tuple[int, Tensor]]]:
+        """Parameter -> what is kept of which of its dimensions as it is stored."""
+        found: dict[str, list[tuple[int, Tensor]]] = {}
+        for one in self._units:
+            kept = ~self.units[one.reader.name]
+            found.setdefault(one.reader.parameter, []).append(
+                (0 if one.reader.transposed else 1, one.columns(kept).nonzero()[:, 0])
+            )
+            for maker, parts in one.makers:
+                rows = one.rows(maker, parts, kept).nonzero()[:, 0]
+                found.setdefault(maker.parameter, []).append((1 if maker.transposed else 0, rows))
+                found.setdefault(f"{maker.parameter.rpartition('.')[0]}.bias", []).append((0, rows))
+        return found

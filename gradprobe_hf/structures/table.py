@@ -1,0 +1,115 @@
+"""The table of structures: what can go whole. To add one: a row, and where it is found in `model/families.py`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gradprobe_hf.model.families import attention_matrices, feed_forward_matrices
+
+WIDTH_UNIT = 64  # a share of the channels is rounded so that a multiple of this is kept: what kernels are tuned for
+
+WINDOWS_WITHOUT = 32  # calibration rows that each block is left out of: about 16,000 tokens tell one from another
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """One kind of structure.
+
+    Attributes:
+        unit, units: what one of them and several are called.
+        matrices: roles of the matrices in a block -> the one that reads what the units make, and those that make it,
+            each with how many rows side by side it has for a unit (gate and up in one matrix: 2); None where a block
+            has no such units. For whole blocks: None.
+        rounded_to: of what is kept where the amount is a share; None: only counts are taken.
+        sentence: for the model card, with `{count}` of them gone.
+    """
+
+    unit: str
+    units: str
+    matrices: Callable[[frozenset[str]], tuple[str, dict[str, int]] | None] | None
+    rounded_to: int | None = None
+    sentence: str
+
+    @property
+    def wanted(self) -> str:
+        """What an amount has to be."""
+        share = "a share in (0, 1), or " if self.rounded_to else ""
+        return f"{share}how many {self.units} go, a whole number >= 1"
+
+    def count_of(self, amount: float, there: int) -> int:
+        """How many of the units that are there go.
+
+        Raises:
+            ValueError: none of them, or all.
+        """
+        if isinstance(amount, int):
+            gone = amount
+        else:
+            assert self.rounded_to is not None, "a share was refused"
+            gone = there - self.rounded_to * round((1 - amount) * there / self.rounded_to)
+        if 0 < gone < there:
+            return gone
+        if isinstance(amount, int):
+            raise ValueError(f"{amount} of {there} {self.units} cannot go: 1 to {there - 1} can.")
+        raise ValueError(
+            f"a share of {amount:g} of {there} {self.units}, of which a multiple of {self.rounded_to} is kept, is "
+            f"{'none' if gone == 0 else 'all'} of them. Give how many go, {max(1, round(amount * there))} say."
+        )
+
+
+STRUCTURES: dict[str, Structure] = {
+    "ffn": Structure(
+        unit="FFN channel",
+        units="FFN channels",
+        matrices=feed_forward_matrices,
+        rounded_to=WIDTH_UNIT,
+        sentence="{count} channels of each feed-forward network",
+    ),
+    "kv_groups": Structure(
+        unit="key-value head",
+        units="key-value heads",
+        matrices=attention_matrices,
+        sentence="{count} key-value heads of each attention, with the query heads that read them",
+    ),
+    "blocks": Structure(
+        unit="block",
+        units="blocks",
+        matrices=None,
+        sentence="{count} blocks",
+    ),
+}
+
+
+def checked(amounts: Any) -> dict[str, float]:
+    """Amounts of structures, by name.
+
+    Raises:
+        ValueError: no such structure, or an amount that is wrong by itself.
+
+    >>> checked({"ffn": 0.3, "blocks": 4})
+    {'ffn': 0.3, 'blocks': 4}
+    """
+    named = ", ".join(map(repr, STRUCTURES))
+    if not isinstance(amounts, Mapping) or not amounts:
+        raise ValueError(
+            f"structure must be a dict from structures ({named}) to how much of each goes, like "
+            f"{{'ffn': 0.3, 'blocks': 4}}, got {amounts!r}."
+        )
+    for name, amount in amounts.items():
+        if name not in STRUCTURES:
+            raise ValueError(f"structure has no {name!r}: there are {named}.")
+        row = STRUCTURES[name]
+        if not _is_amount(amount, is_share=row.rounded_to is not None):
+            raise ValueError(f"structure[{name!r}] must be {row.wanted}, got {amount!r}.")
+    return {name: amounts[name] for name in STRUCTURES if name in amounts}
+
+
+def _is_amount(amount: object, is_share: bool) -> bool:
+    if isinstance(amount, bool) or not isinstance(amount, (int, float)):
+        return False
+    if isinstance(amount, int):
+        return amount >= 1
+    return is_share and math.isfinite(amount) and 0 < amount < 1

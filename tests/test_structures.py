@@ -1,0 +1,311 @@
+"""Whole structures: the smaller model computes what the masked one does; what goes is what the others can spare."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
+from gradprobe_hf.checkpoint.smaller import save_smaller
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.model.families import random_batch
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.reconstruction.silenced_blocks import silenced
+from gradprobe_hf.run.apply import applied
+from gradprobe_hf.run.compatibility import check_targets
+from gradprobe_hf.run.structured import packed
+from gradprobe_hf.structures.importance import least_missed, unit_errors
+from gradprobe_hf.structures.plan import Plan
+from gradprobe_hf.structures.removal import Removal
+from tests import cases
+
+SIZES = {
+    **cases.CAUSAL,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+WINDOWS = {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 8}
+MORE = {
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **WINDOWS)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWS)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES)),
+    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
+}
+ALL = {"ffn": 7, "kv_groups": 1, "blocks": 1}
+LOADABLE = {  # family -> what can go of it
+    "llama": ALL,
+    "tied": ALL,
+    "mistral": ALL,
+    "qwen2": ALL,
+    "qwen3": ALL,
+    "gemma2": ALL,
+    "gemma3": ALL,
+    "phi3": {"ffn": 7, "blocks": 1},
+    "olmo2": {"ffn": 7},
+    "gpt2": {"ffn": 7},
+    "opt": {"ffn": 7},
+    "gpt_neox": {"ffn": 7},
+    "bert": {"ffn": 7},
+    "vit": {"ffn": 7, "kv_groups": 1},
+}
+
+
+def build(name):
+    """A model with weights and biases that are not zero."""
+    if name in MORE:
+        torch.manual_seed(0)
+        model = MORE[name]().eval()
+    else:
+        model = cases.build(name)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def outputs(model, batch):
+    with torch.no_grad():
+        return model(**batch)[0]
+
+
+@pytest.mark.parametrize(("name", "amounts"), LOADABLE.items(), ids=LOADABLE)
+def test_the_smaller_model_computes_what_the_masked_one_does(name, amounts, tmp_path):
+    model = build(name)
+    targets = find_targets(model)
+    check_targets(model, targets, GradProbeConfig(structure=amounts))
+    plan = Plan.of(model, targets, amounts)
+    removal = Removal.example(plan)
+    biases, masks = silenced(model, removal.blocks), packed(removal, targets)
+    batch, dense = random_batch(model, 2, 12), cases.bits(model)
+    with applied(model, targets, masks, keep=False, new_weights=biases):
+        save_smaller(tmp_path, model, removal)
+        wanted = outputs(model, batch)
+    assert cases.changed(model, dense) == []
+    # By transformers alone, as a user would: nothing missing, nothing left over, no shape that does not fit.
+    auto = AutoModelForCausalLM if name not in ("bert", "vit") else type(model)
+    loaded, info = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    torch.testing.assert_close(outputs(loaded, batch), wanted, rtol=0, atol=1e-4)
+    assert sum(one.numel() for one in loaded.parameters()) == removal.parameters(model) < model.num_parameters()
+    # What its masks say is what it is: so a run that goes on from them cuts the same.
+    again = Removal.of_masks(plan, masks, targets)
+    assert again.blocks == removal.blocks
+    kept = [one.reader for every in plan.units.values() for one in every if one.reader.block not in removal.blocks]
+    assert all(torch.equal(again.units[reader.name], removal.units[reader.name]) for reader in kept)
+
+
+def test_a_whole_run_from_the_configuration_to_the_checkpoint(tmp_path):
+    model, batches = build("llama"), cases.batches("llama")
+    before = model.num_parameters()
+    config = GradProbeConfig(structure=ALL)
+    result = prune_pretrained(
+        model, config, calibration=batches, evaluation=batches, output_dir=tmp_path / "made", progress=False
+    )
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
+    assert not any(info.values())
+    shape = loaded.config
+    assert (shape.intermediate_size, shape.num_hidden_layers, shape.head_dim) == (17, 2, 4)
+    assert (shape.num_attention_heads, shape.num_key_value_heads) == (2, 1)
+    own = 2 * 16 * 8 + 2 * 4 * 16 + 3 * 16 * 17 + 2 * 16  # q and o, k and v, the FFN, two norms
+    assert loaded.num_parameters() == 2 * own + 2 * 260 * 16 + 16
+    found = result.report.structure
+    assert found["parameters"] == {"before": before, "after": loaded.num_parameters()}
+    assert found["removed"] == ALL
+    assert found["after"]["intermediate_size"] == 17
+    assert found["before"]["intermediate_size"] == 24
+    batch = {"input_ids": batches[0]["input_ids"]}
+    torch.testing.assert_close(outputs(loaded, batch), outputs(result.model, batch), rtol=0, atol=1e-4)
+    measured = sum(float(summed_loss(loaded, one)[0]) for one in batches)
+    terms = sum(int(summed_loss(loaded, one)[1]) for one in batches)
+    assert measured / terms == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-4)
+    assert loaded.generate(**batch, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (2, 15)
+    saved = json.loads((tmp_path / "made" / "config.json").read_text())
+    assert saved["gradprobe"]["structure"] == ALL
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert "| `intermediate_size` | 24 | 17 |" in card
+    assert f"{loaded.num_parameters():,}" in card
+    assert "no smaller" not in card
+    assert GradProbeConfig.from_pretrained(tmp_path / "made") == config
+
+
+@pytest.mark.parametrize("refinement", ["none", "blocks"])
+def test_a_dry_run_leaves_the_model_and_is_saved_later(refinement, tmp_path):
+    model, batches = build("qwen2"), cases.batches("llama")
+    dense = cases.bits(model)
+    config = GradProbeConfig(structure={"ffn": 8, "blocks": 1}, refinement=refinement)
+    result = prune_pretrained(model, config, calibration=batches, evaluation=False, apply=False, progress=False)
+    assert cases.changed(model, dense) == []
+    result.save_pretrained(tmp_path / "made")
+    assert cases.changed(model, dense) == []
+    assert AutoConfig.from_pretrained(tmp_path / "made").num_hidden_layers == 2
+    # The other blocks were changed to make up for what went: more than to cut it out.
+    (gone,) = result.report.structure["blocks"]
+    target = next(one for one in result.targets if one.role == "mlp.down_proj" and one.block != gone)
+    kept = ~result.masks[target.name]
+    assert not torch.equal(result.new_weights[target.name][kept], target.matrix(model)[kept])
+
+
+def test_a_model_on_disk_ends_as_one_in_memory(tmp_path):
+    build("llama").save_pretrained(tmp_path / "dense")
+    found = []
+    for name, placed in (("memory", {}), ("disk", {"device_map": "disk", "offload_folder": tmp_path / "offload"})):
+        prune_pretrained(
+            tmp_path / "dense",
+            GradProbeConfig(structure=ALL),
+            calibration=cases.batches("llama"),
+            evaluation=False,
+            output_dir=tmp_path / name,
+            progress=False,
+            **placed,
+        )
+        found.append(AutoModelForCausalLM.from_pretrained(tmp_path / name))
+    assert cases.changed(found[0], cases.bits(found[1])) == []
+
+
+def test_the_block_that_goes_is_the_one_without_which_the_loss_is_lowest():
+    torch.manual_seed(3)
+    model, batches = cases.build("gpt_neox"), cases.batches("gpt_neox")
+    config = type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 5})
+    model = type(model)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.2)
+    config = GradProbeConfig(structure={"blocks": 2}, update="none")
+    result = prune_pretrained(model, config, calibration=batches, evaluation=False, apply=False, progress=False)
+    blocks, left, gone = model.gpt_neox.layers, list(range(5)), []
+    for _ in range(2):
+        losses = {}
+        for number in [one for one in left if one not in (0, 4)]:
+            model.gpt_neox.layers = torch.nn.ModuleList(blocks[one] for one in left if one != number)
+            losses[number] = sum(float(summed_loss(model, batch)[0]) for batch in batches)
+        gone.append(min(losses, key=losses.get))
+        left.remove(gone[-1])
+    model.gpt_neox.layers = blocks
+    assert [one["block"] for one in result.report.structure["without"]] == [f"gpt_neox.layers.{one}" for one in gone]
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_the_error_of_a_unit_is_that_of_the_best_weights_without_it(width):
+    torch.manual_seed(0)
+    x, weight = torch.randn(50, 12, dtype=torch.float64), torch.randn(5, 12, dtype=torch.float64)
+    x[:, 3] = x[:, 0] + 0.1 * x[:, 3]  # two that can make up for each other
+    units = 12 // width
+
+    def error(gone):
+        kept = [column for column in range(12) if column // width not in gone]
+        best = torch.linalg.lstsq(x[:, kept], x @ weight.T).solution
+        return float((x @ weight.T - x[:, kept] @ best).square().sum())
+
+    inverse = torch.linalg.inv(x.T @ x)
+    found = unit_errors(weight, inverse, units)
+    torch.testing.assert_close(found, torch.tensor([error({unit}) for unit in range(units)], dtype=torch.float64))
+    # One after the other, each time the one whose removal costs least beside those that are gone.
+    gone = set()
+    for _ in range(3):
+        gone.add(min(set(range(units)) - gone, key=lambda unit: error(gone | {unit})))
+    assert set(least_missed(weight, inverse, units, 3).nonzero()[:, 0].tolist()) == gone
+
+
+REFUSED = [
+    ("llama", {"kv_groups": 2}, "2 of 2 key-value heads cannot go: 1 to 1 can"),
+    ("llama", {"ffn": 24}, "24 of 24 FFN channels cannot go"),
+    ("llama", {"ffn": 0.3}, "a multiple of 64 is kept, is all of them. Give how many go, 7 say"),
+    ("llama", {"blocks": 2}, "the first and the last stay: 1 to 1 can"),
+    ("gpt2", {"kv_groups": 1}, "no key-value heads in transformer.h.0 of GPT2LMHeadModel"),
+    ("gpt2", {"blocks": 1}, "none can"),
+    ("opt", {"kv_groups": 1}, "OPTForCausalLM cannot do without 1 of its 4 key-value heads; leave 'kv_groups' out"),
+    ("olmo2", {"kv_groups": 1}, "cannot do without 1 of its 2 key-value heads"),
+    ("bert5", {"blocks": 1}, "does not hand on what it is given"),
+    ("mixtral", {"ffn": 7}, "no FFN channels in model.layers.0"),
+    ("t5", {"ffn": 7}, "models of one stack of blocks"),
+    ("hidden", {"kv_groups": 1}, "the nearest that it can is 2: set that"),
+]
+
+
+@pytest.mark.parametrize(("name", "amounts", "message"), REFUSED, ids=str)
+def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, message, monkeypatch):
+    if name == "bert5":
+        model = cases.build("bert")
+        model = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 5}))
+    elif name == "hidden":  # Llama wants a hidden size that its heads divide
+        model = type(cases.build("llama"))(cases.build("llama").config.__class__(**{**SIZES, "num_key_value_heads": 4}))
+    else:
+        model = build(name)
+    monkeypatch.setattr("gradprobe_hf.run.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
+    with pytest.raises(ValueError, match=re.escape(message)):
+        prune_pretrained(model, GradProbeConfig(structure=amounts), calibration=cases.batches("llama"), progress=False)
+
+
+def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(tmp_path):
+    model, batches = cases.build("gpt2"), cases.batches("gpt2")
+    # Attention is scaled by the number of its block, which changes when one before it goes: no shape tells that.
+    config = {**model.config.to_dict(), "n_layer": 4, "scale_attn_by_inverse_layer_idx": True}
+    torch.manual_seed(0)
+    model = type(model)(type(model.config)(**config)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    dense = cases.bits(model)
+    with pytest.raises(RuntimeError, match="does not compute what the masked one does"):
+        prune_pretrained(
+            model,
+            GradProbeConfig(structure={"blocks": 1}, update="none"),
+            calibration=batches,
+            evaluation=False,
+            output_dir=tmp_path / "made",
+            progress=False,
+        )
+    assert list(tmp_path.iterdir()) == []
+    assert cases.changed(model, dense) == []
+
+
+def test_a_comparison_says_that_it_has_no_structures():
+    config = GradProbeConfig(structure={"ffn": 7})
+    for given in ({"config": config}, {"configs": {"smaller": config}}):
+        with pytest.raises(ValueError, match="structure is not part of a comparison"):
+            compare_pretrained(cases.build("llama"), **given, calibration=cases.batches("llama"), progress=False)
+
+
+def test_the_command_line_prunes_whole_structures(tmp_path, capsys):
+    model = build("llama")
+    model.save_pretrained(tmp_path / "dense")
+    cases.tokenizer().save_pretrained(tmp_path / "dense")
+    line = ["prune", str(tmp_path / "dense"), "--output", str(tmp_path / "made"), "--structure", "ffn=8,blocks=1"]
+    options = ["--calibration", "pydoc", "--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "2"]
+    assert main(["estimate", str(tmp_path / "dense"), "--json", *line[4:]]) == 0
+    priced = json.loads(capsys.readouterr().out)
+    assert "weigh" in priced["placements"][0]["stages"]
+    assert main([*line, *options]) == 0
+    said = capsys.readouterr().out
+    assert "intermediate_size" in said
+    assert AutoModel.from_pretrained(tmp_path / "made").config.intermediate_size == 16
