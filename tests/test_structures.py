@@ -158,11 +158,11 @@ def test_a_whole_run_from_the_configuration_to_the_checkpoint(tmp_path):
     assert GradProbeConfig.from_pretrained(tmp_path / "made") == config
 
 
-@pytest.mark.parametrize("refinement", ["none", "blocks"])
-def test_a_dry_run_leaves_the_model_and_is_saved_later(refinement, tmp_path):
+@pytest.mark.parametrize("options", [{}, {"refinement": "blocks"}], ids=str)
+def test_a_dry_run_leaves_the_model_and_is_saved_later(options, tmp_path):
     model, batches = build("qwen2"), cases.batches("llama")
     dense = cases.bits(model)
-    config = GradProbeConfig(structure={"ffn": 8, "blocks": 1}, refinement=refinement)
+    config = GradProbeConfig(structure={"ffn": 8, "blocks": 1}, **options)
     result = prune_pretrained(model, config, calibration=batches, evaluation=False, apply=False, progress=False)
     assert cases.changed(model, dense) == []
     result.save_pretrained(tmp_path / "made")
@@ -173,6 +173,17 @@ def test_a_dry_run_leaves_the_model_and_is_saved_later(refinement, tmp_path):
     target = next(one for one in result.targets if one.role == "mlp.down_proj" and one.block != gone)
     kept = ~result.masks[target.name]
     assert not torch.equal(result.new_weights[target.name][kept], target.matrix(model)[kept])
+
+
+def test_what_is_left_can_be_recovered(tmp_path):
+    """The checkpoint is compared with the masked model when it is written: whatever was trained, it is the same."""
+    config = GradProbeConfig(structure={"ffn": 8, "kv_groups": 1}, recovery_steps=2, num_samples=6)
+    options = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False}
+    result = prune_pretrained(build("llama"), config, **options, output_dir=tmp_path / "made")
+    assert result.report.recovery["steps"] == 2
+    assert AutoConfig.from_pretrained(tmp_path / "made").intermediate_size == 16
+    with pytest.raises(ValueError, match="recovery_steps=2 cannot be combined with structure"):
+        GradProbeConfig(structure={"blocks": 1}, recovery_steps=2)
 
 
 def test_a_model_on_disk_ends_as_one_in_memory(tmp_path):

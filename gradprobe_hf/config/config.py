@@ -336,6 +336,11 @@ class GradProbeConfig:
                     f"{self._refusal('structure', name, 'it says itself how much goes, and of what')}; leave {name} "
                     "unset."
                 )
+        if self.drops_blocks and self.recovery_steps:
+            raise ValueError(
+                f"{self._refusal('recovery_steps', 'structure', 'it would train what is left of blocks that go')}; "
+                "leave recovery_steps unset."
+            )
         self._fill({"update": "least_squares"})
         for name, value in _OF_STRUCTURES.items():
             object.__setattr__(self, name, value)
