@@ -46,8 +46,8 @@ _FEED_FORWARDS: tuple[tuple[str, dict[str, int]], ...] = (
     ("output.dense", {"intermediate.dense": 1}),  # BERT
 )
 # Attention with a matrix each for queries, keys and values, by the role of the one that reads the heads.
-_HEAD_READERS = ("self_attn.o_proj", "self_attn.dense", "self_attn.out_proj")
-_HEAD_MAKERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_HEAD_READERS = ("self_attn.o_proj", "self_attn.dense", "self_attn.out_proj", "attention.o_proj")
+_HEAD_MAKERS = ("q_proj", "k_proj", "v_proj")
 # How configurations call the channels of a feed-forward network.
 _WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
 # Lists in a configuration that have one element for each block.
@@ -233,8 +233,11 @@ def feed_forward_matrices(roles: frozenset[str]) -> tuple[str, dict[str, int]] |
 
 def attention_matrices(roles: frozenset[str]) -> tuple[str, dict[str, int]] | None:
     """Of a block's matrices the one that reads its heads, and those that make queries, keys and values."""
-    reader = next((reader for reader in _HEAD_READERS if {reader, *_HEAD_MAKERS} <= roles), None)
-    return None if reader is None else (reader, dict.fromkeys(_HEAD_MAKERS, 1))
+    for reader in _HEAD_READERS:
+        makers = dict.fromkeys((f"{reader.rpartition('.')[0]}.{maker}" for maker in _HEAD_MAKERS), 1)
+        if {reader, *makers} <= roles:
+            return reader, makers
+    return None
 
 
 def key_value_heads(config: PreTrainedConfig) -> int:
