@@ -1,4 +1,4 @@
-"""The table of structures: what can go whole. To add one: a row, and where it is found in `model/families.py`."""
+"""The table of structures: what can go whole. To add one: a row, and its roles in `model/block_roles.py`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gradprobe_hf.model.families import attention_matrices, feed_forward_matrices
+from gradprobe_hf.model.block_roles import attention_matrices, feed_forward_matrices
 
 WIDTH_UNIT = 64  # a share of the channels is rounded so that a multiple of this is kept: what kernels are tuned for
 
