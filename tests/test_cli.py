@@ -135,6 +135,7 @@ def test_every_option_has_the_spelling_that_was_promised():
         "prune m --output o --preset best --sparsity 0.5 --pattern 2:4 --structure ffn=0.3,blocks=4 "
         "--score fisher --probes 2 --rule budget "
         "--scope global --fisher blend --update admm --dense-target 0.25 --damping 0.01 --refinement blocks "
+        "--recovery-steps 4 --recovery-learning-rate 1e-4 "
         "--min-matrix-sparsity 0.1 "
         "--max-matrix-sparsity 0.9 --gradient-threshold 0.0 --reduction-factor 0.1 --spike-limit 2 --order joint "
         "--block-order size --blocks-per-step 2 --rounds 0.2,0.5 --max-metric-drop 5% --initial-sparsity 0.1 "
