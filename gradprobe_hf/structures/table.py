@@ -78,7 +78,7 @@ STRUCTURES: dict[str, Structure] = {
         unit="block",
         units="blocks",
         matrices=None,
-        sentence="{count} blocks",
+        sentence="{count} of the blocks",
     ),
 }
 
