@@ -27,7 +27,7 @@ def group_mask(keys: Tensor, n: int, m: int) -> Tensor:
     """
     # Millions of sorts of m keys are slow. A key's rank in its group is the number of keys that come before it: that
     # takes m (m - 1) / 2 comparisons of columns, vectorised over all groups. `<=` puts the earlier of equals first.
-    columns = keys.view(-1, m).unbind(1)
+    columns = keys.reshape(-1, m).unbind(1)  # not a view: a Conv1D is transposed
     ranks = [torch.zeros_like(columns[0], dtype=torch.uint8) for _ in columns]
     for later in range(m):
         for earlier in range(later):
