@@ -76,7 +76,8 @@ def test_two_processes_end_with_the_masks_of_one(kind):
         for key, mask in alone["masks"].items():
             if kind != "sequence, int8":  # the rounding of reduced accumulators differs
                 assert torch.equal(one["masks"][key], mask), key
-        close = {"sequence, int8": 0.02, "obs": 1e-9, "admm": 1e-9, "sparsegpt": 1e-9}.get(kind, 1e-12)
+        # Rounding may turn which weight goes in a round of ADMM, and its last Z is where the kept weights begin.
+        close = {"sequence, int8": 0.02, "obs": 1e-9, "admm": 1e-6, "sparsegpt": 1e-9}.get(kind, 1e-12)
         assert one["probes"] == pytest.approx(alone["probes"], rel=close)
         for state in ("dense", "pruned"):
             wanted = alone["evaluation"][state]["loss"]
