@@ -51,7 +51,7 @@ def fetch(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
+    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     if Path(sys.argv[1]).exists():
         sys.exit(f"{sys.argv[1]} exists already")

@@ -30,7 +30,7 @@ def placement() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) not in (3, 4):
+    if len(sys.argv) not in (3, 4) or sys.argv[1].startswith("-"):
         sys.exit(__doc__)
     model, output, *text = sys.argv[1:]
     result = prune_pretrained(
