@@ -10,15 +10,14 @@ usage: python -m benchmarks.matching --model DIR --calibration SPEC --evaluation
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.quality_texts import TextSpec
+from benchmarks.resumed_rows import made_rows, row_parser
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.report.build import versions
 from gradprobe_hf.updates.refinement import REFINEMENTS
 
 RESULTS = Path(__file__).parent / "results"
@@ -73,30 +72,9 @@ def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--calibration", required=True, metavar="SPEC", help="as of benchmarks.quality")
-    parser.add_argument("--evaluation", required=True, metavar="SPEC")
-    parser.add_argument("--rows", nargs="+", choices=[NONE, *SETTINGS], default=[NONE, *SETTINGS], metavar="NAME")
+    parser = row_parser(__doc__, [NONE, *SETTINGS], RESULTS / "matching.json")
     parser.add_argument("--sparsity", type=float, default=0.6)
-    parser.add_argument("--num-samples", type=int, default=32)
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--evaluation-samples", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "matching.json")
-    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
-    args = parser.parse_args()
-    asked = {name: value for name, value in vars(args).items() if name not in ("output", "fresh", "rows")}
-    asked |= {name: Path(asked[name]).name for name in ("model", "calibration", "evaluation")}
-    known = json.loads(args.output.read_text()) if args.output.exists() and not args.fresh else {"rows": []}
-    if known.get("settings", asked) != asked:
-        raise SystemExit(f"{args.output} is of {known['settings']}: --fresh forgets it, another --output keeps it.")
-    for name in args.rows:
-        if name not in [made["row"] for made in known["rows"]]:
-            known["rows"].append(row(args, name))
-            whole = {"settings": asked, "rows": known["rows"], "versions": versions()}
-            args.output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    print(matching_table({"settings": asked, "rows": known["rows"]}))
+    print(matching_table(made_rows(parser.parse_args(), row)))
 
 
 def matching_table(results: dict[str, Any]) -> str:

@@ -11,7 +11,6 @@ usage: python -m benchmarks.structured --model DIR --calibration SPEC --evaluati
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
@@ -24,8 +23,8 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.quality_texts import TextSpec
+from benchmarks.resumed_rows import made_rows, row_parser
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.report.build import versions
 
 RESULTS = Path(__file__).parent / "results"
 ROWS: dict[str, dict[str, Any]] = {
@@ -91,29 +90,8 @@ def pass_seconds(models: list[PreTrainedModel]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--calibration", required=True, metavar="SPEC", help="as of benchmarks.quality")
-    parser.add_argument("--evaluation", required=True, metavar="SPEC")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME")
-    parser.add_argument("--num-samples", type=int, default=32)
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--evaluation-samples", type=int, default=40)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "structured.json")
-    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
-    args = parser.parse_args()
-    asked = {name: value for name, value in vars(args).items() if name not in ("output", "fresh", "rows")}
-    asked |= {name: Path(asked[name]).name for name in ("model", "calibration", "evaluation")}
-    known = json.loads(args.output.read_text()) if args.output.exists() and not args.fresh else {"rows": []}
-    if known.get("settings", asked) != asked:
-        raise SystemExit(f"{args.output} is of {known['settings']}: --fresh forgets it, another --output keeps it.")
-    for name in args.rows:
-        if name not in [made["row"] for made in known["rows"]]:
-            known["rows"].append(row(args, name))
-            whole = {"settings": asked, "rows": known["rows"], "versions": versions()}
-            args.output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    show(known["rows"])
+    args = row_parser(__doc__, list(ROWS), RESULTS / "structured.json").parse_args()
+    show(made_rows(args, row)["rows"])
 
 
 def show(rows: list[dict[str, Any]]) -> None:

@@ -1,0 +1,44 @@
+"""Rows of whole runs in one JSON file: what the file has is not made again, and rows of other settings are refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gradprobe_hf.report.build import versions
+
+Row = dict[str, Any]
+
+
+def row_parser(about: str | None, names: Sequence[str], output: Path) -> argparse.ArgumentParser:
+    """The arguments that such benchmarks have in common."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--calibration", required=True, metavar="SPEC", help="as of benchmarks.quality")
+    parser.add_argument("--evaluation", required=True, metavar="SPEC")
+    parser.add_argument("--rows", nargs="+", choices=names, default=list(names), metavar="NAME")
+    parser.add_argument("--num-samples", type=int, default=32)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--evaluation-samples", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output", type=Path, default=output)
+    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
+    return parser
+
+
+def made_rows(args: argparse.Namespace, row: Callable[[argparse.Namespace, str], Row]) -> dict[str, Any]:
+    """The file's settings and rows, when those that were missing are made and written."""
+    asked = {name: value for name, value in vars(args).items() if name not in ("output", "fresh", "rows")}
+    asked |= {name: Path(asked[name]).name for name in ("model", "calibration", "evaluation")}
+    known = json.loads(args.output.read_text()) if args.output.exists() and not args.fresh else {"rows": []}
+    if known.get("settings", asked) != asked:
+        raise SystemExit(f"{args.output} is of {known['settings']}: --fresh forgets it, another --output keeps it.")
+    for name in args.rows:
+        if name not in [made["row"] for made in known["rows"]]:
+            known["rows"].append(row(args, name))
+            whole = {"settings": asked, "rows": known["rows"], "versions": versions()}
+            args.output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    return {"settings": asked, "rows": known["rows"]}
