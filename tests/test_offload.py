@@ -14,6 +14,7 @@ import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import gradprobe_hf.checkpoint.write as hub
@@ -21,6 +22,7 @@ import gradprobe_hf.model.offload_store as store
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.model.parameters import aliases, input_device, is_offloaded, read_weight
+from gradprobe_hf.model.shard_files import join
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe import measured
 from gradprobe_hf.probe.engine import ProbePass, run_probe
@@ -321,11 +323,31 @@ def test_shards_are_written_one_at_a_time(saved, tmp_path, monkeypatch):
 
     monkeypatch.setattr(shards, "SMALLEST_SHARD", 1)
     monkeypatch.setattr(shards, "LARGEST_SHARD", 20_000)
-    prune(saved("mixtral"), tmp_path / "out", "mixtral", device_map="disk", apply=False)
-    assert len(list((tmp_path / "out").glob("model-0*.safetensors"))) > 2
-    wanted = prune(saved("mixtral"), tmp_path / "whole", "mixtral")
-    model = load(tmp_path / "out")
-    assert all(torch.equal(value, wanted.model.state_dict()[key]) for key, value in model.state_dict().items())
+    wanted = prune(saved("mixtral"), tmp_path / "whole", "mixtral").model.state_dict()
+    several = {f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)}
+    for largest, files in ((10**9, {"model.safetensors"}), (40_000, several)):
+        # What fits into one file of the usual size is one in the end.
+        monkeypatch.setattr("gradprobe_hf.model.shard_files.LARGEST_FILE", largest)
+        out = tmp_path / str(largest)
+        prune(saved("mixtral"), out, "mixtral", device_map="disk", apply=False)
+        assert {file.name for file in out.glob("*.safetensors")} == files
+        model = load(out)
+        assert all(torch.equal(value, wanted[key]) for key, value in model.state_dict().items())
+
+
+def test_files_of_several_types_are_joined_to_one(tmp_path):
+    pieces = [
+        {"a": torch.arange(3, dtype=torch.bfloat16), "b": torch.zeros(2, 0), "c": torch.tensor(5, dtype=torch.uint8)},
+        {"d": torch.randn(4, 5), "e": torch.ones(2, dtype=torch.float16)},
+    ]
+    for number, piece in enumerate(pieces):
+        save_file(piece, tmp_path / f"{number}.partial", metadata={"format": "pt"})
+    join(sorted(tmp_path.iterdir()), tmp_path / "model.safetensors")
+    assert [file.name for file in tmp_path.iterdir()] == ["model.safetensors"]
+    found = load_file(tmp_path / "model.safetensors")
+    wanted = pieces[0] | pieces[1]
+    assert found.keys() == wanted.keys()
+    assert all(found[key].dtype == one.dtype and torch.equal(found[key], one) for key, one in wanted.items())
 
 
 def test_a_dry_run_writes_nothing_to_the_store(saved, tmp_path):

@@ -1,12 +1,12 @@
 """Saving: a model that is not in memory as a whole, written as safetensors files, one file in memory at a time.
 
+What is small enough is joined to one file in the end (`shard_files.py`).
 `save_pretrained` would hold a file of up to 50 GB in memory, and finds offloaded weights only if `device_map` offloaded
 them. The files below are the shards of a checkpoint; they have nothing to do with the shards of FSDP2.
 """
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -18,12 +18,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.fsdp import gathered, reshard
 from gradprobe_hf.model.parameters import aliases, offloaded_parameter
+from gradprobe_hf.model.shard_files import name_files
 
 LARGEST_SHARD, SMALLEST_SHARD = 2**29, 2**26  # bytes
 SHARDS = 8  # files that a model between the two limits is written in, hence the part of it that is in memory
@@ -70,7 +70,7 @@ def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True, sm
             files.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
         shard.clear()  # the generator still holds it: two files would be in memory while the next is read
     if writes:
-        _name_files(folder, files)
+        name_files(folder, files)
 
 
 def _shards(model: PreTrainedModel, smaller: Smaller | None) -> Iterator[dict[str, Tensor]]:
@@ -113,22 +113,6 @@ def _stored_tensor(model: PreTrainedModel, name: str) -> Tensor:
     if tensor.is_meta and (offloaded := offloaded_parameter(model, name)) is not None:
         return offloaded.read().to(tensor.dtype)
     return gathered(tensor.detach())
-
-
-def _name_files(folder: Path, files: list[tuple[Path, dict[str, int]]]) -> None:
-    if len(files) == 1:
-        files[0][0].rename(folder / SAFE_WEIGHTS_NAME)
-        return
-    stem, suffix = SAFE_WEIGHTS_NAME.rsplit(".", 1)
-    weight_map: dict[str, str] = {}
-    total = 0
-    for number, (path, sizes) in enumerate(files, start=1):
-        name = f"{stem}-{number:05d}-of-{len(files):05d}.{suffix}"
-        path.rename(folder / name)
-        weight_map |= dict.fromkeys(sizes, name)
-        total += sum(sizes.values())
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 @contextmanager
