@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from benchmarks.quality_texts import TextSpec
 from benchmarks.resumed_rows import made_rows, row_parser
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 
 RESULTS = Path(__file__).parent / "results"
 ROWS: dict[str, dict[str, Any]] = {
@@ -36,6 +37,18 @@ ROWS: dict[str, dict[str, Any]] = {
     "blocks 1": {"structure": {"blocks": 1}},
     "blocks 1, no update": {"structure": {"blocks": 1}, "update": "none"},
     "ffn 1/3, blocks 1": {"structure": {"ffn": 1 / 3, "blocks": 1}},
+}
+# The ways to tell which units go, each with and without an update; the default one has its rows above.
+ROWS |= {
+    f"{what}, {importance}{', no update' if update == 'none' else ''}": {
+        "structure": structure,
+        "importance": importance,
+        "update": update,
+    }
+    for importance in UNIT_SCORES
+    if importance != "obs"
+    for what, structure in (("ffn 1/3", {"ffn": 1 / 3}), ("kv_groups 2", {"kv_groups": 2}))
+    for update in ("least_squares", "none")
 }
 TOKENS, REPEATS = 256, 11  # of a timed pass, and how many of them
 

@@ -168,6 +168,7 @@ OWNED = {
     "gradient_threshold": (0.5, {"rule": "threshold"}, {}),
     "reduction_factor": (0.5, {"score": "random", "probes": 2}, {"probes": 1}),
     "spike_limit": (0.5, {"probes": 2}, {"rule": "threshold"}),
+    "importance": ("fisher", {"structure": {"ffn": 0.3}}, {"structure": {"blocks": 1}}),
     "dense_target": (0.75, {"score": "random", "update": "least_squares"}, {"probes": 2}),
     "damping": (0.5, {"update": "sparsegpt"}, {"score": "wanda"}),
     "checkpointing": (True, {}, {"score": "magnitude"}),

@@ -46,6 +46,7 @@ from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.table import SCORES, Score
 from gradprobe_hf.structures.table import STRUCTURES, checked
+from gradprobe_hf.structures.unit_scores import UNIT_SCORES, UnitScore
 from gradprobe_hf.tasks.table import TASKS
 from gradprobe_hf.updates.refinement import REFINEMENTS, Refinement
 from gradprobe_hf.updates.table import UPDATES, WeightUpdate
@@ -91,6 +92,9 @@ class GradProbeConfig:
             for Wanda, tensor for magnitude and random.
         fisher: estimate of the squared gradient. `"sequence"`, `"token"`, `"factored"`, or `"blend"`, the geometric
             mean of sequence and factored.
+        importance: which channels and heads go with `structure`. `"obs"`: those that the others can make up for best.
+            `"fisher"`: those whose gate has the least Fisher information. `"wanda"`, `"taylor"` and `"random"` are
+            baselines. Default: `"obs"`.
         update: how the kept weights change to preserve each matrix's outputs on the calibration inputs. `"none"`: not
             at all. `"obs"`: by SparseGPT's sweep under the mask that was decided. `"least_squares"`: to the best
             weights under it. `"admm"`: to these, after revising the mask within each matrix (row, group).
@@ -179,6 +183,7 @@ class GradProbeConfig:
     rule: str | None = None
     scope: Scope | None = None
     fisher: str = "blend"
+    importance: str | None = None
     update: str | None = None
     dense_target: float | None = None
     damping: float = 0.01
@@ -341,7 +346,7 @@ class GradProbeConfig:
                 f"{self._refusal('recovery_steps', 'structure', 'it would train what is left of blocks that go')}; "
                 "leave recovery_steps unset."
             )
-        self._fill({"update": "least_squares"})
+        self._fill({"update": "least_squares"} | ({"importance": "obs"} if self.weighs_units else {}))
         for name, value in _OF_STRUCTURES.items():
             object.__setattr__(self, name, value)
 
@@ -498,13 +503,24 @@ class GradProbeConfig:
     def needs(self) -> Needs:
         """What has to be measured."""
         if self.structure is not None:
-            return Needs(frozenset(), "forward")
+            probes = self.weighs_units and self.unit_score.measured == "gradients"
+            return Needs(frozenset({"gates"}), "probe") if probes else Needs(frozenset(), "forward")
         return needs_of(self.score_row, self.decision_row, self.fisher, changes_weights=self.reconstructs)
 
     @property
     def weighs_units(self) -> bool:
-        """Whether units inside of blocks go, by what the inputs of their matrices say."""
+        """Whether units inside of blocks go."""
         return any(STRUCTURES[name].matrices is not None for name in self.structure or ())
+
+    @property
+    def unit_score(self) -> UnitScore:
+        """What tells which units go."""
+        return UNIT_SCORES[self.importance or "obs"]
+
+    @property
+    def weighs_inputs(self) -> bool:
+        """Whether units go by what the inputs of their matrices say, which takes a walk from block to block."""
+        return self.weighs_units and self.unit_score.measured == "inputs"
 
     @property
     def drops_blocks(self) -> bool:
@@ -688,15 +704,16 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "reduction_factor": (lambda c: c.decision_row.has_second_probe, "probes=2"),
     "spike_limit": (lambda c: c.decision_row.limits_spikes, "probes=2 with rule='budget'"),
     "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
-    "damping": (lambda c: c.updates or c.weighs_units, "a weight update (update='admm', ...)"),
+    "importance": (lambda c: c.weighs_units, "structure={'ffn': ...} or {'kv_groups': ...}"),
+    "damping": (lambda c: c.updates or c.weighs_inputs, "a weight update (update='admm', ...)"),
     "recovery_learning_rate": (lambda c: c.recovery_steps > 0, "recovery_steps"),
     "block_order": (lambda c: c.order == "sequential", "order='sequential'"),
     "document_separator": (lambda c: c.packing, "packing=True"),
     "blocks_per_step": (lambda c: c.order == "sequential", "order='sequential'"),
     "evaluation_samples": (lambda c: c.evaluation_protocol == "windows", "evaluation_protocol='windows'"),
-    "checkpointing": (lambda c: c.needs.probes, "a probe (score='fisher', or probes=2)"),
-    "accumulator_dtype": (lambda c: c.needs.probes, "a probe (score='fisher', or probes=2)"),
-    "accumulator_device": (lambda c: c.needs.probes, "a probe (score='fisher', or probes=2)"),
+    "checkpointing": (lambda c: c.needs.probes, "a probe (score='fisher', probes=2, or importance='fisher')"),
+    "accumulator_dtype": (lambda c: c.needs.accumulates, "a probe of weights (score='fisher', or probes=2)"),
+    "accumulator_device": (lambda c: c.needs.accumulates, "a probe of weights (score='fisher', or probes=2)"),
     "initial_sparsity": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
     "sparsity_step": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),
 }

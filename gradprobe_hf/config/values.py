@@ -12,6 +12,7 @@ from gradprobe_hf.runtime.option_checks import check_drop, number, one_of, whole
 from gradprobe_hf.scores.budget import Scope
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from gradprobe_hf.scores.table import SCORES
+from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 from gradprobe_hf.tasks.metrics import METRICS
 from gradprobe_hf.tasks.table import TASKS
 from gradprobe_hf.updates.refinement import REFINEMENTS
@@ -34,6 +35,7 @@ CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
     "rule": RULES,
     "scope": get_args(Scope),
     "fisher": FISHER_ESTIMATES,
+    "importance": UNIT_SCORES,
     "update": UPDATES,
     "refinement": REFINEMENTS,
     "order": get_args(Order),

@@ -23,6 +23,11 @@ class Needs:
     def probes(self) -> bool:
         return self.passes == "probe"
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether something is summed for every weight, or could be; gates are summed for whole units."""
+        return self.probes and "gates" not in self.terms
+
 
 def needs_of(score: Score | None, decision: Decision, fisher: str, *, changes_weights: bool) -> Needs:
     """The least that the candidates, the decision and the update can be made from.

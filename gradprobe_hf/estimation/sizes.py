@@ -133,7 +133,7 @@ def sizes_of(
         model=measured,
         accumulators=AccumulatorSizes(accumulator_bytes(config, measured.targets), config.accumulator_device),
         reconstruction=reconstruction_sizes(model, targets, config) if config.reconstructs else None,
-        weighing=weighing_sizes(model, targets, config) if config.weighs_units else None,
+        weighing=weighing_sizes(model, targets, config) if config.weighs_inputs else None,
         compared=measured.weights if config.structure is not None else 0,
         sparsity=config.sparsity or 0.0,
         snapshots=snapshots,

@@ -92,7 +92,7 @@ def work_of(
 
 def weighing_operations(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> int:
     """Operations that choose units: Hessians of all tokens, their inverses, and what is left of these."""
-    if not config.weighs_units:
+    if not config.weighs_inputs:
         return 0
     tokens = config.num_samples * config.window_length
     shapes = [reader.shape for reader in unit_readers(model, targets, config)]

@@ -86,6 +86,7 @@ class ProbePass:
         statistics: of these targets; the probe adds to them.
         shrunk: masks, bool `[out, in]`, of the weights that are multiplied by `factor` while probing; None: none.
         pruned: further targets, and masks of their weights that are zero while probing; these are not measured.
+        new_weights: of these further targets, values to probe with in place of the model's.
         cache: outputs of finished blocks, which are not computed again; its batches are this process's own.
         spike_limit: how many times its energy in probe 0 a sequence's gradient may have at a matrix in probe 1, before
             it is scaled down to that; 0: no limit (`spikes.py`).
@@ -100,6 +101,7 @@ class ProbePass:
     shrunk: Mapping[str, Tensor] | None = None
     factor: float = 1.0
     pruned: tuple[Sequence[Target], Mapping[str, Tensor]] = ((), {})
+    new_weights: Mapping[str, Tensor] = field(default_factory=dict)
     cache: BlockOutputCache | None = None
     spike_limit: float = 0.0
     tally: Tally = field(default_factory=Tally)
@@ -163,7 +165,8 @@ def _measuring(work: Workload, one: ProbePass, first_sequence: int) -> Iterator[
         stack.enter_context(instrumented(model, one.targets, served, folding, recomputed=layers))
         # Matrices that are not measured here but are pruned already are served through maps too: nothing is written to
         # the model, so nothing has to be restored, and weights on disk need no copy.
-        pruned = ServedWeights(stack.enter_context(shrinking(model, *one.pruned, factor=0.0)), factor=0.0)
+        masks = stack.enter_context(shrinking(model, *one.pruned, factor=0.0))
+        pruned = ServedWeights(masks, factor=0.0, new_weights=one.new_weights)
         stack.enter_context(instrumented(model, one.pruned[0], pruned, recomputed=layers))
         stack.enter_context(checkpointed(model, layers, folding.recomputing))
         stack.enter_context(one.cache.skipping() if one.cache else nullcontext())

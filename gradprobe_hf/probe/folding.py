@@ -109,6 +109,12 @@ class Folding:
         else:
             statistics.marginals.add(0, target.sites.index(site), 0.0, x_sq.sum((0, 1)))
 
+    def fold_gates(self, target: Target, inputs: Tensor, input_grad: Tensor) -> None:
+        """Fold one use of a matrix into the sums of its units' gates: its inputs, and `W^T d`."""
+        if self._counted:
+            x, gradient = (self._layout.by_sequence(value, 1, target.name) for value in (inputs, input_grad))
+            self.statistics[target.name].gates.add(x, gradient)
+
     def _without_spikes(self, target: Target, site: Site, statistics: MatrixStatistics, d: Tensor) -> Tensor:
         """d, with the sequences that have exploded scaled down. In probe 0: record their energies."""
         if not (self._spike_limit and self._counted):

@@ -6,6 +6,7 @@ With x_t the input and d_t the gradient of the summed loss at the output of the 
     token      T = sum_t (d_t^2)(x_t^2)^T                      [out, in]
     peak       G = max_s |sum_{t in s} d_t x_t^T|              [out, in]
     marginals  sum_t d_t^2 and sum_t x_t^2, see `marginals.py` [out], [in]
+    gates      of units of its inputs, see `gates.py`          [units]
 
 `sum_{t in s} d_t x_t^T` is the gradient of sequence s. For an embedding, `[tokens, features]`, x_t is one-hot. Both
 probes add to S and T. Sums are float32, or float64 for a float64 model; accumulators may store them in fewer bytes.
@@ -24,6 +25,7 @@ from gradprobe_hf.model.parameters import execution_device
 from gradprobe_hf.model.targets import Region, Target
 from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.probe.accumulators import Accumulator
+from gradprobe_hf.probe.gates import GateSums
 from gradprobe_hf.probe.marginals import Marginals
 from gradprobe_hf.probe.spikes import SequenceEnergies
 from gradprobe_hf.runtime.processes import Processes
@@ -35,14 +37,24 @@ REDUCED_AT_ONCE = 2**26  # elements in one collective: most matrices take one, a
 
 
 class MatrixStatistics:
-    """An accumulator `[out, in]` for each of the matrix terms, and marginals.
+    """An accumulator `[out, in]` for each of the matrix terms, marginals, and gates.
 
     Of a sharded matrix the accumulators cover `region`, the rows and columns that this process holds; marginals are
     whole. `rows` arguments are rows of the whole matrix; `ALL` stands for those that are here.
+
+    Args:
+        index: number of the matrix, for file names.
+        units: of its inputs, that have a gate each.
     """
 
     def __init__(
-        self, target: Target, terms: frozenset[Term], model: nn.Module, storage: AccumulatorStorage, index: int
+        self,
+        target: Target,
+        terms: frozenset[Term],
+        model: nn.Module,
+        storage: AccumulatorStorage,
+        index: int,
+        units: int = 0,
     ) -> None:
         self.target, self.terms = target, terms
         self.shards = shard_layout(model, target.parameter)
@@ -57,6 +69,7 @@ class MatrixStatistics:
             if term in terms
         }
         self.marginals = Marginals(target, self.dtype, self.device)
+        self.gates = GateSums(units, self.dtype, self.device)
         self.energies = SequenceEnergies()
 
     def read(self, term: Term, rows: slice = ALL) -> Tensor:
@@ -177,6 +190,8 @@ class MatrixStatistics:
                     (processes.max_ if term == "peak" else processes.sum_)(values)
         if "marginals" in self.terms and reached:
             self.marginals.reduce(processes, probe)
+        if "gates" in self.terms:
+            self.gates.reduce(processes)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor, as it is stored, by name."""
@@ -187,6 +202,7 @@ class MatrixStatistics:
                 for name, part in accumulator.parts().items()
             },
             **dict(self.marginals.state()),
+            **(dict(self.gates.state()) if "gates" in self.terms else {}),
             **dict(self.energies.state()),
         }
 
@@ -196,4 +212,6 @@ class MatrixStatistics:
             accumulator.restore({name: tensors[f"{term}.{name}"] for name in accumulator.parts()})
             accumulator.updates = updates[term]
         self.marginals.load_state(tensors)
+        if "gates" in self.terms:
+            self.gates.load_state(tensors)
         self.energies.load_state(tensors, self.device)

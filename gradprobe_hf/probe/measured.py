@@ -51,6 +51,15 @@ class MeasuredUse:
         if self.folding is not None:
             self.folding.fold(self.target, self.site, x, output_grad)
 
+    @property
+    def has_gates(self) -> bool:
+        """Whether gates of its inputs are measured."""
+        return self.folding is not None and "gates" in self.folding.statistics[self.target.name].terms
+
+    def fold_gates(self, x: Tensor, input_grad: Tensor) -> None:
+        if self.folding is not None and self.has_gates:
+            self.folding.fold_gates(self.target, x, input_grad)
+
 
 class MeasuredLinear(torch.autograd.Function):
     """`y = x W^T + b`. Shapes: x `[..., in]`, weight `[out, in]`, y `[..., out]`."""
@@ -69,9 +78,11 @@ class MeasuredLinear(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         ctx.use.fold(x, output_grad)
         input_grad = None
-        if ctx.needs_input_grad[0]:  # False at the first map of the model, whose input is data
+        # No gradient is needed at the first map of the model, whose input is data; its gates have one all the same.
+        if ctx.needs_input_grad[0] or ctx.use.has_gates:
             weight = ctx.fetch() if ctx.fetch else saved[0]
             input_grad = output_grad @ ctx.use.served.of(ctx.use.target, weight)
+            ctx.use.fold_gates(x, input_grad)
         return input_grad, None, None, None, None
 
 

@@ -21,6 +21,7 @@ class Statistics:
     Args:
         terms: which of the terms in `matrix.py` to measure.
         storage: where accumulators are stored; by default in float32 beside their matrices.
+        units: of a target's inputs, by its name, that have a gate each.
     """
 
     def __init__(
@@ -29,11 +30,13 @@ class Statistics:
         terms: frozenset[Term],
         model: nn.Module,
         storage: AccumulatorStorage | None = None,
+        units: Mapping[str, int] | None = None,
     ) -> None:
         self.probe = 0  # the number of the probe that adds to them, 0 or 1
-        storage = storage or AccumulatorStorage()
+        storage, units = storage or AccumulatorStorage(), units or {}
         self._of = {
-            target.name: MatrixStatistics(target, terms, model, storage, index) for index, target in enumerate(targets)
+            target.name: MatrixStatistics(target, terms, model, storage, index, units.get(target.name, 0))
+            for index, target in enumerate(targets)
         }
 
     def __getitem__(self, name: str) -> MatrixStatistics:

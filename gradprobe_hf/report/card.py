@@ -221,10 +221,7 @@ def _structures(config: GradProbeConfig) -> str:
     if config.drops_blocks:
         said.append("Blocks went one after the other, each time the one without which the calibration loss was lowest.")
     if config.weighs_units:
-        said.append(
-            "Inside a block those units went that the others could make up for best in its outputs on the calibration "
-            "inputs (Optimal Brain Surgeon on whole columns)."
-        )
+        said.append(config.unit_score.sentence)
     return " ".join(said)
 
 

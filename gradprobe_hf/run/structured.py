@@ -1,8 +1,7 @@
 """Whole structures: which blocks, channels and heads go. The result is masks, like that of any other decision.
 
-Blocks go first, one after the other: each time the one without which the calibration loss is lowest. Then one walk
-through what is left of the dense model collects the Hessian of the matrix behind each set of units, block by block, and
-the units go that the others can make up for best.
+Blocks go first, one after the other: each time the one without which the calibration loss is lowest. Then what is left
+of the dense model is measured, and units go as their score says.
 """
 
 from __future__ import annotations
@@ -20,25 +19,21 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.evaluation.perplexity import measure
-from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence, replaced_forward
+from gradprobe_hf.model.block_cache import replaced_forward
 from gradprobe_hf.model.families import random_batch
 from gradprobe_hf.model.loss import Batch, forward_only
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.attachment import instrumented, serving
-from gradprobe_hf.probe.serving import ServedWeights
-from gradprobe_hf.probe.steps import own_steps
-from gradprobe_hf.reconstruction.hessians import BlockHessians
+from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.run.unit_evidence import removed_blocks, weighed_units
 from gradprobe_hf.selection.packed_masks import PackedMasks
-from gradprobe_hf.structures.importance import least_missed
-from gradprobe_hf.structures.plan import Plan, Units
+from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.table import WINDOWS_WITHOUT
-from gradprobe_hf.updates.sweep import inverse_factor
 
 RANDOM_TOKENS = 8  # of the batch that shows whether a block without weights hands on what it is given
 
@@ -52,8 +47,7 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
             removal = _without_blocks(context, plan, diagnostics)
     if plan.units:
         with context.stopwatch("units"), torch.no_grad():
-            removal = replace(removal, units=_least_missed(context, removal))
-        diagnostics.count("forward", 1)
+            removal = replace(removal, units=_units_going(context, removal, diagnostics))
     return packed(removal, context.targets)
 
 
@@ -107,6 +101,15 @@ def _plan(context: RunContext) -> Plan:
     return Plan.of(context.model, context.targets, context.config.structure)
 
 
+def _units_going(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Tensor]:
+    """Name of a reader -> which of its units go, bool `[count]`, in the blocks that stay; the same in all processes."""
+    choose, going = context.config.unit_score.chosen, removal.plan.going
+    return {
+        one.units.reader.name: choose(one.evidence, going[one.structure])
+        for one in weighed_units(context, removal, diagnostics)
+    }
+
+
 def _without_blocks(context: RunContext, plan: Plan, diagnostics: Diagnostics) -> Removal:
     """The blocks that go: greedy by the loss without each of those that may."""
     batches = _first_rows(list(context.calibration), max(WINDOWS_WITHOUT, context.processes.count))
@@ -134,48 +137,8 @@ def _first_rows(batches: Sequence[Batch], rows: int) -> list[Batch]:
 
 def _loss_without(context: RunContext, plan: Plan, blocks: set[str], batches: Sequence[Batch]) -> float:
     """The mean loss without these blocks; where it is not a number, infinity."""
-    inside = [target for target in context.targets if target.block in blocks]
-    biases = silenced(context.model, sorted(blocks))
-    masks = packed(Removal(plan, frozenset(blocks)), inside)
+    gone, masks, biases = removed_blocks(context, Removal(plan, frozenset(blocks)))
     work = replace(context.workload, batches=batches, progress=False)
-    with serving(context.model, [*inside, *biases.vectors], masks, new_weights=biases):
+    with serving(context.model, gone, masks, new_weights=biases):
         loss = measure(work, "calibration", allows_nan=True).loss
     return math.inf if math.isnan(loss) else loss
-
-
-def _least_missed(context: RunContext, removal: Removal) -> dict[str, Tensor]:
-    """Name of a reader -> which of its units go, in the blocks that stay."""
-    model, plan = context.model, removal.plan
-    own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
-    cache = BlockOutputCache(model, own, BlockSequence.of(model, context.targets, own[0]))
-    found: dict[str, Tensor] = {}
-    for block in tqdm(cache.blocks.names, desc="units", unit="block", disable=not context.progress, leave=False):
-        if block in removal.blocks:
-            inside = [target for target in context.targets if target.block == block]
-            biases = silenced(model, [block])
-            served = ServedWeights(packed(removal, inside), new_weights=biases)
-            with instrumented(model, [*inside, *biases.vectors], served):
-                cache.advance([block])
-            continue
-        units = {name: one for name, every in plan.units.items() for one in every if one.reader.block == block}
-        collected = _collect(context, cache, block, [one.reader for one in units.values()])
-        for name, one in units.items():
-            found[one.reader.name] = _chosen(context, one, collected, plan.going[name])
-    return found
-
-
-def _collect(context: RunContext, cache: BlockOutputCache, block: str, readers: Sequence[Target]) -> BlockHessians:
-    """The Hessians of these matrices of a block; it is finished then."""
-    collected = BlockHessians(context.model, context.processes, has_drift=False)
-    with instrumented(context.model, readers, ServedWeights(), on_input=collected.add):
-        left = [cache.run(number, block, collected.start_batch) for number in range(len(cache.batches))]
-    cache.finish([block], left)
-    return collected
-
-
-def _chosen(context: RunContext, units: Units, collected: BlockHessians, going: int) -> Tensor:
-    """Which units of a matrix go, bool `[count]`; the same in all processes."""
-    hessian, _ = collected.of(units.reader)
-    factor, _ = inverse_factor(hessian, context.config.damping)
-    weight = units.reader.matrix(context.model).to(hessian.device, hessian.dtype)
-    return least_missed(weight, factor.t() @ factor, units.count, going)

@@ -8,8 +8,8 @@ from typing import Literal, Protocol
 from torch import Tensor
 
 # Statistics of a probe; `probe/matrix.py` has their formulas.
-Term = Literal["sequence", "token", "peak", "marginals"]
-MATRIX_TERMS: tuple[Term, ...] = ("sequence", "token", "peak")  # `[out, in]`; marginals are vectors
+Term = Literal["sequence", "token", "peak", "marginals", "gates"]
+MATRIX_TERMS: tuple[Term, ...] = ("sequence", "token", "peak")  # `[out, in]`; marginals and gates are vectors
 
 
 class MatrixEvidence(Protocol):

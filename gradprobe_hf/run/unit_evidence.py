@@ -1,0 +1,133 @@
+"""Unit evidence: what is measured of the channels and heads of a model, block by block.
+
+Blocks that go whole hand on what they are given meanwhile, so that all is measured in the model that is left of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.probe.attachment import instrumented
+from gradprobe_hf.probe.engine import ProbePass, run_probe
+from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.probe.steps import own_steps
+from gradprobe_hf.reconstruction.hessians import BlockHessians
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.reconstruction.silenced_blocks import silenced
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.structures.plan import Units
+from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.unit_scores import UnitEvidence
+from gradprobe_hf.updates.sweep import inverse_factor
+
+
+@dataclass(frozen=True)
+class Weighed:
+    """Some units of one block. Attributes: the `structure` that they are, and the `evidence` about them."""
+
+    structure: str
+    units: Units
+    evidence: UnitEvidence
+
+
+def weighed_units(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> Iterator[Weighed]:
+    """All units of the blocks that stay, with what the configured score reads of them.
+
+    Every process gets the same. What is measured of a block is freed with the next one.
+    """
+    measured = context.config.unit_score.measured
+    if measured == "inputs":
+        yield from _by_inputs(context, removal)
+        diagnostics.count("forward", 1)
+    elif measured == "gradients":
+        yield from _by_gates(context, removal, diagnostics)
+    else:
+        for name, units in units_that_stay(removal):
+            yield Weighed(name, units, _evidence(context, units))
+
+
+def units_that_stay(removal: Removal) -> list[tuple[str, Units]]:
+    """Structure and units, of every block that does not go whole."""
+    return [
+        (name, units)
+        for name, everywhere in removal.plan.units.items()
+        for units in everywhere
+        if units.reader.block not in removal.blocks
+    ]
+
+
+def removed_blocks(context: RunContext, removal: Removal) -> tuple[list[Target], PackedMasks, NewWeights]:
+    """What runs the model without the blocks that go: their matrices and biases, masks of those, zeros for these."""
+    inside = [target for target in context.targets if target.block in removal.blocks]
+    biases, masks = silenced(context.model, sorted(removal.blocks)), PackedMasks()
+    for target in inside:
+        masks.add(target.name, [removal.mask(target)])
+    return [*inside, *biases.vectors], masks, biases
+
+
+def _by_inputs(context: RunContext, removal: Removal) -> Iterator[Weighed]:
+    """One walk from block to block: H of the matrices that read units."""
+    model = context.model
+    own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
+    cache = BlockOutputCache(model, own, BlockSequence.of(model, context.targets, own[0]))
+    gone, masks, biases = removed_blocks(context, removal)
+    for block in tqdm(cache.blocks.names, desc="units", unit="block", disable=not context.progress, leave=False):
+        if block in removal.blocks:
+            with instrumented(model, gone, ServedWeights(masks, new_weights=biases)):
+                cache.advance([block])
+            continue
+        here = [(name, units) for name, units in units_that_stay(removal) if units.reader.block == block]
+        collected = _collect(context, cache, block, [units.reader for _, units in here])
+        for name, units in here:
+            hessian, _ = collected.of(units.reader)
+            squares = hessian.diagonal().clone()
+            factor, _ = inverse_factor(hessian, context.config.damping)
+            evidence = _evidence(context, units, inverse=factor.t() @ factor, input_sq=squares)
+            del hessian, factor
+            yield Weighed(name, units, evidence)
+
+
+def _collect(context: RunContext, cache: BlockOutputCache, block: str, readers: Sequence[Target]) -> BlockHessians:
+    """The Hessians of these matrices of a block; it is finished then."""
+    collected = BlockHessians(context.model, context.processes, has_drift=False)
+    with instrumented(context.model, readers, ServedWeights(), on_input=collected.add):
+        left = [cache.run(number, block, collected.start_batch) for number in range(len(cache.batches))]
+    cache.finish([block], left)
+    return collected
+
+
+def _by_gates(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> Iterator[Weighed]:
+    """One probe: the derivatives of the loss in a gate on each unit."""
+    staying = units_that_stay(removal)
+    readers = [units.reader for _, units in staying]
+    counts = {units.reader.name: units.count for _, units in staying}
+    statistics = Statistics(readers, context.config.needs.terms, context.model, units=counts)
+    gone, masks, biases = removed_blocks(context, removal)
+    one = ProbePass(readers, statistics, pruned=(gone, masks), new_weights=biases, label="probe (gates of units)")
+    with context.stopwatch("probe 0"):
+        loss = run_probe(context.workload, one)
+        statistics.reduce(context.processes)
+    diagnostics.probe_losses["probe 0"] = loss.mean
+    diagnostics.count("forward", 1)
+    diagnostics.count("backward", 1)
+    for name, units in staying:
+        sums = statistics[units.reader.name].gates
+        yield Weighed(name, units, _evidence(context, units, gate_squares=sums.squares, gate_total=sums.total))
+
+
+def _evidence(context: RunContext, units: Units, **measured: Tensor) -> UnitEvidence:
+    stored = units.reader.matrix(context.model)
+    known = next(iter(measured.values()), None)
+    weight = stored.to(torch.promote_types(stored.dtype, torch.float32) if known is None else known.dtype)
+    weight = weight if known is None else weight.to(known.device)
+    return UnitEvidence(weight, units.count, units.reader.name, context.config.seed, **measured)
