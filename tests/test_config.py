@@ -205,7 +205,7 @@ def test_an_option_without_effect_names_what_it_belongs_to(name):
 @pytest.mark.parametrize("name", OWNED)
 def test_a_variation_drops_what_no_longer_applies_and_keeps_the_rest(name):
     value, where, elsewhere = OWNED[name]
-    config = GradProbeConfig(**where, **{name: value}, seed=3, include=["q_proj"], num_samples=7)
+    config = GradProbeConfig(**where, **{name: value}, seed=3, text_column="body", num_samples=7)
     same = config.varied(seed=4)
     assert getattr(same, name) == value
     assert same == dataclasses.replace(config, seed=4)
@@ -217,7 +217,7 @@ def test_a_variation_drops_what_no_longer_applies_and_keeps_the_rest(name):
         **cleared | {"score": plain.score, "probes": plain.probes, "rule": plain.rule} | {"sparsity": None} | elsewhere
     )
     assert getattr(found, name) == getattr(plain, name)
-    assert (found.seed, found.include, found.num_samples) == (3, ("q_proj",), 7)
+    assert (found.seed, found.text_column, found.num_samples) == (3, "body", 7)
 
 
 def test_a_variation_is_never_refused_for_what_was_set_before():
