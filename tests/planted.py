@@ -39,6 +39,10 @@ class Net(nn.Module):
     def forward(self, x):
         if self.fault == "constant tensor":
             x = x + torch.triu(torch.ones(WIDTH, WIDTH), diagonal=1).mean()  # constant tensor
+        if self.fault == "cast of a weight":
+            x = x + self.layers[0].weight.to(torch.float64).mean().to(x.dtype)  # cast of a weight
+        if self.fault == "float32 product":
+            x = x + (x.float() @ x.float().T).mean().to(x.dtype)  # float32 product
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x
@@ -54,11 +58,14 @@ def norm_of(model):
 def train(fault="", steps=64, schedule=SHORT, batch_size=64, rows=None, save=None, at_end=None):
     """The report of a loop; `at_end` is called with the step number at the end of each step."""
     torch.manual_seed(0)
-    model = Net(fault)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model = Net(fault).to(torch.bfloat16 if fault == "float32 product" else torch.float32)
+    trained = list(model.layers[1:].parameters() if fault == "gradient without optimizer" else model.parameters())
+    if fault == "parameter without gradient":
+        trained.append(nn.Parameter(torch.zeros(3)))
+    optimizer = torch.optim.AdamW(trained, fused=fault != "optimizer")
     with profiled(schedule=schedule, save=save) as profiler:
         for step, batch in enumerate(DataLoader(rows or Rows(), batch_size)):  # data loading
-            loss = model(batch).square().mean()
+            loss = model(batch.to(next(model.parameters()).dtype)).square().mean()
             loss.backward()
             if fault == "norms one by one":
                 norm_of(model)
@@ -66,8 +73,8 @@ def train(fault="", steps=64, schedule=SHORT, batch_size=64, rows=None, save=Non
                 loss.item()  # synchronization
             if fault == "print":
                 print(loss)  # print
-            optimizer.step()
-            optimizer.zero_grad()
+            optimizer.step()  # optimizer, parameter without gradient, gradient without optimizer
+            optimizer.zero_grad(set_to_none=fault != "zeroed gradients")  # zeroed gradients
             if at_end:
                 at_end(step)
             if profiler.done or step == steps:
@@ -78,4 +85,4 @@ def train(fault="", steps=64, schedule=SHORT, batch_size=64, rows=None, save=Non
 def line_of(fault):
     """Where a fault stands."""
     lines = inspect.getsource(inspect.getmodule(line_of)).splitlines()
-    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"  # {fault}"))
+    return next(number for number, line in enumerate(lines, 1) if fault in line.partition("  # ")[2].split(", "))

@@ -32,7 +32,7 @@ def add_arguments(parser: VerbParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.profile_table import print_profile
-    from gradprobe_hf.profiling.schedule import Schedule
+    from gradprobe_hf.profiling.observing.schedule import Schedule
     from gradprobe_hf.profiling.script import is_main_process, profile_script
 
     schedule = Schedule(**given(options, *(field.name for field in fields(Schedule))))

@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from gradprobe_hf.profiling.recorder import Recorder
+from gradprobe_hf.profiling.observing.recorder import Recorder
+from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
-from gradprobe_hf.profiling.schedule import Schedule
 
 
 class ProfileCallback(TrainerCallback):

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from torch import nn
 
-from gradprobe_hf.profiling.recorder import Recorder
+from gradprobe_hf.profiling.observing.recorder import Recorder
+from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
-from gradprobe_hf.profiling.schedule import Schedule
 
 logger = logging.getLogger(__name__)
 

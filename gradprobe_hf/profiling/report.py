@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Self
 
-from gradprobe_hf.profiling.findings import Finding, findings_of
-from gradprobe_hf.profiling.observation import Observation
+from gradprobe_hf.profiling.findings.finding import Finding
+from gradprobe_hf.profiling.findings.table import findings_of
+from gradprobe_hf.profiling.observing.observation import MemorySample, Observation
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class ProfileReport:
             "findings": [{**asdict(one), "severity": one.severity} for one in self.findings],
             "not_evaluable": self.not_evaluable,
             "operators": [asdict(one) for one in self.observation.operators],
+            "modules": [asdict(one) for one in self.observation.modules],
+            "device_busy": self.observation.busy,
             "observed": self.observation.to_dict(),
         }
 
@@ -137,11 +140,15 @@ class ProfileReport:
         if rates := self.throughput:
             told = (f"{rate:,.4g} {name.removesuffix('_per_second')}" for name, rate in rates.items())
             lines.append(f"{' and '.join(told)} a second.")
+        if seen.busy is not None:
+            lines.append(f"The device is busy in {seen.busy:.1%} of a traced step.")
+        if seen.memory:
+            lines.append(_memory(seen.memory))
         if self.slowdown is not None:
             lines.append(
                 f"A step under torch.profiler took {self.slowdown:.2f} times as long; it is in no figure but that."
             )
-        if not any(one.severity != "low" for one in self.findings):
+        if not any(one.severity in ("high", "medium") for one in self.findings):
             lines.append("No finding takes 1% of a step.")
         return lines
 
@@ -149,6 +156,7 @@ class ProfileReport:
         """(title, header, rows) of every table that has rows."""
         seen = self.observation
         traced = sum(seen.traced)
+        forward = sum(one.seconds for one in seen.modules)
         tables = [
             ("Stages", ["stage", "share of the step"], [[name, f"{share:.1%}"] for name, share in self.shares.items()]),
             (
@@ -156,7 +164,7 @@ class ProfileReport:
                 ["share", "kind", "line", "evidence", "remedy"],
                 [
                     [
-                        f"{one.share:.2%}",
+                        "-" if one.share is None else f"{one.share:.2%}",
                         one.kind,
                         f"{one.file}:{one.line}" if one.file else "-",
                         one.evidence,
@@ -175,12 +183,34 @@ class ProfileReport:
                     if seen.traced
                 ],
             ),
+            (
+                "Modules",
+                ["module", "class", "calls a step", "share of forward"],
+                [
+                    [one.name, one.kind, f"{one.count / seen.located:.3g}", f"{one.seconds / forward:.1%}"]
+                    for one in seen.modules[:10]
+                ],
+            ),
         ]
         return [table for table in tables if table[2]]
 
 
 def _row(cells: list[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _memory(samples: tuple[MemorySample, ...]) -> str:
+    """The fullest step's end."""
+    process = f"Process {_gib(max(one.process for one in samples))}, {_gib(min(one.free for one in samples))} free"
+    if samples[-1].allocated is None:
+        return f"{process}."
+    allocated = max(one.allocated or 0 for one in samples)
+    peak, reserved = max(one.peak or 0 for one in samples), max(one.reserved or 0 for one in samples)
+    return f"{process} on the device; allocated {_gib(allocated)}, at its peak {_gib(peak)}, reserved {_gib(reserved)}."
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.3g} GiB"
 
 
 def _ms(seconds: float) -> str:

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradprobe_hf.profiling.recorder import Recorder
+from gradprobe_hf.profiling.observing.recorder import Recorder
+from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
-from gradprobe_hf.profiling.schedule import Schedule
 
 
 class _Observed(BaseException):

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -14,17 +15,34 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import profile
 
-from gradprobe_hf.profiling.batch_contents import added, contents_of
-from gradprobe_hf.profiling.call_watch import CallWatch, Seen, summed
-from gradprobe_hf.profiling.compilations import compiled_frames, since
-from gradprobe_hf.profiling.observation import Contents, LoaderWait, Observation, Operator
-from gradprobe_hf.profiling.places import Place
-from gradprobe_hf.profiling.schedule import Schedule
-from gradprobe_hf.profiling.stages import STAGES, StageClock, Wait, marked_forward, marked_stages, models_of
+from gradprobe_hf.profiling.observing.batch_contents import added, contents_of
+from gradprobe_hf.profiling.observing.call_watch import CallWatch, Seen, Trained, summed
+from gradprobe_hf.profiling.observing.compilations import breaks_since, compiled_frames, graph_ends, since
+from gradprobe_hf.profiling.observing.memory import memory_now
+from gradprobe_hf.profiling.observing.modules import ModuleWatch
+from gradprobe_hf.profiling.observing.observation import (
+    Compilation,
+    Contents,
+    GraphBreak,
+    LoaderWait,
+    MemorySample,
+    Observation,
+    Operator,
+    RankStages,
+    Setup,
+    Span,
+)
+from gradprobe_hf.profiling.observing.places import Place
+from gradprobe_hf.profiling.observing.ranks import Ranks
+from gradprobe_hf.profiling.observing.schedule import Schedule
+from gradprobe_hf.profiling.observing.setup import SetupWatch, parameters_of
+from gradprobe_hf.profiling.observing.stages import STAGES, StageClock, Wait, marked_forward, marked_stages, models_of
+from gradprobe_hf.profiling.observing.traced_events import busy_seconds, collective_seconds
 
 Phase = Literal["warmup", "timed", "traced", "located"]
 _ORDER: tuple[Phase, ...] = ("warmup", "timed", "traced", "located")
 _OPERATORS = 20  # that are kept
+_PICTURED = 3  # steps of which every stretch is kept
 
 
 class Recorder:
@@ -43,21 +61,29 @@ class Recorder:
     ) -> None:
         self.schedule = schedule
         self.phase: Phase | None = None
-        self._model, self._finished = model, finished
+        self._models, self._finished = [model] if model is not None else [], finished
         self._optimizer: Optimizer | None = None
         self._says_steps_itself = False
         self._marks, self._of_phase = ExitStack(), ExitStack()
         self._seconds: dict[Phase, list[float]] = {phase: [] for phase in _ORDER}
         self._stages: Counter[str] = Counter()
+        self._spans: tuple[Span, ...] = ()
         self._waits: list[Wait] = []
         self._step_waits: list[Wait] = []
         self._contents: list[Contents] = []
         self._step_contents: list[Contents] = []
         self._steps_with_contents = 0
         self._calls: list[list[Seen]] = []
-        self._operators: tuple[Operator, ...] = ()
+        self._trace = _Traced()
         self._compiled: list[Any] = []
-        self._compilations: tuple[Any, ...] = ()
+        self._compilations: tuple[Compilation, ...] = ()
+        self._graph_ends: list[Any] = []
+        self._graph_breaks: tuple[GraphBreak, ...] = ()
+        self._memory: list[MemorySample] = []
+        self._setup_watch, self._ranks = SetupWatch(), Ranks()
+        self._setup: Setup | None = None
+        self._told: tuple[RankStages, ...] = ()
+        self._processes = 1
         self._missing: dict[str, str] = {}
         self._device = "cpu"
         self._complete = False
@@ -65,10 +91,13 @@ class Recorder:
     def start(self) -> None:
         """Begin with the warm-up."""
         self.clock = StageClock()
-        self._watch = CallWatch(self._parameters, lambda: self.clock.stage == "data loading")
+        trained = Trained(self._parameters, self._weights)
+        self._watch = CallWatch(trained, lambda: self.clock.stage == "data loading")
+        self._modules = ModuleWatch(lambda: self.clock.in_backward)
+        self._graph_ends = graph_ends()
         self._marks.enter_context(marked_stages(self.clock, self._waited, self._stepped))
-        if self._model is not None:
-            self._mark_forward([self._model])
+        if self._models:
+            self._mark_forward()
         self._open("warmup")
 
     def step(self) -> None:
@@ -84,7 +113,8 @@ class Recorder:
             self._close()
             self.phase = None
         self._marks.close()
-        self._optimizer = self._model = None  # its state is twice the model
+        self._optimizer, self._models = None, []  # its state is twice the model
+        self._setup_watch.forget()
 
     def observation(self) -> Observation:
         """What was seen so far."""
@@ -96,13 +126,23 @@ class Recorder:
             stages={stage: self._stages[stage] for stage in STAGES} if self._seconds["timed"] else {},
             loaders=_by_line(self._waits),
             calls=summed(self._calls),
-            operators=self._operators,
+            operators=self._trace.operators,
             compilations=self._compilations,
             contents=added(self._contents, self._steps_with_contents),
             device=self._device,
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
             missing=dict(self._missing),
             complete=self._complete,
+            modules=self._modules.times(),
+            graph_breaks=self._graph_breaks,
+            setup=self._setup,
+            memory=tuple(self._memory),
+            recomputed=_share(self._modules.recomputed, self._seconds["located"]),
+            collectives=self._share_of_trace(self._trace.collectives) if self._processes > 1 else None,
+            busy=self._share_of_trace(self._trace.busy) if self._device.startswith("cuda") else None,
+            ranks=self._told,
+            processes=self._processes,
+            spans=self._spans,
         )
 
     def _begin_again(self) -> None:
@@ -111,6 +151,7 @@ class Recorder:
             self._seconds = {phase: [] for phase in _ORDER}
             self._waits, self._contents, self._calls = [], [], []
             self._stages.clear()
+            self._memory.clear()
             self._steps_with_contents = 0
             self._open("warmup")
 
@@ -120,6 +161,7 @@ class Recorder:
         seconds = self._seconds[self.phase]
         seconds.append(time.perf_counter() - self._began)
         self._keep_step(self.phase, first=len(seconds) == 1)
+        self._memory.append(memory_now(self._device))
         if len(seconds) == getattr(self.schedule, self.phase):
             self._next()
         self._drop_step()
@@ -172,14 +214,33 @@ class Recorder:
             self._start_trace()
         elif phase == "located":
             self._of_phase.callback(self._watch.stop)
+            self._of_phase.callback(self._modules.stop)
+            self._modules.start(self._models)
             self._watch.start()
         self._drop_step()
 
     def _close(self) -> None:
         """End the phase; what it has measured is kept."""
-        if self.phase == "timed":
+        if self.phase == "warmup":
+            self._setup = self._setup_watch.setup(self._models)
+            self._processes = self._ranks.count()
+        elif self.phase == "timed":
             self._compilations = since(self._compiled)
+            timed = self._seconds["timed"]
+            self._spans = self.clock.spans_since(self._began - sum(timed[-_PICTURED:]))
+            self._ranks.tell({stage: seconds / len(timed) for stage, seconds in self._stages.items()} if timed else {})
+        elif self.phase == "traced" and len(self._seconds["traced"]) == self.schedule.traced:
+            self._ask_ranks()
+        elif self.phase == "located" and self._setup is not None:
+            self._setup = replace(self._setup, asked=self._setup.asked or self._watch.autocast)
+        self._graph_breaks = breaks_since(self._graph_ends)
         self._of_phase.close()
+
+    def _ask_ranks(self) -> None:
+        try:
+            self._told = self._ranks.told()
+        except RuntimeError as error:  # a process that is not profiled, or has ended
+            self._missing["imbalance between ranks"] = f"another process told nothing: {str(error).splitlines()[0]}"
 
     def _start_trace(self) -> None:
         trace = profile()
@@ -196,9 +257,12 @@ class Recorder:
             return  # a part of a step would count as one
         rows = sorted(trace.key_averages(), key=lambda row: (-row.self_cpu_time_total, row.key))
         named = [row for row in rows if not row.key.startswith(("Optimizer.", "enumerate(", "ProfilerStep"))]
-        self._operators = tuple(
-            Operator(row.key, row.count, row.self_cpu_time_total / 1e6) for row in named[:_OPERATORS]
-        )
+        operators = tuple(Operator(row.key, row.count, row.self_cpu_time_total / 1e6) for row in named[:_OPERATORS])
+        events = trace.events() or []
+        self._trace = _Traced(operators, collective_seconds(events), busy_seconds(events))
+
+    def _share_of_trace(self, seconds: float | None) -> float | None:
+        return None if seconds is None else _share(seconds, self._seconds["traced"])
 
     def _waited(self, wait: Wait, batch: Any) -> None:
         self._step_waits.append(wait)
@@ -208,20 +272,37 @@ class Recorder:
     def _stepped(self, optimizer: Optimizer) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-            if self._model is None:
-                self._mark_forward(models_of(optimizer))
+            if not self._models:
+                self._models = models_of(optimizer)
+                self._mark_forward()
+        if self.phase == "warmup":
+            self._setup_watch.note(optimizer)
         if optimizer is self._optimizer and not self._says_steps_itself:
             self._end_step()
 
-    def _mark_forward(self, models: list[nn.Module]) -> None:
-        self._marks.enter_context(marked_forward(self.clock, models))
-        first = next((parameter for model in models for parameter in model.parameters()), None)
+    def _mark_forward(self) -> None:
+        self._marks.enter_context(marked_forward(self.clock, self._models))
+        first = next((parameter for model in self._models for parameter in model.parameters()), None)
         self._device = str(first.device) if first is not None else self._device
 
     def _parameters(self) -> list[Tensor]:
-        if self._optimizer is None:
-            return list(self._model.parameters()) if self._model is not None else []
-        return [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return parameters_of(self._optimizer) if self._optimizer is not None else self._weights()
+
+    def _weights(self) -> list[Tensor]:
+        return [one for model in self._models for one in (*model.parameters(), *model.buffers())]
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """Of the steps under torch.profiler, in seconds; None: they were not traced to their end."""
+
+    operators: tuple[Operator, ...] = ()
+    collectives: float | None = None
+    busy: float | None = None
+
+
+def _share(seconds: float, steps: list[float]) -> float:
+    return min(1.0, seconds / sum(steps)) if steps else 0.0
 
 
 def _by_line(waits: list[Wait]) -> tuple[LoaderWait, ...]:

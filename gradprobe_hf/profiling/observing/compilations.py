@@ -6,14 +6,22 @@ import sys
 from collections import Counter
 from typing import Any
 
-from gradprobe_hf.profiling.observation import Compilation
-from gradprobe_hf.profiling.places import Place, shown_path
+from gradprobe_hf.profiling.observing.observation import Compilation, GraphBreak
+from gradprobe_hf.profiling.observing.places import Place, place_in_user_code, shown_path
+
+_BREAKS = 20  # that are kept, the most frequent ones
 
 
 def compiled_frames() -> list[Any]:
     """torch.compile's record of each compilation in this process; it keeps the last 64."""
     dynamo = sys.modules.get("torch._dynamo.utils")
     return dynamo.get_compilation_metrics() if dynamo is not None else []
+
+
+def graph_ends() -> list[Any]:
+    """Its record of each graph that had to end before the function did."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return list(dynamo.graph_break_reasons) if dynamo is not None else []
 
 
 def since(before: list[Any]) -> tuple[Compilation, ...]:
@@ -27,3 +35,14 @@ def since(before: list[Any]) -> tuple[Compilation, ...]:
         seconds[place] += one.entire_frame_compile_time_s or 0.0
         reasons[place] = " ".join((one.recompile_reason or "").split()) or reasons.get(place, "")
     return tuple(Compilation(place, count, seconds[place], reasons[place]) for place, count in Counter(places).items())
+
+
+def breaks_since(before: list[Any]) -> tuple[GraphBreak, ...]:
+    """Graphs that ended since an earlier list was taken, by line."""
+    known = {id(one) for one in before}
+    found: Counter[tuple[Place, str]] = Counter()
+    for one in graph_ends():
+        place = place_in_user_code(one.user_stack)
+        if id(one) not in known and place is not None:
+            found[place, one.reason.strip().splitlines()[0]] += 1
+    return tuple(GraphBreak(place, count, reason) for (place, reason), count in found.most_common(_BREAKS))

@@ -7,6 +7,7 @@ import gc
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,9 +19,11 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from gradprobe_hf.profiling.places import Place, place_of
+from gradprobe_hf.profiling.observing.observation import Span
+from gradprobe_hf.profiling.observing.places import Place, place_of
 
 STAGES = ("data loading", "forward", "backward", "optimizer", "other")
+_SPANS = 400  # that are kept for the picture
 
 
 class StageClock:
@@ -31,10 +34,20 @@ class StageClock:
         self._stack = ["other"]
         self._seconds: dict[str, float] = dict.fromkeys(STAGES, 0.0)
         self._since = time.perf_counter()
+        self._spans: deque[tuple[str, float, float]] = deque(maxlen=_SPANS)
 
     @property
     def stage(self) -> str:
         return self._stack[-1]
+
+    @property
+    def in_backward(self) -> bool:
+        """Whichever thread asks: an accelerator's backward pass has one of its own."""
+        return "backward" in self._stack
+
+    def spans_since(self, begin: float) -> tuple[Span, ...]:
+        """Stretches of stages from a reading of `time.perf_counter` on, the last ones if there are many."""
+        return tuple(Span(stage, a - begin, b - begin) for stage, a, b in self._spans if a >= begin)
 
     def enter(self, stage: str) -> None:
         if threading.get_ident() == self._thread:
@@ -57,6 +70,7 @@ class StageClock:
     def _turn(self) -> None:
         now = time.perf_counter()
         self._seconds[self._stack[-1]] += now - self._since
+        self._spans.append((self._stack[-1], self._since, now))
         self._since = now
 
 

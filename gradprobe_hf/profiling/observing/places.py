@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sysconfig
+import traceback
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from types import FrameType
@@ -13,11 +15,12 @@ import torch
 
 Owner = Literal["user", "torch", "library", "here"]
 
-_HERE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # all of profiling/
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
 # Both read scalars by design: the step counts of an optimizer are on the CPU, and a loss scale has to be looked at.
-_BY_DESIGN = tuple(_TORCH + folder + os.sep for folder in ("optim", "amp"))
+# Not all of torch.amp: a forward pass under autocast is called from there.
+_BY_DESIGN = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "amp", "grad_scaler.py"))
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,13 @@ class Place:
         return f"{self.file}:{self.line}"
 
 
-def place_of(frame: FrameType | None) -> Place | None:
+def place_of(frame: FrameType | None, any_call: bool = False) -> Place | None:
     """The innermost frame that belongs to no library. None: there is none, or PyTorch makes this call by design.
 
     Frames of torch itself do not count as a library's: `print(tensor)` and `tensor.norm()` are the user's calls.
+
+    Args:
+        any_call: also what PyTorch does by design.
     """
     through = None
     while frame is not None:
@@ -50,7 +56,7 @@ def place_of(frame: FrameType | None) -> Place | None:
         owner = _owner(file)
         if owner == "user":
             return Place(shown_path(file), line, frame.f_code.co_name, through)
-        if file.startswith(_BY_DESIGN):
+        if file.startswith(_BY_DESIGN) and not any_call:
             return None
         if owner == "library" and through is None:
             through = f"{os.sep.join(file.split(os.sep)[-2:])}:{line}"
@@ -74,3 +80,11 @@ def _owner(file: str) -> Owner:
 def shown_path(file: str) -> str:
     path, root = os.path.abspath(file), os.getcwd() + os.sep
     return path.removeprefix(root) if not file.startswith("<") else file
+
+
+def place_in_user_code(frames: Iterable[traceback.FrameSummary]) -> Place | None:
+    """The innermost of some recorded frames, outermost first, that belongs to no library; else the innermost."""
+    innermost_first = list(frames)[::-1]
+    for one in [*(one for one in innermost_first if _owner(one.filename) == "user"), *innermost_first]:
+        return Place(shown_path(one.filename), one.lineno or 0, one.name)
+    return None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradprobe_hf.profiling.observation import Contents
+from gradprobe_hf.profiling.observing.observation import Contents
 
 
 def contents_of(batch: Any) -> Contents | None:

@@ -10,16 +10,17 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
-from gradprobe_hf.profiling.observation import Call, CallKind
-from gradprobe_hf.profiling.places import Place, place_of
+from gradprobe_hf.profiling.observing.observation import Call, CallKind
+from gradprobe_hf.profiling.observing.places import Place, place_of
 
 _SYNCHRONIZATIONS = {
     Tensor.item: ".item()",
@@ -31,7 +32,6 @@ _SYNCHRONIZATIONS = {
     Tensor.__float__: "float(tensor)",
     Tensor.__int__: "int(tensor)",
     Tensor.__index__: "an index that is a tensor",
-    Tensor.to: '.to("cpu")',
 }
 _PRINTS = {Tensor.__repr__: "a tensor as text", Tensor.__format__: "a tensor in an f-string"}
 # Not zeros, ones and empty: these are made to be written to.
@@ -51,7 +51,34 @@ _NORMS = {
     torch.linalg.norm: "torch.linalg.norm",
     torch.linalg.vector_norm: "torch.linalg.vector_norm",
 }
+_CASTS = {
+    Tensor.to: ".to(dtype)",
+    Tensor.float: ".float()",
+    Tensor.half: ".half()",
+    Tensor.bfloat16: ".bfloat16()",
+    Tensor.type: ".type(dtype)",
+    Tensor.double: ".double()",
+}
+_PRODUCTS = {
+    Tensor.matmul: "matmul",
+    Tensor.__matmul__: "matmul",
+    torch.matmul: "torch.matmul",
+    torch.bmm: "torch.bmm",
+    Tensor.bmm: ".bmm()",
+    torch.einsum: "torch.einsum",
+    torch.addmm: "torch.addmm",
+    torch.baddbmm: "torch.baddbmm",
+    functional.linear: "linear",
+    functional.scaled_dot_product_attention: "scaled_dot_product_attention",
+}
+_ZEROING = {Tensor.zero_: "zero_grad(set_to_none=False)", torch._foreach_zero_: "zero_grad(set_to_none=False)"}
+_SOFTMAX = (functional.softmax, torch.softmax, Tensor.softmax)
+_EAGER = "eager_attention_forward"  # what transformers calls its attention in plain PyTorch, in every model
 _WATCHED: dict[Any, tuple[CallKind, str]] = {
+    **{function: ("cast", what) for function, what in _CASTS.items()},
+    **{function: ("matmul", what) for function, what in _PRODUCTS.items()},
+    **dict.fromkeys(_SOFTMAX, ("attention", "softmax")),
+    **{function: ("zeroing", what) for function, what in _ZEROING.items()},
     **{function: ("synchronization", what) for function, what in _SYNCHRONIZATIONS.items()},
     **{function: ("print", what) for function, what in _PRINTS.items()},
     **{function: ("constant", what) for function, what in _CONSTANTS.items()},
@@ -72,22 +99,34 @@ class Seen:
     same: bool | None = None
 
 
+@dataclass(frozen=True)
+class Trained:
+    """What a watch asks of the run: its parameters that an optimizer steps, and all parameters and buffers."""
+
+    parameters: Callable[[], list[Tensor]]
+    weights: Callable[[], list[Tensor]]
+
+
 class CallWatch(TorchFunctionMode):
     """Notes calls from `start` to `stop`; `cut` ends a step.
 
     Args:
-        parameters: the trained ones, when asked.
+        trained: what the run trains.
         loading: whether data is being loaded: what a dataset does with its tensors is the loader's time.
+
+    Attributes:
+        autocast: the dtype of an autocast that was on in any product of matrices; None: none was.
     """
 
-    def __init__(self, parameters: Callable[[], list[Tensor]], loading: Callable[[], bool]) -> None:
+    def __init__(self, trained: Trained, loading: Callable[[], bool]) -> None:
         super().__init__()
-        self._parameters, self._loading = parameters, loading
+        self._trained, self._loading = trained, loading
+        self.autocast: str | None = None
         self._active = False
         self._seen: list[Seen] = []
         self._made: dict[tuple[str, Place, int], Tensor | None] = {}
         self._occurrences: Counter[tuple[str, Place]] = Counter()
-        self._trained: set[int | None] | None = None
+        self._addresses: dict[str, set[int | None]] = {}
 
     def start(self) -> None:
         self._active = True
@@ -106,7 +145,7 @@ class CallWatch(TorchFunctionMode):
         """The calls since the last cut."""
         seen, self._seen = self._seen, []
         self._occurrences.clear()
-        self._trained = None  # gradients are new tensors in each step
+        self._addresses.clear()  # gradients are new tensors in each step
         return seen
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -119,26 +158,44 @@ class CallWatch(TorchFunctionMode):
         return result
 
     def _note(self, kind: CallKind, what: str, args: Any, result: Any, seconds: float) -> None:
-        first = args[0] if args and isinstance(args[0], Tensor) else None
-        if what == '.to("cpu")' and (first is None or first.is_cpu or not result.is_cpu):
+        called = _Called(kind, what, args, result)
+        judged = _JUDGES[kind](self, called) if kind in _JUDGES else called
+        if judged is None:
             return
-        if kind == "norm" and (first is None or _address(first) not in self._trained_storage()):
-            return
-        place = place_of(sys._getframe(2))
-        if place is None:
-            return
+        kind, what, detail = judged.kind, judged.what, judged.detail
+        place = place_of(sys._getframe(2), any_call=kind == "zeroing")
+        if place is None or (kind == "matmul" and place.through and not self._is_weight(args)):
+            return  # what a library computes in float32 is so by design, unless a weight takes part
+        if kind == "attention":
+            place = replace(place, through=None)  # of all its lines one
         if kind != "constant":
-            self._seen.append(Seen(kind, what, place, seconds))
+            self._seen.append(Seen(kind, what, place, seconds, detail))
         elif place.through is None:  # what a library makes again, the user cannot keep
             same = self._same(what, place, result)
             self._seen.append(Seen(kind, what, place, seconds, str(tuple(result.shape)), same))
 
-    def _trained_storage(self) -> set[int | None]:
-        if self._trained is None:
-            parameters = self._parameters()
-            gradients = (one.grad for one in parameters if one.grad is not None)
-            self._trained = {_address(one) for one in (*parameters, *gradients)} - {None}
-        return self._trained
+    def is_trained(self, tensor: Any) -> bool:
+        """A parameter that is stepped, or its gradient."""
+
+        def stepped() -> list[Tensor]:
+            parameters = self._trained.parameters()
+            return [*parameters, *(one.grad for one in parameters if one.grad is not None)]
+
+        return self._is_in("trained", stepped, tensor)
+
+    def is_weight(self, tensor: Any) -> bool:
+        """A parameter or buffer of the model."""
+        return self._is_in("weights", self._trained.weights, tensor)
+
+    def _is_weight(self, arguments: Any) -> bool:
+        return any(self.is_weight(one) for one in arguments)
+
+    def _is_in(self, name: str, tensors: Callable[[], list[Tensor]], tensor: Any) -> bool:
+        if not isinstance(tensor, Tensor):
+            return False
+        if name not in self._addresses:
+            self._addresses[name] = {_address(one) for one in tensors()} - {None}
+        return _address(tensor) in self._addresses[name]
 
     def _same(self, what: str, place: Place, result: Tensor) -> bool | None:
         key = (what, place, self._occurrences[what, place])
@@ -154,6 +211,78 @@ class CallWatch(TorchFunctionMode):
             return torch.equal(before, result)
         except RuntimeError:  # under vmap there is no one answer
             return False
+
+
+@dataclass(frozen=True)
+class _Called:
+    """A call, and what it turns out to be."""
+
+    kind: CallKind
+    what: str
+    args: Any
+    result: Any
+    detail: str = ""
+
+
+def _norm(watch: CallWatch, call: _Called) -> _Called | None:
+    return call if call.args and watch.is_trained(call.args[0]) else None
+
+
+def _zeroing(watch: CallWatch, call: _Called) -> _Called | None:
+    first = call.args[0] if call.args else None
+    first = first[0] if isinstance(first, list | tuple) and first else first
+    return call if watch.is_trained(first) and _is_called_from("zero_grad") else None
+
+
+def _cast(watch: CallWatch, call: _Called) -> _Called | None:
+    source, result = call.args[0] if call.args else None, call.result
+    if not isinstance(source, Tensor) or not isinstance(result, Tensor):
+        return None
+    if result.is_cpu and not source.is_cpu:
+        return replace(call, kind="synchronization", what='.to("cpu")')
+    if source.dtype == result.dtype or not watch.is_weight(source):
+        return None
+    return replace(call, detail=f"{_short(source.dtype)} to {_short(result.dtype)}, {tuple(source.shape)}")
+
+
+def _product(watch: CallWatch, call: _Called) -> _Called | None:
+    if _is_called_from(_EAGER):
+        return replace(call, kind="attention", what=_EAGER)
+    if not isinstance(call.result, Tensor):
+        return None
+    device = call.result.device.type
+    if torch.is_autocast_enabled(device):
+        watch.autocast = _short(torch.get_autocast_dtype(device))
+    return call if call.result.dtype == torch.float32 else None
+
+
+def _softmax(_: CallWatch, call: _Called) -> _Called | None:
+    return replace(call, what=_EAGER) if _is_called_from(_EAGER) else None
+
+
+_JUDGES: dict[CallKind, Callable[[CallWatch, _Called], _Called | None]] = {
+    "norm": _norm,
+    "zeroing": _zeroing,
+    "cast": _cast,
+    "matmul": _product,
+    "attention": _softmax,
+}
+
+
+def _is_called_from(function: str, depth: int = 12) -> bool:
+    """Whether one of the innermost frames is of a function of this name."""
+    frame = sys._getframe(1)
+    for _ in range(depth):
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+        if frame.f_code.co_name == function:
+            return True
+    return False
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _address(tensor: Tensor) -> int | None:

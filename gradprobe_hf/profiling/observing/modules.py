@@ -1,0 +1,76 @@
+"""Seconds of each module, and of what checkpointing computes again. Only in located steps: hooks cost time."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from gradprobe_hf.profiling.observing.observation import ModuleTime
+
+_MODULES = 20  # that are kept
+
+
+class ModuleWatch:
+    """A clock on every module.
+
+    Args:
+        in_backward: whether the backward pass is under way: a module that runs then, runs again.
+    """
+
+    def __init__(self, in_backward: Callable[[], bool]) -> None:
+        self._in_backward = in_backward
+        self._handles: list[Any] = []
+        self._own = threading.local()  # on an accelerator backward has a thread of its own
+        self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
+        self._count: Counter[tuple[str, str]] = Counter()
+        self.recomputed = 0.0
+
+    def start(self, models: list[nn.Module]) -> None:
+        for model in models:
+            for name, module in model.named_modules():
+                # What is compiled would be compiled anew with a hook in it.
+                if module._compiled_call_impl is None:
+                    key = (re.sub(r"\b\d+\b", "*", name) or "(model)", type(module).__name__)
+                    self._handles.append(module.register_forward_pre_hook(self._enter))
+                    self._handles.append(module.register_forward_hook(self._leave(key), always_call=True))
+
+    def stop(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def times(self) -> tuple[ModuleTime, ...]:
+        """The dearest first."""
+        rows = sorted(self._seconds, key=lambda key: (-self._seconds[key], key))
+        return tuple(ModuleTime(*key, self._count[key], self._seconds[key]) for key in rows[:_MODULES])
+
+    def _enter(self, *_: Any) -> None:
+        self._stack().append([time.perf_counter(), 0.0])
+
+    def _leave(self, key: tuple[str, str]) -> Callable[..., None]:
+        def leave(*_: Any) -> None:
+            stack = self._stack()
+            if not stack:
+                return
+            began, inside = stack.pop()
+            seconds = time.perf_counter() - began
+            if stack:
+                stack[-1][1] += seconds
+            if self._in_backward():
+                self.recomputed += seconds - inside
+            else:
+                self._seconds[key] += seconds - inside
+                self._count[key] += 1
+
+        return leave
+
+    def _stack(self) -> list[list[float]]:
+        if not hasattr(self._own, "stack"):
+            self._own.stack = []
+        return self._own.stack

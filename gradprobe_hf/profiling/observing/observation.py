@@ -1,0 +1,254 @@
+"""What was seen of a loop: everything that a report is made of, and nothing else.
+
+Seconds are of one process. It is bounded: sums, counts, and as many samples as steps; no event is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, Self
+
+from gradprobe_hf.profiling.observing.places import Place
+
+CallKind = Literal["synchronization", "print", "constant", "norm", "cast", "matmul", "attention", "zeroing"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Calls of one kind from one line, over all located steps.
+
+    Attributes:
+        what: as it is written, such as ".item()".
+        count: of calls.
+        seconds: that the line waits for them in a step: the median of the steps with one, times their share of all.
+        steps: located steps with at least one.
+        detail: of a tensor made anew: its shape; of a cast: from which dtype to which.
+    """
+
+    kind: CallKind
+    what: str
+    place: Place
+    count: int
+    seconds: float
+    steps: int
+    detail: str = ""
+
+
+@dataclass(frozen=True)
+class LoaderWait:
+    """Waiting for one data loader, over all timed steps.
+
+    Attributes:
+        place: the line that asks for the next batch.
+        dataset: its class.
+        workers: processes that load; 0: this one does.
+        batches: that were waited for.
+    """
+
+    place: Place | None
+    dataset: str
+    workers: int
+    batches: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Operator:
+    """An operator in the traced steps; seconds without those of the operators that it calls."""
+
+    name: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ModuleTime:
+    """Modules of one place in the model, in the located steps.
+
+    Attributes:
+        name: with a star for the numbers in it: "model.layers.*.mlp".
+        kind: its class.
+        seconds: in forward, without those of the modules inside it.
+    """
+
+    name: str
+    kind: str
+    count: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """torch.compile at work on one function during the timed steps. Reason: the guard that failed, if it says so."""
+
+    place: Place
+    count: int
+    seconds: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class GraphBreak:
+    """A line at which torch.compile ends one graph and begins another. Count: of the graphs that ended there."""
+
+    place: Place
+    count: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Of the batches in some steps. Tokens and padding: None where a batch does not tell."""
+
+    steps: int
+    samples: int
+    tokens: int | None
+    padding: int | None
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a run is set up, as its warm-up shows.
+
+    Attributes:
+        optimizer: the class of the first that steps; None: none was seen.
+        steps_by: how it steps its tensors: "fused", "foreach", "one by one"; None: it does not say.
+        has_fused: whether its class can be fused.
+        stepped_at: the line that steps it.
+        tensors: that it steps.
+        asked: half precision that weights are in, or that autocast was entered for: "bfloat16", "float16"; or None.
+        attention: implementation -> modules of transformers that have it.
+        checkpointed: layers that are computed again in backward.
+        without_gradient: names of trained parameters that no step of the warm-up gave a gradient, and their number.
+        without_optimizer: names of parameters with a gradient that no optimizer steps, and their number.
+        wasted_bytes: of these gradients.
+    """
+
+    optimizer: str | None
+    steps_by: str | None
+    has_fused: bool
+    stepped_at: Place | None
+    tensors: int
+    asked: str | None
+    attention: Mapping[str, int]
+    checkpointed: int
+    without_gradient: tuple[str, ...] = ()
+    without_optimizer: tuple[str, ...] = ()
+    wasted_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    """Bytes at the end of a step. Allocated, reserved, peak: of PyTorch on an accelerator; None on a CPU.
+
+    Attributes:
+        process: resident, of this process.
+        free: what can still be had on the device.
+        peak: most that was allocated since the step began.
+    """
+
+    process: int
+    free: int
+    allocated: int | None = None
+    reserved: int | None = None
+    peak: int | None = None
+
+
+@dataclass(frozen=True)
+class RankStages:
+    """One process of several: seconds of each stage in a timed step, on average."""
+
+    rank: int
+    stages: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a stage, in seconds since the first that is kept."""
+
+    stage: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Observation:
+    """Attributes:
+    warmup: steps that were left out.
+    timed: seconds of each step that was only timed.
+    traced: of each step under torch.profiler.
+    located: number of steps under the watch for lines.
+    stages: seconds of each stage in the timed steps; "other" is what no stage claims.
+    recomputed: share of the located steps that modules in backward take: what checkpointing computes again.
+    collectives: share of the traced steps in which one was under way; None: one process.
+    busy: share of the traced steps in which the device computes; None on a CPU.
+    ranks: each process, where there are several and they could tell.
+    spans: of the last timed steps.
+    missing: what could not be seen -> why; a kind of finding, too.
+    complete: whether all steps of the schedule were seen.
+    """
+
+    warmup: int
+    timed: tuple[float, ...]
+    traced: tuple[float, ...]
+    located: int
+    stages: Mapping[str, float]
+    loaders: tuple[LoaderWait, ...]
+    calls: tuple[Call, ...]
+    operators: tuple[Operator, ...]
+    compilations: tuple[Compilation, ...]
+    contents: Contents | None
+    device: str
+    versions: Mapping[str, str]
+    missing: Mapping[str, str]
+    complete: bool
+    modules: tuple[ModuleTime, ...] = ()
+    graph_breaks: tuple[GraphBreak, ...] = ()
+    setup: Setup | None = None
+    memory: tuple[MemorySample, ...] = ()
+    recomputed: float = 0.0
+    collectives: float | None = None
+    busy: float | None = None
+    ranks: tuple[RankStages, ...] = ()
+    processes: int = 1
+    spans: tuple[Span, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Self:
+        """What `to_dict` made, also after JSON."""
+        rows = {name: tuple(row(**_placed(one)) for one in values[name]) for name, row in _ROWS.items()}
+        numbers = {name: tuple(values[name]) for name in ("timed", "traced")}
+        return cls(
+            **{
+                **values,
+                **rows,
+                **numbers,
+                "contents": Contents(**values["contents"]) if values["contents"] else None,
+                "setup": Setup(**_placed(values["setup"])) if values["setup"] else None,
+            }
+        )
+
+
+_ROWS: dict[str, type] = {
+    "loaders": LoaderWait,
+    "calls": Call,
+    "operators": Operator,
+    "compilations": Compilation,
+    "modules": ModuleTime,
+    "graph_breaks": GraphBreak,
+    "memory": MemorySample,
+    "ranks": RankStages,
+    "spans": Span,
+}
+
+
+def _placed(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Places and tuples, which JSON has as objects and lists."""
+    made: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in row.items()}
+    return {
+        name: Place(**value) if name in ("place", "stepped_at") and value else value for name, value in made.items()
+    }

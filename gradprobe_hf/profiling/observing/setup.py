@@ -1,0 +1,114 @@
+"""How a run is set up: its optimizer, attention and checkpointing, and which gradients nobody uses."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import _default_to_fused_or_foreach
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from gradprobe_hf.profiling.observing.observation import Setup
+from gradprobe_hf.profiling.observing.places import Place, place_of
+
+_HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_NAMES = 5  # of parameters that are named
+
+
+@dataclass
+class SetupWatch:
+    """Looks at each optimizer step of the warm-up, while the gradients are still there."""
+
+    _first: Optimizer | None = None
+    _place: Place | None = None
+    _stepped: dict[int, Tensor] = field(default_factory=dict)
+    _with_gradient: set[int] = field(default_factory=set)
+
+    def note(self, optimizer: Optimizer) -> None:
+        if self._first is None:
+            self._first, self._place = optimizer, place_of(sys._getframe(1), any_call=True)
+        for parameter in parameters_of(optimizer):
+            self._stepped[id(parameter)] = parameter
+            if parameter.grad is not None:
+                self._with_gradient.add(id(parameter))
+
+    def setup(self, models: list[nn.Module]) -> Setup:
+        """Of what was seen so far."""
+        names = {id(parameter): name for model in models for name, parameter in model.named_parameters()}
+        without_gradient = [
+            names.get(key, "?")
+            for key, parameter in self._stepped.items()
+            if parameter.requires_grad and key not in self._with_gradient
+        ]
+        parameters = [parameter for model in models for parameter in model.parameters()]
+        wasted = [one for one in parameters if one.grad is not None and id(one) not in self._stepped]
+        wasted = wasted if self._first is not None else []
+        return Setup(
+            optimizer=type(self._first).__name__ if self._first is not None else None,
+            steps_by=_steps_by(self._first) if self._first is not None else None,
+            has_fused=self._first is not None and "fused" in self._first.defaults,
+            stepped_at=self._place,
+            tensors=len(self._stepped),
+            asked=_dtype_of(parameters),
+            attention=_attention(models),
+            checkpointed=sum(_is_checkpointed(module) for model in models for module in model.modules()),
+            without_gradient=_some(without_gradient),
+            without_optimizer=_some([names[id(one)] for one in wasted]),
+            wasted_bytes=sum(one.grad.nbytes for one in wasted if one.grad is not None),
+        )
+
+    def forget(self) -> None:
+        """Hold no tensor any more."""
+        self._first = None
+        self._stepped.clear()
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _steps_by(optimizer: Optimizer) -> str | None:
+    """As torch's own optimizers decide it, for the first group."""
+    group = optimizer.param_groups[0]
+    if not type(optimizer).__module__.startswith("torch.optim") or "foreach" not in group:
+        return None
+    if group.get("fused"):
+        return "fused"
+    foreach = group["foreach"]
+    if foreach is None and group.get("fused") is None:
+        foreach = _default_to_fused_or_foreach(group["params"], bool(group.get("differentiable")))[1]
+    return "foreach" if foreach else "one by one"
+
+
+def _dtype_of(parameters: Sequence[Tensor]) -> str | None:
+    """The half precision of most weights, if it is one."""
+    counts = Counter[torch.dtype]()
+    for one in parameters:
+        counts[one.dtype] += one.numel()
+    return _HALF.get(max(counts, key=lambda dtype: counts[dtype])) if counts else None
+
+
+def _attention(models: list[nn.Module]) -> dict[str, int]:
+    """Implementation -> how many modules keep a configuration with it; only those that could have another."""
+    found = Counter[str]()
+    for model in models:
+        supports = any(getattr(module, "_supports_sdpa", False) for module in model.modules())
+        for name, module in model.named_modules():
+            config = getattr(module, "config", None)
+            implementation = getattr(config, "_attn_implementation", None)
+            if supports and isinstance(implementation, str) and name.lower().endswith(("attn", "attention", "self")):
+                found[implementation] += 1
+    return dict(found)
+
+
+def _is_checkpointed(module: nn.Module) -> bool:
+    return isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and module.training
+
+
+def _some(names: list[str]) -> tuple[str, ...]:
+    return (*names[:_NAMES], f"and {len(names) - _NAMES} more") if len(names) > _NAMES else tuple(names)

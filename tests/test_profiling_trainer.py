@@ -1,0 +1,188 @@
+"""Profiling a Trainer: every planted fault is found with its line, a clean run is silent, and processes are compared."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+from gradprobe_hf.profiling import ProfileCallback, Schedule, profiled
+from gradprobe_hf.profiling.observing import ranks
+from tests import cases, planted, trainers
+from tests.launch import together
+
+HERE = Path(__file__)
+
+
+def llama(attention="sdpa", **more):
+    """Large enough that a step takes milliseconds."""
+    sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = LlamaConfig(**sizes, num_key_value_heads=4, attn_implementation=attention, **cases.CAUSAL, **more)
+    return LlamaForCausalLM(config)
+
+
+class Batches(torch.utils.data.Dataset):
+    """Batches that are ready; of 64 tokens a row, some may be padding."""
+
+    def __init__(self, padding=0, sleep=0.0, rows=8):
+        ids = torch.randint(0, 256, (rows, 64))
+        mask = torch.ones_like(ids)
+        mask[:, 64 - padding :] = 0
+        self.batch = {"input_ids": ids, "labels": ids, "attention_mask": mask}
+        self.sleep = sleep
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        time.sleep(self.sleep)
+        return self.batch
+
+
+class Faulty(Trainer):
+    """All in one step; each on a line with a comment that names it."""
+
+    def compute_loss(self, model, *arguments, **more):
+        loss = super().compute_loss(model, *arguments, **more)
+        loss.item()  # synchronization
+        print(loss)  # print
+        torch.triu(torch.ones(32, 32))  # constant tensor
+        weight = model.lm_head.weight
+        loss = loss + 0 * weight.double().sum().float()  # cast of a weight
+        with torch.autocast("cpu", enabled=False):
+            loss = loss + 0 * (weight @ weight.T).sum()  # float32 product
+        return loss
+
+    def training_step(self, *arguments, **more):
+        loss = super().training_step(*arguments, **more)
+        sum(one.grad.norm() for one in self.model.parameters())  # norms one by one
+        return loss
+
+
+def run(trainer, folder, model, rows, schedule=planted.SHORT, **more):
+    callback = ProfileCallback(schedule)
+    options = trainers.arguments(
+        folder, max_steps=schedule.steps + 1, logging_steps=100, per_device_train_batch_size=1, **more
+    )
+    found = trainer(model, options, train_dataset=rows, data_collator=lambda rows: rows[0], callbacks=[callback])
+    found.train()  # train
+    return callback.report()
+
+
+def line_of(fault):
+    lines = HERE.read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"  # {fault}"))
+
+
+def test_all_faults_in_a_trainer(tmp_path, capsys):
+    model, rows = llama("eager"), Batches(padding=38, sleep=2e-3)
+    report = run(Faulty, tmp_path, model, rows, bf16=True, optim="adamw_torch", gradient_checkpointing=True)
+    lines = {(one.kind, one.line) for one in report.findings}
+    planted_ones = ["synchronization", "print", "constant tensor", "cast of a weight", "float32 product"]
+    assert {(kind, line_of(kind)) for kind in [*planted_ones, "norms one by one"]} <= lines
+    trained_at = line_of("train")
+    assert {(kind, trained_at) for kind in ("data loading", "padding", "optimizer")} <= lines
+    # These happen inside of the model: the line is that which calls it.
+    called_at = next(n for n, line in enumerate(HERE.read_text().splitlines(), 1) if "super().compute_loss" in line)
+    assert ("eager attention", called_at) in lines
+    by_kind = {one.kind: one for one in report.findings}
+    assert by_kind["padding"].evidence.startswith("59.4% of the tokens")
+    assert "2 layers are computed again" in by_kind["checkpointing"].evidence
+    assert 0.02 < by_kind["checkpointing"].share < 0.5
+    assert "bfloat16" in by_kind["float32 product"].evidence
+    assert "LlamaAttention" in {one.kind for one in report.observation.modules}
+    assert "model.layers.*.mlp.down_proj" in {one.name for one in report.observation.modules}
+
+
+def test_a_clean_trainer_is_silent(tmp_path):
+    report = run(Trainer, tmp_path, llama(), Batches(), Schedule(1, 5, 1, 3))
+    assert not [one for one in report.findings if one.severity != "low"]
+    assert report.observation.setup.attention == {"sdpa": 2}
+    assert report.observation.setup.steps_by == "fused"
+    assert not report.observation.recomputed
+
+
+def uneven(sleeping):
+    """In DDP; one of two processes sleeps before its forward pass."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(planted.Net())
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with profiled(schedule=planted.SHORT) as profiler:
+        while not profiler.done:
+            if torch.distributed.get_rank() == sleeping:
+                time.sleep(0.02)
+            model(torch.ones(4, planted.WIDTH)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return profiler.report()
+
+
+def test_processes_are_compared():
+    for report in together(uneven, 1):
+        by_kind = {one.kind: one for one in report.findings}
+        assert "rank 1 takes" in by_kind["imbalance between ranks"].evidence
+        assert "the difference is in other" in by_kind["imbalance between ranks"].evidence
+        assert by_kind["imbalance between ranks"].share > 0.5
+        assert 0 < by_kind["collectives"].share <= 1
+        assert [one.rank for one in report.observation.ranks] == [0, 1]
+
+
+def alone():
+    """Only one of two processes is profiled: the other must not be waited for in vain."""
+    model = DistributedDataParallel(planted.Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    schedule = Schedule(1, 1, 1, 1)
+    if torch.distributed.get_rank() == 0:
+        soon = mock.patch.object(ranks, "_PATIENCE", timedelta(seconds=0.2))
+        with soon, profiled(schedule=schedule) as profiler:
+            for _ in range(4):
+                model(torch.ones(4, planted.WIDTH)).mean().backward()
+                optimizer.step()
+        return profiler.report().not_evaluable
+    for _ in range(4):
+        model(torch.ones(4, planted.WIDTH)).mean().backward()
+        optimizer.step()
+    return None
+
+
+def test_one_process_is_profiled():
+    first, _ = together(alone)
+    assert first["imbalance between ranks"].startswith("another process told nothing")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["graph break", "recompilation"])
+def test_compiling_in_a_trainer(kind, tmp_path):
+    def scaled(x, by):
+        if kind == "graph break" and by > 0:
+            print("a break")  # graph break
+        return x * by
+
+    compiled = torch.compile(scaled, backend="eager", dynamic=False)
+
+    class Compiles(Trainer):
+        count = 0
+
+        def compute_loss(self, *arguments, **more):
+            loss = super().compute_loss(*arguments, **more)
+            self.count += kind == "recompilation"
+            return loss + 0 * compiled(torch.ones(self.count + 2), 2.0).sum()
+
+    torch._dynamo.reset()
+    report = run(Compiles, tmp_path, llama(), Batches())
+    found = next(one for one in report.findings if one.kind == kind)
+    assert found.file == "tests/test_profiling_trainer.py"
+    if kind == "graph break":
+        assert found.line == line_of("graph break")
+        assert found.share is None
+    else:
+        assert 0 < found.share < 1
+    assert not {one.kind for one in report.findings} & ({"graph break", "recompilation"} - {kind})
+    torch._dynamo.reset()
