@@ -1,4 +1,4 @@
-"""Profiling a Trainer: every planted fault is found with its line, a clean run is silent, and processes are compared."""
+"""Profiling a Trainer: planted faults are found with their line, a clean run is silent, processes are compared."""
 
 from __future__ import annotations
 
@@ -57,8 +57,7 @@ class Faulty(Trainer):
         weight = model.lm_head.weight
         loss = loss + 0 * weight.double().sum().float()  # cast of a weight
         with torch.autocast("cpu", enabled=False):
-            loss = loss + 0 * (weight @ weight.T).sum()  # float32 product
-        return loss
+            return loss + 0 * (weight @ weight.T).sum()  # float32 product
 
     def training_step(self, *arguments, **more):
         loss = super().training_step(*arguments, **more)
