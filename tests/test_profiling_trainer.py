@@ -42,7 +42,8 @@ class Batches(torch.utils.data.Dataset):
         return 64
 
     def __getitem__(self, index):
-        time.sleep(self.sleep)
+        if self.sleep:  # to sleep for nothing gives up the core
+            time.sleep(self.sleep)
         return self.batch
 
 
