@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gradprobe_hf.bench.bench import bench_pretrained
     from gradprobe_hf.checkpoint.result import PruneResult
     from gradprobe_hf.comparison.compare import compare_pretrained
     from gradprobe_hf.config.config import GradProbeConfig
@@ -29,6 +30,7 @@ __all__ = [
     "RecoverResult",
     "RecoveryConfig",
     "Report",
+    "bench_pretrained",
     "compare_pretrained",
     "metrics",
     "prune_pretrained",
@@ -43,6 +45,7 @@ _DEFINED_IN = {
     "RecoverResult": "gradprobe_hf.recovery.result",
     "RecoveryConfig": "gradprobe_hf.config.recovery",
     "Report": "gradprobe_hf.report.report",
+    "bench_pretrained": "gradprobe_hf.bench.bench",
     "compare_pretrained": "gradprobe_hf.comparison.compare",
     "prune_pretrained": "gradprobe_hf.pruning",
     "recover_pretrained": "gradprobe_hf.recovery.recover",

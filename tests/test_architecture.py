@@ -33,6 +33,7 @@ ORDER = [
     "memory",
     "report",
     "checkpoint",
+    "bench",
     "comparison",
     "threshold_sweep",
     "training",

@@ -35,6 +35,10 @@ VERBS = {
         "DIR [options]",
         "Count the zeros in a checkpoint's files, per matrix and block, and find the n:m patterns that hold.",
     ),
+    "bench": (
+        "MODEL [MODEL ...] [options]",
+        "Measure checkpoints side by side: parameters, bytes, memory, and how fast they read and write.",
+    ),
     "profile": (
         "script FILE.py [options] [-- ARGUMENTS]",
         "Find out where the time of a training script goes, and which of its lines waste some.",

@@ -94,6 +94,12 @@ VERBS = [
     refused(f"{_COMPARE} --overwrite", "--overwrite", "--output"),
     refused("compare @llama --calibration @plain.txt --num-samples 4 --sequence-length 16", "--evaluation"),
     refused(f"{_COMPARE} --evaluation none", "--evaluation"),
+    # bench
+    unreadable("bench", "MODEL"),
+    unreadable("bench @llama --repeats 0", "--repeats", "0", ">= 1"),
+    unreadable("bench @llama --sparsity 0.5", "--sparsity"),
+    refused("bench @llama /no/model", "/no/model", "no such"),
+    refused("bench @llama --dtype int4", "--dtype", "'int4'"),
     # inspect
     unreadable("inspect @llama more", "more"),
     unreadable("inspect @llama --dtype float32", "--dtype"),

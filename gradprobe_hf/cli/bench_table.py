@@ -1,0 +1,75 @@
+"""The table of `gradprobe bench`: a line for each measurement, a column for each model, its ratios beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
+from gradprobe_hf.checkpoint.file_sizes import INSTALL
+from gradprobe_hf.cli.output import console, table_of
+
+_Shown = Callable[[Any], str]
+
+
+def print_bench(found: BenchResult) -> None:
+    first, *others = _labels([row.model for row in found.rows])
+    table = table_of("", first, *(cell for label in others for cell in (label, "x")))
+    for name, (title, shown) in _lines(found).items():
+        if any(getattr(row, name) is not None for row in found.rows):
+            table.add_row(title, *_cells(found.rows, name, shown))
+    out = console()
+    out.print(table)
+    dtypes = ", ".join(dict.fromkeys(row.dtype for row in found.rows))
+    out.print(
+        f"{found.device}, {found.threads} threads, {dtypes}; medians of {found.repeats} rounds in which the models "
+        "take turns, quartiles in brackets"
+        + ("; x: times the first model's, the median over the rounds" if others else ""),
+        style="dim",
+    )
+    if any(row.zstd_bytes is None and row.file_bytes is not None for row in found.rows):
+        out.print(f"the size under zstd was not measured: {INSTALL}", style="dim")
+
+
+def _lines(found: BenchResult) -> dict[str, tuple[str, _Shown]]:
+    return {
+        "parameters": ("parameters", lambda value: f"{value:,}"),
+        "file_bytes": ("file, MB", _megabytes),
+        "zstd_bytes": ("file under zstd, MB", _megabytes),
+        "peak_memory_bytes": ("peak memory, MB", _megabytes),
+        "prefill_seconds": (f"prefill of {found.prompt_length} tokens, ms", _milliseconds),
+        "first_token_seconds": ("time to first token, ms", _milliseconds),
+        "tokens_per_second": ("tokens per second", _spread),
+    }
+
+
+def _cells(rows: list[BenchRow], name: str, shown: _Shown) -> Iterator[str]:
+    for number, row in enumerate(rows):
+        value, ratio = getattr(row, name), row.ratios.get(name)
+        yield "-" if value is None else shown(value)
+        if number:
+            yield "-" if ratio is None else f"{ratio:.2f}"
+
+
+def _megabytes(value: int) -> str:
+    return f"{value / 1e6:,.1f}"
+
+
+def _milliseconds(timing: Timing) -> str:
+    return _spread(timing, 1000)
+
+
+def _spread(timing: Timing, scale: float = 1) -> str:
+    low, high = (f"{scale * value:,.1f}" for value in timing.quartiles)
+    return f"{scale * timing.median:,.1f} [{low}, {high}]"
+
+
+def _labels(names: list[str]) -> list[str]:
+    """Of paths the last part, where that tells them apart.
+
+    >>> _labels(["my/runs/dense", "my/runs/smaller"]), _labels(["my/a/model", "my/b/model"])
+    (['dense', 'smaller'], ['my/a/model', 'my/b/model'])
+    """
+    short = [Path(name).name for name in names]
+    return short if len(set(short)) == len(set(names)) else names

@@ -1,0 +1,198 @@
+"""Checkpoints side by side: what is counted is right, and they take turns."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import time
+import zlib
+from statistics import median
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gradprobe_hf import bench_pretrained
+from gradprobe_hf.bench.bench import WARMUP, _prompt_length, measured_rounds
+from gradprobe_hf.bench.result import BenchRow, Timing
+from gradprobe_hf.bench.subject import Facts, Generated, Subject, Workload
+from gradprobe_hf.bench.worker import serve
+from gradprobe_hf.checkpoint import file_sizes
+from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
+from gradprobe_hf.cli.main import main
+from tests import cases
+
+WORK = Workload(prompt_length=8, new_tokens=4)
+PAUSE = 0.005  # seconds
+
+
+def calls_of(model):
+    """The lengths of the texts that each forward pass is given; each also takes a while."""
+    found = []
+
+    def note(module, args, kwargs):
+        found.append((kwargs.get("input_ids", args[0] if args else None)).shape[1])
+        time.sleep(PAUSE)
+
+    model.register_forward_pre_hook(note, with_kwargs=True)
+    return found
+
+
+def test_a_pass_reads_the_prompt_and_a_text_is_written_token_by_token():
+    model = cases.build("llama")
+    subject, seen = Subject(model), calls_of(model)
+    assert subject.prefill(WORK) >= PAUSE
+    assert seen == [8]
+    seen.clear()
+    made = subject.generate(WORK)
+    assert seen == [8, 1, 1, 1]  # with a cache: nothing is read twice, and an end-of-text token ends nothing
+    assert made.first_token >= PAUSE
+    assert made.per_token >= PAUSE
+    assert (subject.facts.writes, subject.facts.positions, subject.facts.dtype) == (True, 64, "float32")
+    assert subject.facts.parameters == sum(one.numel() for one in model.parameters())
+
+
+@pytest.mark.parametrize(("name", "writes"), [("bert", False), ("vit", False), ("t5", True)])
+def test_what_writes_no_text_is_measured_by_its_forward_pass(name, writes):
+    subject = Subject(cases.build(name))
+    assert subject.facts.writes is writes
+    assert subject.prefill(WORK) > 0
+    if writes:
+        assert subject.generate(WORK).per_token > 0
+
+
+class Listed:
+    """Answers from a list, and notes in which order it is asked."""
+
+    def __init__(self, name, asked, values):
+        self.name, self.asked, self.values = name, asked, iter(values)
+
+    def ask(self, method, *_):
+        self.asked.append((self.name, method))
+        value = next(self.values)
+        return value if method == "prefill" else Generated(value, value / 2)
+
+
+def facts(writes=True, positions=64):
+    return Facts("LlamaForCausalLM", 10, "float32", writes, positions, "cpu", 1)
+
+
+def test_models_take_turns_and_the_first_rounds_do_not_count():
+    asked, one, other = [], [9, 9, 9, 9, 1, 2, 3, 4], [9, 9, 9, 9, 2, 2, 3, 16]
+    found = measured_rounds([Listed("a", asked, one), Listed("b", asked, other)], [facts(), facts()], WORK, repeats=2)
+    assert found[0] == {"prefill_seconds": [1, 3], "first_token_seconds": [2, 4], "tokens_per_second": [1.0, 0.5]}
+    assert found[1]["prefill_seconds"] == [2, 3]
+    rounds = [asked[start : start + 4] for start in range(0, len(asked), 4)]
+    assert len(rounds) == WARMUP + 2
+    for number, (first, second, third, fourth) in enumerate(rounds):
+        assert {first, second} == {("a", "prefill"), ("b", "prefill")}
+        assert {third, fourth} == {("a", "generate"), ("b", "generate")}
+        assert first[0] == "ab"[number % 2]  # who begins changes
+
+
+def test_ratios_are_of_the_rounds():
+    def row(values, bytes_):
+        return BenchRow("m", "C", 100 * bytes_, "float32", bytes_, None, 4 * bytes_, Timing.of(values))
+
+    first, second = row([1.0, 10.0, 4.0], 8), row([2.0, 11.0, 4.0], 2)
+    ratios = second.beside(first).ratios
+    assert ratios["prefill_seconds"] == median([2.0, 1.1, 1.0])  # and not 4 / 4
+    assert (ratios["file_bytes"], ratios["parameters"]) == (0.25, 0.25)
+    assert "zstd_bytes" not in ratios
+    assert "tokens_per_second" not in ratios
+    assert Timing.of([1.0, 2.0, 3.0, 4.0, 5.0]).quartiles == (2.0, 4.0)
+    assert Timing.of([3.0]).quartiles == (3.0, 3.0)
+
+
+def test_the_prompt_is_as_long_as_all_of_them_take():
+    names = ["a", "b"]
+    assert _prompt_length(names, [facts(positions=None), facts(positions=2048)], None, 32) == 512
+    assert _prompt_length(names, [facts(positions=64), facts(positions=2048)], None, 32) == 32
+    assert _prompt_length(names, [facts(writes=False, positions=64)] * 2, None, 32) == 64
+    with pytest.raises(ValueError, match="prompt_length=40 is more than b takes: 32, with new_tokens=32"):
+        _prompt_length(names, [facts(positions=512), facts(positions=64)], 40, 32)
+    with pytest.raises(ValueError, match="new_tokens=64 leaves no room for a prompt in a"):
+        _prompt_length(names, [facts()] * 2, None, 64)
+
+
+def test_a_worker_answers_and_hands_errors_back(tmp_path):
+    cases.build("llama").save_pretrained(tmp_path / "model")
+    asked = [
+        ("load", (str(tmp_path / "model"),), {"dtype": torch.float64}),
+        ("facts", (), {}),
+        ("prefill", (WORK,), {}),
+    ]
+    out = io.BytesIO()
+    serve(io.BytesIO(b"".join(pickle.dumps(one) for one in [*asked, ("load", ("/no/model",), {})])), out)
+    out.seek(0)
+    assert pickle.load(out) == (None, None)
+    found, error = pickle.load(out)
+    assert (found.cls, found.dtype, error) == ("LlamaForCausalLM", "float64", None)
+    seconds, _ = pickle.load(out)
+    assert seconds > 0
+    _, error = pickle.load(out)
+    assert isinstance(error, AttributeError | FileNotFoundError)
+
+
+def test_files_are_counted_and_compressed(tmp_path, monkeypatch):
+    model = cases.build("llama")
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    save_file({"other": torch.zeros(1000)}, tmp_path / "other.safetensors")  # no part of the checkpoint
+    files = checkpoint_files(tmp_path)
+    assert len(files) > 1
+    assert {file.name for file in files} == {file.name for file in tmp_path.glob("model*.safetensors")}
+    monkeypatch.setattr(file_sizes, "_compressor", lambda: zlib.compressobj)
+    content = [file.read_bytes() for file in files]
+    assert FileSizes.of(files) == FileSizes(sum(map(len, content)), sum(len(zlib.compress(one)) for one in content))
+    monkeypatch.setattr(file_sizes, "_compressor", lambda: None)
+    assert FileSizes.of(files).zstd is None
+    assert checkpoint_files(tmp_path / "none") == []
+
+
+def test_zeros_are_seen_under_zstd(tmp_path):
+    pytest.importorskip("zstandard")
+    sizes = []
+    for zeros in (0.0, 0.5):
+        weights = torch.randn(512, 512)
+        save_file({"w": weights.masked_fill(torch.rand(512, 512) < zeros, 0)}, tmp_path / "model.safetensors")
+        sizes.append(FileSizes.of([tmp_path / "model.safetensors"]))
+    assert sizes[0].stored == sizes[1].stored
+    assert sizes[1].zstd < 0.7 * sizes[0].zstd
+
+
+def test_what_cannot_be_measured_is_refused_before_a_process_is_started(monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.bench.worker.subprocess.Popen", lambda *_, **__: pytest.fail("started"))
+    for models, options, message in (
+        ([], {}, "models must be one or more"),
+        ([cases.build("llama")], {}, "got a LlamaForCausalLM: save it first"),
+        (["/no/model"], {}, "no such folder"),
+        (["x/y"], {"repeats": 0}, "repeats must be a whole number >= 1"),
+        (["x/y"], {"new_tokens": 1}, "new_tokens must be a whole number >= 2"),
+        (["x/y"], {"dtype": "int4"}, "dtype must be"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            bench_pretrained(models, **options)
+
+
+@pytest.mark.slow
+def test_the_command_measures_two_checkpoints(tmp_path, capsys):
+    for name in ("llama", "bert"):
+        cases.build(name).save_pretrained(tmp_path / name)
+    line = ["bench", str(tmp_path / "llama"), str(tmp_path / "bert"), "--repeats", "2", "--new-tokens", "3", "--quiet"]
+    assert main([*line, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    llama, bert = found["rows"]
+    assert found["prompt_length"] == 61
+    assert llama["file_bytes"] == (tmp_path / "llama" / "model.safetensors").stat().st_size
+    assert llama["peak_memory_bytes"] > 0
+    assert len(llama["tokens_per_second"]["values"]) == 2
+    assert bert["tokens_per_second"] is None
+    assert bert["ratios"]["parameters"] == bert["parameters"] / llama["parameters"]
+    assert main(line) == 0
+    said = capsys.readouterr().out
+    assert "prefill of 61 tokens" in said
+    assert "tokens per second" in said
+    (tmp_path / "bert" / "model.safetensors").write_bytes(b"damaged")
+    assert main([*line, "--json"]) == 1
+    assert "damaged" in capsys.readouterr().err
