@@ -24,6 +24,7 @@ from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
 from gradprobe_hf.recovery.of_pruning import recovered_weights
 from gradprobe_hf.report.build import build_report
+from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Judge, Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
@@ -167,7 +168,7 @@ def prune_pretrained(
     )
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
     with result.applied(keep=apply):
-        out.write(context, result)
+        report = out.write(context, result)
         context.processes.barrier()  # none keeps its zeros if the main one could not save them
     if context.snapshots is not None:
         context.snapshots.finish()
@@ -215,14 +216,15 @@ class _Destination:
         named = check_push(self.repo_id, self.private) if processes.is_main else None
         return replace(self, repo_id=processes.broadcast(named))
 
-    def write(self, context: RunContext, result: PruneResult) -> None:
-        """Save and upload the model as it is now, with its zeros."""
+    def write(self, context: RunContext, result: PruneResult) -> Report:
+        """Save and upload the model as it is now, with its zeros. Returns the report, as it was saved if it was."""
         processes, model = context.processes, context.model
         takes_part = processes.is_main or is_sharded(model)  # shards are gathered by all
+        report = result.report
         if self.output_dir is not None and takes_part:
             made = Checkpoint(model, result.processing_class, result.config, result.report, result.removal)
             with context.stopwatch("save"):
-                write_checkpoint(
+                report = write_checkpoint(
                     self.output_dir, made, overwrite=self.overwrite, where=self.repo_id, writes=processes.is_main
                 )
         if self.repo_id is not None and takes_part:
@@ -231,6 +233,7 @@ class _Destination:
                     result.push_to_hub(self.repo_id)
                 elif processes.is_main:
                     push_folder(self.output_dir, self.repo_id)
+        return report
 
 
 def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots | None:

@@ -147,6 +147,10 @@ def test_a_whole_run_from_the_configuration_to_the_checkpoint(tmp_path):
     assert found["parameters"] == {"before": before, "after": loaded.num_parameters()}
     assert found["removed"] == ALL
     assert found["after"]["intermediate_size"] == 17
+    stored = (tmp_path / "made" / "model.safetensors").stat().st_size
+    assert result.report.files["bytes"] == stored
+    assert result.report.files["dense"] == 4 * before
+    assert json.loads((tmp_path / "made" / "gradprobe_report.json").read_text())["files"] == result.report.files
     assert found["before"]["intermediate_size"] == 24
     batch = {"input_ids": batches[0]["input_ids"]}
     torch.testing.assert_close(outputs(loaded, batch), outputs(result.model, batch), rtol=0, atol=1e-4)
@@ -159,6 +163,7 @@ def test_a_whole_run_from_the_configuration_to_the_checkpoint(tmp_path):
     card = (tmp_path / "made" / "README.md").read_text()
     assert "| `intermediate_size` | 24 | 17 |" in card
     assert f"{loaded.num_parameters():,}" in card
+    assert f"| {4 * before / 1e6:,.1f} | {stored / 1e6:,.1f}" in card
     assert "no smaller" not in card
     assert GradProbeConfig.from_pretrained(tmp_path / "made") == config
 
@@ -327,4 +332,5 @@ def test_the_command_line_prunes_whole_structures(tmp_path, capsys):
     assert main([*line, *options]) == 0
     said = capsys.readouterr().out
     assert "intermediate_size" in said
+    assert "file, MB" in said
     assert AutoModel.from_pretrained(tmp_path / "made").config.intermediate_size == 16

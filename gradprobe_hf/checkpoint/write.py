@@ -9,7 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
+from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
@@ -90,8 +91,10 @@ class Checkpoint:
 
 def write_checkpoint(
     directory: str | Path, made: Checkpoint, *, overwrite: bool = False, where: str | None = None, writes: bool = True
-) -> None:
+) -> Report:
     """Weights, configuration, tokenizer, report, pictures and card, written beside `directory` and renamed.
+
+    Returns the report as it was written, with the size of the files.
 
     Args:
         where: what the card's snippet names; the folder's name by default.
@@ -104,10 +107,11 @@ def write_checkpoint(
     path = Path(directory)
     if not writes:
         save_in_shards(path, made.model, writes=False)
-        return
+        return made.report
     check_destination(directory, made.model.name_or_path, overwrite)
     with _replacing(path) as scratch:
         save_weights(scratch, made.model, made.removal)
+        made = replace(made, report=replace(made.report, files=_file_sizes(scratch, made)))
         _add_own_key(scratch / "config.json", made)
         if made.processing_class is not None:
             made.processing_class.save_pretrained(scratch)
@@ -116,6 +120,14 @@ def write_checkpoint(
         made.report.save(scratch)
         save_plots(made.report, scratch / "assets")
         _card(made, where or path.name).save(scratch / "README.md")
+    return made.report
+
+
+def _file_sizes(folder: Path, made: Checkpoint) -> dict[str, int | None]:
+    sizes = FileSizes.of(checkpoint_files(folder))
+    before = made.report.files or {}  # of a checkpoint that is recovered the dense one is known
+    dense = before.get("dense") or sum(one.nbytes for one in made.model.parameters())
+    return {"dense": dense, "bytes": sizes.stored, "zstd": sizes.zstd}
 
 
 def _card(made: Checkpoint, where: str) -> ModelCard:

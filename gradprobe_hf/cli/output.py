@@ -31,6 +31,7 @@ def print_pruning(report: Report, output: str) -> None:
         table.add_row("zeros", f"{before:.4%}", f"{report.sparsity:.4%}")
     else:
         _add_shapes(table, report.structure)
+    _add_files(table, report.files)
     if report.evaluation:
         key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
@@ -93,6 +94,14 @@ def _add_shapes(table: Table, structure: dict[str, Any]) -> None:
     for name, after in structure["after"].items():
         both = structure["before"][name], after
         table.add_row(name, *(f"{len(one)} values" if isinstance(one, list) else str(one) for one in both))
+
+
+def _add_files(table: Table, files: dict[str, int | None] | None) -> None:
+    """Megabytes on the disk, and under zstd where that was measured."""
+    if files is not None:
+        table.add_row("file, MB", *(f"{(files[name] or 0) / 1e6:,.1f}" for name in ("dense", "bytes")))
+        if files["zstd"] is not None:
+            table.add_row("file under zstd, MB", "", f"{files['zstd'] / 1e6:,.1f}")
 
 
 def _add_divergence(table: Table, divergence: dict[str, Any] | None) -> None:

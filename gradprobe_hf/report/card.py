@@ -56,6 +56,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         calibration=report.calibration,
         calibrated_on=_rows(report.calibration) if report.calibration else "",
         structure=_smaller(report),
+        files=_files(report),
         config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
         dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
@@ -90,6 +91,7 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
         zeros=report.zeros,
         matrices=len(report.matrices),
         evaluation=report.evaluation,
+        files=_files(report),
         recovery=recovery_paragraph(report),
         snippet=_snippet(report, where),
         versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
@@ -105,6 +107,15 @@ def _extent(report: Report, config: GradProbeConfig) -> str:
 def _saved(structure: dict[str, Any]) -> float:
     """The share of the parameters that is gone."""
     return 1 - float(structure["parameters"]["after"]) / float(structure["parameters"]["before"])
+
+
+def _files(report: Report) -> dict[str, str] | None:
+    """Megabytes of the weights on the disk, and under zstd where that was measured."""
+    if report.files is None:
+        return None
+    shown = {name: None if size is None else f"{size / 1e6:,.1f}" for name, size in report.files.items()}
+    stored = f"{shown['bytes']}" + (f" ({shown['zstd']} under zstd)" if shown["zstd"] else "")
+    return {"dense": f"{shown['dense']}", "stored": stored}
 
 
 def _smaller(report: Report) -> dict[str, Any] | None:

@@ -89,6 +89,8 @@ class Report:
             out, `before` and `after`, the `epochs` it took, and the one `kept`.
         structure: what goes whole, where anything does: `removed`, structure -> how many, and `blocks` by name; the
             values of the configuration and the number of `parameters` before and after.
+        files: bytes of the weights on the disk, and `zstd` of them (None: not measured), once they are written; and as
+            many as the dense ones have, `dense`.
         curve: sparsity, metric and its limit at each attempt of a search.
         timings: seconds per stage.
         memory: bytes.
@@ -107,6 +109,7 @@ class Report:
     passes: dict[str, float] = field(default_factory=dict)
     refinement: dict[str, dict[str, float]] = field(default_factory=dict)
     structure: dict[str, Any] | None = None
+    files: dict[str, int | None] | None = None
     curve: list[dict[str, Any]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)
     memory: dict[str, int] = field(default_factory=dict)
