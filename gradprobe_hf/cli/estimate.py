@@ -22,7 +22,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.estimate_table import print_estimate
     from gradprobe_hf.cli.output import print_json
     from gradprobe_hf.data.windows import check_length
-    from gradprobe_hf.estimation.estimate import estimate
+    from gradprobe_hf.estimation.estimate import check_estimable, estimate
     from gradprobe_hf.model.loading import chosen_class, load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
     from gradprobe_hf.run.compatibility import check_resumable, check_shapes
@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.tasks.table import auto_classes, task_for
 
     config = configuration(options)
+    check_estimable(config)
     if options.resume:
         check_resumable(config, "resume=True")
     check_paths(options.model, {})

@@ -16,6 +16,7 @@ from gradprobe_hf.comparison.rows import ComparedRow
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.report.card import shape_words
 from gradprobe_hf.report.next_choice import next_choices
 from gradprobe_hf.report.report import Group, Report, finite
 
@@ -41,6 +42,7 @@ def print_pruning(report: Report, output: str) -> None:
     out = console()
     out.print(f"{report.model['class']}: {report.weights:,} weights in {len(report.matrices)} matrices")
     out.print(table)
+    _print_candidates(out, report)
     if report.unreached:
         out.print(f"left as they are, not reached by the calibration data: {len(report.unreached)} matrices")
     if report.evaluation:
@@ -102,6 +104,24 @@ def _add_files(table: Table, files: dict[str, int | None] | None) -> None:
         table.add_row("file, MB", *(f"{(files[name] or 0) / 1e6:,.1f}" for name in ("dense", "bytes")))
         if files["zstd"] is not None:
             table.add_row("file under zstd, MB", "", f"{files['zstd'] / 1e6:,.1f}")
+
+
+def _print_candidates(out: Console, report: Report) -> None:
+    """The shapes that were tried, where one was chosen for a budget."""
+    found = report.structure["candidates"] if report.structure else []
+    if not found:
+        return
+    table = table_of("shapes tried, without", "parameters", "estimated loss", "loss (nats)")
+    tried = [one for one in found if one["loss"] is not None]
+    for one in tried:
+        expected = "-" if one["estimated"] is None else f"{one['estimated']:.4f}"
+        table.add_row(shape_words(one["removed"]), f"{one['parameters']:,}", expected, f"{one['loss']:.4f}")
+    out.print(table)
+    out.print(
+        f"{len(found)} shapes meet {GradProbeConfig.from_dict(report.config).size_budget}; {len(tried)} were pruned "
+        "and measured on calibration text that was held out, and the first was taken",
+        style="dim",
+    )
 
 
 def _add_divergence(table: Table, divergence: dict[str, Any] | None) -> None:

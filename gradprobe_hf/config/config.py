@@ -45,7 +45,8 @@ from gradprobe_hf.runtime.paths import looks_like_path
 from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.table import SCORES, Score
-from gradprobe_hf.structures.table import STRUCTURES, checked
+from gradprobe_hf.structures.budgets import SizeBudget
+from gradprobe_hf.structures.table import AUTO, STRUCTURES, checked
 from gradprobe_hf.structures.unit_scores import UNIT_SCORES, UnitScore
 from gradprobe_hf.tasks.table import TASKS
 from gradprobe_hf.updates.refinement import REFINEMENTS, Refinement
@@ -74,6 +75,10 @@ class GradProbeConfig:
             loaded: `{"ffn": 0.3, "kv_groups": 1, "blocks": 4}`. `"ffn"`: the share of the channels of every
             feed-forward network, of which a multiple of 64 is kept, or exactly how many go. `"kv_groups"`: how many
             key-value heads of every block go, each with the query heads that read it. `"blocks"`: how many blocks go.
+            `"auto"`: the best of the shapes that meet a budget, `params` or `memory`, as measured.
+        params: with `structure="auto"`: the most parameters that are left, embeddings included. A share of the
+            model's, in (0, 1), or how many, `"100M"`.
+        memory: with `structure="auto"`: the most bytes that the weights are left with as they are written, `"200MB"`.
         preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
             update="admm"`). With an n:m pattern: `update="sparsegpt"`, `update="sparsegpt+admm"`, or `probes=1,
             update="admm"`. Options that are given win over a preset. Default: `"best"`, where none of `score`,
@@ -175,7 +180,9 @@ class GradProbeConfig:
     # The target.
     sparsity: float | None = None
     pattern: str = "unstructured"
-    structure: Mapping[str, int | float] | None = None
+    structure: Mapping[str, int | float] | Literal["auto"] | None = None
+    params: int | float | str | None = None
+    memory: int | str | None = None
     preset: Preset | None = None
     # The method.
     score: str | None = None
@@ -305,6 +312,12 @@ class GradProbeConfig:
         if self.structure is not None:
             self._resolve_structure(self.structure)
             return
+        for name in ("params", "memory"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect here: it belongs to structure='auto'. Set that, or "
+                    f"leave {name} unset."
+                )
         self._fill({"update": "none"})
         if self.update_row.chooses_mask:
             resolved = {"score": None, "probes": 0, "rule": "budget"}
@@ -330,9 +343,10 @@ class GradProbeConfig:
                 "its candidates by two probes, got probes=1."
             )
 
-    def _resolve_structure(self, structure: Mapping[str, float]) -> None:
+    def _resolve_structure(self, structure: Mapping[str, float] | Literal["auto"]) -> None:
         """Whole structures go by what the others can make up for: no weight has a score or a budget."""
         object.__setattr__(self, "structure", checked(structure))
+        self._check_budget()
         for name in NOT_OF_STRUCTURES:
             value = getattr(self, name)
             value = tuple(value) if isinstance(value, list) else value
@@ -349,6 +363,17 @@ class GradProbeConfig:
         self._fill({"update": "least_squares"} | ({"importance": "obs"} if self.weighs_units else {}))
         for name, value in _OF_STRUCTURES.items():
             object.__setattr__(self, name, value)
+
+    def _check_budget(self) -> None:
+        """A budget beside `"auto"`, and only there."""
+        if self.size_budget is not None:
+            return
+        for name in ("params", "memory"):
+            if getattr(self, name) is not None:
+                raise ValueError(
+                    f"{self._refusal('structure', name, 'it says itself how much goes')}; leave {name} unset, or set "
+                    "structure='auto'."
+                )
 
     def _refusal(self, option: str, other: str, why: str) -> str:
         return (
@@ -508,9 +533,24 @@ class GradProbeConfig:
         return needs_of(self.score_row, self.decision_row, self.fisher, changes_weights=self.reconstructs)
 
     @property
+    def size_budget(self) -> SizeBudget | None:
+        """How large the model may be that is left, where its shape is not given."""
+        return SizeBudget.of(params=self.params, memory=self.memory) if self.structure == AUTO else None
+
+    @property
+    def structures(self) -> tuple[str, ...]:
+        """The structures that go, or may."""
+        return tuple(STRUCTURES if self.structure == AUTO else self.structure or ())
+
+    @property
+    def amounts(self) -> Mapping[str, int | float]:
+        """Structure -> how much of it goes; of `"auto"`, where that is decided by a run, none is known."""
+        return self.structure if isinstance(self.structure, Mapping) else {}
+
+    @property
     def weighs_units(self) -> bool:
         """Whether units inside of blocks go."""
-        return any(STRUCTURES[name].matrices is not None for name in self.structure or ())
+        return any(STRUCTURES[name].matrices is not None for name in self.structures)
 
     @property
     def unit_score(self) -> UnitScore:
@@ -525,7 +565,7 @@ class GradProbeConfig:
     @property
     def drops_blocks(self) -> bool:
         """Whether whole blocks go, by the loss without each of them."""
-        return any(STRUCTURES[name].matrices is None for name in self.structure or ())
+        return any(STRUCTURES[name].matrices is None for name in self.structures)
 
     @property
     def final_sparsity(self) -> float:

@@ -76,16 +76,28 @@ class Batches:
         Raises:
             ValueError: there are no two of them.
         """
+        return self.split(seed, 1 / 2, "at least two rows (evaluation_samples, --evaluation-samples)")
+
+    def split(self, seed: int, share: float, remedy: str = "at least two rows") -> tuple[Batches, Batches]:
+        """A share of the rows, at least one, drawn by the seed, and the others.
+
+        Args:
+            remedy: what to give where there are no two parts.
+
+        Raises:
+            ValueError: there are not.
+        """
         parts = self.in_batches_of(1).items
         if len(parts) < 2:
             raise ValueError(
                 f"{self.source} has {self.samples} row in {len(self)} batch, of which no two parts can be made. Give "
-                "at least two rows (evaluation_samples, --evaluation-samples), or two batches."
+                f"{remedy}, or two batches."
             )
         drawn = torch.randperm(len(parts), generator=torch.Generator().manual_seed(seed)).tolist()
-        middle = len(parts) // 2
-        words = (f"a half of it drawn with seed {seed}", f"the half of it that seed {seed} has not drawn")
-        return self._part(parts, drawn[:middle], words[0]), self._part(parts, drawn[middle:], words[1])
+        count = max(1, int(share * len(parts)))
+        what = "half" if share == 1 / 2 else "part"
+        words = (f"a {what} of it drawn with seed {seed}", f"the {what} of it that seed {seed} has not drawn")
+        return self._part(parts, drawn[:count], words[0]), self._part(parts, drawn[count:], words[1])
 
     def _part(self, parts: tuple[dict[str, Any], ...], drawn: list[int], words: str) -> Batches:
         items = tuple(parts[index] for index in sorted(drawn))

@@ -84,6 +84,7 @@ def estimate(
         base: bytes of the process before it loads a model; default: those of this one.
         snapshots: whether the run will write snapshots, to be resumed.
     """
+    check_estimable(config)
     config = replace(config, sequence_length=window_length(config.sequence_length, model))
     device = device or compute_device()
     base = process_bytes() if base is None else base
@@ -112,6 +113,15 @@ def estimate(
         measured=evaluation,
         notes=notes_on(model, config, targets, costs[False], batch[False], sizes, placements),
     )
+
+
+def check_estimable(config: GradProbeConfig) -> None:
+    """Raise ValueError for a run whose passes depend on what it finds out."""
+    if config.size_budget is not None:
+        raise ValueError(
+            f"structure='auto' prunes several shapes that meet {config.size_budget}, and which ones is decided on the "
+            "way. Estimate one of them, structure={'ffn': 0.25} (--structure ffn=0.25) say: each takes as much."
+        )
 
 
 def room_of(device: torch.device, base: int) -> dict[Device, int]:

@@ -60,7 +60,7 @@ def _levels_of(config: GradProbeConfig) -> int:
 
 def _structured_passes(config: GradProbeConfig, blocks: int) -> float:
     """Whole structures: a walk that collects Hessians, and walks over a few rows without each of the blocks."""
-    going = (config.structure or {}).get("blocks", 0) if config.drops_blocks else 0
+    going = config.amounts.get("blocks", 0)
     tried = sum(max(0, blocks - 2 - gone) for gone in range(int(going)))
     return config.weighs_inputs + tried * min(1.0, WINDOWS_WITHOUT / config.num_samples)
 

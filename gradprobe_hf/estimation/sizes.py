@@ -193,7 +193,7 @@ def weighing_sizes(model: PreTrainedModel, targets: Sequence[Target], config: Gr
 
 def unit_readers(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> list[Target]:
     """The matrices whose inputs tell which units go; none where no units inside of blocks do."""
-    plan = Plan.of(model, targets, config.structure or {})
+    plan = Plan.of(model, targets, config.amounts)
     return [one.reader for everywhere in plan.units.values() for one in everywhere]
 
 

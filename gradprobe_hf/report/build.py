@@ -182,6 +182,7 @@ def _smaller(context: RunContext, removal: Removal, diagnostics: Diagnostics) ->
         "removed": dict(removal.plan.going),
         "blocks": [block for block in removal.plan.blocks if block in removal.blocks],
         "without": diagnostics.blocks_without,
+        "candidates": diagnostics.shapes,
         # `head_dim` may be written down now, and be what it was before.
         "before": {name: before.get(name) for name in after if before.get(name) != after[name]},
         "after": {name: value for name, value in after.items() if before.get(name) != value},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         template_str=template,
         title=f"{_short_name(report.model)}, {_extent(report, config)}",
         summary=_summary(report, config, base),
-        method=describe_method(config),
+        method=describe_method(_as_decided(report, config)),
         snippet=_snippet(report, where),
         evaluation=_evaluation(report),
         metric_name=_metric(report),
@@ -55,7 +56,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         recovery=recovery_paragraph(report),
         calibration=report.calibration,
         calibrated_on=_rows(report.calibration) if report.calibration else "",
-        structure=_smaller(report),
+        structure=_smaller(report, config),
         files=_files(report),
         config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
@@ -98,6 +99,13 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
     )
 
 
+def _as_decided(report: Report, config: GradProbeConfig) -> GradProbeConfig:
+    """With the shape that was chosen, where a budget was given."""
+    if config.size_budget is None or report.structure is None:
+        return config
+    return config.varied(structure=report.structure["removed"], params=None, memory=None)
+
+
 def _extent(report: Report, config: GradProbeConfig) -> str:
     if report.structure is not None:
         return f"{_saved(report.structure):.0%} smaller"
@@ -118,8 +126,8 @@ def _files(report: Report) -> dict[str, str] | None:
     return {"dense": f"{shown['dense']}", "stored": stored}
 
 
-def _smaller(report: Report) -> dict[str, Any] | None:
-    """The rows of the table of shapes, before and after."""
+def _smaller(report: Report, config: GradProbeConfig) -> dict[str, Any] | None:
+    """The rows of the tables of shapes: before and after, and of those that were tried."""
     found = report.structure
     if found is None:
         return None
@@ -129,7 +137,23 @@ def _smaller(report: Report) -> dict[str, Any] | None:
         "saved": f"{_saved(found):.1%}",
         "shapes": shapes,
         "blocks": ", ".join(f"`{block}`" for block in found["blocks"]),
+        "candidates": [
+            (shape_words(one["removed"]), f"{one['parameters']:,}", f"{one['loss']:.4f}")
+            for one in found["candidates"]
+            if one["loss"] is not None
+        ],
+        "allowed": len(found["candidates"]),
+        "budget": config.size_budget,
     }
+
+
+def shape_words(going: Mapping[str, int]) -> str:
+    """What goes in a shape: `256 FFN channels of every block, 2 blocks`."""
+    return ", ".join(
+        f"{count} {row.units if count > 1 else row.unit}{'' if row.matrices is None else ' of every block'}"
+        for name, count in going.items()
+        for row in [STRUCTURES[name]]
+    )
 
 
 def _shape(value: Any) -> str:
@@ -223,7 +247,7 @@ def _decision(config: GradProbeConfig) -> str:
 
 def _structures(config: GradProbeConfig) -> str:
     """What went whole, and why that."""
-    amounts = config.structure or {}
+    amounts = config.amounts
     named = [
         STRUCTURES[name].sentence.format(count=f"{amount:.0%} of the" if isinstance(amount, float) else amount)
         for name, amount in amounts.items()

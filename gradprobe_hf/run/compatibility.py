@@ -15,6 +15,7 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading_checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
+from gradprobe_hf.run.shape_search import budget_shapes
 from gradprobe_hf.run.structured import check_hands_on
 from gradprobe_hf.selection.published_rule import thresholds
 from gradprobe_hf.structures.plan import Plan
@@ -25,14 +26,15 @@ def check_targets(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     """Raise ValueError for the first matrix that cannot be pruned like this."""
     check_editable(model, targets)
     check_shapes(model, targets, config)
-    if config.drops_blocks:
-        assert config.structure is not None, "blocks are among it"
-        check_hands_on(model, Plan.of(model, targets, config.structure), targets)
+    if config.size_budget is not None:
+        budget_shapes(model, targets, config)
+    elif config.drops_blocks:
+        check_hands_on(model, targets)
 
 
 def check_resumable(config: GradProbeConfig, option: str) -> None:
     """Raise ValueError where a run saves no state that another could go on from."""
-    if not (config.needs.probes or config.reconstructs):
+    if not (config.needs.accumulates or config.reconstructs):
         raise ValueError(
             f"{option} has no effect here: only probes and weight updates are resumed, and this configuration has "
             "neither. Leave it out."
@@ -71,10 +73,9 @@ def _check_removable(model: nn.Module, targets: Sequence[Target], config: GradPr
             "device_map='auto' or 'disk', or with one whole model per process."
         )
     assert isinstance(model, PreTrainedModel), "it has a configuration"
-    assert config.structure is not None, "asked for where there is one"
     if config.weighs_units:
         _check_in_blocks(model, targets, remedy="structure={'blocks': ...} with update='none', which takes them whole")
-    check_legal(model, Plan.of(model, targets, config.structure))
+    check_legal(model, Plan.of(model, targets, config.amounts))
 
 
 def check_editable(model: nn.Module, targets: Sequence[Target]) -> None:

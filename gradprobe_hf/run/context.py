@@ -60,6 +60,19 @@ class SharedProbe:
     seconds: float
 
 
+@dataclass
+class BlockOrder:
+    """The order in which blocks go, as far as it was looked for; runs that differ in how many go share it.
+
+    Attributes:
+        gone: their names, each with the calibration loss (nats) without it and those before it.
+        alone: block -> the loss without it alone, of all that may go.
+    """
+
+    gone: list[dict[str, Any]] = field(default_factory=list)
+    alone: dict[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class RunContext:
     """What the stages of one run share.
@@ -79,6 +92,7 @@ class RunContext:
         origin: what the model was before it was loaded: the `adapter` folded into it, the type it is `stored_as`.
         snapshots: where the run's state is saved, if it is.
         shared_probe: a first probe made before, for this configuration too.
+        block_order: the order in which blocks go, of several runs together; None: this one looks for it.
         unwritten: writes the calibration text, where that is the model's own and not written yet.
         keeps_row_fisher: whether the Fisher information of rows is kept for another configuration's weight update.
     """
@@ -105,6 +119,7 @@ class RunContext:
     snapshots: Snapshots | None = None
     shared_probe: SharedProbe | None = None
     keeps_row_fisher: bool = False
+    block_order: BlockOrder | None = None
     unwritten: Callable[[], Batches] | None = None
 
     @property

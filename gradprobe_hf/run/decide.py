@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.perplexity import Measurement, measure
 from gradprobe_hf.evaluation.task_metric import measure_metric
@@ -26,10 +27,11 @@ from gradprobe_hf.reconstruction.block_matching import Matched
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.reconstruct import FinishedBlock, Reconstruction, reconstruct, reconstruction_passes
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
-from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.schedule import decide_in_rounds, search
 from gradprobe_hf.run.sequential import decide_in_order
+from gradprobe_hf.run.shape_search import choose_shape, with_shape
 from gradprobe_hf.run.snapshots import Snapshots, Step
 from gradprobe_hf.run.structured import decide_structures, removal_of
 from gradprobe_hf.selection.packed_masks import PackedMasks
@@ -102,11 +104,36 @@ def decide_pruning(context: RunContext, judge: Judge | None = None) -> PruningDe
     decided = Step.of("decision")
     if snapshots is not None and known is not None and known >= decided:
         masks = _recall(snapshots, diagnostics)
+        context = _with_chosen_shape(context, diagnostics)
     else:
+        context = _shaped(context, diagnostics)
         masks = decide_masks(context, diagnostics, judge)
         if snapshots is not None:
             _save(snapshots, masks, diagnostics)
     return conclude(context, masks, diagnostics, snapshots)
+
+
+def _shaped(context: RunContext, diagnostics: Diagnostics) -> RunContext:
+    """The context of a run whose shape is known; where it is to meet a budget, it is looked for."""
+    if context.config.size_budget is None:
+        return context
+    context = replace(context, block_order=BlockOrder())
+    with context.stopwatch("shapes"):
+        choose_shape(context, diagnostics, _tried)
+    return _with_chosen_shape(context, diagnostics)
+
+
+def _with_chosen_shape(context: RunContext, diagnostics: Diagnostics) -> RunContext:
+    return with_shape(context, diagnostics.shapes[0]["removed"]) if diagnostics.shapes else context
+
+
+def _tried(context: RunContext, batches: Batches, diagnostics: Diagnostics) -> tuple[float, Removal]:
+    """A run whose shape is given, up to its loss on some batches."""
+    decision = conclude(context, decide_masks(context, diagnostics), diagnostics)
+    assert decision.removal is not None, "whole structures go"
+    with _served(context, decision):
+        loss = measure(replace(context.workload_on(batches), progress=False), "shapes", allows_nan=True).loss
+    return math.inf if math.isnan(loss) else loss, decision.removal
 
 
 def decide_masks(context: RunContext, diagnostics: Diagnostics, judge: Judge | None = None) -> PackedMasks | None:

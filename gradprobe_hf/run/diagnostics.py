@@ -22,6 +22,8 @@ class Diagnostics:
         reached: matrices that a probe has seen a gradient of (or a forward pass an input).
         row_fisher: of each matrix, the mean Fisher information of the weights of a row, where a weight update reads it.
         blocks_without: blocks that go whole, in their order, and the calibration loss (nats) without them so far.
+        shapes: those that meet a budget, the one that was chosen first: what is `removed`, the `parameters` and `bytes`
+            that are left, the calibration loss (nats) that was `estimated`, and the `loss` of those that were tried.
         accumulator_bytes: size of the statistics `[out, in]` of the probe pair that had the most.
     """
 
@@ -33,6 +35,7 @@ class Diagnostics:
     reached: set[str] = field(default_factory=set)
     row_fisher: dict[str, list[float]] = field(default_factory=dict)
     blocks_without: list[dict[str, Any]] = field(default_factory=list)
+    shapes: list[dict[str, Any]] = field(default_factory=list)
     accumulator_bytes: int = 0
 
     def copy(self) -> Diagnostics:

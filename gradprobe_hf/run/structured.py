@@ -1,12 +1,10 @@
 """Whole structures: which blocks, channels and heads go. The result is masks, like that of any other decision.
 
-Blocks go first, one after the other: each time the one without which the calibration loss is lowest. Then what is left
-of the dense model is measured, and units go as their score says.
+Blocks go first. Then what is left of the dense model is measured, and units go as their score says.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,26 +12,23 @@ from typing import Any
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from gradprobe_hf.data.batches import row_count
-from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.block_cache import replaced_forward
 from gradprobe_hf.model.families import random_batch
-from gradprobe_hf.model.loss import Batch, forward_only
+from gradprobe_hf.model.loss import forward_only
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
+from gradprobe_hf.run.block_order import blocks_going
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.unit_evidence import removed_blocks, weighed_units
+from gradprobe_hf.run.unit_evidence import weighed_units
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
-from gradprobe_hf.structures.table import WINDOWS_WITHOUT
 
 RANDOM_TOKENS = 8  # of the batch that shows whether a block without weights hands on what it is given
 
@@ -44,7 +39,9 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
     removal = Removal(plan)
     if "blocks" in plan.going:
         with context.stopwatch("blocks"):
-            removal = _without_blocks(context, plan, diagnostics)
+            gone = blocks_going(context, plan, plan.going["blocks"], diagnostics)
+        diagnostics.blocks_without = [dict(one) for one in gone]
+        removal = Removal(plan, frozenset(one["block"] for one in gone))
     if plan.units:
         with context.stopwatch("units"), torch.no_grad():
             removal = replace(removal, units=_units_going(context, removal, diagnostics))
@@ -53,7 +50,7 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
 
 def removal_of(context: RunContext, masks: Mapping[str, Tensor]) -> Removal | None:
     """What these masks are of; None where single weights go."""
-    return None if context.config.structure is None else Removal.of_masks(_plan(context), masks, context.targets)
+    return Removal.of_masks(_plan(context), masks, context.targets) if context.config.amounts else None
 
 
 def packed(removal: Removal, targets: Sequence[Target]) -> PackedMasks:
@@ -64,13 +61,23 @@ def packed(removal: Removal, targets: Sequence[Target]) -> PackedMasks:
     return masks
 
 
+def check_hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> None:
+    """Raise ValueError unless a block whose matrices and biases are zero hands on what it is given."""
+    if not hands_on(model, targets):
+        raise ValueError(
+            f"structure 'blocks': a block of {type(model).__name__} without weights does not hand on what it is given "
+            "(it has a norm behind the sum, say), so that none can be left out. Leave 'blocks' out."
+        )
+
+
 @torch.no_grad()
-def check_hands_on(model: PreTrainedModel, plan: Plan, targets: Sequence[Target]) -> None:
-    """Raise ValueError unless a block whose matrices and biases are zero hands on what it is given.
+def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
+    """Whether a block whose matrices and biases are zero hands on what it is given.
 
     Others (a norm behind the residual sum, as in BERT) change it all the same, and removing them is something else.
     """
-    block = plan.blocks[1]
+    plan = Plan.of(model, targets, {})
+    block = plan.blocks[len(plan.blocks) // 2]
     inside = [target for target in targets if target.block == block]
     biases, module = silenced(model, [block]), model.get_submodule(block)
     masks, seen = packed(Removal(plan, frozenset([block])), inside), list[Tensor]()
@@ -89,16 +96,12 @@ def check_hands_on(model: PreTrainedModel, plan: Plan, targets: Sequence[Target]
     ):
         forward_only(model, batch)
     given, handed_on = seen
-    if not torch.allclose(given, handed_on.to(given.device)):
-        raise ValueError(
-            f"structure 'blocks': a block of {type(model).__name__} without weights does not hand on what it is given "
-            "(it has a norm behind the sum, say), so that none can be left out. Leave 'blocks' out."
-        )
+    return torch.allclose(given, handed_on.to(given.device))
 
 
 def _plan(context: RunContext) -> Plan:
-    assert context.config.structure is not None, "asked for where there is one"
-    return Plan.of(context.model, context.targets, context.config.structure)
+    assert context.config.amounts, "asked for where there are some"
+    return Plan.of(context.model, context.targets, context.config.amounts)
 
 
 def _units_going(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Tensor]:
@@ -108,37 +111,3 @@ def _units_going(context: RunContext, removal: Removal, diagnostics: Diagnostics
         one.units.reader.name: choose(one.evidence, going[one.structure])
         for one in weighed_units(context, removal, diagnostics)
     }
-
-
-def _without_blocks(context: RunContext, plan: Plan, diagnostics: Diagnostics) -> Removal:
-    """The blocks that go: greedy by the loss without each of those that may."""
-    batches = _first_rows(list(context.calibration), max(WINDOWS_WITHOUT, context.processes.count))
-    share = sum(map(row_count, batches)) / sum(map(row_count, context.calibration))
-    gone: list[str] = []
-    while len(gone) < plan.going["blocks"]:
-        left = [block for block in plan.blocks[1:-1] if block not in gone]
-        bar = tqdm(left, desc=f"without a block ({len(gone) + 1})", disable=not context.progress, leave=False)
-        losses = {block: _loss_without(context, plan, {*gone, block}, batches) for block in bar}
-        gone.append(min(losses, key=lambda block: losses[block]))
-        diagnostics.blocks_without.append({"block": gone[-1], "loss": losses[gone[-1]]})
-        diagnostics.count("forward", len(left) * share)
-    return Removal(plan, frozenset(gone))
-
-
-def _first_rows(batches: Sequence[Batch], rows: int) -> list[Batch]:
-    """Whole batches, until there are as many rows."""
-    found: list[Batch] = []
-    for batch in batches:
-        if sum(map(row_count, found)) >= rows:
-            break
-        found.append(batch)
-    return found
-
-
-def _loss_without(context: RunContext, plan: Plan, blocks: set[str], batches: Sequence[Batch]) -> float:
-    """The mean loss without these blocks; where it is not a number, infinity."""
-    gone, masks, biases = removed_blocks(context, Removal(plan, frozenset(blocks)))
-    work = replace(context.workload, batches=batches, progress=False)
-    with serving(context.model, gone, masks, new_weights=biases):
-        loss = measure(work, "calibration", allows_nan=True).loss
-    return math.inf if math.isnan(loss) else loss

@@ -54,6 +54,16 @@ def unit_errors(weight: Tensor, inverse: Tensor, units: int) -> Tensor:
     return (torch.linalg.solve(own, columns.mT) * columns.mT).sum((1, 2))
 
 
+def made_up_for(weight: Tensor, inverse: Tensor, gone: Tensor) -> Tensor:
+    """`W - W_S (H^-1_SS)^-1 H^-1_S`: the weights that make up for columns S best, which are zero.
+
+    Args:
+        gone: S, bool `[in]`.
+    """
+    across = inverse[gone]
+    return (weight - weight[:, gone] @ torch.linalg.solve(across[:, gone], across)).masked_fill_(gone, 0)
+
+
 def _eliminate(weight: Tensor, inverse: Tensor, columns: Tensor, gone: Tensor) -> None:
     """Remove columns, in place: `W -= W_S (H^-1_SS)^-1 H^-1_S`, `H^-1 -= H^-1_S^T (H^-1_SS)^-1 H^-1_S`.
 

@@ -7,7 +7,7 @@ once these are cut out is the smaller model: it computes the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -90,14 +90,20 @@ class Removal:
 
     def parameters(self, model: nn.Module) -> int:
         """How many parameters are left of a model."""
-        left = 0
+        return sum(count for count, _ in self._left(model))
+
+    def bytes(self, model: nn.Module) -> int:
+        """How many bytes the parameters that are left take, in the file as in memory."""
+        return sum(count * itemsize for count, itemsize in self._left(model))
+
+    def _left(self, model: nn.Module) -> Iterator[tuple[int, int]]:
+        """Of each parameter that is left how many values, and the bytes of one."""
         for name, parameter in model.named_parameters():
             if self.name(name) is not None:
                 shape = list(parameter.shape)
                 for dimension, kept in self._slices.get(name, ()):
                     shape[dimension] = len(kept)
-                left += torch.Size(shape).numel()
-        return left
+                yield torch.Size(shape).numel(), parameter.itemsize
 
     def _block_of(self, name: str) -> str | None:
         parts = name.split(".")

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal
 
 from gradprobe_hf.model.block_roles import attention_matrices, feed_forward_matrices
 
+AUTO: Final = "auto"  # in place of amounts: the best shape that meets a budget
 WIDTH_UNIT = 64  # a share of the channels is rounded so that a multiple of this is kept: what kernels are tuned for
+
+NARROW = 8  # such multiples: a network that has fewer is narrowed in smaller steps
 
 WINDOWS_WITHOUT = 32  # calibration rows that each block is left out of: about 16,000 tokens tell one from another
 
@@ -59,6 +62,20 @@ class Structure:
             f"{'none' if gone == 0 else 'all'} of them. Give how many go, {max(1, round(amount * there))} say."
         )
 
+    def steps(self, there: int) -> list[int]:
+        """How many of the units that are there may go, ascending, where a shape is chosen for a budget."""
+        step = 1 if self.rounded_to is None else width_step(there, self.rounded_to)
+        return [there - kept for kept in range(there, 0, -1) if kept % step == 0 and kept < there]
+
+
+def width_step(there: int, usual: int) -> int:
+    """Channels that a width changes by: as many as usual; of a narrow network an eighth, rounded to a power of two.
+
+    >>> width_step(1536, 64), width_step(24, 64)
+    (64, 2)
+    """
+    return usual if there >= NARROW * usual else 2 ** int(math.log2(max(1, there / NARROW)))
+
 
 STRUCTURES: dict[str, Structure] = {
     "ffn": Structure(
@@ -83,8 +100,8 @@ STRUCTURES: dict[str, Structure] = {
 }
 
 
-def checked(amounts: Any) -> dict[str, float]:
-    """Amounts of structures, by name.
+def checked(amounts: Any) -> dict[str, float] | Literal["auto"]:
+    """Amounts of structures, by name; `"auto"` as it is.
 
     Raises:
         ValueError: no such structure, or an amount that is wrong by itself.
@@ -93,10 +110,12 @@ def checked(amounts: Any) -> dict[str, float]:
     {'ffn': 0.3, 'blocks': 4}
     """
     named = ", ".join(map(repr, STRUCTURES))
+    if amounts == AUTO:
+        return AUTO
     if not isinstance(amounts, Mapping) or not amounts:
         raise ValueError(
             f"structure must be a dict from structures ({named}) to how much of each goes, like "
-            f"{{'ffn': 0.3, 'blocks': 4}}, got {amounts!r}."
+            f"{{'ffn': 0.3, 'blocks': 4}}, or 'auto' beside a budget (params=0.75), got {amounts!r}."
         )
     for name, amount in amounts.items():
         if name not in STRUCTURES:

@@ -1,0 +1,193 @@
+"""The shape of a smaller model: of those that meet a budget the one that loses least, as measured.
+
+There may be dozens. What each loses is estimated first: along each axis (channels, heads, blocks) the loss of the dense
+model without a few amounts of it is measured, the units that are left made up for what goes on the dense model's
+inputs, and what a shape loses is the sum over its axes of what lies between. Some of the calibration rows are held out;
+the few shapes with the lowest estimates are pruned on the others as a run of their own would be, and measured on those.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.data.batches import Batches, row_count
+from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.run.block_order import few_rows, loss_without, losses_alone
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.run.structured import hands_on
+from gradprobe_hf.run.unit_evidence import Weighed, weighed_units
+from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.structures.importance import made_up_for
+from gradprobe_hf.structures.legal_shapes import Shape, is_legal, shapes_within
+from gradprobe_hf.structures.plan import Plan
+from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.table import STRUCTURES
+
+TRIED = 4  # shapes that are pruned and measured
+STOPS = 3  # amounts of a structure that are measured; what lies between is interpolated
+HELD_OUT = 1 / 8  # of the calibration rows
+_TWO_ROWS = "at least two rows (num_samples, --num-samples)"
+
+# Prunes a context whose shape is given, and returns the loss on some batches and what goes.
+Trial = Callable[[RunContext, Batches, Diagnostics], tuple[float, Removal]]
+
+
+def budget_shapes(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> list[Shape]:
+    """The shapes that meet a configuration's budget. Raises: as `shapes_within`."""
+    budget = config.size_budget
+    assert budget is not None, "asked for where there is one"
+    blocks = [name for name, row in STRUCTURES.items() if row.matrices is None]
+    return shapes_within(model, targets, budget, () if hands_on(model, targets) else blocks)
+
+
+def with_shape(context: RunContext, going: Mapping[str, int]) -> RunContext:
+    """The context of a run whose shape is given."""
+    return replace(context, config=context.config.varied(structure=dict(going), params=None, memory=None))
+
+
+def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) -> None:
+    """Put down in the diagnostics which shapes meet the budget, and what was measured of the most promising."""
+    shapes = budget_shapes(context.model, context.targets, context.config)
+    held_out, rest = context.calibration.split(context.config.seed, HELD_OUT, _TWO_ROWS)
+    on_rest = replace(context, calibration=rest, snapshots=None, stopwatch=Stopwatch())
+    estimates = estimated_losses(on_rest, shapes, diagnostics) if len(shapes) > TRIED else [math.nan] * len(shapes)
+    order = sorted(range(len(shapes)), key=lambda number: estimates[number])
+    legal = (number for number in order if is_legal(context.model, context.targets, shapes[number]))
+    tried = [number for number, _ in zip(legal, range(TRIED), strict=False)]
+    losses = {}
+    for number in tqdm(tried, desc="shapes", disable=not context.progress, leave=False):
+        losses[number] = _tried(on_rest, shapes[number], held_out, diagnostics, trial)
+    for number in sorted(order, key=lambda number: losses.get(number, math.inf)):
+        shape, loss = shapes[number], losses.get(number)
+        diagnostics.shapes.append(
+            {
+                "removed": dict(shape.going),
+                "parameters": shape.parameters,
+                "bytes": shape.bytes,
+                "estimated": None if math.isnan(estimates[number]) else estimates[number],
+                "loss": loss,
+            }
+        )
+
+
+def _tried(context: RunContext, shape: Shape, held_out: Batches, diagnostics: Diagnostics, trial: Trial) -> float:
+    """The loss of a shape on rows that it was not pruned on."""
+    own = Diagnostics()
+    loss, removal = trial(with_shape(context, shape.going), held_out, own)
+    for kind, passes in own.passes.items():
+        diagnostics.count(kind, passes)
+    # Where blocks differ in size, it depends on which of them go how much is left.
+    return math.inf if removal.parameters(context.model) > shape.parameters else loss
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """What the model loses (nats) with the amount of a structure that goes: `amounts` rise from 0, `losses` from 0."""
+
+    amounts: Sequence[int]
+    losses: Sequence[float]
+
+    def at(self, amount: int) -> float:
+        """On the straight line between two measured amounts."""
+        right = bisect_left(self.amounts, amount)
+        if self.amounts[right] == amount:
+            return self.losses[right]
+        (a, b), (low, high) = self.amounts[right - 1 : right + 1], self.losses[right - 1 : right + 1]
+        return low + (high - low) * (amount - a) / (b - a)
+
+
+def estimated_losses(context: RunContext, shapes: Sequence[Shape], diagnostics: Diagnostics) -> list[float]:
+    """The calibration loss (nats) that each shape is expected to have."""
+    stops = {name: _stops(shapes, name) for name in STRUCTURES if any(name in shape.going for shape in shapes)}
+    dense = loss_without(context, Plan.of(context.model, context.targets, {}), set(), diagnostics)
+    curves = {
+        name: _Curve([0, *stops[name]], [0.0, *(loss - dense for loss in losses)])
+        for name, losses in _measured_stops(context, stops, diagnostics).items()
+    }
+    blocks = len({target.block for target in context.targets})
+    return [dense + _lost(shape.going, curves, blocks) for shape in shapes]
+
+
+def _lost(going: Mapping[str, int], curves: Mapping[str, _Curve], blocks: int) -> float:
+    whole = sum(count for name, count in going.items() if STRUCTURES[name].matrices is None)
+    # Units go of the blocks that stay, and fewer of these lose less.
+    shares = {name: 1.0 if STRUCTURES[name].matrices is None else 1 - whole / blocks for name in going}
+    return sum(shares[name] * curves[name].at(count) for name, count in going.items())
+
+
+def _stops(shapes: Sequence[Shape], name: str) -> list[int]:
+    """The amounts of a structure that are measured: the least, the most, and evenly between."""
+    every = sorted({shape.going[name] for shape in shapes if name in shape.going})
+    if len(every) <= STOPS:
+        return every
+    return [every[round(number * (len(every) - 1) / (STOPS - 1))] for number in range(STOPS)]
+
+
+def _measured_stops(
+    context: RunContext, stops: Mapping[str, Sequence[int]], diagnostics: Diagnostics
+) -> dict[str, list[float]]:
+    """Structure -> the loss without each of these amounts of it, nothing else gone."""
+    found = {}
+    for name, amounts in stops.items():
+        if STRUCTURES[name].matrices is None:
+            plan = Plan.of(context.model, context.targets, {name: 1})
+            alone = losses_alone(context, plan, diagnostics)
+            order = sorted(alone, key=lambda block: alone[block])
+            found[name] = [loss_without(context, plan, set(order[:count]), diagnostics) for count in amounts]
+    inside = {name: amounts for name, amounts in stops.items() if name not in found}
+    readers, served = _without_units(context, inside, diagnostics)
+    for name, amounts in inside.items():
+        found[name] = [_served_loss(context, readers[name], served[name, count], diagnostics) for count in amounts]
+    return found
+
+
+@torch.no_grad()
+def _without_units(
+    context: RunContext, stops: Mapping[str, Sequence[int]], diagnostics: Diagnostics
+) -> tuple[dict[str, list[Target]], dict[tuple[str, int], NewWeights]]:
+    """Structure -> the matrices that read it, and these without each amount of it: (structure, amount) -> values."""
+    model, choose = context.model, context.config.unit_score.chosen
+    plan = Plan.of(model, context.targets, {name: amounts[-1] for name, amounts in stops.items()})
+    readers = {name: [units.reader for units in plan.units[name]] for name in stops}
+    served = {
+        (name, count): NewWeights(context.folder, on_disk=is_offloaded(model))
+        for name, amounts in stops.items()
+        for count in amounts
+    }
+    for one in weighed_units(context, Removal(plan), diagnostics) if stops else ():
+        for count in stops[one.structure]:
+            values = _without(one, choose(one.evidence, count), makes_up=context.config.updates)
+            stored = one.units.reader.matrix(model)
+            served[one.structure, count].add(one.units.reader.name, values.to(stored.device, stored.dtype))
+    return readers, served
+
+
+def _without(one: Weighed, gone: Tensor, makes_up: bool) -> Tensor:
+    """A matrix without some of the units that it reads, `[out, in]`."""
+    columns = one.units.columns(gone).to(one.evidence.weight.device)
+    if makes_up and one.evidence.inverse is not None:
+        return made_up_for(one.evidence.weight, one.evidence.inverse, columns)
+    return one.evidence.weight.masked_fill(columns, 0)
+
+
+def _served_loss(context: RunContext, readers: Sequence[Target], values: NewWeights, diagnostics: Diagnostics) -> float:
+    batches = few_rows(context)
+    work = replace(context.workload, batches=batches, progress=False)
+    with serving(context.model, readers, {}, new_weights=values):
+        loss = measure(work, "calibration", allows_nan=True).loss
+    diagnostics.count("forward", sum(map(row_count, batches)) / sum(map(row_count, context.calibration)))
+    return math.inf if math.isnan(loss) else loss

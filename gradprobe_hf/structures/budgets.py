@@ -1,0 +1,97 @@
+"""Budgets: how large a smaller model may be, as a number of parameters or bytes of the file that is written."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+_COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+WANTED = {
+    "params": "a share of the model's in (0, 1), like 0.75, or a number of parameters, like '100M'",
+    "memory": "a number of bytes, like '200MB'",
+}
+
+
+@dataclass(frozen=True)
+class SizeBudget:
+    """The most that may be left.
+
+    Attributes:
+        option: that gives it: `params` or `memory`.
+        given: its value, as the user wrote it.
+        share: of what the model has; None: `limit` says how much.
+        limit: parameters, or bytes.
+
+    >>> SizeBudget.of(params="1.5M").limit
+    1500000
+    >>> SizeBudget.of(memory="2MiB").limit
+    2097152
+    """
+
+    option: str
+    given: float | str
+    share: float | None = None
+    limit: int | None = None
+
+    @classmethod
+    def of(cls, **given: Any) -> SizeBudget:
+        """The one that is given, of `params` and `memory`.
+
+        Raises:
+            ValueError: none, both, or a value that is no budget.
+        """
+        values = {option: value for option, value in given.items() if value is not None}
+        if len(values) != 1:
+            both = " and ".join(f"{option}={value!r}" for option, value in values.items()) or "neither"
+            raise ValueError(
+                f"structure='auto' needs one budget: params ({WANTED['params']}) or memory ({WANTED['memory']}), got "
+                f"{both}."
+            )
+        ((option, value),) = values.items()
+        found = _read(option, value)
+        if found is None:
+            raise ValueError(f"{option} must be {WANTED[option]}, got {value!r}.")
+        return cls(option, value, share=found) if isinstance(found, float) else cls(option, value, limit=found)
+
+    def most(self, dense: int) -> int:
+        """The most that may be left of a model of this size.
+
+        Raises:
+            ValueError: a budget that the model meets as it is.
+        """
+        limit = self.limit if self.limit is not None else math.floor((self.share or 0) * dense)
+        if limit >= dense:
+            raise ValueError(
+                f"{self} is no budget: the model has {dense:,} {self.unit} as it is. Give less, or a share "
+                "(params=0.75)."
+            )
+        return limit
+
+    @property
+    def unit(self) -> Literal["bytes", "parameters"]:
+        """What it counts."""
+        return "bytes" if self.option == "memory" else "parameters"
+
+    def __str__(self) -> str:
+        return f"{self.option}={self.given!r}"
+
+
+def _read(option: str, value: Any) -> float | int | None:
+    """A share in (0, 1), or how many; None: it is neither."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    if isinstance(value, str):
+        suffixes = _BYTES if option == "memory" else _COUNTS
+        found = re.fullmatch(r"(\d+(?:\.\d+)?) *([a-z]*)", value.strip(), re.IGNORECASE)
+        if found is None or found[2].upper() not in suffixes:
+            return None
+        value = float(found[1]) * suffixes[found[2].upper()]
+    if not math.isfinite(value):
+        return None
+    if 0 < value < 1:
+        return float(value) if option == "params" else None
+    # Between a share and a count there is nothing: 1.5 is a slip, and so is 1.
+    return int(value) if value >= 2 and float(value).is_integer() else None

@@ -1,0 +1,159 @@
+"""Legal shapes: the uniform smaller models that a budget allows and the model's own code takes.
+
+A shape says how many of each structure go. Of two shapes that meet a budget the one that also gives less of everything
+is better, so that only those are listed of which nothing can be given back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import attrgetter
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.structures.budgets import SizeBudget
+from gradprobe_hf.structures.plan import Plan
+from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.shapes import FEW, unfit
+from gradprobe_hf.structures.table import STRUCTURES
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A smaller model.
+
+    Attributes:
+        going: structure -> how many go, of those of which any do.
+        parameters, bytes: of what is left.
+    """
+
+    going: Mapping[str, int]
+    parameters: int
+    bytes: int
+
+
+def shapes_within(
+    model: PreTrainedModel, targets: Sequence[Target], budget: SizeBudget, without: Collection[str] = ()
+) -> list[Shape]:
+    """The shapes that meet a budget and have nothing to give back, the most parameters first.
+
+    Args:
+        without: structures that the model cannot do without.
+
+    Raises:
+        ValueError: the model is that small as it is, or never is that small.
+    """
+    axes = _axes(model, targets, without)
+    sizes = _Sizes.of(model, targets, budget, list(axes))
+    limit = budget.most(sizes.dense)
+    if not axes:
+        raise ValueError(
+            f"structure='auto': {type(model).__name__} can do without none of {', '.join(map(repr, STRUCTURES))}. "
+            "Prune it without structure."
+        )
+    allowed = [going for going in _largest(axes, sizes, limit) if any(going.values())]
+    best = [going for going in allowed if not any(_is_better(other, going) for other in allowed)]
+    found = [_shape(model, targets, going) for going in best]
+    if not found:
+        raise _too_small(model, targets, budget, limit, axes, sizes)
+    return sorted(found, key=lambda shape: (-shape.parameters, tuple(shape.going.items())))
+
+
+def is_legal(model: PreTrainedModel, targets: Sequence[Target], shape: Shape) -> bool:
+    """Whether the model's code takes all of it together."""
+    return unfit(model, Plan.of(model, targets, shape.going)) is None
+
+
+def _axes(model: PreTrainedModel, targets: Sequence[Target], without: Collection[str]) -> dict[str, list[int]]:
+    """Structure -> how many of it can go, none first; the finest, of which there are the most steps, last."""
+    found = {}
+    for name, row in STRUCTURES.items():
+        if name in without:
+            continue
+        try:
+            plan = Plan.of(model, targets, {name: 1})
+        except ValueError:  # the model has none of them, or not as many everywhere
+            continue
+        there = plan.units[name][0].count if name in plan.units else len(plan.blocks) - 1
+        counts = row.steps(there)
+        # Heads have to divide this and that: each number is tried. Channels are alike, and so are blocks.
+        tried = counts if row.matrices is not None and there <= FEW else [counts[0], counts[-1]] if counts else []
+        legal = {count for count in tried if unfit(model, replace(plan, going={name: count})) is None}
+        left = [count for count in counts if count in legal or (count not in tried and legal == set(tried))]
+        if left:
+            found[name] = [0, *left]
+    return dict(sorted(found.items(), key=lambda axis: STRUCTURES[axis[0]].rounded_to or 0))
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Sizes of all shapes, from those of a few: what goes of a block does not depend on the other blocks.
+
+    Attributes:
+        dense: of the model.
+        block: of one block.
+        units: structure -> what one of its units takes in a block.
+        blocks: how many there are.
+    """
+
+    dense: int
+    block: float
+    units: Mapping[str, float]
+    blocks: int
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, targets: Sequence[Target], budget: SizeBudget, names: Sequence[str]) -> _Sizes:
+        every = len({target.block for target in targets})
+        count = attrgetter(budget.unit)
+        dense = count(_shape(model, targets, {}))
+        saved = {name: dense - count(_shape(model, targets, {name: 1})) for name in names}
+        inside = {name: saved[name] / every for name in names if STRUCTURES[name].matrices is not None}
+        whole = next((saved[name] for name in names if STRUCTURES[name].matrices is None), 0)
+        return cls(dense, whole, inside, every)
+
+    def __call__(self, going: Mapping[str, int]) -> float:
+        gone = sum(count for name, count in going.items() if name not in self.units)
+        unit = sum(self.units[name] * count for name, count in going.items() if name in self.units)
+        return self.dense - gone * self.block - (self.blocks - gone) * unit
+
+
+def _largest(axes: Mapping[str, Sequence[int]], sizes: _Sizes, limit: int) -> Iterator[dict[str, int]]:
+    """Of each combination of all but the finest structure the shape that takes least of that to meet the limit."""
+    *coarse, finest = axes
+    for counts in product(*(axes[name] for name in coarse)):
+        going = dict(zip(coarse, counts, strict=True))
+        least = next((count for count in axes[finest] if sizes({**going, finest: count}) <= limit), None)
+        if least is not None:
+            yield {**going, finest: least}
+
+
+def _is_better(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    """Whether it gives less of something, and no more of anything."""
+    return one != other and all(one[name] <= other[name] for name in other)
+
+
+def _shape(model: PreTrainedModel, targets: Sequence[Target], going: Mapping[str, int]) -> Shape:
+    going = {name: going[name] for name in STRUCTURES if going.get(name)}
+    removal = Removal.example(Plan.of(model, targets, going))
+    return Shape(going, removal.parameters(model), removal.bytes(model))
+
+
+def _too_small(
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    budget: SizeBudget,
+    limit: int,
+    axes: Mapping[str, Sequence[int]],
+    sizes: _Sizes,
+) -> ValueError:
+    """What is said where even the smallest shape is larger than the budget."""
+    every = [dict(zip(axes, counts, strict=True)) for counts in product(*axes.values())]
+    nearest = [_shape(model, targets, going) for going in sorted(every, key=sizes)[:2]]
+    named = " and ".join(f"structure={dict(shape.going)} with {getattr(shape, budget.unit):,}" for shape in nearest)
+    return ValueError(
+        f"{budget} ({limit:,} {budget.unit}) is less than any shape of {type(model).__name__} has; the nearest are "
+        f"{named}."
+    )

@@ -1,0 +1,203 @@
+"""Budgets: which shapes meet one, which of them is chosen, and what is said of one that cannot be met."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.data.batches import from_iterable
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run.shape_search import budget_shapes
+from gradprobe_hf.structures.budgets import SizeBudget
+from gradprobe_hf.structures.importance import made_up_for
+from gradprobe_hf.structures.table import STRUCTURES
+from tests import cases
+
+BLOCKS = 4
+
+
+def deep(name="llama"):
+    """Four blocks, so that two can go."""
+    torch.manual_seed(0)
+    model = cases.build(name)
+    model = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": BLOCKS}))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    return model.eval()
+
+
+def built_parameters(model, going):
+    """Of the smaller model, built."""
+    config = model.config.to_dict()
+    heads = config["num_attention_heads"] // config["num_key_value_heads"]
+    left = config["num_key_value_heads"] - going.get("kv_groups", 0)
+    smaller = type(model.config)(
+        **{
+            **config,
+            "intermediate_size": config["intermediate_size"] - going.get("ffn", 0),
+            "num_hidden_layers": BLOCKS - going.get("blocks", 0),
+            "num_key_value_heads": left,
+            "num_attention_heads": heads * left,
+            "head_dim": config["hidden_size"] // config["num_attention_heads"],
+        }
+    )
+    return type(model)(smaller).num_parameters()
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.66])
+def test_the_shapes_are_all_that_meet_the_budget_and_give_nothing_in_vain(share):
+    model = deep()
+    found = budget_shapes(model, find_targets(model), GradProbeConfig(structure="auto", params=share))
+    limit = int(share * model.num_parameters())
+    every = [
+        dict(zip(("ffn", "kv_groups", "blocks"), counts, strict=True))
+        for counts in itertools.product(range(0, 24, 2), range(2), range(BLOCKS - 1))
+    ]
+    allowed = [going for going in every if built_parameters(model, going) <= limit]
+    best = [
+        going
+        for going in allowed
+        if not any(other != going and all(other[name] <= going[name] for name in going) for other in allowed)
+    ]
+    wanted = {tuple(going.items()): built_parameters(model, going) for going in best}
+    assert {tuple({**dict.fromkeys(STRUCTURES, 0), **one.going}.items()): one.parameters for one in found} == wanted
+    assert all(one.bytes == 4 * one.parameters for one in found)
+
+
+def test_what_the_model_cannot_do_without_is_in_no_shape():
+    model = deep("gpt2")
+    shapes = budget_shapes(model, find_targets(model), GradProbeConfig(structure="auto", params=0.8))
+    assert {name for one in shapes for name in one.going} == {"ffn", "blocks"}  # no heads
+
+
+def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budget(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 2)
+    model, batches = deep(), cases.batches("llama", rows=8)
+    dense = cases.bits(model)
+    config = GradProbeConfig(structure="auto", params=0.75)
+    result = prune_pretrained(
+        model,
+        config,
+        calibration=batches,
+        evaluation=batches,
+        apply=False,
+        output_dir=tmp_path / "made",
+        progress=False,
+    )
+    assert cases.changed(model, dense) == []
+    found = result.report.structure
+    tried = [one for one in found["candidates"] if one["loss"] is not None]
+    assert len(tried) == 2 < len(found["candidates"])
+    assert min(tried, key=lambda one: one["loss"]) == found["candidates"][0]
+    assert found["removed"] == found["candidates"][0]["removed"]
+    # Those with the lowest estimates were tried.
+    others = [one["estimated"] for one in found["candidates"] if one["loss"] is None]
+    assert max(one["estimated"] for one in tried) <= min(others)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert loaded.num_parameters() == found["parameters"]["after"] <= 0.75 * model.num_parameters()
+    # What was asked for is what is saved, and made again it is the same.
+    saved = GradProbeConfig.from_pretrained(tmp_path / "made")
+    assert (saved.structure, saved.params) == ("auto", 0.75)
+    again = prune_pretrained(model, saved, calibration=batches, evaluation=False, apply=False, progress=False)
+    assert again.report.structure["candidates"] == found["candidates"]
+    assert cases.differing(again.masks, result.masks) == 0
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert f"{len(found['candidates'])} shapes that meet it" in card
+    assert "`params=0.75`" in card
+    assert f"| {tried[1]['parameters']:,} | {tried[1]['loss']:.4f} |" in card
+
+
+def test_an_estimate_is_the_loss_without_what_goes(monkeypatch):
+    """Of a shape without some blocks and nothing else gone: that of a model without them."""
+    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 1)
+    model, batches = deep(), cases.batches("llama", rows=8)
+    config = GradProbeConfig(structure="auto", params=0.9, importance="wanda", update="none")
+    result = prune_pretrained(model, config, calibration=batches, evaluation=False, apply=False, progress=False)
+    (shape,) = [one for one in result.report.structure["candidates"] if list(one["removed"]) == ["blocks"]]
+    _, rest = from_iterable(batches, "batches").split(0, 1 / 8)
+    layers, losses = model.model.layers, []
+    for number in (1, 2):
+        model.model.layers = torch.nn.ModuleList(layers[one] for one in range(BLOCKS) if one != number)
+        sums = [summed_loss(model, batch) for batch in rest]
+        losses.append(sum(float(loss.detach()) for loss, _ in sums) / sum(int(terms) for _, terms in sums))
+    assert shape["estimated"] == pytest.approx(min(losses), rel=1e-5)
+
+
+def test_what_makes_up_for_columns_is_least_squares():
+    torch.manual_seed(0)
+    x, weight = torch.randn(50, 8, dtype=torch.float64), torch.randn(5, 8, dtype=torch.float64)
+    gone = torch.tensor([True, False, False, True, False, True, False, False])
+    best = torch.linalg.lstsq(x[:, ~gone], x @ weight.T).solution.T
+    found = made_up_for(weight, torch.linalg.inv(x.T @ x), gone)
+    torch.testing.assert_close(found[:, ~gone], best)
+    assert not found[:, gone].any()
+
+
+REFUSED = [
+    ({"structure": "auto"}, "structure='auto' needs one budget"),
+    ({"structure": "auto", "params": 0.5, "memory": "1MB"}, "got params=0.5 and memory='1MB'"),
+    ({"structure": "auto", "params": -0.5}, "params must be a share"),
+    ({"structure": "auto", "params": 1.5}, "params must be a share"),
+    ({"structure": "auto", "params": "many"}, "params must be a share"),
+    ({"structure": "auto", "memory": 0.5}, "memory must be a number of bytes"),
+    ({"structure": "auto", "params": 0.5, "sparsity": 0.5}, "cannot be combined with sparsity=0.5"),
+    ({"structure": {"ffn": 0.3}, "params": 0.5}, "cannot be combined with params=0.5"),
+    ({"params": 0.5}, "params=0.5 has no effect here: it belongs to structure='auto'"),
+    ({"structure": "some", "params": 0.5}, "or 'auto' beside a budget"),
+    ({"structure": "auto", "params": 0.5, "recovery_steps": 5}, "recovery_steps"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
+def test_a_budget_that_is_wrong_by_itself_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GradProbeConfig(**options)
+
+
+def test_a_budget_that_the_model_cannot_meet_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.run.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
+    model = deep()
+    count = model.num_parameters()
+    for given, message in (
+        ({"params": "1M"}, f"params='1M' is no budget: the model has {count:,} parameters as it is"),
+        ({"params": 100}, "params=100 (100 parameters) is less than any shape of LlamaForCausalLM has; the nearest"),
+        ({"memory": 400}, "structure={'ffn': 22, 'kv_groups': 1, 'blocks': 2} with "),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            prune_pretrained(
+                model, GradProbeConfig(structure="auto", **given), calibration=cases.batches("llama"), progress=False
+            )
+    vit = cases.build("bert")
+    with pytest.raises(ValueError, match="is less than any shape of Bert"):
+        prune_pretrained(vit, GradProbeConfig(structure="auto", params=0.01), calibration=cases.batches("bert"))
+
+
+def test_budgets_are_read_as_they_are_written():
+    assert SizeBudget.of(params="0.75").share == 0.75
+    assert SizeBudget.of(params="1.2B").limit == 1_200_000_000
+    assert SizeBudget.of(params=5000).limit == 5000
+    assert SizeBudget.of(memory="1.5 GB").limit == 1_500_000_000
+
+
+def test_the_command_line_takes_a_budget(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 1)
+    deep().save_pretrained(tmp_path / "dense")
+    cases.tokenizer().save_pretrained(tmp_path / "dense")
+    line = [str(tmp_path / "dense"), "--structure", "auto", "--params", "0.8"]
+    assert main(["estimate", *line]) == 1
+    assert "Estimate one of them" in capsys.readouterr().err
+    options = ["--calibration", "pydoc", "--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "2"]
+    assert main(["prune", *line, "--output", str(tmp_path / "made"), *options]) == 0
+    said = capsys.readouterr().out
+    assert "shapes meet params=0.8" in said
+    assert json.loads((tmp_path / "made" / "config.json").read_text())["gradprobe"]["structure"]
