@@ -40,8 +40,8 @@ VERBS = {
         "Measure checkpoints side by side: parameters, bytes, memory, and how fast they read and write.",
     ),
     "profile": (
-        "script FILE.py [options] [-- ARGUMENTS]",
-        "Find out where the time of a training script goes, and which of its lines waste some.",
+        "{script FILE.py | prune MODEL | trace TRACE.json.gz} [options] [-- ARGUMENTS]",
+        "Find out where the time of a training script, a pruning run or a trace goes, and which lines waste some.",
     ),
 }
 INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C
@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\ngradprobe: interrupted; no unfinished checkpoint is left behind", file=sys.stderr)
         return INTERRUPTED
     except _expected_errors() as error:
-        print(f"gradprobe: error: {_said(error, options)}", file=sys.stderr)
+        print(f"gradprobe: error: {said(error, options)}", file=sys.stderr)
         return 1
     return 0
 
@@ -109,7 +109,7 @@ def _choices(top: CommandParser) -> dict[str, Any]:
     return found.choices
 
 
-def _said(error: Exception, options: argparse.Namespace) -> str:
+def said(error: Exception, options: argparse.Namespace) -> str:
     """An error on one line, in the words of the command line or of the recipe."""
     message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, RecipeError):

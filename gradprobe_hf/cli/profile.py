@@ -4,27 +4,43 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gradprobe_hf.cli.options import VerbParser, given
 
+if TYPE_CHECKING:
+    from gradprobe_hf.profiling.report import ProfileReport
+
 _HELP = {
-    "warmup": "steps that are left out at the beginning (default: 3)",
-    "timed": "steps that are only timed: all shares are of these (default: 10)",
-    "traced": "steps under torch.profiler, for the operators (default: 5)",
-    "located": "steps in which the lines of calls are looked for (default: 5)",
+    "warmup": "steps that are left out at the beginning (default: 3; of a pruning run 2)",
+    "timed": "steps that are only timed: all shares are of these (default: 10; 6)",
+    "traced": "steps under torch.profiler, for the operators (default: 5; 2)",
+    "located": "steps in which the lines of calls are looked for (default: 5; 2)",
 }
+_REPORTS = {"json": "JSON", "markdown": "Markdown"}
+_WHAT = {"script": "FILE.py", "prune": "MODEL", "trace": "TRACE.json.gz"}
 
 
 def add_arguments(parser: VerbParser) -> None:
-    parser.add_argument("what", metavar="script", choices=["script"], help="what to profile")
-    parser.add_argument("script", metavar="FILE.py", help="a training script; what follows -- is for it")
+    parser.add_argument(
+        "what",
+        metavar="{script,prune,trace}",
+        choices=list(_WHAT),
+        help="a training script, a short pruning run, or a trace that torch.profiler has exported anywhere",
+    )
+    parser.add_argument(
+        "subject",
+        metavar="FILE.py|MODEL|TRACE",
+        help="which one; what follows -- is for the script, or is what `gradprobe prune` takes",
+    )
     parser.passes_on = True
     for name, text in _HELP.items():
         parser.add_option("options", name, type=int, metavar="STEPS", help=text)
-    parser.add_option("options", "json", metavar="FILE", help="write the report as JSON to this file")
-    parser.add_option("options", "markdown", metavar="FILE", help="write the report as Markdown to this file")
+    for name, form in _REPORTS.items():
+        parser.add_option("options", name, metavar="FILE", help=f"write the report as {form} to this file")
     parser.add_option(
         "options", "whole_run", action="store_true", help="let the script run to its end, instead of ending it then"
     )
@@ -32,20 +48,102 @@ def add_arguments(parser: VerbParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.profile_table import print_profile
-    from gradprobe_hf.profiling.observing.schedule import Schedule
-    from gradprobe_hf.profiling.script import is_main_process, profile_script
+    from gradprobe_hf.profiling.script import is_main_process
 
-    schedule = Schedule(**given(options, *(field.name for field in fields(Schedule))))
-    reports = {name: Path(path) for name, path in given(options, "json", "markdown").items()}
+    _check_effect(options)
+    reports = {name: Path(path) for name, path in given(options, *_REPORTS).items()}
     for name, path in reports.items():
         if path.is_dir() or not path.parent.is_dir():
             raise ValueError(f"--{name} {path}: name a file, in a folder that exists.")
-    ran = profile_script(options.script, options.passed_on, schedule, options.whole_run)
+    report, interrupted, code = _PROFILES[options.what](options)
     if is_main_process():
         for name, path in reports.items():
-            path.write_text(getattr(ran.report, name)(), encoding="utf-8")
-        print_profile(ran.report)
-    if ran.interrupted:
+            path.write_text(getattr(report, name)(), encoding="utf-8")
+        print_profile(report)
+    if interrupted:
         raise KeyboardInterrupt
-    if ran.exit_code:
-        sys.exit(ran.exit_code)
+    if code:
+        sys.exit(code)
+
+
+def _check_effect(options: argparse.Namespace) -> None:
+    """Refuse what the chosen kind of profile does not read."""
+    without = {"script": (), "prune": ("whole_run",), "trace": ("whole_run", "passed_on", *_HELP)}
+    for name in without[options.what]:
+        if value := getattr(options, name):
+            typed = " ".join(["--", *value]) if name == "passed_on" else f"--{name.replace('_', '-')}"
+            raise ValueError(f"{typed} has no effect in `gradprobe profile {options.what}`. Leave it out.")
+
+
+_Profiled = tuple["ProfileReport", bool, int]  # whether it was interrupted, and the exit code
+
+
+def _script(options: argparse.Namespace) -> _Profiled:
+    from gradprobe_hf.profiling.observing.schedule import Schedule
+    from gradprobe_hf.profiling.script import profile_script
+
+    schedule = Schedule(**_steps(options))
+    ran = profile_script(options.subject, options.passed_on, schedule, options.whole_run)
+    return ran.report, ran.interrupted, ran.exit_code
+
+
+def _prune(options: argparse.Namespace) -> _Profiled:
+    from gradprobe_hf.cli.main import read, said
+
+    # A checkpoint is written nowhere: the option that names its folder is there to satisfy the parser.
+    pruning = read(["prune", options.subject, "--output", "", *options.passed_on])
+    for name in ("output", "overwrite", "resume_dir", "push_to_hub", "private", "json", "quiet"):
+        if getattr(pruning, name):
+            raise ValueError(f"--{name.replace('_', '-')} has no effect here: nothing is written. Leave it out.")
+    try:
+        return _pruned(options, pruning)
+    except ValueError as error:  # in the words of the options behind --
+        raise ValueError(said(error, pruning)) from error
+
+
+def _pruned(options: argparse.Namespace, pruning: argparse.Namespace) -> _Profiled:
+    from dataclasses import asdict
+    from functools import partial
+
+    from gradprobe_hf.cli.config_options import configuration, option_values
+    from gradprobe_hf.cli.options import PLACEMENT, SOURCE
+    from gradprobe_hf.profiling.observing.schedule import Schedule
+    from gradprobe_hf.profiling.pruning_run import SHORT, profile_pruning, shortened
+    from gradprobe_hf.pruning import prune_pretrained
+
+    schedule = Schedule(**(asdict(SHORT) | _steps(options)))
+    config = configuration(pruning)
+    if "num_samples" not in option_values(pruning):
+        config = shortened(config, schedule)
+    prune = partial(
+        prune_pretrained,
+        pruning.model,
+        config,
+        calibration=pruning.calibration,
+        evaluation=pruning.evaluation,
+        apply=False,
+        progress=False,
+        **given(pruning, *SOURCE, *PLACEMENT),
+    )
+    ran = profile_pruning(prune, schedule)
+    return ran.report, ran.interrupted, 0
+
+
+def _trace(options: argparse.Namespace) -> _Profiled:
+    from gradprobe_hf.profiling.report import ProfileReport
+    from gradprobe_hf.profiling.trace import read_trace
+
+    return ProfileReport(read_trace(options.subject)), False, 0
+
+
+_PROFILES: dict[str, Callable[[argparse.Namespace], _Profiled]] = {
+    "script": _script,
+    "prune": _prune,
+    "trace": _trace,
+}
+
+
+def _steps(options: argparse.Namespace) -> dict[str, int]:
+    from gradprobe_hf.profiling.observing.schedule import Schedule
+
+    return given(options, *(field.name for field in fields(Schedule)))

@@ -25,6 +25,7 @@ from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.runtime.stopwatch import batch_done
 
 
 @dataclass
@@ -143,6 +144,7 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
                 tally.add(loss if counted else torch.zeros_like(loss), terms if counted else None)
                 bar.update()
                 one.after_batch()
+                batch_done(work.model, batch)
     return _total_loss(work, tally, one.label)
 
 
@@ -204,6 +206,7 @@ def observe_inputs(work: Workload, targets: Sequence[Target], statistics: Statis
             batch = send_to_device(batch, input_device(model))
             folding.start_batch(batch, counted)
             forward_only(model, batch)
+            batch_done(model, batch)
 
 
 @torch.no_grad()

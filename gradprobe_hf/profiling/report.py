@@ -14,6 +14,8 @@ from gradprobe_hf.profiling.findings.finding import Finding
 from gradprobe_hf.profiling.findings.table import findings_of
 from gradprobe_hf.profiling.observing.observation import MemorySample, Observation
 
+_RECENT = 3  # steps
+
 
 @dataclass(frozen=True)
 class ProfileReport:
@@ -68,10 +70,19 @@ class ProfileReport:
         return {f"{name}_per_second": count / seconds["mean"] for name, count in per_step.items()}
 
     @property
+    def recent_throughput(self) -> dict[str, float]:
+        """The same of the last three timed steps alone."""
+        if not self.throughput or self.step_seconds is None:
+            return {}
+        ratio = self.step_seconds["mean"] / fmean(self.observation.timed[-_RECENT:])
+        return {name: rate * ratio for name, rate in self.throughput.items()}
+
+    @property
     def slowdown(self) -> float | None:
-        """A step under torch.profiler / a timed one, by their medians."""
+        """A step under torch.profiler / a timed one, by their medians. None: one of them was not seen."""
         timed, traced = self.observation.timed, self.observation.traced
-        return median(traced) / median(timed) if timed and traced else None
+        known = timed and traced and "slowdown" not in self.observation.missing
+        return median(traced) / median(timed) if known else None
 
     def to_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON; `observed` is what `read` makes the same report from."""
@@ -81,6 +92,8 @@ class ProfileReport:
             "step_seconds": self.step_seconds,
             "stages": self.shares,
             "throughput": self.throughput,
+            "recent_throughput": self.recent_throughput,
+            "run": [asdict(one) for one in self.observation.run],
             "profiled_step_slowdown": self.slowdown,
             "findings": [{**asdict(one), "severity": one.severity} for one in self.findings],
             "not_evaluable": self.not_evaluable,
@@ -133,12 +146,17 @@ class ProfileReport:
                 "gradprobe_hf.profiling.profiled(model) and call .step() at the end of each step"
             )
             return [f"Nothing was measured: {why}."]
+        of = "batch of a probe" if seen.run else "step"
         lines.append(
-            f"A step takes {_ms(seconds['mean'])} on {seen.device} ({_ms(seconds['min'])} to {_ms(seconds['max'])}, "
-            f"{len(seen.timed)} steps behind the warm-up)."
+            f"A {of} takes {_ms(seconds['mean'])} on {seen.device} ({_ms(seconds['min'])} to {_ms(seconds['max'])}, "
+            f"{len(seen.timed)} {'in a trace' if 'slowdown' in seen.missing else 'behind the warm-up'})."
         )
         if rates := self.throughput:
-            told = (f"{rate:,.4g} {name.removesuffix('_per_second')}" for name, rate in rates.items())
+            recent = self.recent_throughput
+            told = (
+                f"{rate:,.4g} {name.removesuffix('_per_second')} ({recent[name]:,.4g} in the last {_RECENT} steps)"
+                for name, rate in rates.items()
+            )
             lines.append(f"{' and '.join(told)} a second.")
         if seen.busy is not None:
             lines.append(f"The device is busy in {seen.busy:.1%} of a traced step.")
@@ -157,7 +175,16 @@ class ProfileReport:
         seen = self.observation
         traced = sum(seen.traced)
         forward = sum(one.seconds for one in seen.modules)
+        ran = sum(one.end - one.begin for one in seen.run)
         tables = [
+            (
+                "The run",
+                ["stage", "seconds", "share", "process at its end"],
+                [
+                    [one.name, f"{one.end - one.begin:.3g}", f"{(one.end - one.begin) / ran:.1%}", _gib(one.process)]
+                    for one in seen.run
+                ],
+            ),
             ("Stages", ["stage", "share of the step"], [[name, f"{share:.1%}"] for name, share in self.shares.items()]),
             (
                 "Findings",

@@ -1,4 +1,4 @@
-"""Seconds per stage."""
+"""Seconds per stage, and who else wants to know of stages and batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +26,36 @@ def return_free_memory() -> None:
         _MALLOC_TRIM(0)
 
 
+class Listener(Protocol):
+    """Told of a run as it goes. An exception that it raises ends the run."""
+
+    def begin(self, stage: str) -> None: ...
+
+    def end(self, stage: str, seconds: float) -> None: ...
+
+    def batch(self, model: Any, batch: Any) -> None:
+        """A batch of a pass over the model is done."""
+
+
+_listeners: list[Listener] = []
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Tell a listener of everything that is run in here."""
+    _listeners.append(listener)
+    try:
+        yield
+    finally:
+        _listeners.remove(listener)
+
+
+def batch_done(model: Any, batch: Any) -> None:
+    """Tell the listeners of a batch."""
+    for one in _listeners:
+        one.batch(model, batch)
+
+
 class Stopwatch:
     """`with stopwatch("probe 0"): ...` logs the stage and adds its time to `seconds["probe 0"]`."""
 
@@ -36,6 +66,8 @@ class Stopwatch:
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         logger.info("%s ...", stage)
+        for one in _listeners:
+            one.begin(stage)
         start = time.perf_counter()
         try:
             yield
@@ -44,4 +76,7 @@ class Stopwatch:
             raise
         finally:
             return_free_memory()
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+            for one in _listeners:
+                one.end(stage, seconds)

@@ -12,11 +12,11 @@ def _waits(seen: Observation) -> list[Finding]:
         share = loader.seconds / sum(seen.timed)
         if share < MEDIUM:  # handing out a batch takes some microseconds, whatever is done about it
             continue
-        by = f"{loader.workers} workers" if loader.workers else "no worker: this process loads"
+        by = "no worker: this process loads" if loader.workers == 0 else f"{loader.workers or 'some'} workers"
         evidence = f"{milliseconds(loader.seconds / loader.batches)} a batch of {loader.dataset}; {by}"
         remedy = (
             "make a row cheaper, or prepare rows beforehand (datasets.map); more workers if there are idle cores"
-            if loader.workers
+            if loader.workers != 0
             else "load beside the training: DataLoader(..., num_workers=2, persistent_workers=True), "
             "dataloader_num_workers=2 in TrainingArguments; or prepare rows beforehand (datasets.map)"
         )

@@ -18,7 +18,7 @@ def _one_by_one(seen: Observation) -> list[Finding]:
             "optimizer",
             setup.stepped_at,
             seconds / total,
-            f"{setup.optimizer} steps {setup.tensors} tensors one after the other, "
+            f"{setup.optimizer} steps {setup.tensors or 'its'} tensors one after the other, "
             f"{milliseconds(seconds / len(seen.timed))} in all; a part of that can be had",
             f"torch.optim.{setup.optimizer}(..., {how}); in TrainingArguments optim='adamw_torch_fused'",
         )

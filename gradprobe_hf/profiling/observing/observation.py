@@ -28,7 +28,7 @@ class Call:
 
     kind: CallKind
     what: str
-    place: Place
+    place: Place | None
     count: int
     seconds: float
     steps: int
@@ -42,13 +42,13 @@ class LoaderWait:
     Attributes:
         place: the line that asks for the next batch.
         dataset: its class.
-        workers: processes that load; 0: this one does.
+        workers: processes that load; 0: this one does; None: some.
         batches: that were waited for.
     """
 
     place: Place | None
     dataset: str
-    workers: int
+    workers: int | None
     batches: int
     seconds: float
 
@@ -116,7 +116,7 @@ class Setup:
         steps_by: how it steps its tensors: "fused", "foreach", "one by one"; None: it does not say.
         has_fused: whether its class can be fused.
         stepped_at: the line that steps it.
-        tensors: that it steps.
+        tensors: that it steps; None: not known.
         asked: half precision that weights are in, or that autocast was entered for: "bfloat16", "float16"; or None.
         attention: implementation -> modules of transformers that have it.
         checkpointed: layers that are computed again in backward.
@@ -129,7 +129,7 @@ class Setup:
     steps_by: str | None
     has_fused: bool
     stepped_at: Place | None
-    tensors: int
+    tensors: int | None
     asked: str | None
     attention: Mapping[str, int]
     checkpointed: int
@@ -164,6 +164,16 @@ class RankStages:
 
 
 @dataclass(frozen=True)
+class RunStage:
+    """A stage of a pruning run: seconds since the run began, and the process's bytes at its end."""
+
+    name: str
+    begin: float
+    end: float
+    process: int
+
+
+@dataclass(frozen=True)
 class Span:
     """A stretch of a stage, in seconds since the first that is kept."""
 
@@ -185,6 +195,7 @@ class Observation:
     busy: share of the traced steps in which the device computes; None on a CPU.
     ranks: each process, where there are several and they could tell.
     spans: of the last timed steps.
+    run: stages of a pruning run, in the order in which they ended; without the seconds that watching added.
     missing: what could not be seen -> why; a kind of finding, too.
     complete: whether all steps of the schedule were seen.
     """
@@ -213,6 +224,7 @@ class Observation:
     ranks: tuple[RankStages, ...] = ()
     processes: int = 1
     spans: tuple[Span, ...] = ()
+    run: tuple[RunStage, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -243,6 +255,7 @@ _ROWS: dict[str, type] = {
     "memory": MemorySample,
     "ranks": RankStages,
     "spans": Span,
+    "run": RunStage,
 }
 
 

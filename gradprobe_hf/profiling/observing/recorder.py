@@ -103,9 +103,46 @@ class Recorder:
     def step(self) -> None:
         """The loop has come to the end of a step."""
         if not self._says_steps_itself and self._optimizer is not None:
-            self._begin_again()  # the optimizer's steps were counted so far
+            self.begin_again()  # the optimizer's steps were counted so far
         self._says_steps_itself = True
         self._end_step()
+
+    def follow(self, model: nn.Module) -> None:
+        """The model whose forward pass is a stage, if it was not known at the start."""
+        if not self._models and self.phase is not None:
+            self._models = [model]
+            self._mark_forward()
+
+    def saw(self, batch: Any) -> None:
+        """A batch that no data loader handed out."""
+        if self.phase in ("warmup", "located") and (found := contents_of(batch)):
+            self._step_contents.append(found)
+
+    @property
+    def located_seconds(self) -> tuple[float, ...]:
+        """Of each step under the watch for lines. They are no measurement."""
+        return tuple(self._seconds["located"])
+
+    def begin_again(self) -> None:
+        """With the warm-up; what was seen of steps so far is dropped."""
+        if self.phase is not None:
+            self._close()
+            self._seconds = {phase: [] for phase in _ORDER}
+            self._waits, self._contents, self._calls = [], [], []
+            self._stages.clear()
+            self._memory.clear()
+            self._steps_with_contents = 0
+            self._open("warmup")
+
+    @property
+    def has_timed(self) -> bool:
+        """Whether a step was measured."""
+        return bool(self._seconds["timed"])
+
+    def begin_step_anew(self) -> None:
+        """What was done since the last step belongs to none."""
+        if self.phase is not None:
+            self._drop_step()
 
     def stop(self) -> None:
         """Leave no hook behind. Harmless at any time; a step that has begun does not count."""
@@ -144,16 +181,6 @@ class Recorder:
             processes=self._processes,
             spans=self._spans,
         )
-
-    def _begin_again(self) -> None:
-        if self.phase is not None:
-            self._close()
-            self._seconds = {phase: [] for phase in _ORDER}
-            self._waits, self._contents, self._calls = [], [], []
-            self._stages.clear()
-            self._memory.clear()
-            self._steps_with_contents = 0
-            self._open("warmup")
 
     def _end_step(self) -> None:
         if self.phase is None:
@@ -255,9 +282,14 @@ class Recorder:
         trace.stop()
         if len(self._seconds["traced"]) < self.schedule.traced:
             return  # a part of a step would count as one
-        rows = sorted(trace.key_averages(), key=lambda row: (-row.self_cpu_time_total, row.key))
+        on_device = self._device.startswith("cuda")
+
+        def seconds(row: Any) -> float:
+            return float(row.self_device_time_total if on_device else row.self_cpu_time_total) / 1e6
+
+        rows = sorted(trace.key_averages(), key=lambda row: (-seconds(row), row.key))
         named = [row for row in rows if not row.key.startswith(("Optimizer.", "enumerate(", "ProfilerStep"))]
-        operators = tuple(Operator(row.key, row.count, row.self_cpu_time_total / 1e6) for row in named[:_OPERATORS])
+        operators = tuple(Operator(row.key, row.count, seconds(row)) for row in named[:_OPERATORS])
         events = trace.events() or []
         self._trace = _Traced(operators, collective_seconds(events), busy_seconds(events))
 
@@ -266,8 +298,7 @@ class Recorder:
 
     def _waited(self, wait: Wait, batch: Any) -> None:
         self._step_waits.append(wait)
-        if self.phase in ("warmup", "located") and (found := contents_of(batch)):
-            self._step_contents.append(found)
+        self.saw(batch)
 
     def _stepped(self, optimizer: Optimizer) -> None:
         if self._optimizer is None:

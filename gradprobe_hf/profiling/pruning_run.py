@@ -1,0 +1,118 @@
+"""Profile a pruning run: its stages, and a few batches of its probes as the steps of a loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from statistics import median
+from typing import Any
+
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.estimation.machine import process_bytes
+from gradprobe_hf.profiling.observing.observation import Observation, RunStage
+from gradprobe_hf.profiling.observing.recorder import Recorder
+from gradprobe_hf.profiling.observing.schedule import Schedule
+from gradprobe_hf.profiling.report import ProfileReport
+from gradprobe_hf.runtime.stopwatch import listening
+
+SHORT = Schedule(warmup=2, timed=6, traced=2, located=2)
+
+
+@dataclass(frozen=True)
+class PruningProfile:
+    """Attributes:
+    report: of what was seen, however the run ended.
+    interrupted: by Ctrl-C.
+    """
+
+    report: ProfileReport
+    interrupted: bool = False
+
+
+def shortened(config: GradProbeConfig, schedule: Schedule) -> GradProbeConfig:
+    """The same run on as few windows as the schedule has batches.
+
+    Raises:
+        ValueError: the size of a batch is not known beforehand.
+    """
+    if config.batch_size == "auto":
+        raise ValueError("batch_size='auto' is chosen while a run goes: give the size of a batch to profile, like 4.")
+    samples = min(config.num_samples, schedule.steps * config.batch_size)
+    return GradProbeConfig.from_dict(config.to_dict() | {"num_samples": samples})
+
+
+def profile_pruning(prune: Callable[[], Any], schedule: Schedule = SHORT) -> PruningProfile:
+    """What `prune` does, which calls `prune_pretrained`, and which need not come to its end.
+
+    A step is a batch of a probe, or of a pass that observes inputs. Whatever it raises but Ctrl-C is raised here.
+    """
+    watch = _RunWatch(Recorder(schedule))
+    interrupted = False
+    try:
+        with watch:
+            prune()
+    except KeyboardInterrupt:
+        interrupted = True
+    return PruningProfile(ProfileReport(watch.observation(complete=not interrupted)), interrupted)
+
+
+class _RunWatch:
+    """A listener to a run's stages and batches, from `__enter__` to `__exit__`."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._stack = ExitStack()
+        self._began = time.perf_counter()
+        self._stages: list[RunStage] = []
+        self._open: list[str] = []
+        self._of_batches: str | None = None
+
+    def __enter__(self) -> None:
+        self._began = time.perf_counter()
+        self._stack.callback(self._recorder.stop)
+        self._recorder.start()
+        self._stack.enter_context(listening(self))
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def begin(self, stage: str) -> None:
+        self._open.append(stage)
+        self._recorder.begin_step_anew()
+
+    def end(self, stage: str, seconds: float) -> None:
+        self._open.pop()
+        end = time.perf_counter() - self._began
+        self._stages.append(RunStage(stage, end - seconds, end, process_bytes()))
+
+    def batch(self, model: Any, batch: Any) -> None:
+        stage = self._open[-1] if self._open else ""
+        if stage != self._of_batches:
+            if self._recorder.has_timed:
+                return  # a second probe does what the first did
+            # The batch that only tells what the text reaches comes before any probe.
+            self._of_batches = stage
+            self._recorder.begin_again()
+        self._recorder.saw(batch)
+        self._recorder.follow(model)
+        self._recorder.step()
+
+    def observation(self, complete: bool) -> Observation:
+        seen = self._recorder.observation()
+        added = self._added(seen)
+        run = tuple(
+            replace(one, end=one.end - min(added, one.end - one.begin)) if one.name == self._of_batches else one
+            for one in self._stages
+        )
+        no_optimizer = {"optimizer": "a pruning run has no optimizer"}
+        missing = {**seen.missing, **no_optimizer, "data loading": "batches of a pruning run are ready beforehand"}
+        return replace(seen, run=run, missing=missing, complete=complete and seen.complete)
+
+    def _added(self, seen: Observation) -> float:
+        """Seconds that watching has added to the batches: more than they take when they are only timed."""
+        if not seen.timed:
+            return 0.0
+        watched = [*seen.traced, *self._recorder.located_seconds]
+        return max(0.0, sum(watched) - len(watched) * median(seen.timed))

@@ -1,0 +1,243 @@
+"""Profiles of what is no training script: a pruning run, and traces that were recorded elsewhere."""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+import torch
+from torch.profiler import profile, record_function
+from torch.utils.data import DataLoader
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.profiling import ProfileReport
+from gradprobe_hf.profiling.findings import CHECKS
+from gradprobe_hf.profiling.observing.schedule import Schedule
+from gradprobe_hf.profiling.pruning_run import profile_pruning, shortened
+from gradprobe_hf.profiling.trace import read_trace
+from gradprobe_hf.runtime.stopwatch import _listeners
+from tests import cases, planted
+
+STEPS = Schedule(warmup=1, timed=2, traced=1, located=1)
+
+
+def pruning(tmp_path=None, samples=6, **more):
+    """A pruning run of a tiny model on batches of one row."""
+    model = cases.build("llama")
+    rows = [{"input_ids": torch.randint(0, 256, (1, 16)), "labels": torch.randint(0, 256, (1, 16))}] * samples
+    before = [one.clone() for one in model.parameters()]
+    config = GradProbeConfig(**{"probes": 2, "batch_size": 1, **more})
+
+    def run():
+        prune_pretrained(model, config, calibration=rows, evaluation=False, apply=False, progress=False)
+
+    found = profile_pruning(run, STEPS)
+    assert not _listeners
+    assert all(torch.equal(one, was) for one, was in zip(model.parameters(), before, strict=True))
+    return found
+
+
+def test_a_pruning_run():
+    report = pruning().report
+    seen = report.observation
+    assert [one.name for one in seen.run][-5:] == ["reach", "probe 0", "candidates", "probe 1", "selection"]
+    assert all(0 <= one.begin <= one.end and one.process > 2**20 for one in seen.run)
+    assert (seen.warmup, len(seen.timed), len(seen.traced), seen.located) == (1, 2, 1, 1)
+    assert report.shares["forward"] > 0.05
+    assert report.shares["backward"] > 0.05
+    assert report.throughput["tokens_per_second"] * report.step_seconds["mean"] == pytest.approx(16)
+    assert report.recent_throughput["tokens_per_second"] == pytest.approx(report.throughput["tokens_per_second"])
+    assert {"LlamaMLP", "LlamaAttention"} <= {one.kind for one in seen.modules}
+    assert "## The run" in report.markdown()
+    assert "A batch of a probe takes" in report.markdown()
+    again = ProfileReport.from_dict(json.loads(report.json()))
+    assert again.markdown() == report.markdown()
+
+
+def test_a_pruning_run_by_inputs_alone():
+    report = pruning(score="wanda", probes=0).report
+    assert report.shares["backward"] == 0
+    assert "inputs" in {one.name for one in report.observation.run}
+
+
+def test_an_interrupted_pruning_run():
+    class Rows(list):
+        def __iter__(self):
+            for number, row in enumerate(list.__iter__(self)):
+                if number == 4:
+                    raise KeyboardInterrupt
+                yield row
+
+    rows = Rows([{"input_ids": torch.ones(1, 16, dtype=torch.long)}] * 6)
+
+    def run():
+        for row in rows:
+            listener.batch(cases.build("llama"), row)
+
+    found = profile_pruning(lambda: _listening(run), STEPS)
+    assert found.interrupted
+    assert not found.report.observation.complete
+    assert len(found.report.observation.timed) == 2
+    assert "The run ended before all steps" in found.report.markdown()
+
+
+def _listening(run):
+    global listener
+    (listener,) = _listeners
+    run()
+
+
+def test_a_short_run_is_the_same_with_fewer_windows():
+    config = GradProbeConfig(sparsity=0.6, update="obs", probes=1, batch_size=2)
+    assert shortened(config, STEPS) == GradProbeConfig.from_dict(config.to_dict() | {"num_samples": 10})
+    assert shortened(GradProbeConfig(num_samples=3), STEPS).num_samples == 3
+    with pytest.raises(ValueError, match="batch_size='auto' is chosen while a run goes"):
+        shortened(GradProbeConfig(batch_size="auto"), STEPS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["prune", "some/model", "--whole-run"], "--whole-run has no effect in `gradprobe profile prune`"),
+        (["prune", "some/model", "--", "--overwrite"], "--overwrite has no effect here: nothing is written"),
+        (["prune", "some/model", "--", "--batch-size", "auto"], "--batch-size auto is chosen while a run goes"),
+        (["trace", "no.json", "--timed", "3"], "--timed has no effect in `gradprobe profile trace`"),
+        (["trace", "no.json", "--", "--steps"], "-- --steps has no effect in `gradprobe profile trace`"),
+        (["trace", "no.json"], "No such file"),
+        (["trace", __file__], "is no trace that torch.profiler's export_chrome_trace wrote"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, capsys):
+    assert main(["profile", *arguments]) == 1
+    assert said in capsys.readouterr().err
+
+
+@pytest.fixture
+def recorded(tmp_path):
+    """A trace of a loop in which the optimizer is slow, a loader sleeps and a value is read twice a step."""
+    model = planted.Net()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    path = tmp_path / "trace.json.gz"
+    rows = [torch.rand(8, planted.WIDTH)] * 4
+    with profile(record_shapes=True) as profiler:
+        for batch in DataLoader(planted.Rows(1e-3), 8):
+            with record_function(f"ProfilerStep#{len(rows)}"):
+                loss = model(batch).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+                loss.item(), bool(loss)
+            rows.pop()
+            if not rows:
+                break
+    profiler.export_chrome_trace(str(path))
+    return path
+
+
+def test_a_recorded_trace(recorded, tmp_path, capsys):
+    reports = []
+    for name in ("one.json", "two.json"):
+        assert main(["profile", "trace", str(recorded), "--json", str(tmp_path / name)]) == 0
+        reports.append((tmp_path / name).read_text())
+    assert reports[0] == reports[1]
+    report = ProfileReport.read(tmp_path / "one.json")
+    assert len(report.observation.timed) == 4
+    assert sum(report.shares.values()) == pytest.approx(1)
+    assert 0 < report.shares["backward"] < 1
+    by_kind = {one.kind: one for one in report.findings}
+    assert ".item() and the like, 2 a step" in by_kind["synchronization"].evidence
+    assert by_kind["optimizer"].share == pytest.approx(report.shares["optimizer"])
+    assert by_kind["optimizer"].evidence.startswith("AdamW steps its tensors one after the other")
+    assert by_kind["zeroed gradients"].evidence.startswith("zero_grad(set_to_none=False), 6 a step")
+    assert report.slowdown is None
+    assert set(report.not_evaluable) | set(by_kind) <= set(CHECKS)
+    assert {"print", "padding", "recompilation", "batch headroom"} <= set(report.not_evaluable)
+    assert "aten::addmm" in {one.name for one in report.observation.operators}
+    said = capsys.readouterr().out
+    assert "4 in a trace" in said
+
+
+def event(name, begin, end, cat="cpu_op", tid=1, **arguments):
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": cat,
+        "pid": 1,
+        "tid": tid,
+        "ts": begin,
+        "dur": end - begin,
+        "args": arguments,
+    }
+
+
+def on_a_gpu(tmp_path):
+    """Two steps of 100 microseconds as torch writes them on CUDA, by hand: what comes out is known."""
+    events = []
+    for start in (0, 100):
+        events += [
+            event(f"ProfilerStep#{start}", start, start + 100, "user_annotation"),
+            event(
+                "enumerate(DataLoader)#_MultiProcessingDataLoaderIter.__next__", start, start + 20, "user_annotation"
+            ),
+            event("aten::mm", start + 20, start + 25, **{"Input type": ["c10::BFloat16", "c10::BFloat16"]}),
+            event("aten::mm", start + 25, start + 30, **{"Input type": ["float", "float"]}),
+            event("autograd::engine::evaluate_function: MmBackward0", start + 30, start + 50, tid=2),
+            event("aten::_local_scalar_dense", start + 50, start + 80),
+            event("Optimizer.step#AdamW.step", start + 80, start + 95, "user_annotation"),
+            event("aten::_fused_adamw_", start + 81, start + 94),
+            event("a kernel", start + 30, start + 60, "kernel", tid=7),
+            event("ncclDevKernel_AllReduce", start + 50, start + 75, "kernel", tid=8),
+            event("Memcpy DtoH (Device -> Pageable)", start + 76, start + 78, "gpu_memcpy", tid=7),
+        ]
+    memory = {"Device Type": 1, "Device Id": 0, "Total Reserved": 3 * 2**30}
+    events += [
+        {"ph": "i", "name": "[memory]", "args": memory | {"Total Allocated": amount}} for amount in (2**31, 2**30)
+    ]
+    device = {"name": "A GPU", "totalGlobalMem": 16 * 2**30}
+    trace = {"deviceProperties": [device], "distributedInfo": {"world_size": 2}, "traceEvents": events}
+    path = tmp_path / "cuda.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(trace).encode()))
+    return path
+
+
+def test_a_trace_of_a_gpu(tmp_path):
+    seen = read_trace(on_a_gpu(tmp_path))
+    report = ProfileReport(seen)
+    assert seen.device == "cuda (A GPU)"
+    assert seen.timed == pytest.approx((1e-4, 1e-4))
+    assert seen.busy == pytest.approx(0.47)  # 30 to 75 and 76 to 78
+    assert seen.collectives == pytest.approx(0.25)
+    shares = {"data loading": 0.2, "backward": 0.2, "optimizer": 0.15, "forward and other": 0.45}
+    assert report.shares == pytest.approx(shares)
+    by_kind = {(one.kind, one.evidence.split(",")[0]): one for one in report.findings}
+    assert by_kind["synchronization", ".item() and the like"].share == pytest.approx(0.3)
+    assert (
+        "waits there until the device has done all its work" in by_kind["synchronization", "a copy to the CPU"].evidence
+    )
+    assert by_kind["float32 product", "products"].share == pytest.approx(0.05)
+    kinds = {one.kind for one in report.findings}
+    assert {"data loading", "batch headroom", "collectives"} <= kinds
+    assert "optimizer" not in kinds  # fused
+    headroom = next(one for one in report.findings if one.kind == "batch headroom")
+    assert headroom.share is None
+    assert "takes 2 GiB of" in headroom.evidence
+    assert seen.operators[0].name == "a kernel"
+    assert "The device is busy in 47.0% of a traced step." in report.markdown()
+
+
+def test_a_trace_without_steps(tmp_path):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [event("aten::mm", 0, 10)]}))
+    with pytest.raises(ValueError, match=r"has no step: call profiler\.step\(\) at the end of each"):
+        read_trace(path)
+
+
+def test_steps_between_two_of_an_optimizer(tmp_path):
+    path = tmp_path / "trace.json"
+    steps = [event("Optimizer.step#SGD.step", at, at + 5, "user_annotation") for at in (0, 20, 50)]
+    path.write_text(json.dumps(steps))  # a bare list is a trace, too
+    seen = read_trace(path)
+    assert seen.timed == pytest.approx((20e-6, 30e-6))
+    assert "float32 product" in seen.missing
