@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.data.batches import from_iterable
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run import block_order
+from gradprobe_hf.run.context import BlockOrder
 from gradprobe_hf.run.shape_search import budget_shapes
 from gradprobe_hf.structures.budgets import SizeBudget
 from gradprobe_hf.structures.importance import made_up_for
@@ -131,6 +134,25 @@ def test_an_estimate_is_the_loss_without_what_goes(monkeypatch):
         sums = [summed_loss(model, batch) for batch in rest]
         losses.append(sum(float(loss.detach()) for loss, _ in sums) / sum(int(terms) for _, terms in sums))
     assert shape["estimated"] == pytest.approx(min(losses), rel=1e-5)
+
+
+def test_later_blocks_are_looked_for_among_the_best_of_the_time_before(monkeypatch):
+    cost, tried = {"a": 9, "b": 3, "c": 1, "d": 4, "e": 2, "f": 5, "g": 9}, []
+
+    def loss_without(_context, _plan, blocks, _diagnostics):
+        tried.append(blocks)
+        return sum(cost[block] for block in blocks)
+
+    monkeypatch.setattr(block_order, "loss_without", loss_without)
+    monkeypatch.setattr(block_order, "FEWER_BLOCKS", 2)
+    context = SimpleNamespace(block_order=BlockOrder(), progress=False)
+    plan = SimpleNamespace(blocks=tuple(cost))  # of which the first and the last stay
+    found = block_order.blocks_going(context, plan, 3, None)
+    assert [(one["block"], one["loss"]) for one in found] == [("c", 1), ("e", 3), ("b", 6)]
+    assert tried[:5] == [{block} for block in "bcdef"]
+    assert tried[5:] == [{"c", "e"}, {"c", "b"}, {"c", "e", "b"}, {"c", "e", "d"}]
+    assert block_order.blocks_going(context, plan, 2, None) == found[:2]
+    assert len(tried) == 9  # what is known is not measured again
 
 
 def test_what_makes_up_for_columns_is_least_squares():

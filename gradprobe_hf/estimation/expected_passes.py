@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.decisions.search import FINEST, levels
 from gradprobe_hf.reconstruction.reconstruct import reconstruction_passes
-from gradprobe_hf.structures.table import WINDOWS_WITHOUT
+from gradprobe_hf.structures.table import FEWER_BLOCKS, WINDOWS_WITHOUT
 
 
 class Passes(NamedTuple):
@@ -61,7 +61,7 @@ def _levels_of(config: GradProbeConfig) -> int:
 def _structured_passes(config: GradProbeConfig, blocks: int) -> float:
     """Whole structures: a walk that collects Hessians, and walks over a few rows without each of the blocks."""
     going = config.amounts.get("blocks", 0)
-    tried = sum(max(0, blocks - 2 - gone) for gone in range(int(going)))
+    tried = sum(max(0, min(blocks - 2 - gone, FEWER_BLOCKS if gone else blocks)) for gone in range(int(going)))
     return config.weighs_inputs + tried * min(1.0, WINDOWS_WITHOUT / config.num_samples)
 
 

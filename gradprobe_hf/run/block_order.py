@@ -1,4 +1,8 @@
-"""The order in which blocks go: one after the other, each time the one without which the calibration loss is lowest."""
+"""The order in which blocks go: one after the other, each time the one without which the calibration loss is lowest.
+
+All are left out in turn for the first one. Losses rise with every block that has gone and change their order little, so
+that from then on only the few are tried without which the loss was lowest the time before.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.unit_evidence import removed_blocks
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
-from gradprobe_hf.structures.table import WINDOWS_WITHOUT
+from gradprobe_hf.structures.table import FEWER_BLOCKS, WINDOWS_WITHOUT
 
 
 def blocks_going(context: RunContext, plan: Plan, count: int, diagnostics: Diagnostics) -> list[dict[str, Any]]:
@@ -29,8 +33,9 @@ def blocks_going(context: RunContext, plan: Plan, count: int, diagnostics: Diagn
     order = BlockOrder() if context.block_order is None else context.block_order
     while len(order.gone) < count:
         losses = _losses_beside(context, plan, order, diagnostics)
-        best = min(losses, key=lambda block: losses[block])
-        order.gone.append({"block": best, "loss": losses[best]})
+        first, *others = sorted(losses, key=lambda block: losses[block])
+        order.gone.append({"block": first, "loss": losses[first]})
+        order.next_tried = others + [block for block in order.next_tried if block not in losses]
     return order.gone[:count]
 
 
@@ -67,7 +72,7 @@ def _losses_beside(
     names: Sequence[str] = [] if first else [one["block"] for one in order.gone]
     if not names and order.alone:
         return order.alone
-    left = [block for block in plan.blocks[1:-1] if block not in names]
+    left = order.next_tried[:FEWER_BLOCKS] if names else plan.blocks[1:-1]
     bar = tqdm(left, desc=f"without a block ({len(names) + 1})", disable=not context.progress, leave=False)
     losses = {block: loss_without(context, plan, {*names, block}, diagnostics) for block in bar}
     if not names:

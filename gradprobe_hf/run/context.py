@@ -67,10 +67,12 @@ class BlockOrder:
     Attributes:
         gone: their names, each with the calibration loss (nats) without it and those before it.
         alone: block -> the loss without it alone, of all that may go.
+        next_tried: the others, the one without which the loss was lowest when it was last tried first.
     """
 
     gone: list[dict[str, Any]] = field(default_factory=list)
     alone: dict[str, float] = field(default_factory=dict)
+    next_tried: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

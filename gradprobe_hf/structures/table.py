@@ -14,6 +14,8 @@ WIDTH_UNIT = 64  # a share of the channels is rounded so that a multiple of this
 
 NARROW = 8  # such multiples: a network that has fewer is narrowed in smaller steps
 
+FEWER_BLOCKS = 8  # that are left out in turn once one has gone: those without which the loss was lowest before
+
 WINDOWS_WITHOUT = 32  # calibration rows that each block is left out of: about 16,000 tokens tell one from another
 
 
