@@ -186,10 +186,13 @@ def _swap(scratch: Path, path: Path) -> None:
 def _add_own_key(path: Path, made: Checkpoint) -> None:
     report, config = made.report, made.config
     values = json.loads(path.read_text(encoding="utf-8"))
+    before = values.get(CONFIG_KEY)
     named: tuple[str, ...] = ("pattern", "score", "probes", "update", "refinement")
     what: dict[str, Any] = {"sparsity": report.sparsity}
     if report.structure is not None:
         named, what = ("update", "refinement"), {"structure": report.structure["removed"]}
+    elif isinstance(before, dict) and "structure" in before:  # zeros on top of a smaller model
+        what["structure"] = before["structure"]
     how = {} if config is None else {name: getattr(config, name) for name in named}
     values[CONFIG_KEY] = {**what, **how, "version": report.versions["gradprobe_hf"]}
     if report.recovery is not None:

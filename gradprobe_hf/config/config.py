@@ -351,9 +351,12 @@ class GradProbeConfig:
             value = getattr(self, name)
             value = tuple(value) if isinstance(value, list) else value
             if value != _DEFAULTS[name] and value != _OF_STRUCTURES.get(name, _DEFAULTS[name]):
+                both = ", and prune the smaller checkpoint once more: zeros go on top" * (
+                    name in ("sparsity", "pattern")
+                )
                 raise ValueError(
                     f"{self._refusal('structure', name, 'it says itself how much goes, and of what')}; leave {name} "
-                    "unset."
+                    f"unset{both}."
                 )
         if self.drops_blocks and self.recovery_steps:
             raise ValueError(

@@ -28,6 +28,11 @@ def check_models(pruned: Any, teacher: Any, from_pretrained_kwargs: Mapping[str,
     """
     if isinstance(teacher, PruneResult):
         raise TypeError("teacher must be the dense model, or its name, and this PruneResult is of the pruned one.")
+    if isinstance(pruned, PruneResult) and pruned.removal is not None:
+        raise ValueError(
+            "pruned has lost whole structures, and is smaller once it is saved: save it (save_pretrained), and recover "
+            "the checkpoint."
+        )
     if "device_map" in from_pretrained_kwargs:
         raise ValueError(
             f"device_map={from_pretrained_kwargs['device_map']!r} has no part in a recovery: all weights are trained, "
@@ -84,13 +89,28 @@ def check_trainable(model: PreTrainedModel, option: str) -> None:
         raise ValueError(f"{option} trains weights, and those of this model are quantized: load it dequantised.")
 
 
+def is_smaller(pruned: PreTrainedModel, dense: PreTrainedModel) -> bool:
+    """Whether whole structures of the dense model are gone: the same embeddings, and less of what is between them."""
+    mine, others = ({name: tuple(one.shape) for name, one in model.named_parameters()} for model in (pruned, dense))
+    if mine == others or not mine.keys() <= others.keys():
+        return False
+    if any(len(mine[name]) != len(others[name]) for name in mine):
+        return False
+    embeddings = [model.get_input_embeddings().weight.shape for model in (pruned, dense)]
+    return embeddings[0] == embeddings[1] and all(
+        own <= there for name in mine for own, there in zip(mine[name], others[name], strict=True)
+    )
+
+
 def check_alike(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
-    """Raise ValueError unless both are of one architecture, with the same sizes."""
+    """Raise ValueError unless both are of one architecture, with the same sizes, or the pruned one is smaller."""
     remedy = "Give the dense model that it was pruned from."
     if type(pruned).__name__ != type(dense).__name__:
         raise ValueError(
             f"the pruned model is a {type(pruned).__name__} and the teacher a {type(dense).__name__}. {remedy}"
         )
+    if is_smaller(pruned, dense):
+        return
     shapes = [
         {name: tuple(parameter.shape) for name, parameter in model.named_parameters()} for model in (pruned, dense)
     ]
@@ -101,7 +121,9 @@ def check_alike(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
 
 
 def check_pruned(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
-    """Raise ValueError unless a weight is zero that the dense model has."""
+    """Raise ValueError unless a weight is zero that the dense model has, or whole structures are gone."""
+    if is_smaller(pruned, dense):
+        return
     for target in find_targets(pruned, include=["*"]):
         dense_matrix = target.matrix(dense)
         if bool(((target.matrix(pruned) == 0) & (dense_matrix != 0).to(target.matrix(pruned).device)).any()):

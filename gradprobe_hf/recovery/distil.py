@@ -41,6 +41,7 @@ from gradprobe_hf.recovery.trainer import (
 from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.training.keeper import resolve_masks
 from gradprobe_hf.training.lora import masked_adapters, merge_with_masks
 from gradprobe_hf.training.sparsity import SparsityCallback
@@ -142,15 +143,17 @@ def distil(
 ) -> Trained:
     """Train every weight of `student` that is not zero, in place; its zeros stay. The best state is what is left.
 
+    A model without zeros, that is smaller than the dense one, is trained whole.
+
     Its parameters are float32 while it trains, and of their own type again afterwards.
 
     Raises:
-        ValueError: no weight is zero, or the folder holds a run of something else.
+        ValueError: the folder holds a run of something else.
         MemoryError: with what would help.
     """
     began = time.perf_counter()
     bf16 = student.dtype == torch.bfloat16 if config.bf16 == "auto" else config.bf16
-    targets, masks = resolve_masks(student, "from-zeros")
+    targets, masks = _masks(student)
     checkpoint = _checkpoint_to_resume(student, targets, text, config, place)
     with (
         memory_errors(place.stopwatch, remedies(config)),
@@ -242,6 +245,16 @@ def _stop_recomputing(model: Any) -> None:
     """Undo what Trainer leaves switched on; transformers 5.2x calls it both ways."""
     name = "activation_checkpointing_disable"
     getattr(model, name if hasattr(model, name) else "gradient_checkpointing_disable")()
+
+
+def _masks(student: PreTrainedModel) -> tuple[tuple[Target, ...], Mapping[str, Tensor]]:
+    """The matrices with zeros and their masks; where none is zero those of the blocks, and masks without any."""
+    if any(bool((target.matrix(student) == 0).any()) for target in find_targets(student, include=["*"])):
+        return resolve_masks(student, "from-zeros")
+    targets, masks = find_targets(student), PackedMasks()
+    for target in targets:
+        masks.add(target.name, [torch.zeros(target.shape, dtype=torch.bool)])
+    return targets, masks
 
 
 def _with_adapters(student: PreTrainedModel, targets: tuple[Target, ...], rank: int) -> nn.Module:

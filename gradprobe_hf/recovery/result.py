@@ -87,7 +87,9 @@ def recovered_report(
     timings: Mapping[str, float],
 ) -> Report:
     """The report of a pruning, after the recovery; what was measured before it stands in `recovery`."""
-    targets = {target.name: target for target in find_targets(model, include=["*"])}
+    # The rows of a model that lost whole structures are of the dense one's matrices: what they say stays.
+    found = find_targets(model, include=["*"]) if report.structure is None else ()
+    targets = {target.name: target for target in found}
     rows = [
         replace(row, zeros_after=int((targets[row.name].matrix(model) == 0).sum())) if row.name in targets else row
         for row in report.matrices

@@ -1,0 +1,150 @@
+"""A smaller checkpoint is pruned, recovered and measured like any other: zeros on top, towards the dense model."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.report.report import Report
+from tests import cases
+
+TEXT = [f"Sentence number {number} is about {number * 7} other things." for number in range(40)]
+STEPS = RecoveryConfig(steps=2, batch_size=2, sequence_length=16, learning_rate=1e-2, warmup_steps=0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_pictures():
+    """They take half of the time, and say nothing here."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """With the dense model and the smaller one."""
+    folder = tmp_path_factory.mktemp("structures")
+    cases.build("llama").save_pretrained(folder / "dense")
+    cases.tokenizer().save_pretrained(folder / "dense")
+    prune_pretrained(
+        folder / "dense",
+        GradProbeConfig(structure={"ffn": 8, "kv_groups": 1, "blocks": 1}),
+        calibration=cases.batches("llama"),
+        evaluation=False,
+        output_dir=folder / "smaller",
+        progress=False,
+    )
+    return folder
+
+
+def loaded(path):
+    model, info = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    assert not any(info.values())
+    return model
+
+
+def shapes(model):
+    return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def test_zeros_go_on_top(folder):
+    config = GradProbeConfig(pattern="2:4", refinement="blocks")
+    texts = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False}
+    result = prune_pretrained(folder / "smaller", config, **texts, output_dir=folder / "zeros")
+    smaller, zeros = loaded(folder / "smaller"), loaded(folder / "zeros")
+    assert shapes(zeros) == shapes(smaller)
+    assert inspect_checkpoint(folder / "zeros").patterns == ["2:4", "4:8"]
+    said = json.loads((folder / "zeros" / "config.json").read_text())["gradprobe"]
+    assert said["structure"] == {"ffn": 8, "kv_groups": 1, "blocks": 1}
+    assert said["pattern"] == "2:4"
+    assert result.report.structure is None
+
+
+@pytest.mark.slow
+def test_zeros_of_a_smaller_model_stay_when_it_is_recovered(folder):
+    options = {"output_dir": folder / "half", "calibration": cases.batches("llama"), "evaluation": False}
+    config = GradProbeConfig(sparsity=0.5, update="sparsegpt")
+    result = prune_pretrained(folder / "smaller", config, **options, progress=False)
+    half = loaded(folder / "half")
+    found = recover_pretrained(
+        folder / "half",
+        folder / "dense",
+        STEPS,
+        text=TEXT,
+        evaluation=False,
+        output_dir=folder / "both",
+        progress=False,
+    )
+    both = loaded(folder / "both")
+    assert shapes(both) == shapes(half)
+    for target in result.targets:
+        assert (target.matrix(both)[result.masks[target.name]] == 0).all()
+    assert any(not torch.equal(one, half.get_parameter(name)) for name, one in both.named_parameters())
+    assert found.report.zeros == result.report.zeros
+
+
+def test_a_smaller_model_is_recovered_whole(folder):
+    found = recover_pretrained(
+        folder / "smaller",
+        folder / "dense",
+        STEPS,
+        text=TEXT,
+        evaluation=False,
+        output_dir=folder / "trained",
+        progress=False,
+    )
+    before, after = loaded(folder / "smaller"), loaded(folder / "trained")
+    assert shapes(after) == shapes(before)
+    moved = [name for name, one in after.named_parameters() if not torch.equal(one, before.get_parameter(name))]
+    assert moved == list(shapes(after))
+    # What was removed is still said, and of how large a model.
+    saved = Report.load(folder / "trained")
+    assert saved.structure == Report.load(folder / "smaller").structure
+    assert saved.files["dense"] == 4 * loaded(folder / "dense").num_parameters()
+    assert saved.zeros == found.report.zeros == Report.load(folder / "smaller").zeros
+    card = (folder / "trained" / "README.md").read_text()
+    assert "| `intermediate_size` | 24 | 16 |" in card
+    assert "Every zero stayed" not in card
+
+
+@pytest.mark.slow
+def test_adapters_train_a_smaller_model_in_memory(folder):
+    pytest.importorskip("peft")
+    model = loaded(folder / "smaller")
+    before = cases.bits(model)
+    config = RecoveryConfig(**{**STEPS.to_dict(), "lora_r": 2})
+    found = recover_pretrained(
+        model,
+        loaded(folder / "dense"),
+        config,
+        text=TEXT,
+        evaluation=False,
+        processing_class=cases.tokenizer(),
+        progress=False,
+    )
+    changed = cases.changed(found.model, before)
+    assert "model.layers.0.mlp.down_proj.weight" in changed
+    assert "model.embed_tokens.weight" not in changed
+    found.save_pretrained(folder / "adapted")
+    card = (folder / "adapted" / "README.md").read_text()
+    assert "without some of its channels, heads or blocks" in card
+    assert "zeros are stored" not in card
+
+
+def test_what_does_not_go_together_says_so(folder):
+    model = cases.build("llama")
+    wider = type(model)(type(model.config)(**{**model.config.to_dict(), "intermediate_size": 32})).eval()
+    with pytest.raises(ValueError, match=re.escape("is (32, 16) in the pruned model and (24, 16) in the teacher")):
+        recover_pretrained(wider, model, STEPS, text=TEXT, processing_class=cases.tokenizer(), progress=False)
+    result = cases.prune(model, cases.batches("llama"), structure={"ffn": 8}, update="none")
+    with pytest.raises(ValueError, match=r"save it .* and recover the checkpoint"):
+        recover_pretrained(result, model, STEPS, text=TEXT, progress=False)
+    for option in ({"sparsity": 0.5}, {"pattern": "2:4"}):
+        with pytest.raises(ValueError, match="prune the smaller checkpoint once more: zeros go on top"):
+            GradProbeConfig(structure={"ffn": 8}, **option)
