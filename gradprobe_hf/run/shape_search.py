@@ -12,6 +12,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -60,36 +61,46 @@ def with_shape(context: RunContext, going: Mapping[str, int]) -> RunContext:
 
 
 def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) -> None:
-    """Put down in the diagnostics which shapes meet the budget, and what was measured of the most promising."""
+    """Put down in the diagnostics which shapes meet the budget, and what was measured of the most promising.
+
+    Raises:
+        ValueError: none of these can be made, or none has a loss.
+    """
     shapes = budget_shapes(context.model, context.targets, context.config)
     held_out, rest = context.calibration.split(context.config.seed, HELD_OUT, _TWO_ROWS)
     on_rest = replace(context, calibration=rest, snapshots=None, stopwatch=Stopwatch())
-    estimates = estimated_losses(on_rest, shapes, diagnostics) if len(shapes) > TRIED else [math.nan] * len(shapes)
-    order = sorted(range(len(shapes)), key=lambda number: estimates[number])
+    # Where all are tried, nothing has to be expected of them.
+    own = Diagnostics()
+    expected = estimated_losses(on_rest, shapes, own) if len(shapes) > TRIED else [0.0] * len(shapes)
+    order = sorted(range(len(shapes)), key=lambda number: expected[number])
     legal = (number for number in order if is_legal(context.model, context.targets, shapes[number]))
-    tried = [number for number, _ in zip(legal, range(TRIED), strict=False)]
-    losses = {}
-    for number in tqdm(tried, desc="shapes", disable=not context.progress, leave=False):
-        losses[number] = _tried(on_rest, shapes[number], held_out, diagnostics, trial)
+    losses: dict[int, float] = {}
+    for number in tqdm(list(islice(legal, TRIED)), desc="shapes", disable=not context.progress, leave=False):
+        losses[number] = _tried(on_rest, shapes[number], held_out, own, trial)
+    for kind, passes in own.passes.items():
+        diagnostics.count(kind, passes * rest.samples / context.calibration.samples)
+    if not any(map(math.isfinite, losses.values())):
+        tried = ", ".join(str(dict(shapes[number].going)) for number in losses) or "none that its code takes"
+        raise ValueError(
+            f"{context.config.size_budget}: no shape of {type(context.model).__name__} that meets it has a loss that "
+            f"is finite (tried: {tried}). Give a larger budget."
+        )
     for number in sorted(order, key=lambda number: losses.get(number, math.inf)):
-        shape, loss = shapes[number], losses.get(number)
+        shape = shapes[number]
         diagnostics.shapes.append(
             {
                 "removed": dict(shape.going),
                 "parameters": shape.parameters,
                 "bytes": shape.bytes,
-                "estimated": None if math.isnan(estimates[number]) else estimates[number],
-                "loss": loss,
+                "estimated": expected[number] if len(shapes) > TRIED else None,
+                "loss": losses.get(number),
             }
         )
 
 
 def _tried(context: RunContext, shape: Shape, held_out: Batches, diagnostics: Diagnostics, trial: Trial) -> float:
     """The loss of a shape on rows that it was not pruned on."""
-    own = Diagnostics()
-    loss, removal = trial(with_shape(context, shape.going), held_out, own)
-    for kind, passes in own.passes.items():
-        diagnostics.count(kind, passes)
+    loss, removal = trial(with_shape(context, shape.going), held_out, diagnostics)
     # Where blocks differ in size, it depends on which of them go how much is left.
     return math.inf if removal.parameters(context.model) > shape.parameters else loss
 
@@ -119,7 +130,8 @@ def estimated_losses(context: RunContext, shapes: Sequence[Shape], diagnostics: 
         for name, losses in _measured_stops(context, stops, diagnostics).items()
     }
     blocks = len({target.block for target in context.targets})
-    return [dense + _lost(shape.going, curves, blocks) for shape in shapes]
+    found = [dense + _lost(shape.going, curves, blocks) for shape in shapes]
+    return [math.inf if math.isnan(loss) else loss for loss in found]
 
 
 def _lost(going: Mapping[str, int], curves: Mapping[str, _Curve], blocks: int) -> float:
