@@ -8,6 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -174,11 +175,12 @@ def test_a_loop_that_ends_in_its_warm_up():
 def test_one_observation_is_one_report(tmp_path, capsys):
     """Read twice, and in two forms: the same findings, shares and lines."""
     report = planted.train("print")
-    for name in ("report.json", "report.md"):
+    for name in ("report.json", "report.md", "report.html"):
         report.save(tmp_path / name)
     again = ProfileReport.read(tmp_path / "report.json")
     assert again.json() == report.json()
     assert again.markdown() == (tmp_path / "report.md").read_text()
+    assert again.html() == (tmp_path / "report.html").read_text()
     said = json.loads((tmp_path / "report.json").read_text())
     rows = re.findall(r"^\| ([\d.]+)% \| ([\w ]+) \| ([^|]+) \|", again.markdown(), flags=re.M)
     assert [(kind, line.strip()) for _, kind, line in rows] == [
@@ -190,6 +192,26 @@ def test_one_observation_is_one_report(tmp_path, capsys):
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(ValueError, match="is no report of `gradprobe profile`"):
         ProfileReport.read(tmp_path / "other.json")
+
+
+def test_a_page_has_what_the_tables_have(tmp_path):
+    """As a reader of XML sees it: pictures that are drawn, cells as in Markdown, and nothing from elsewhere."""
+    report = planted.train("synchronization")
+    text = report.html()
+    body = ElementTree.fromstring(text[text.index("<body>") : text.index("</html>")])
+    cells = [["".join(cell.itertext()) for cell in row] for row in body.iter("tr")]
+    for _, header, rows in report.tables():
+        assert header in cells
+        assert all(row in cells for row in rows)
+    titles = ["".join(one.itertext()) for one in body.iter("title")]
+    for stage, share in report.shares.items():
+        assert f"{stage}: {share:.1%}" in titles
+    assert sum(one.startswith("process, step") for one in titles) == len(report.observation.memory)
+    assert sum(one.startswith("forward: ") and one.endswith("ms") for one in titles) == planted.SHORT.timed
+    assert not list(body.iter("script"))
+    assert "http" not in text
+    hostile = replace(report.observation, device="<script>alert(1)</script>")
+    assert "<script>" not in ProfileReport(hostile).html()
 
 
 def test_a_trainer(tmp_path):

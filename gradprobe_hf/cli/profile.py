@@ -20,7 +20,7 @@ _HELP = {
     "traced": "steps under torch.profiler, for the operators (default: 5; 2)",
     "located": "steps in which the lines of calls are looked for (default: 5; 2)",
 }
-_REPORTS = {"json": "JSON", "markdown": "Markdown"}
+_REPORTS = {"json": "JSON", "markdown": "Markdown", "html": "one HTML page with pictures"}
 _WHAT = {"script": "FILE.py", "prune": "MODEL", "trace": "TRACE.json.gz"}
 
 

@@ -20,8 +20,8 @@ class ProfileCallback(TrainerCallback):
 
     Args:
         schedule: how many steps are observed, and how.
-        save: file for the report, Markdown if it ends in .md, JSON otherwise; the main process writes it, as soon as
-            all steps were seen, or when training ends.
+        save: file for the report, Markdown if it ends in .md, a page if in .html, JSON otherwise; the main process
+            writes it, as soon as all steps were seen, or when training ends.
 
     Use it as a context manager around `trainer.train()` for the report of a run that fails or is interrupted.
 

@@ -45,7 +45,8 @@ def profiled(
     Args:
         model: whose forward pass is a stage. Default: what holds the parameters of the first optimizer that steps.
         schedule: how many steps are observed, and how. Behind them the loop runs unobserved.
-        save: file for the report, Markdown if it ends in .md, JSON otherwise. It is written however the loop ends.
+        save: file for the report, Markdown if it ends in .md, a page if in .html, JSON otherwise. It is written however
+            the loop ends.
 
     Yields:
         A `Profiler`, whose `report()` is good during the loop and behind it.

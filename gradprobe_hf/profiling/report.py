@@ -13,6 +13,7 @@ from typing import Any, Self
 from gradprobe_hf.profiling.findings.finding import Finding
 from gradprobe_hf.profiling.findings.table import findings_of
 from gradprobe_hf.profiling.observing.observation import MemorySample, Observation
+from gradprobe_hf.profiling.page import page
 
 _RECENT = 3  # steps
 
@@ -120,12 +121,17 @@ class ProfileReport:
             raise ValueError(f"{path} is no report of `gradprobe profile`: {error!r}.") from error
 
     def save(self, path: str | Path) -> None:
-        """As Markdown if the name ends in .md, as JSON otherwise."""
-        Path(path).write_text(self.markdown() if Path(path).suffix == ".md" else self.json(), encoding="utf-8")
+        """As Markdown if the name ends in .md, as a page if it ends in .html, as JSON otherwise."""
+        forms = {".md": self.markdown, ".html": self.html}
+        Path(path).write_text(forms.get(Path(path).suffix, self.json)(), encoding="utf-8")
 
     def json(self) -> str:
         """All of it, with what was observed."""
         return json.dumps(self.to_dict(), indent=2)
+
+    def html(self) -> str:
+        """One page with pictures; it needs no script and nothing from elsewhere."""
+        return page(self)
 
     def markdown(self) -> str:
         """A page with the same tables as the terminal."""

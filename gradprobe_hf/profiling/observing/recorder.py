@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -68,6 +68,7 @@ class Recorder:
         self._seconds: dict[Phase, list[float]] = {phase: [] for phase in _ORDER}
         self._stages: Counter[str] = Counter()
         self._spans: tuple[Span, ...] = ()
+        self._begins: deque[float] = deque(maxlen=_PICTURED)
         self._waits: list[Wait] = []
         self._step_waits: list[Wait] = []
         self._contents: list[Contents] = []
@@ -197,6 +198,7 @@ class Recorder:
         """What was seen in a step counts once the step has come to its end."""
         if phase == "timed":
             self._stages.update(self.clock.cut())
+            self._begins.append(self._began)
             self._waits += self._step_waits
         elif phase == "located":
             self._calls.append(self._watch.cut())
@@ -254,7 +256,7 @@ class Recorder:
         elif self.phase == "timed":
             self._compilations = since(self._compiled)
             timed = self._seconds["timed"]
-            self._spans = self.clock.spans_since(self._began - sum(timed[-_PICTURED:]))
+            self._spans = self.clock.spans_since(self._begins[0]) if self._begins else ()
             self._ranks.tell({stage: seconds / len(timed) for stage, seconds in self._stages.items()} if timed else {})
         elif self.phase == "traced" and len(self._seconds["traced"]) == self.schedule.traced:
             self._ask_ranks()
