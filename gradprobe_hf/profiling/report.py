@@ -131,7 +131,7 @@ class ProfileReport:
 
     def html(self) -> str:
         """One page with pictures; it needs no script and nothing from elsewhere."""
-        return page(self)
+        return page(self.observation, self.shares, self.summary(), self.tables())
 
     def markdown(self) -> str:
         """A page with the same tables as the terminal."""

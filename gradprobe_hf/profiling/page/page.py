@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
 
+from gradprobe_hf.profiling.observing.observation import Observation
 from gradprobe_hf.profiling.page.pictures import (
     memory_lines,
     memory_of_stages,
@@ -15,8 +15,7 @@ from gradprobe_hf.profiling.page.pictures import (
     time_line,
 )
 
-if TYPE_CHECKING:
-    from gradprobe_hf.profiling.report import ProfileReport
+Table = tuple[str, list[str], list[list[str]]]  # title, header, rows
 
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -32,11 +31,13 @@ svg text.right { text-anchor: end; } svg text.label { fill: #fff; font-weight: 6
 """
 
 
-def page(report: ProfileReport) -> str:
+def page(seen: Observation, shares: Mapping[str, float], summary: Sequence[str], tables: Sequence[Table]) -> str:
     """The whole page."""
-    parts = ["<h1>Where the time goes</h1>", *(f"<p>{html.escape(line)}</p>" for line in report.summary())]
-    parts += [f"<h2>{title}</h2><p>{html.escape(words)}</p>{picture}" for title, words, picture in _pictures(report)]
-    parts += [_table(title, header, rows) for title, header, rows in report.tables()]
+    parts = ["<h1>Where the time goes</h1>", *(f"<p>{html.escape(line)}</p>" for line in summary)]
+    parts += [
+        f"<h2>{title}</h2><p>{html.escape(words)}</p>{picture}" for title, words, picture in _pictures(seen, shares)
+    ]
+    parts += [_table(title, header, rows) for title, header, rows in tables]
     head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><style>{_STYLE}</style>'
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}<title>Where the time goes</title></head>\n'
@@ -44,16 +45,15 @@ def page(report: ProfileReport) -> str:
     )
 
 
-def _pictures(report: ProfileReport) -> list[tuple[str, str, str]]:
+def _pictures(seen: Observation, shares: Mapping[str, float]) -> list[tuple[str, str, str]]:
     """(title, a sentence, SVG) of each that there is something for."""
-    seen, found = report.observation, []
-    order = list(report.shares)
-    if shares := report.shares:
+    found = []
+    if shares:
         words = "The share of each stage, over the steps that were only timed."
         found.append(("Where a step goes", words, stacked_bar(shares)))
     if seen.spans:
         words = "The last timed steps, one row for each stage."
-        found.append(("Time line", words, time_line(stretches_of_steps(seen.spans), order)))
+        found.append(("Time line", words, time_line(stretches_of_steps(seen.spans), list(shares))))
     if seen.run:
         words = "Stages of the run; a stage inside another has a row of its own."
         found.append(("The run's time line", words, time_line(stretches_of_run(seen.run))))
