@@ -76,8 +76,8 @@ class GradProbeConfig:
             feed-forward network, of which a multiple of 64 is kept, or exactly how many go. `"kv_groups"`: how many
             key-value heads of every block go, each with the query heads that read it. `"blocks"`: how many blocks go.
             `"auto"`: the best of the shapes that meet a budget, `params` or `memory`, as measured.
-        params: with `structure="auto"`: the most parameters that are left, embeddings included. A share of the
-            model's, in (0, 1), or how many, `"100M"`.
+        params: with `structure="auto"`: the most parameters that are left, as a share of the model's (`0.75`) or a
+            number (`"100M"`). Embeddings count.
         memory: with `structure="auto"`: the most bytes that the weights are left with as they are written, `"200MB"`.
         preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
             update="admm"`). With an n:m pattern: `update="sparsegpt"`, `update="sparsegpt+admm"`, or `probes=1,
