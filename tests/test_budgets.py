@@ -16,8 +16,9 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.data.batches import from_iterable
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run import block_order
+from gradprobe_hf.run import block_order, decide
 from gradprobe_hf.run.context import BlockOrder
+from gradprobe_hf.run.decide import conclude
 from gradprobe_hf.run.shape_search import budget_shapes
 from gradprobe_hf.structures.budgets import SizeBudget
 from gradprobe_hf.structures.importance import made_up_for
@@ -118,6 +119,48 @@ def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budg
     assert f"{len(found['candidates'])} shapes that meet it" in card
     assert "`params=0.75`" in card
     assert f"| {tried[1]['parameters']:,} | {tried[1]['loss']:.4f} |" in card
+
+
+def test_a_run_that_was_killed_goes_on_with_the_shape_that_was_chosen(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 1)
+    model, options = deep(), {"calibration": cases.batches("llama"), "evaluation": False, "apply": False}
+    config = GradProbeConfig(structure="auto", params=0.8)
+    whole = prune_pretrained(model, config, **options, progress=False)
+
+    def killed(context, masks, diagnostics, snapshots=None):
+        if snapshots is not None:
+            raise KeyboardInterrupt
+        return conclude(context, masks, diagnostics, snapshots)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decide, "conclude", killed)
+        with pytest.raises(KeyboardInterrupt):
+            prune_pretrained(model, config, **options, resume_dir=tmp_path / "state", progress=False)
+    monkeypatch.setattr(decide, "choose_shape", lambda *_: pytest.fail("it was chosen before"))
+    found = prune_pretrained(model, config, **options, resume_dir=tmp_path / "state", progress=False)
+    assert found.report.structure == whole.report.structure
+    assert all(torch.equal(found.new_weights[name], whole.new_weights[name]) for name in whole.new_weights)
+
+
+@pytest.mark.slow
+def test_a_model_on_disk_has_the_shape_of_one_in_memory(tmp_path):
+    deep().save_pretrained(tmp_path / "dense")
+    found = []
+    for name, placed in (("memory", {}), ("disk", {"device_map": "disk", "offload_folder": tmp_path / "offload"})):
+        result = prune_pretrained(
+            tmp_path / "dense",
+            GradProbeConfig(structure="auto", memory="50KB"),
+            calibration=cases.batches("llama"),
+            evaluation=False,
+            output_dir=tmp_path / name,
+            progress=False,
+            **placed,
+        )
+        found.append((result.report.structure, AutoModelForCausalLM.from_pretrained(tmp_path / name)))
+    (one, in_memory), (other, on_disk) = found
+    assert one == other
+    assert one["candidates"][0]["bytes"] <= 50_000
+    assert cases.changed(in_memory, cases.bits(on_disk)) == []
 
 
 def test_an_estimate_is_the_loss_without_what_goes(monkeypatch):
