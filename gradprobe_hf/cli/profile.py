@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,15 @@ def add_arguments(parser: VerbParser) -> None:
     for name, form in _REPORTS.items():
         parser.add_option("options", name, metavar="FILE", help=f"write the report as {form} to this file")
     parser.add_option(
+        "options",
+        "fix",
+        nargs="*",
+        metavar="CHANGE",
+        help="try changes from outside, each in runs of its own beside the unchanged script: workers, batch-size, "
+        "attention, precision, checkpointing, fused, compile (default: those that make sense for the run)",
+    )
+    parser.add_option("options", "rounds", type=int, metavar="COUNT", help="how often each is tried (default: 3)")
+    parser.add_option(
         "options", "whole_run", action="store_true", help="let the script run to its end, instead of ending it then"
     )
 
@@ -68,11 +78,16 @@ def run(options: argparse.Namespace) -> None:
 
 def _check_effect(options: argparse.Namespace) -> None:
     """Refuse what the chosen kind of profile does not read."""
-    without = {"script": (), "prune": ("whole_run",), "trace": ("whole_run", "passed_on", *_HELP)}
+    without = {
+        "script": () if options.fix is not None else ("rounds",),
+        "prune": ("whole_run", "fix", "rounds"),
+        "trace": ("whole_run", "passed_on", "fix", "rounds", *_HELP),
+    }
     for name in without[options.what]:
-        if value := getattr(options, name):
+        if (value := getattr(options, name)) not in (None, False, []) or (name == "fix" and value is not None):
             typed = " ".join(["--", *value]) if name == "passed_on" else f"--{name.replace('_', '-')}"
-            raise ValueError(f"{typed} has no effect in `gradprobe profile {options.what}`. Leave it out.")
+            where = "without --fix" if options.what == "script" else f"in `gradprobe profile {options.what}`"
+            raise ValueError(f"{typed} has no effect {where}. Leave it out.")
 
 
 _Profiled = tuple["ProfileReport", bool, int]  # whether it was interrupted, and the exit code
@@ -83,8 +98,33 @@ def _script(options: argparse.Namespace) -> _Profiled:
     from gradprobe_hf.profiling.script import profile_script
 
     schedule = Schedule(**_steps(options))
+    changes = None if options.fix is None else _changes(options)
     ran = profile_script(options.subject, options.passed_on, schedule, options.whole_run)
-    return ran.report, ran.interrupted, ran.exit_code
+    if changes is None or ran.interrupted or ran.exit_code:
+        return ran.report, ran.interrupted, ran.exit_code
+    from gradprobe_hf.profiling.fixing.fixes import in_processes, try_changes
+
+    runs = in_processes(options.subject, options.passed_on, schedule)
+    fixes = try_changes(runs, ran.report.observation, changes, 3 if options.rounds is None else options.rounds)
+    return replace(ran.report, fixes=tuple(fixes)), False, 0
+
+
+def _changes(options: argparse.Namespace) -> list[str]:
+    """The names of those to try.
+
+    Raises:
+        ValueError: there is no such change, or the run has several processes.
+    """
+    from gradprobe_hf.profiling.fixing.changes import CHANGES
+
+    for name in options.fix:
+        if name not in CHANGES:
+            raise ValueError(f"--fix {name}: there is no such change; it is one of {', '.join(CHANGES)}.")
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise ValueError("--fix runs the script in processes of its own: run it without a launcher, in one process.")
+    if options.rounds is not None and options.rounds < 1:
+        raise ValueError(f"--rounds must be at least 1, got {options.rounds}.")
+    return options.fix or list(CHANGES)
 
 
 def _prune(options: argparse.Namespace) -> _Profiled:

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from gradprobe_hf.profiling.findings.finding import Finding
 from gradprobe_hf.profiling.findings.table import findings_of
+from gradprobe_hf.profiling.fixing.fix import Fix
 from gradprobe_hf.profiling.observing.observation import MemorySample, Observation
 from gradprobe_hf.profiling.page import page
 
@@ -29,6 +30,7 @@ class ProfileReport:
     """
 
     observation: Observation
+    fixes: tuple[Fix, ...] = ()
 
     @cached_property
     def _found(self) -> tuple[list[Finding], dict[str, str]]:
@@ -101,12 +103,14 @@ class ProfileReport:
             "operators": [asdict(one) for one in self.observation.operators],
             "modules": [asdict(one) for one in self.observation.modules],
             "device_busy": self.observation.busy,
+            "fixes": [one.to_dict() for one in self.fixes],
             "observed": self.observation.to_dict(),
         }
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
-        return cls(Observation.from_dict(values["observed"]))
+        fixes = tuple(Fix.from_dict(one) for one in values["fixes"])
+        return cls(Observation.from_dict(values["observed"]), fixes)
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -206,6 +210,11 @@ class ProfileReport:
                     for one in self.findings
                 ],
             ),
+            (
+                "Changes that were tried",
+                ["change", "gain", "rounds", "loss", "memory", "verdict", "how"],
+                [_tried(one) for one in self.fixes],
+            ),
             ("Not evaluable", ["kind", "why"], [[kind, why] for kind, why in self.not_evaluable.items()]),
             (
                 "Operators",
@@ -226,6 +235,15 @@ class ProfileReport:
             ),
         ]
         return [table for table in tables if table[2]]
+
+
+def _tried(fix: Fix) -> list[str]:
+    """A row; rates with the change / without it."""
+    if fix.gain is None:
+        return [fix.change, "-", "-", "-", "-", f"not tried: {fix.untried}", fix.remedy]
+    rounds = " ".join(f"{gain:.2f}" for gain in fix.gains)
+    memory = "-" if fix.memory is None else f"{fix.memory:.2f}"
+    return [fix.change, f"{fix.gain:.2f}", rounds, fix.loss, memory, fix.verdict, f"{fix.done}: {fix.remedy}"]
 
 
 def _row(cells: list[str]) -> str:

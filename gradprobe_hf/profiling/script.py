@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import os
 import runpy
-import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradprobe_hf.profiling.as_main import Observed, as_main
 from gradprobe_hf.profiling.observing.recorder import Recorder
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
-
-
-class _Observed(BaseException):
-    """All steps were seen. No Exception: scripts catch these."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +41,11 @@ def profile_script(path: str, arguments: Sequence[str], schedule: Schedule, whol
         raise FileNotFoundError(f"there is no script {path!r}.")
     recorder = Recorder(schedule, finished=None if whole_run else _end)
     code, interrupted = 0, False
-    with _as_main(path, arguments):
+    with as_main(path, arguments):
         recorder.start()
         try:
             runpy.run_path(path, run_name="__main__")
-        except _Observed:
+        except Observed:
             pass
         except KeyboardInterrupt:
             interrupted = True
@@ -70,16 +65,4 @@ def is_main_process() -> bool:
 
 
 def _end() -> None:
-    raise _Observed
-
-
-@contextmanager
-def _as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    """What a script finds when it is run by itself: its arguments, and its folder first among those of modules."""
-    before = sys.argv, sys.path[:]
-    sys.argv = [path, *arguments]
-    sys.path.insert(0, str(Path(path).resolve().parent))
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = before[0], before[1]
+    raise Observed

@@ -1,0 +1,237 @@
+"""What can be changed in a run from outside, one at a time. A change is a row; no other code asks which one it is.
+
+Each is a context manager that changes what the script makes while it is entered: loaders, optimizers, models. It yields
+a list, to which it adds a sentence for each thing that it has changed: a change that changed nothing was not tried.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import PreTrainedModel
+
+from gradprobe_hf.profiling.observing.observation import Observation
+
+Done = list[str]
+_WORKERS = 2
+_WAITS = 0.01  # share of a step from which on workers are worth a try
+
+
+@dataclass(frozen=True)
+class Change:
+    """Attributes:
+    needless: why there is nothing to try in a run that was observed; None if there is.
+    made: the change, while it is entered.
+    remedy: how to make it in the script.
+    same_batches: whether each step has the batch that it had, so that losses are comparable.
+    """
+
+    needless: Callable[[Observation], str | None]
+    made: Callable[[], AbstractContextManager[Done]]
+    remedy: str
+    same_batches: bool = True
+
+
+@contextmanager
+def _workers() -> Iterator[Done]:
+    def change(values: dict[str, Any]) -> str | None:
+        if values["num_workers"] or isinstance(values["dataset"], IterableDataset):
+            return None  # an iterable data set would have to divide its rows among them
+        values.update(num_workers=_WORKERS, persistent_workers=True)
+        return f"num_workers={_WORKERS}"
+
+    with _loaders(change) as done:
+        yield done
+
+
+@contextmanager
+def _larger_batch() -> Iterator[Done]:
+    def change(values: dict[str, Any]) -> str | None:
+        if not values["batch_size"] or values["batch_sampler"] is not None:
+            return None
+        values["batch_size"] *= 2
+        return f"batch_size={values['batch_size']}"
+
+    with _loaders(change) as done:
+        yield done
+
+
+@contextmanager
+def _loaders(change: Callable[[dict[str, Any]], str | None]) -> Iterator[Done]:
+    """Change the arguments of each `DataLoader` that is made."""
+    done: Done = []
+    original = DataLoader.__init__
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        # Accelerate makes a loader of its own class out of one that was changed already.
+        if type(self) is DataLoader and (said := change(bound.arguments)):
+            done.append(said)
+        original(*bound.args, **bound.kwargs)
+
+    with _replaced(DataLoader, "__init__", made):
+        yield done
+
+
+@contextmanager
+def _fused() -> Iterator[Done]:
+    done: Done = []
+    original = Optimizer.__init__
+
+    @functools.wraps(original)
+    def made(self: Any, params: Any, defaults: dict[str, Any]) -> None:
+        if "fused" in defaults and not defaults["fused"]:
+            defaults.update(fused=True, foreach=None)
+            done.append(f"{type(self).__name__}(fused=True)")
+        original(self, params, defaults)
+
+    with _replaced(Optimizer, "__init__", made):
+        yield done
+
+
+@contextmanager
+def _autocast() -> Iterator[Done]:
+    """Around each call of an outermost module."""
+    done: Done = []
+    open_: list[Any] = []
+    depth = 0
+
+    def before(module: nn.Module, _: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            first = next(module.parameters(), None)
+            device = first.device.type if first is not None else "cpu"
+            open_.append(torch.autocast(device, torch.bfloat16))
+            open_[-1].__enter__()
+            done[:] = ["forward under torch.autocast in bfloat16"]
+
+    def after(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            open_.pop().__exit__(None, None, None)
+
+    handles = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
+    try:
+        yield done
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _first_called(change: Callable[[nn.Module], str | None]) -> Iterator[Done]:
+    """Change the first module that is called."""
+    done: Done = []
+
+    def before(module: nn.Module, _: Any) -> None:
+        handle.remove()
+        if said := change(module):
+            done.append(said)
+
+    handle = register_module_forward_pre_hook(before)
+    try:
+        yield done
+    finally:
+        handle.remove()
+
+
+def _sdpa(module: nn.Module) -> str | None:
+    models = [one for one in module.modules() if isinstance(one, PreTrainedModel)]
+    if not models or models[0].config._attn_implementation == "sdpa":
+        return None
+    models[0].set_attn_implementation("sdpa")
+    return "attn_implementation='sdpa'"
+
+
+def _checkpointing(module: nn.Module) -> str | None:
+    model = next((one for one in module.modules() if isinstance(one, PreTrainedModel)), None)
+    if model is None or not model.supports_gradient_checkpointing:
+        return None
+    if any(getattr(one, "gradient_checkpointing", False) for one in model.modules()):
+        model.gradient_checkpointing_disable()
+        return "gradient checkpointing off"
+    model.gradient_checkpointing_enable()
+    return "gradient checkpointing on"
+
+
+def _compile(module: nn.Module) -> str | None:
+    if module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+        return None
+    module.compile()
+    return "model.compile()"
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _no_waiting(seen: Observation) -> str | None:
+    if not seen.loaders:
+        return "no torch DataLoader was used"
+    if sum(one.seconds for one in seen.loaders) < _WAITS * sum(seen.timed):
+        return "the loader is not waited for"
+    return "it has workers" if any(one.workers for one in seen.loaders) else None
+
+
+def _no_loader(seen: Observation) -> str | None:
+    return None if seen.loaders and seen.contents else "no torch DataLoader was used"
+
+
+def _no_eager(seen: Observation) -> str | None:
+    return None if seen.setup and seen.setup.attention.get("eager") else "attention is not eager"
+
+
+def _no_float32(seen: Observation) -> str | None:
+    return f"the run is in {seen.setup.asked}" if seen.setup and seen.setup.asked else None
+
+
+def _no_transformers(seen: Observation) -> str | None:
+    known = seen.setup and (seen.setup.attention or seen.setup.checkpointed)
+    return None if known else "no model of transformers was seen"
+
+
+def _no_loop(seen: Observation) -> str | None:
+    slow = seen.setup and seen.setup.steps_by == "one by one" and seen.setup.has_fused
+    return None if slow else "the optimizer does not step tensor by tensor, or cannot be fused"
+
+
+def _compiled(seen: Observation) -> str | None:
+    return "it is compiled" if "calls" in seen.missing else None
+
+
+_ARGUMENTS = "in TrainingArguments"
+CHANGES: dict[str, Change] = {
+    "workers": Change(_no_waiting, _workers, f"DataLoader(num_workers=2); dataloader_num_workers=2 {_ARGUMENTS}"),
+    "batch-size": Change(
+        _no_loader, _larger_batch, "twice the batch; the learning rate may need a change", same_batches=False
+    ),
+    "attention": Change(_no_eager, partial(_first_called, _sdpa), "attn_implementation='sdpa' in from_pretrained"),
+    "precision": Change(_no_float32, _autocast, f"torch.autocast(device, torch.bfloat16); bf16=True {_ARGUMENTS}"),
+    "checkpointing": Change(
+        _no_transformers, partial(_first_called, _checkpointing), f"gradient_checkpointing {_ARGUMENTS}"
+    ),
+    "fused": Change(_no_loop, _fused, f"fused=True; optim='adamw_torch_fused' {_ARGUMENTS}"),
+    "compile": Change(_compiled, partial(_first_called, _compile), f"model.compile(); torch_compile=True {_ARGUMENTS}"),
+}

@@ -1,0 +1,120 @@
+"""One trial: a script with one change or none, for as many steps as are timed, in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from gradprobe_hf.estimation.machine import process_bytes
+from gradprobe_hf.profiling.as_main import Observed, run_as_main
+from gradprobe_hf.profiling.fixing.changes import CHANGES
+from gradprobe_hf.profiling.observing.batch_contents import contents_of
+from gradprobe_hf.profiling.observing.stages import StageClock, Wait, marked_stages
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Attributes:
+    done: what the change changed; empty: nothing.
+    seconds: of each timed step.
+    samples: a step, on average; None where batches do not tell.
+    losses: what each backward pass began at, from the first step on; NaN where that is no number.
+    memory: bytes of the process at its fullest, or of the device.
+    """
+
+    done: list[str]
+    seconds: list[float]
+    samples: float | None
+    losses: list[float]
+    memory: int
+
+
+@dataclass
+class _Watch:
+    """Counts steps of the first optimizer that takes one, and ends the script behind the last."""
+
+    warmup: int
+    timed: int
+    seconds: list[float] = field(default_factory=list)
+    losses: list[Tensor] = field(default_factory=list)
+    memory: int = 0
+    _steps: int = 0
+    _samples: list[int | None] = field(default_factory=list)
+    _optimizer: Optimizer | None = None
+    _since: float = 0.0
+
+    def waited(self, _: Wait, batch: Any) -> None:
+        # The batches of the first step may be more than its own.
+        if 0 < self._steps < self.warmup:
+            found = contents_of(batch)
+            self._samples.append(found.samples if found else None)
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        if self._optimizer is None:
+            self._optimizer = optimizer
+        if optimizer is not self._optimizer:
+            return
+        self._steps += 1
+        if self._steps > self.warmup:
+            self.seconds.append(time.perf_counter() - self._since)
+        self.memory = max(self.memory, _memory())
+        if len(self.seconds) == self.timed:
+            raise Observed
+        self._since = time.perf_counter()
+
+    def samples(self) -> float | None:
+        known = [one for one in self._samples if one is not None]
+        return sum(known) / (self.warmup - 1) if known and len(known) == len(self._samples) else None
+
+
+def run_trial(script: str, arguments: list[str], change: str | None, warmup: int, timed: int) -> Trial:
+    """The script for some steps. Its own errors are its own."""
+    watch = _Watch(warmup, timed)
+    made = CHANGES[change].made() if change else nullcontext([])
+    with made as done, _kept_losses(watch.losses), marked_stages(StageClock(), watch.waited, watch.stepped):
+        run_as_main(script, arguments)
+    return Trial(done, watch.seconds, watch.samples(), [float(one) for one in watch.losses], watch.memory)
+
+
+@contextmanager
+def _kept_losses(losses: list[Tensor]) -> Iterator[None]:
+    """What backward passes begin at, kept on its device: reading it would wait for it."""
+    original = torch.autograd.backward
+
+    @functools.wraps(original)
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        first = tensors if isinstance(tensors, Tensor) else tensors[0]
+        losses.append(first.detach() if first.numel() == 1 else torch.tensor(float("nan")))
+        original(tensors, *args, **kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
+
+
+def _memory() -> int:
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else process_bytes()
+
+
+def main() -> None:
+    """`python -m gradprobe_hf.profiling.fixing.trial RESULT CHANGE|- WARMUP TIMED SCRIPT ARGUMENTS...`"""
+    result, change, warmup, timed, script, *arguments = sys.argv[1:]
+    trial = run_trial(script, arguments, None if change == "-" else change, int(warmup), int(timed))
+    Path(result).write_text(json.dumps(asdict(trial)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
