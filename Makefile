@@ -144,6 +144,7 @@ bench-chat: $(READY) $(MODEL)  ## a chat model with an adapter, pruned on its ow
 
 architectures: $(READY)  ## docs/architectures.md, from a tiny model of each on its way through prune, save, load and pipeline
 	$(BIN)/python -m tests.architecture_page
+	$(BIN)/python -m tests.structure_page
 
 table: $(READY)  ## write the tables and the picture from benchmarks/results
 	$(BIN)/python -m benchmarks.readme_table

@@ -15,8 +15,15 @@ _FEED_FORWARDS: tuple[tuple[str, dict[str, int]], ...] = (
     ("mlp.c_proj", {"mlp.c_fc": 1}),  # GPT-2, StarCoder2
     ("mlp.dense_4h_to_h", {"mlp.dense_h_to_4h": 1}),  # GPT-NeoX
     ("mlp.fc2", {"mlp.fc1": 1}),  # Phi, ViT
-    ("fc2", {"fc1": 1}),  # OPT
+    ("fc2", {"fc1": 1}),  # OPT, BART
     ("output.dense", {"intermediate.dense": 1}),  # BERT
+    ("ffn.lin2", {"ffn.lin1": 1}),  # DistilBERT
+    ("mlp.Wo", {"mlp.Wi": 2}),  # ModernBERT
+    *(  # T5: the second part of an encoder's block, the third of a decoder's
+        (f"{network}.wo", {f"{network}.{maker}": 1 for maker in makers})
+        for network in ("layer.1.DenseReluDense", "layer.2.DenseReluDense")
+        for makers in (("wi_0", "wi_1"), ("wi",))
+    ),
 )
 # Attention with a matrix each for queries, keys and values, by the role of the one that reads the heads.
 _HEAD_READERS = ("self_attn.o_proj", "self_attn.dense", "self_attn.out_proj", "attention.o_proj")

@@ -33,8 +33,11 @@ _TOWERS = {
 _KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
 # Where the tokens of a multimodal model are patches of images, whatever mask there is for its text.
 _VISION = ("vision_model", "vision_tower", "vision_encoder", "visual")
-# How configurations call the channels of a feed-forward network.
-_WIDTHS = ("intermediate_size", "ffn_dim", "n_inner")
+# How configurations call the channels of a feed-forward network; of two stacks together.
+_WIDTHS = (
+    *(("intermediate_size",), ("ffn_dim",), ("n_inner",), ("d_ff",), ("hidden_dim",)),
+    ("encoder_ffn_dim", "decoder_ffn_dim"),
+)
 # Lists in a configuration that have one element for each block.
 PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size")
 # Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
@@ -221,15 +224,16 @@ def config_key(config: PreTrainedConfig, name: str) -> str:
     return str(config.attribute_map.get(name, name))
 
 
-def feed_forward_key(values: dict[str, Any], width: int) -> str:
-    """What a configuration's values call the channels of a feed-forward network.
+def feed_forward_keys(values: dict[str, Any], width: int) -> tuple[str, ...]:
+    """What a configuration's values call the channels of a feed-forward network: one name, or one for each stack.
 
     Raises:
         ValueError: none of the known names has this width.
     """
-    for name in _WIDTHS:
-        if name in values and values[name] in (width, None):  # GPT-2 writes none for four times the hidden size
-            return name
+    for names in _WIDTHS:
+        # GPT-2 writes none for four times the hidden size.
+        if all(name in values and values[name] in (width, None) for name in names):
+            return names
     raise ValueError(f"its configuration has no name for {width} FFN channels")
 
 
@@ -262,6 +266,8 @@ def random_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
             found[name] = torch.randn(tensor.shape, generator=generator).to(tensor.dtype)
         elif name != "labels":
             found[name] = torch.randint(vocabulary, tensor.shape, generator=generator)
+    if model.config.is_encoder_decoder:  # without labels it does not make them itself
+        found["decoder_input_ids"] = torch.randint(vocabulary, (rows, length), generator=generator)
     return found
 
 

@@ -73,7 +73,7 @@ class Plan:
         by_block: dict[str, dict[str, Target]] = {}
         for target in targets:
             by_block.setdefault(target.block, {})[target.role] = target
-        _check_stack(model, list(by_block))
+        _check_stack(model, list(by_block), amounts)
         units: dict[str, tuple[Units, ...]] = {}
         going: dict[str, int] = {}
         for name, amount in amounts.items():
@@ -91,12 +91,17 @@ class Plan:
         return cls(tuple(by_block), units, going)
 
 
-def _check_stack(model: PreTrainedModel, blocks: Sequence[str]) -> None:
-    if len({stack_of(block) for block in blocks}) > 1 or "" in blocks:
+def _check_stack(model: PreTrainedModel, blocks: Sequence[str], amounts: Mapping[str, float]) -> None:
+    """Of an encoder and a decoder what is inside of blocks can go, and no whole ones: they are not alike."""
+    stacks = sorted({stack_of(block) for block in blocks})
+    inside = bool(amounts) and all(STRUCTURES[name].matrices is not None for name in amounts)
+    if "" in stacks or (len(stacks) > 1 and not (inside and model.config.is_encoder_decoder)):
+        remedy = (
+            "give channels alone, {'ffn': ...}" if model.config.is_encoder_decoder else "prune it without structure"
+        )
         raise ValueError(
             f"structure is for models of one stack of blocks, and {type(model).__name__} has "
-            f"{', '.join(sorted({stack_of(block) or 'matrices outside of blocks' for block in blocks}))}: prune it "
-            "without structure."
+            f"{', '.join(stack or 'matrices outside of blocks' for stack in stacks)}: {remedy}."
         )
     if model.config.get_text_config() is not model.config:
         raise ValueError(

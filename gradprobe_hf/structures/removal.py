@@ -79,8 +79,9 @@ class Removal:
             return name
         if block in self.blocks:
             return None
-        number = self.kept_blocks.index(self.plan.blocks.index(block))
-        return f"{stack_of(block)}.{number}{name[len(block) :]}"
+        stack = stack_of(block)
+        kept = [one for one in self.plan.blocks if stack_of(one) == stack and one not in self.blocks]
+        return f"{stack}.{kept.index(block)}{name[len(block) :]}"
 
     def tensor(self, name: str, tensor: Tensor) -> Tensor:
         """What is left of a tensor of a block that stays, a copy."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from gradprobe_hf.model.families import PER_BLOCK, config_key, feed_forward_key, key_value_heads
+from gradprobe_hf.model.families import PER_BLOCK, config_key, feed_forward_keys, key_value_heads
 from gradprobe_hf.model.loading import skeleton
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
@@ -22,7 +22,7 @@ def shape_values(config: PreTrainedConfig, removal: Removal) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if "ffn" in plan.units:
         width = plan.units["ffn"][0].count
-        found[feed_forward_key(values, width)] = width - plan.going["ffn"]
+        found |= dict.fromkeys(feed_forward_keys(values, width), width - plan.going["ffn"])
     if "kv_groups" in plan.units:
         one, groups = plan.units["kv_groups"][0], key_value_heads(config)
         heads, left = config.num_attention_heads, groups - plan.going["kv_groups"]
