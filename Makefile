@@ -37,7 +37,7 @@ STORIES ?= $(wildcard ../shared/models/stories15M)
 STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
 
 bench: bench-quality bench-variants $(if $(STORIES),bench-stories bench-texts) $(if $(C4),bench-mixtures) \
-	bench-accumulators bench-speed bench-memory bench-training bench-recovery table
+	bench-accumulators bench-speed bench-memory bench-training $(if $(STORIES),bench-recovery) table
 
 # PEERS: the Python of an environment that has llm-compressor; see benchmarks/peer.py.
 PEERS ?=
@@ -132,9 +132,9 @@ bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, 
 	$(BIN)/python -m benchmarks.training cost --model $(MODEL) --batch-size 2 --window 256
 	$(BIN)/python -m benchmarks.training cost --model $(MODEL) --batch-size 2 --window 256 --compile
 
-bench-recovery: $(READY) $(MODEL)  ## fine-tuning after pruning, zeros kept
-	$(BIN)/python examples/recover.py --model $(MODEL) --steps 200 --json benchmarks/results/recovery.json \
-		$(if $(WIKITEXT),--text $(WIKITEXT)/calibration.txt --evaluation $(WIKITEXT)/evaluation.txt)
+bench-recovery: $(READY)  ## training towards the dense model after pruning, and towards the text (STORIES, STORIES_TEXT)
+	$(BIN)/python examples/recover.py --model $(STORIES) --split $(STORIES_TEXT) --json benchmarks/results/recovery.json \
+		--evaluation wikitext=$(if $(WIKITEXT),$(WIKITEXT)/evaluation.txt,$(HUB):test) $(FLAGS)
 
 SST2 ?= $(wildcard ../shared/data/sst2)
 

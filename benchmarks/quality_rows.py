@@ -51,6 +51,7 @@ SPARSEGPT: Options = {"update": "sparsegpt"}
 OBS: Options = {"update": "obs"}
 ADMM: Options = {"update": "admm"}
 BLOCKS: Options = {"refinement": "blocks"}
+RECOVERY: Options = {"recovery_steps": 100}  # of 8 windows each: 410,000 tokens at 512
 AS_PRUNED: Options = {"dense_target": 0.0}  # outputs of the model as pruned so far, as SparseGPT published it
 HALF_WAY: Options = {"dense_target": 0.5}
 
@@ -101,6 +102,10 @@ METHODS: dict[str, Row] = {
     "sparsegpt + blocks": Row(SPARSEGPT | BLOCKS),
     "sparsegpt + admm + blocks": Row({"update": "sparsegpt+admm"} | BLOCKS),
     "wanda + blocks": Row(WANDA | BLOCKS),
+    "one probe + admm + recovery": Row(ONE_PROBE | ADMM | RECOVERY),
+    "one probe + admm + blocks + recovery": Row(ONE_PROBE | ADMM | BLOCKS | RECOVERY),
+    "sparsegpt + recovery": Row(SPARSEGPT | RECOVERY),
+    "sparsegpt + admm + recovery": Row({"update": "sparsegpt+admm"} | RECOVERY),
     "magnitude": Row(MAGNITUDE),
     "magnitude + obs": Row(MAGNITUDE | OBS),
     "random": Row(RANDOM),
@@ -146,6 +151,10 @@ EXTRA = (  # made when asked for
     "sequential + admm",
     "one probe + blocks",
     "wanda + blocks",
+    "one probe + admm + recovery",
+    "one probe + admm + blocks + recovery",
+    "sparsegpt + recovery",
+    "sparsegpt + admm + recovery",
 )
 ACCUMULATORS: dict[str, Row] = {
     "path, float32": Row(TWO_PROBES),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -22,10 +22,12 @@ from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
-from gradprobe_hf.evaluation.divergence import PairedMeasurement
+from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.recovery.of_pruning import recovered_weights
 from gradprobe_hf.report.build import matrix_rows, peak_memory, versions
+from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision, conclude, decide_pruning, evaluate_pair
 from gradprobe_hf.run.diagnostics import Diagnostics
@@ -115,9 +117,12 @@ class Bench:
 
     def context(self, row: Row, seed: int) -> RunContext:
         samples = row.options.get("num_samples", self.protocol.num_samples)
-        source = row.calibration or TextSpec.parse(self.protocol.calibration).read()
-        batches = self._windows(source, "calibration", samples, seed)
+        batches = self._windows(self.source(row), "calibration", samples, seed)
         return RunContext(self.model, self.tokenizer, self.targets, GradProbeConfig(), batches, Batches.none())
+
+    def source(self, row: Row) -> Any:
+        """The text that a row calibrates on."""
+        return row.calibration or TextSpec.parse(self.protocol.calibration).read()
 
     def config(self, row: Row, task: CellTask) -> GradProbeConfig:
         own = self.protocol
@@ -146,6 +151,14 @@ class Bench:
         return {
             name: evaluate_pair(replace(context, evaluation=text), decision, f"{label}: {name}")
             for name, text in self.texts.items()
+        }
+
+    def measured_with(self, context: RunContext, parameters: NewWeights, label: str) -> dict[str, PairedMeasurement]:
+        """The same of a model whose whole parameters are new."""
+        works = {name: context.workload_on(text) for name, text in self.texts.items()}
+        return {
+            name: measure_pair(work, work, partial(replaced, context.model, parameters, keep=False), f"{label}: {name}")
+            for name, work in works.items()
         }
 
     def _evaluation(self, spec: TextSpec) -> Batches:
@@ -195,8 +208,14 @@ def _own_cell(bench: Bench, row: Row, task: CellTask) -> tuple[Cell, dict[str, s
     context = replace(bench.context(row, task.seed), config=config)
     begun = time.perf_counter()
     decision = _decided(context, row)
+    recovered = None
+    if config.recovery_steps:  # on the text that was calibrated on: nothing else is given to any row
+        recovered = recovered_weights(context, decision, bench.source(row), None, None).parameters
     seconds, peak = time.perf_counter() - begun, peak_memory()["peak_resident_bytes"]
-    found = bench.measured(context, decision, _label(task))
+    if recovered is None:
+        found = bench.measured(context, decision, _label(task))
+    else:
+        found = bench.measured_with(context, recovered, _label(task))
     matrices = matrix_rows(context, decision)
     cell = _cell(
         task,

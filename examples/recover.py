@@ -1,128 +1,254 @@
-"""Prune a model, fine-tune it with its zeros kept, and print the perplexity that pruning cost and training regained.
+"""Prune a model and recover it, towards the dense model's predictions and towards the text, and measure on other text.
 
-    make bench-recovery        # SmolLM2-135M, into benchmarks/results/recovery.json
+    make bench-recovery        # a model of 15M, into benchmarks/results/recovery.json; goes on where it stopped
 
-usage: python examples/recover.py --model MODEL [--text SPEC] [--evaluation SPEC] [--sparsity 0.6] [--steps 300]
+The learning rate is the one with the least divergence on the held-out part of the training text; nothing is chosen on
+an evaluation text. Labels are what is compared with: cross-entropy of the pruned model, and of the dense one.
+
+usage: python examples/recover.py --model MODEL --text SPEC|--split FILE --evaluation NAME=SPEC ... --json FILE
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import tempfile
-import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from transformers import Trainer, TrainingArguments
+from torch import Tensor
 
-from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.data.windows import WindowSpec, load_batches
-from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.evaluation.divergence import measure_pair
 from gradprobe_hf.model.loading import load_model, load_processing_class
 from gradprobe_hf.probe.engine import Workload
+from gradprobe_hf.recovery.divergence import TopPredictions
+from gradprobe_hf.recovery.text import Reading, read_text
+from gradprobe_hf.recovery.trainer import BestState, RecoveryTrainer, training_arguments
 from gradprobe_hf.report.build import versions
+from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.training import SparsityCallback
 
+DENSE, PRUNED = "dense", "pruned"
+KL, OWN, LABELS, DENSE_LABELS = "recovered", "recovered, own text", "cross-entropy", "dense, cross-entropy"
+ROWS = DENSE, PRUNED, KL, LABELS, DENSE_LABELS, OWN
 
-def fine_tuned(model: Any, rows: list[dict[str, Any]], masks: SparsityCallback, args: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        options = TrainingArguments(
-            output_dir=folder,
-            max_steps=args.steps,
-            per_device_train_batch_size=args.batch_size,
-            learning_rate=args.learning_rate,
-            lr_scheduler_type="cosine",
-            warmup_steps=args.steps // 20,
-            weight_decay=0.01,
-            bf16=True,
-            use_cpu=not torch.accelerator.is_available(),
-            save_strategy="no",
-            logging_steps=max(1, args.steps // 10),
-            report_to="none",
-            seed=0,
+
+class Labels:
+    """A teacher that is certain of the text: the divergence from it is cross-entropy."""
+
+    def predictions(self, batch: Mapping[str, Tensor]) -> TopPredictions:
+        ids = batch["shift_labels"].flatten().clamp(min=0)[:, None]
+        return TopPredictions(torch.zeros(ids.shape), ids, torch.full(ids.shape[:1], -torch.inf))
+
+
+@dataclass
+class Bench:
+    """What all rows have in common, and the figures so far."""
+
+    args: argparse.Namespace
+    found: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.dense = load_model(self.args.model, dtype=torch.float32).eval()
+        self.tokenizer = load_processing_class(self.dense)
+        spec = WindowSpec(self.args.evaluation_samples, self.args.sequence_length, self.args.batch_size)
+        self.texts = {
+            name: load_batches(
+                source, spec, part="evaluation", model=self.dense, processing_class=self.tokenizer, progress=False
+            )
+            for name, source in self.args.evaluation
+        }
+        self.config = RecoveryConfig(
+            steps=self.args.steps,
+            batch_size=self.args.batch_size,
+            sequence_length=self.args.sequence_length,
+            eval_steps=max(1, self.args.steps // 4),
+            save_steps=max(1, self.args.steps // 4),
         )
-        Trainer(model, options, train_dataset=rows, callbacks=[masks]).train()
+
+    def row(self, name: str, model: Any, **more: Any) -> None:
+        """Measure a model on every text, and keep the row."""
+        measured = {}
+        for text, batches in self.texts.items():
+            pair = measure_pair(
+                Workload(self.dense, batches, progress=False), Workload(model, batches, progress=False), label=text
+            )
+            assert pair.divergence is not None, "next tokens are predicted"
+            measured[text] = {
+                "perplexity": pair.pruned.perplexity,
+                "kl": pair.divergence.kl,
+                "top1_agreement": pair.divergence.top1_agreement,
+                "protocol": batches.describe()["protocol"],
+            }
+        self.found["rows"][name] = {**more, "texts": measured}
+        self.save()
+
+    @property
+    def trained_on(self) -> str | dict[str, float]:
+        """One text, or several in equal parts."""
+        names = self.args.recovery_text or [self.args.text]
+        return names[0] if len(names) == 1 else dict.fromkeys(names, 1.0)
+
+    def save(self) -> None:
+        self.args.json.write_text(json.dumps(self.found, indent=2) + "\n")
+
+    def pruned(self) -> Path:
+        """The pruned checkpoint, made if it is not there."""
+        if not self.args.pruned.exists():
+            options = {"num_samples": self.args.num_samples, "sequence_length": self.args.sequence_length}
+            prune_pretrained(
+                load_model(self.args.model, dtype=torch.float32).eval(),
+                GradProbeConfig(sparsity=self.args.sparsity, **options),
+                calibration=self.args.text,
+                evaluation=False,
+                processing_class=self.tokenizer,
+                output_dir=self.args.pruned,
+                progress=False,
+            )
+        return Path(self.args.pruned)
+
+    def towards_dense(self, name: str, rate: float, text: str | dict[str, float]) -> Any:
+        """What a recovery at a learning rate leaves; made if it is not there."""
+        folder = self.args.pruned.with_name(f"{self.args.pruned.name}-{name.split()[-1]}-{rate:g}")
+        known = self.found["rates"].setdefault(name, {})
+        if f"{rate:g}" not in known:
+            config = replace(self.config, learning_rate=rate)
+            result = recover_pretrained(
+                self.pruned(),
+                self.dense,
+                config,
+                text=text,
+                evaluation=False,
+                output_dir=folder,
+                overwrite=folder.exists(),
+                resume_dir=folder.with_name(f"{folder.name}-run"),
+                progress=False,
+                dtype="float32",
+            )
+            recovery = result.report.recovery
+            assert recovery is not None, "it was made"
+            known[f"{rate:g}"] = {
+                "held_out": recovery["held_out"][str(recovery["best_step"])],
+                "best_step": recovery["best_step"],
+                "seconds": round(recovery["seconds"], 1),
+                "tokens": recovery["tokens"],
+            }
+            self.save()
+        return load_model(folder, dtype=torch.float32)
+
+    def towards_labels(self, model: Any, keeps_zeros: bool) -> Any:
+        """The same steps of cross-entropy at the rate that was chosen; its best held-out state."""
+        reading = Reading(self.dense, self.tokenizer, Processes(), False)
+        config = replace(self.config, learning_rate=float(self.found["learning_rate"]))
+        text = read_text(self.trained_on, config, reading)
+        with tempfile.TemporaryDirectory() as folder:
+            best = BestState(Path(folder), config.early_stopping_patience)
+            on_cpu = not torch.accelerator.is_available()
+            arguments = training_arguments(
+                config, Path(folder), processes=Processes(), saves=False, on_cpu=on_cpu, bf16=False
+            )
+            arguments.eval_on_start = True
+            masks = [SparsityCallback("from-zeros")] if keeps_zeros else []
+            rows = {"train_dataset": text.trained, "eval_dataset": text.kept_back}
+            RecoveryTrainer(model, arguments, Labels(), **rows, callbacks=[*masks, best]).train()
+            best.load(model)
+        return model.eval()
 
 
 def run(args: argparse.Namespace) -> None:
-    model = load_model(args.model, dtype=torch.float32).eval()
-    tokenizer = load_processing_class(model)
-
-    def windows(source: str, part: Any, count: int) -> Any:
-        return load_batches(
-            source,
-            WindowSpec(count, args.sequence_length, batch_size=1),
-            part=part,
-            model=model,
-            processing_class=tokenizer,
-        )
-
-    held_out = windows(args.evaluation, "evaluation", args.evaluation_samples).in_batches_of(args.batch_size)
-    text = windows(args.text, "calibration", args.steps * args.batch_size)
-    rows = [{"input_ids": row["input_ids"][0], "labels": row["input_ids"][0]} for row in text]
-    config = GradProbeConfig(
-        sparsity=args.sparsity,
-        preset="balanced",
-        num_samples=args.num_samples,
-        sequence_length=args.sequence_length,
-        seed=0,
-    )
-    result = prune_pretrained(model, config, calibration=args.text, evaluation=held_out, processing_class=tokenizer)
-    assert result.report.evaluation is not None, "it was measured"
-    perplexity = {name: result.report.evaluation[name]["perplexity"] for name in ("dense", "pruned")}
-
-    start = time.perf_counter()
-    fine_tuned(model, rows, SparsityCallback(result), args)
-    seconds = time.perf_counter() - start
-    perplexity["recovered"] = measure(Workload(model, held_out), "evaluation (recovered)").perplexity
-    zeros = sum(int((target.matrix(model) == 0).sum()) for target in result.targets)
-    if args.output:
-        model.save_pretrained(args.output)
-        tokenizer.save_pretrained(args.output)
-    figures = {
+    found = json.loads(args.json.read_text()) if args.json.exists() else {"rows": {}, "rates": {}}
+    bench = Bench(args, found)
+    made = {
+        DENSE: lambda: bench.row(DENSE, bench.dense),
+        PRUNED: lambda: bench.row(PRUNED, load_model(bench.pruned(), dtype=torch.float32)),
+        KL: lambda: chosen(bench),
+        LABELS: lambda: bench.row(LABELS, bench.towards_labels(load_model(bench.pruned(), dtype=torch.float32), True)),
+        DENSE_LABELS: lambda: bench.row(DENSE_LABELS, bench.towards_labels(copy.deepcopy(bench.dense), False)),
+        OWN: lambda: bench.row(OWN, bench.towards_dense(OWN, float(found["learning_rate"]), "self")),
+    }
+    found |= {
         "model": Path(args.model).name,
-        "sparsity": zeros / result.report.weights,
-        "perplexity": perplexity,
-        "tokens": args.steps * args.batch_size * args.sequence_length,
         "steps": args.steps,
-        "seconds": round(seconds, 1),
-        "evaluation": held_out.describe()["protocol"],
+        "batch_size": args.batch_size,
+        "sequence_length": args.sequence_length,
         "versions": versions(),
     }
-    if args.json:
-        args.json.write_text(json.dumps(figures, indent=2) + "\n")
-    show(figures, result, zeros)
+    for name in args.rows:
+        if name not in found["rows"]:
+            made[name]()
+    found["sparsity"] = inspect_checkpoint(bench.pruned()).sparsity
+    bench.save()
+    show(found)
 
 
-def show(figures: dict[str, Any], result: PruneResult, zeros: int) -> None:
-    report = result.report
-    table = Table("", *figures["perplexity"], title=f"{figures['model']}, {report.config['sparsity']:.0%} pruned")
-    table.add_row("perplexity", *(f"{value:.2f}" for value in figures["perplexity"].values()))
-    table.add_row("zeros", "", f"{report.zeros:,}", f"{zeros:,} of {report.weights:,} ({zeros / report.weights:.4%})")
-    console = Console(soft_wrap=True)
-    console.print(table)
-    console.print(f"{figures['steps']} steps, {figures['tokens']:,} tokens, in {figures['seconds']:.0f} seconds")
+def chosen(bench: Bench) -> None:
+    """A recovery for each learning rate; the row is that of the least divergence on held-out text."""
+    for rate in bench.args.learning_rates:
+        bench.towards_dense(KL, rate, bench.trained_on)
+    rates = bench.found["rates"][KL]
+    bench.found["learning_rate"] = float(min(rates, key=lambda rate: rates[rate]["held_out"]))
+    bench.row(KL, bench.towards_dense(KL, bench.found["learning_rate"], bench.trained_on))
+
+
+def show(found: dict[str, Any]) -> None:
+    texts = list(next(iter(found["rows"].values()))["texts"])
+    table = Table("", *(f"{text}: {what}" for text in texts for what in ("perplexity", "KL")))
+    for name, row in found["rows"].items():
+        values = [f"{row['texts'][text][what]:.4g}" for text in texts for what in ("perplexity", "kl")]
+        table.add_row(name, *values)
+    Console(soft_wrap=True).print(table)
+    print(f"{found['sparsity']:.4%} of the weights are zero; learning rate {found['learning_rate']:g}")
+
+
+def split(path: Path, folder: Path) -> tuple[str, str]:
+    """Two files of a text: its first seven tenths, to train on, and the rest. Between two paragraphs."""
+    text = path.read_text(encoding="utf-8")
+    middle = text.rfind("\n\n" if "\n\n" in text else "\n", 0, int(0.7 * len(text)))
+    parts = folder / f"{path.stem}-first.txt", folder / f"{path.stem}-rest.txt"
+    for part, content in zip(parts, (text[:middle], text[middle:]), strict=True):
+        part.write_text(content, encoding="utf-8")
+    return str(parts[0]), str(parts[1])
+
+
+def named(text: str) -> tuple[str, str]:
+    name, _, source = text.partition("=")
+    return name, source
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--text", default="Salesforce/wikitext:wikitext-2-raw-v1:validation")
-    parser.add_argument("--evaluation", default="Salesforce/wikitext:wikitext-2-raw-v1:test")
+    text = parser.add_mutually_exclusive_group(required=True)
+    text.add_argument("--text", help="text to prune and to train on")
+    text.add_argument("--split", type=Path, help="a file of text: seven tenths of it for that, the rest to measure on")
+    parser.add_argument("--evaluation", type=named, nargs="+", default=[], metavar="NAME=SPEC")
+    parser.add_argument("--json", type=Path, required=True, help="where the figures are written")
+    parser.add_argument("--pruned", type=Path, default=Path("runs/recovery"), help="the pruned checkpoint, kept")
+    parser.add_argument("--recovery-text", nargs="+", metavar="SPEC", help="text to train on (default: --text)")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, default=ROWS, metavar="ROW", help=f"of {', '.join(ROWS)}")
     parser.add_argument("--sparsity", type=float, default=0.6)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--num-samples", type=int, default=64, help="windows to probe on")
-    parser.add_argument("--evaluation-samples", type=int, default=60)
-    parser.add_argument("--learning-rate", type=float, default=1e-4)
-    parser.add_argument("--output", type=Path, help="where the recovered checkpoint is saved")
-    parser.add_argument("--json", type=Path, help="where the figures are written")
-    run(parser.parse_args())
+    parser.add_argument("--num-samples", type=int, default=32, help="windows to probe on")
+    parser.add_argument("--evaluation-samples", type=int, default=20)
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-4, 1e-3])
+    parser.add_argument("--bf16", action="store_true", help="compute the recovery in bfloat16, with float32 weights")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if args.split:
+            args.text, rest = split(args.split, Path(folder))
+            args.evaluation.insert(0, (args.split.stem, rest))
+        run(args)
 
 
 if __name__ == "__main__":

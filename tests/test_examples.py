@@ -139,13 +139,16 @@ def test_each_says_how_it_is_used(script):
 def test_recover(checkpoint, text_file, other_text_file, tmp_path):
     ran = run(
         "recover.py",
-        *("--model", checkpoint, "--text", text_file, "--evaluation", other_text_file, "--sparsity", 0.5),
+        *("--model", checkpoint, "--split", text_file, "--evaluation", f"other={other_text_file}", "--sparsity", 0.5),
         *("--steps", 20, "--sequence-length", 32, "--num-samples", 8, "--evaluation-samples", 8),
-        *("--learning-rate", 1e-2, "--json", tmp_path / "figures.json", "--output", tmp_path / "out"),
+        *("--learning-rates", 5e-3, 5.0, "--json", tmp_path / "figures.json", "--pruned", tmp_path / "pruned"),
     )
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["perplexity"]["recovered"] < figures["perplexity"]["pruned"]
-    assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-3) == figures["sparsity"]
+    kl = {name: row["texts"]["other"]["kl"] for name, row in figures["rows"].items()}
+    assert kl["dense"] == 0 < kl["recovered"] < kl["pruned"]
+    assert set(figures["rows"]["dense"]["texts"]) == {"plain", "other"}
+    assert figures["learning_rate"] == 5e-3
+    assert inspect_checkpoint(tmp_path / "pruned").sparsity == pytest.approx(0.5, abs=1e-3) == figures["sparsity"]
     assert "50.0000%" in ran.stdout
 
 

@@ -211,6 +211,17 @@ def test_a_row_may_have_a_calibration_text_of_its_own(bench, monkeypatch):
     assert f"| 50% | {shown} |" in texts_table(results)
 
 
+def test_a_row_may_be_recovered(bench, monkeypatch):
+    row = Row({"score": "magnitude", "recovery_steps": 10, "recovery_learning_rate": 5e-3})
+    monkeypatch.setitem(quality_rows.METHODS, "magnitude + recovery", row)
+    results = bench("--methods", "magnitude + recovery", "magnitude", *HALF)
+    rows = {row["method"]: row for row in results["rows"]}
+    (text,) = results["dense"]
+    recovered, pruned = rows["magnitude + recovery"], rows["magnitude"]
+    assert recovered["kl"][text] < pruned["kl"][text]
+    assert recovered["zeros"] == pruned["zeros"]
+
+
 @pytest.mark.parametrize(
     ("method", "message"), [("wandb", "'wandb' is none of: wanda"), ("llm-compressor, wanda", "needs --peers")]
 )
