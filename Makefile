@@ -6,7 +6,7 @@ MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
-	bench-variants bench-stories bench-structured bench-rivals bench-matching bench-texts bench-mixtures \
+	bench-variants bench-stories bench-structured bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
 	bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-chat table clean
 
@@ -94,6 +94,10 @@ bench-stories: $(READY)  ## every row in every column on a model of 15M (STORIES
 
 bench-matching: $(READY)  ## settings of block matching, on a part of the text that no other benchmark measures on
 	$(BIN)/python -m benchmarks.matching --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
+		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
+
+bench-choices: $(READY)  ## constants and presets beside their neighbours, on the same part
+	$(BIN)/python -m benchmarks.choices --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
 EQUALS := wanda "wanda + obs" "wanda + obs, dense_target 0" sparsegpt "sparsegpt, dense_target 0.5" \

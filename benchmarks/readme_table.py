@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.choices import choices_table
 from benchmarks.matching import matching_table
 from benchmarks.mixtures_table import mixtures_table
 from benchmarks.quality_tables import (
@@ -283,6 +284,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
     "stories": (("stories",), spread_table),
     "variants": (("variants",), variants_table),
     "matching": (("matching",), matching_table),
+    "choices": (("choices",), choices_table),
     "texts": (("texts",), texts_table),
     "mixtures": (("mixtures",), mixtures_table),
     "speed": (("speed",), speed_table),

@@ -105,6 +105,31 @@ def test_shards_end_as_the_whole_model(case):
     assert 0 < first["masks"] < wanted["masks"]
 
 
+UPDATED = {
+    "admm": ("llama", {"sparsity": 0.5, "probes": 1, "update": "admm"}, 5),
+    "sparsegpt, conv1d": ("gpt2", {"sparsity": 0.5, "update": "sparsegpt"}, 4),
+    "obs, 2:4": ("llama", {"pattern": "2:4", "score": "wanda", "update": "obs"}, 4),
+    "admm, conv1d": ("gpt2", {"sparsity": 0.5, "probes": 1, "update": "admm"}, 3),
+}
+
+
+@some("case", UPDATED, fast=("admm", "sparsegpt, conv1d"))
+def test_kept_weights_of_shards_are_updated_as_those_of_the_whole_model(case):
+    name, options, rows = UPDATED[case]
+    wanted = outcome(cases.build(name, torch.float64), name, options, rows)
+    first, second = together(in_shards, name, options, rows)
+    for one in (first, second):
+        assert one["report"][0] == wanted["report"][0]
+        loss = wanted["report"][2]["pruned"]["loss"]
+        assert one["report"][2]["pruned"]["loss"] == pytest.approx(loss, rel=1e-7)
+        for key, value in wanted["state"].items():
+            assert torch.equal(one["state"][key] == 0, value == 0), key
+            torch.testing.assert_close(one["state"][key], value, rtol=1e-5, atol=1e-7, msg=key)
+        assert one["sharded"]
+    assert first["masks"] + second["masks"] == wanted["masks"]
+    assert 0 < first["masks"] < wanted["masks"]
+
+
 @pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "tied"])
 def test_the_saved_checkpoint_is_that_of_one_process(name, tmp_path):
     outcome(cases.build(name, torch.float64), name, {"sparsity": 0.5}, 4, tmp_path / "one")
@@ -190,6 +215,7 @@ def refusals():
     for name, options in {
         "mixtral": {"sparsity": 0.5},
         "gpt2": {"pattern": "2:4", "update": "none"},
+        "llama": {"sparsity": 0.5, "refinement": "blocks"},
     }.items():
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             outcome(sharded(name, torch.float32), name, options, 4)
@@ -198,9 +224,10 @@ def refusals():
 
 
 def test_what_cannot_be_sharded_is_refused_with_what_to_do():
-    for experts, rows in together(refusals):
+    for experts, rows, blocks in together(refusals):
         assert "one whole model per process" in experts
         assert "sharded by inputs" in rows
+        assert "refinement='blocks' trains whole blocks" in blocks
 
 
 def test_zero_3_is_refused_with_what_to_use():

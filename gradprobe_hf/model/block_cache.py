@@ -12,7 +12,7 @@ the middle of the vision tower. `BlockSequence.of` finds these blocks, and their
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import stack_of
+from gradprobe_hf.model.fsdp import forget_pass
 from gradprobe_hf.model.loss import Batch, forward_only
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode, frozen, restore_slot
@@ -208,8 +209,10 @@ class BlockOutputCache:
         batch = send_to_device(self.batches[number], input_device(self.model))
         self.start_batch(number)
         before_batch(batch)
-        with suppress(_StopForward):
+        try:
             forward_only(self.model, batch)
+        except _StopForward:
+            forget_pass(self.model)
 
     @contextmanager
     def _capturing(self, ends: set[str], last: str) -> Iterator[dict[str, Any]]:

@@ -36,6 +36,16 @@ class ShardLayout:
         part = DTensor.from_local(full, self.mesh, [Partial(operation)] * self.mesh.ndim, run_check=False)
         return part.redistribute(placements=self.placements).to_local()
 
+    def gather(self, part: Tensor) -> Tensor:
+        """The whole of a tensor of which each process has the part that is its shard. A collective."""
+        strides = torch.empty(self.shape, device="meta").stride()
+        is_mask = part.dtype == torch.bool  # as bytes: not every backend gathers it
+        part = (part.to(torch.uint8) if is_mask else part).contiguous()
+        whole = DTensor.from_local(
+            part, self.mesh, self.placements, run_check=False, shape=torch.Size(self.shape), stride=strides
+        ).full_tensor()
+        return whole.bool() if is_mask else whole
+
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether FSDP2 manages any part of the model. (A DTensor alone may be tensor parallelism.)"""
@@ -99,13 +109,17 @@ def resharded(model: nn.Module) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        # A pass that stopped half-way leaves prefetched gathers and states of its backward behind, and the next pass
-        # would go on from them.
-        if isinstance(model, FSDPModule):
-            model.reset_iter_state()
+        forget_pass(model)
         raise
     finally:
         reshard(model)
+
+
+def forget_pass(model: nn.Module) -> None:
+    """A pass that stopped half-way leaves gathered parameters, prefetched gathers and states of its backward behind,
+    and the next pass would go on from them."""
+    if isinstance(model, FSDPModule):
+        model.reset_iter_state()
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -77,6 +77,16 @@ class Target:
         ends = [slice(start, start + size) for start, size in zip(layout.offset, layout.local_shape, strict=True)]
         return Region(*(reversed(ends) if self.transposed else ends))
 
+    def gathered(self, model: nn.Module, part: Tensor) -> Tensor:
+        """The whole `[out, in]` of which each process has the part that `matrix` returns. A collective if sharded."""
+        layout = shard_layout(model, self.parameter)
+        return part if layout is None else self.view(layout.gather(self.view(part)))
+
+    def own_part(self, model: nn.Module, whole: Tensor) -> Tensor:
+        """The part of a whole matrix that `matrix` returns."""
+        region = self.region(model)
+        return whole[region.rows, region.columns].contiguous()
+
     def view(self, parameter: Tensor) -> Tensor:
         """The matrix `[out, in]` as a view of its parameter as it is stored."""
         stored = parameter if self.expert is None else parameter[self.expert]

@@ -46,11 +46,37 @@ def serving(
         new_weights: target name -> values `[out, in]` to use in place of the model's.
     """
     with ExitStack() as stack:
+        if new_weights and is_sharded(model):
+            stack.enter_context(_exchanged_shards(model, targets, new_weights))
+            new_weights = None
         masks_to_serve = stack.enter_context(shrinking(model, targets, masks, factor))
         served = ServedWeights(masks_to_serve, factor, new_weights)
         stack.enter_context(instrumented(model, targets, served))
         stack.enter_context(torch.no_grad())
         yield
+
+
+@contextmanager
+def _exchanged_shards(
+    model: PreTrainedModel, targets: Sequence[Target], new_weights: Mapping[str, Tensor]
+) -> Iterator[None]:
+    """This process's shards are those of `new_weights` meanwhile: FSDP2 hands a map the whole matrix."""
+    targets = [target for target in targets if target.name in new_weights]
+    reshard(model)  # a parameter that is still gathered would hide what its shard is given
+    before = {target.name: target.matrix(model).clone() for target in targets}
+    try:
+        _write_shards(model, targets, new_weights)
+        yield
+    finally:
+        with uninterrupted():
+            reshard(model)
+            _write_shards(model, targets, before)
+
+
+@torch.no_grad()
+def _write_shards(model: PreTrainedModel, targets: Sequence[Target], values: Mapping[str, Tensor]) -> None:
+    for target in targets:
+        target.matrix(model).copy_(values[target.name])
 
 
 @contextmanager

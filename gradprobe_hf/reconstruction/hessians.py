@@ -32,6 +32,7 @@ class BlockHessians:
     """
 
     def __init__(self, model: PreTrainedModel, processes: Processes, has_drift: bool) -> None:
+        self.counts = True  # whether the batch does
         self._layout = BatchLayout(sequences=0, tokens=0)
         self._model, self._processes, self._has_drift = model, processes, has_drift
         self._hessians: dict[str, Tensor] = {}
@@ -56,6 +57,8 @@ class BlockHessians:
             self._is_dense, self._last_dense, self._last = False, None, None
 
     def add(self, target: Target, site: Site, inputs: Tensor) -> None:
+        if not self.counts:
+            return
         if self._is_dense:
             self._add_dense(target, site, inputs)
             return

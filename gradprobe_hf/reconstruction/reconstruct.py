@@ -24,9 +24,10 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
+from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.attachment import instrumented
+from gradprobe_hf.probe.attachment import instrumented, serving
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.probe.steps import own_steps
@@ -42,7 +43,7 @@ from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.silenced_blocks import silent_biases
 from gradprobe_hf.runtime.stopwatch import return_free_memory
-from gradprobe_hf.selection.packed_masks import PackedMasks, pack
+from gradprobe_hf.selection.packed_masks import PackedMasks, pack, unpack
 from gradprobe_hf.updates.problem import MatrixProblem
 
 
@@ -125,8 +126,10 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
     model, work = task.work.model, task.work
     config, refinement = task.config, task.config.refinement_row
     batches = in_step_sizes(work.batches, refinement) if config.refines else work.batches
-    own = [batch for batch, _ in own_steps(model, task.targets, batches, work.processes)]
-    blocks = BlockSequence.of(model, task.targets, own[0])
+    steps = own_steps(model, task.targets, batches, work.processes)
+    own = [batch for batch, _ in steps]
+    with resharded(model):
+        blocks = BlockSequence.of(model, task.targets, own[0])
     pruned = BlockOutputCache(model, own, blocks)
     dense = BlockOutputCache(model, own, blocks) if config.dense_target or refinement.dense_target else None
     found = Reconstructed(PackedMasks(), NewWeights(task.folder, on_disk=is_offloaded(model)), {})
@@ -141,14 +144,14 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
                 with instrumented(model, inside, ServedWeights()):
                     dense.advance([block])
         else:
-            made = _made(task, block, inside, pruned, dense)
+            made = _made(task, block, inside, pruned, dense, [counts for _, counts in steps])
             return_free_memory()
         if not is_finished and task.after_block is not None:
             task.after_block(number, made)
         vectors = [vector for vector in block_vectors(model, block) if vector.name in made.vectors]
         found.take(block, made, vectors)
         del made
-        with instrumented(model, [*inside, *vectors], ServedWeights(new_weights=found.new_weights)):
+        with serving(model, [*inside, *vectors], {}, new_weights=found.new_weights):
             pruned.advance([block])
     return found
 
@@ -159,9 +162,10 @@ def _made(
     inside: Sequence[Target],
     pruned: BlockOutputCache,
     dense: BlockOutputCache | None,
+    counted: Sequence[bool],
 ) -> FinishedBlock:
     """A block's matrices updated, then the whole of it trained, as far as either is asked for."""
-    collected, examples = _collect(task, block, inside, pruned, dense)
+    collected, examples = _collect(task, block, inside, pruned, dense, counted)
     made = _solve(task, inside, collected)
     del collected  # the Hessians: training has use for the memory
     return _refined(task, block, inside, examples, made) if task.config.refines else made
@@ -173,10 +177,14 @@ def _collect(
     inside: Sequence[Target],
     pruned: BlockOutputCache,
     dense: BlockOutputCache | None,
+    counted: Sequence[bool],
 ) -> tuple[BlockHessians, BlockExamples]:
     """The inputs of a block's matrices in the model as pruned so far, and in the dense one; that is then past it.
 
     Where blocks are trained, what the whole block is called with and should return, too.
+
+    Args:
+        counted: whether each batch counts; one that does not only keeps other processes company.
     """
     model, config = task.work.model, task.config
     collected = BlockHessians(model, task.work.processes, has_drift=bool(config.dense_target))
@@ -184,10 +192,12 @@ def _collect(
     left = []
     with ExitStack() as stack:
         on_input = collected.add if config.updates else None
+        stack.enter_context(resharded(model))
         stack.enter_context(instrumented(model, inside, ServedWeights(), on_input=on_input))
         if config.refines:
             stack.enter_context(examples.recording())
-        for number in range(len(pruned.batches)):
+        for number, counts in enumerate(counted):
+            collected.counts = counts
             if dense is not None:
                 with collected.as_dense():
                     left.append(dense.run(number, block, collected.start_batch))
@@ -212,7 +222,8 @@ class _NewMatrix:
     @classmethod
     def empty(cls, target: Target, model: PreTrainedModel) -> _NewMatrix:
         """Room for what another process has made."""
-        values = torch.empty_like(target.matrix(model), memory_format=torch.contiguous_format)
+        stored = target.matrix(model)
+        values = torch.empty(target.shape, dtype=stored.dtype, device=stored.device)
         return cls(values, pack(torch.zeros_like(values, dtype=torch.bool)), 0.0)
 
 
@@ -221,30 +232,59 @@ def _solve(task: Reconstruction, inside: Sequence[Target], collected: BlockHessi
     if task.config.update_row.function is None:
         return _masked(task, inside)
     processes = task.work.processes
+    model, sharded = task.work.model, is_sharded(task.work.model)
     owners = processes.shares([target.shape[0] * target.shape[1] ** 2 for target in inside])
-    sums = {}
+    given = {}
     # All sums before the first update: a process that is at work keeps the others waiting in their next sum.
     for target, owner in zip(inside, owners, strict=True):
-        found = collected.of(target)
+        found = collected.of(target), _gathered(task, target) if sharded else None
         if owner == processes.rank:
-            sums[target.name] = found
-    own = {target.name: _updated(task, target, *sums.pop(target.name)) for target in inside if target.name in sums}
+            given[target.name] = found
+    own = {target.name: _updated(task, target, *given.pop(target.name)) for target in inside if target.name in given}
     dampings = {name: made.damping for name, made in own.items() if made.damping > task.config.damping}
     made, values = FinishedBlock({}, PackedMasks(), {}), {}
     for target, owner in zip(inside, owners, strict=True):
-        one = own.pop(target.name, None) or _NewMatrix.empty(target, task.work.model)
-        values[target.name] = processes.send_(one.values, owner)
-        made.masks.add_packed(target.name, processes.send_(one.mask, owner), target.shape[1])
+        one = own.pop(target.name, None) or _NewMatrix.empty(target, model)
+        whole, mask = processes.send_(one.values, owner), processes.send_(one.mask, owner)
+        if sharded:
+            values[target.name] = target.own_part(model, whole)
+            made.masks.add(target.name, [target.own_part(model, unpack(mask, target.shape[1]))])
+        else:
+            values[target.name] = whole
+            made.masks.add_packed(target.name, mask, target.shape[1])
     for more in processes.gather(dampings):
         made.damping.update(more)
     return FinishedBlock(values, made.masks, made.damping)
 
 
-def _updated(task: Reconstruction, target: Target, hessian: Tensor, drift: Tensor | None) -> _NewMatrix:
-    """The weight update of a matrix."""
+def _here(task: Reconstruction, target: Target) -> tuple[Tensor, Tensor | None]:
+    """A matrix as it is stored, or this process's part of it, and of its mask, if that is known."""
+    stored = target.matrix(task.work.model)
+    return stored, None if task.masks is None else task.masks[target.name].to(stored.device)
+
+
+def _gathered(task: Reconstruction, target: Target) -> tuple[Tensor, Tensor | None]:
+    """The whole of a matrix that FSDP2 shards, and of its mask. Collectives."""
+    model = task.work.model
+    stored, mask = _here(task, target)
+    return target.gathered(model, stored), None if mask is None else target.gathered(model, mask)
+
+
+def _updated(
+    task: Reconstruction,
+    target: Target,
+    sums: tuple[Tensor, Tensor | None],
+    whole: tuple[Tensor, Tensor | None] | None,
+) -> _NewMatrix:
+    """The weight update of a matrix.
+
+    Args:
+        sums: H and D, of all processes.
+        whole: the matrix and its mask, where this process has them in part.
+    """
     config, solve = task.config, task.config.update_row.function
     assert solve is not None, "there is something to reconstruct"
-    stored = target.matrix(task.work.model)
+    (hessian, drift), (stored, mask) = sums, whole or _here(task, target)
     weight = stored.to(hessian.device, hessian.dtype)
     fisher = task.row_fisher.get(target.name)
     problem = MatrixProblem(
@@ -256,8 +296,7 @@ def _updated(task: Reconstruction, target: Target, hessian: Tensor, drift: Tenso
         config.budget_of(config.final_sparsity),
         None if fisher is None else torch.tensor(fisher, dtype=weight.dtype, device=weight.device),
     )
-    mask = None if task.masks is None else task.masks[target.name].to(weight.device)
-    solution = solve(problem, mask)
+    solution = solve(problem, None if mask is None else mask.to(weight.device))
     values = solution.values.to(stored.device, stored.dtype).contiguous()
     return _NewMatrix(values, pack(solution.mask), solution.damping)
 

@@ -89,6 +89,7 @@ def replaced(model: nn.Module, parameters: NewWeights, keep: bool = True) -> Ite
 
 @contextmanager
 def _exchanged(model: nn.Module, targets: Sequence[Target], new_weights: NewWeights, keep: bool) -> Iterator[None]:
+    reshard(model)  # as in `_zeroed`
     keeping = False
     try:
         with torch.no_grad():

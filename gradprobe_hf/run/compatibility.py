@@ -51,7 +51,7 @@ def check_shapes(model: nn.Module, targets: Sequence[Target], config: GradProbeC
     if config.reconstructs or config.order == "sequential":
         _check_in_blocks(model, targets, remedy=_other_ways(config))
     if config.reconstructs:
-        _check_reconstruction(model, targets)
+        _check_reconstruction(model, targets, config)
     if config.decision_row.filters is not None:
         thresholds(targets, config.gradient_threshold)
     whole = {"order='sequential'": config.order == "sequential", "bounds on matrices": config.bounds is not None}
@@ -139,12 +139,12 @@ def _check_in_blocks(model: nn.Module, targets: Sequence[Target], remedy: str) -
             )
 
 
-def _check_reconstruction(model: nn.Module, targets: Sequence[Target]) -> None:
-    if is_sharded(model):
+def _check_reconstruction(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
+    if config.refines and is_sharded(model):
         raise ValueError(
-            "a weight update needs whole matrices, and FSDP2 shards this model: set update='none' (--update none), "
-            "which changes no kept weight, or prune it on one process with device_map='auto' or 'disk', or with one "
-            "whole model per process."
+            f"refinement={config.refinement!r} trains whole blocks, and FSDP2 shards this model: set refinement='none' "
+            "(--refinement none), or prune it on one process with device_map='auto' or 'disk', or with one whole model "
+            "per process."
         )
     for target in targets:
         if any(site.kind == "embedding" for site in target.sites):

@@ -194,11 +194,13 @@ class ProbePair:
         context, config = self.context, self.context.config
         self.row_fisher_before = dict(self.diagnostics.row_fisher)
         wanted = config.update_row.weighs_rows or context.keeps_row_fisher
-        if not wanted or not config.uses_fisher or is_sharded(context.model):
+        if not wanted or not config.uses_fisher:
             return
         for target in self.targets:
             if self.first[target.name].reached:
                 rows = _row_fisher(target, self.first[target.name], config.fisher)
+                if is_sharded(context.model):
+                    context.processes.sum_(rows)
                 self.diagnostics.row_fisher[target.name] = rows.tolist()
 
     def _new_statistics(self, terms: frozenset[Term]) -> Statistics:
@@ -294,8 +296,13 @@ def _recorded(keys: Keys, ranges: dict[str, tuple[float, float]]) -> Keys:
 
 
 def _row_fisher(target: Target, statistics: MatrixStatistics, estimate: str) -> Tensor:
-    """The mean Fisher information of the weights of each row, `[out]`."""
-    return torch.cat([estimated_fisher(statistics, estimate, rows).mean(1) for rows in row_chunks(target.shape)])
+    """The mean Fisher information of the weights of each row, `[out]`; of a sharded matrix this process's share."""
+    found, region = torch.zeros(target.shape[0], dtype=torch.float64), statistics.region
+    for chunk in row_chunks(region.shape) if 0 not in region.shape else ():
+        rows = slice(region.rows.start + chunk.start, region.rows.start + chunk.stop)
+        mean = estimated_fisher(statistics, estimate, rows).mean(1)
+        found[rows] = mean.double().cpu() * (region.shape[1] / target.shape[1])
+    return found
 
 
 def merged(masks: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> PackedMasks:
