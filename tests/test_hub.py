@@ -82,6 +82,18 @@ def test_it_loads_and_the_card_s_snippet_runs_where_this_package_is_not(written)
         assert torch.equal(value, reloaded.state_dict()[name])
 
 
+def test_the_snippet_of_a_model_that_is_talked_to_talks(checkpoint, tmp_path, capsys, monkeypatch):
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content + ' ' }}{% endfor %}"
+    config = GradProbeConfig(sparsity=0.5, score="magnitude")
+    prune_pretrained(str(checkpoint), config, processing_class=tokenizer, output_dir=tmp_path / "chat", progress=False)
+    card = (tmp_path / "chat" / "README.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", card, re.S)[1], {})
+    assert '"role": "user"' in card
+    assert capsys.readouterr().out.strip()
+
+
 def test_the_report_has_everything(written):
     report = json.loads((written[1] / "gradprobe_report.json").read_text())
     assert {row["name"] for row in report["matrices"]} == set(written[0].masks)

@@ -374,8 +374,12 @@ def one_of_two(folder, stop_at, kind, options):
         pytest.param("batch", 7, {"sparsity": 0.5}, (8 - 6, 8 - 6), marks=pytest.mark.slow),
         ("batch", 4, {"sparsity": 0.5, "shards": True}, (8 - 2, 8 - 2)),
         ("block", 2, {"sparsity": 0.5, "probes": 1, "update": "admm"}, (3 - 1, 3 - 1)),
+        pytest.param(
+            *("block", 2, {"sparsity": 0.5, "probes": 1, "update": "admm", "shards": True}, (3 - 1, 3 - 1)),
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["probe 0", "between", "probe 1", "shards", "reconstruction"],
+    ids=["probe 0", "between", "probe 1", "shards", "reconstruction", "reconstruction of shards"],
 )
 def test_two_processes_go_on_together(kind, stop_at, options, left, tmp_path):
     """`left`: how often the moment comes when they go on, in each."""

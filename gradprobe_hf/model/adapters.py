@@ -130,6 +130,10 @@ def merge_stored(base: PreTrainedModel, source: AdapterSource, vocabulary: int |
         with warnings.catch_warnings():
             # What is missing would be folded in as it was initialised.
             warnings.filterwarnings("error", message="Found missing adapter keys")
+            # PEFT asks by the old name, which is no matter of the user's.
+            warnings.filterwarnings(
+                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
+            )
             adapted = _peft().PeftModel.from_pretrained(base, source.name, **source.where)
     except (ValueError, RuntimeError, KeyError, UserWarning) as error:
         raise ValueError(f"the adapter {source.name!r} does not fit {source.base!r}: {error}") from error

@@ -132,6 +132,7 @@ def _describe(context: RunContext) -> dict[str, Any]:
         "target_weights": sum(target.numel for target in context.targets),
         "dtype": str(model.dtype).removeprefix("torch."),
         "processing_class": type(context.processing_class).__name__,
+        "has_chat_template": bool(getattr(context.processing_class, "chat_template", None)),
         **context.origin,
     }
 

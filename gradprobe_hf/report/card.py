@@ -436,7 +436,11 @@ def _short_name(model: dict[str, Any]) -> str:
 
 def _snippet(report: Report, where: str) -> str:
     task = report.model["task"]
-    snippet = TASKS[task][0].snippet if task else ""
+    snippet = ""
+    if task:
+        is_chat = report.model.get("has_chat_template", False)  # not in reports of before
+        row = TASKS[task][0]
+        snippet = (is_chat and row.chat_snippet) or row.snippet
     if snippet and report.model["processing_class"] != "NoneType":
         return snippet.replace("{where}", where)
     name = report.model["class"]

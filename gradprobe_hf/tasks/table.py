@@ -45,6 +45,7 @@ class Task:
         compares: what kind of predictions these are.
         default_metric: measured where there are labels; None: the loss says enough.
         snippet: how the model is used, for the card; `{where}` stands for its name. "": it is only loaded.
+        chat_snippet: the same of a model that is talked to.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Task:
     compares: Compared = "labels"
     default_metric: str | None = None
     snippet: str = ""
+    chat_snippet: str = ""
 
     @property
     def auto(self) -> Any:
@@ -135,6 +137,14 @@ class Task:
 
 def _pipeline(task: str, call: str) -> str:
     return f'from transformers import pipeline\n\npipe = pipeline("{task}", model="{{where}}")\nprint(pipe({call}))'
+
+
+_CHAT = (
+    "from transformers import pipeline\n\n"
+    'pipe = pipeline("text-generation", model="{where}")\n'
+    'messages = [{"role": "user", "content": "Which ocean is the largest?"}]\n'
+    'print(pipe(messages, max_new_tokens=40)[0]["generated_text"][-1]["content"])'
+)
 
 
 def _generation(auto_class: str, text: str) -> str:
@@ -213,6 +223,7 @@ _ROWS = (
         term="predicted tokens",
         predict=predicted_next,
         snippet=_generation("AutoModelForCausalLM", "The largest ocean is"),
+        chat_snippet=_CHAT,
     ),
     Task(
         name="text-classification",
