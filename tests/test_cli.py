@@ -219,6 +219,8 @@ def test_a_new_row_is_a_choice(monkeypatch, gradprobe):
 def test_values_are_read_by_their_types():
     found = configured("--rounds", "0.2,0.35", "--batch-size", "auto", "--checkpointing", "off")
     assert (found.rounds, found.batch_size, found.checkpointing) == ((0.2, 0.35), "auto", False)
+    found = configured("--assistant-only-loss", "--checkpointing", "--quiet")
+    assert (found.assistant_only_loss, found.checkpointing) == (True, True)
     assert configured("--max-metric-drop", "5%").max_metric_drop == "5%"
     assert configured("--max-metric-drop", "1.5", "--checkpointing", "auto").max_metric_drop == 1.5
     for text, value in {

@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from docstring_parser import parse
 
@@ -82,7 +82,10 @@ def _settings(name: str, hint: Any) -> dict[str, Any]:
         return {"metavar": "TEXT", "type": with_line_breaks}
     if hint is str:
         return {"metavar": name.upper()}
-    return {"type": reader(hint), "metavar": kind(hint).metavar}
+    settings = {"type": reader(hint), "metavar": kind(hint).metavar}
+    if bool in (hint, *get_args(hint)):  # by itself it is on, as for a Trainer's script
+        settings |= {"nargs": "?", "const": True}
+    return settings
 
 
 @cache

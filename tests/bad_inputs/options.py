@@ -20,6 +20,7 @@ OPTIONS = [
     unreadable(f"{PRUNE} --sparsity", "--sparsity", "expected one argument"),
     unreadable(f"{PRUNE} --num_samples 4", "--num_samples", "--num-samples"),
     unreadable(f"{PRUNE} --no-such-option", "--no-such-option"),
+    unreadable("prune --output out --packing @llama", "--packing", "@llama", "'on'", "'off'"),
     # options of other libraries
     unreadable(f"{PRUNE} --amount 0.5", "--amount", "--sparsity"),
     unreadable(f"{PRUNE} --dataset pydoc", "--dataset", "--calibration"),
