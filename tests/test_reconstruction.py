@@ -17,7 +17,8 @@ from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets, is_routed
 from gradprobe_hf.reconstruction.hessians import WIDE, BlockHessians, lower_gram, mirrored_
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.reconstruction.reconstruct import Reconstruction, reconstruct
+from gradprobe_hf.reconstruction.reconstruct import reconstruct
+from gradprobe_hf.reconstruction.task import Reconstruction
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics

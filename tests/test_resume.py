@@ -70,7 +70,7 @@ MOMENTS = {
     "rename": ("gradprobe_hf.run.snapshots", "_flush"),
     "drop": ("gradprobe_hf.run.snapshots", "_drop"),
     "selection": ("gradprobe_hf.run.probe_pair", "select_masks"),
-    "block": ("gradprobe_hf.reconstruction.reconstruct", "_solve"),
+    "block": ("gradprobe_hf.reconstruction.reconstruct", "solve_block"),
 }
 
 

@@ -12,23 +12,19 @@ residual stream. (GPTAQ, arXiv:2504.02692, calibrates quantisation so.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
-from gradprobe_hf.model.fsdp import is_sharded, resharded
+from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented, serving
-from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.reconstruction.block_matching import (
@@ -42,52 +38,10 @@ from gradprobe_hf.reconstruction.block_matching import (
 from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.silenced_blocks import silent_biases
+from gradprobe_hf.reconstruction.solve import masked_block, solve_block
+from gradprobe_hf.reconstruction.task import FinishedBlock, Reconstruction
 from gradprobe_hf.runtime.stopwatch import return_free_memory
-from gradprobe_hf.selection.packed_masks import PackedMasks, pack, unpack
-from gradprobe_hf.updates.problem import MatrixProblem
-
-
-@dataclass(frozen=True)
-class FinishedBlock:
-    """One block's result.
-
-    Attributes:
-        new_weights: of each matrix, `[out, in]`.
-        masks: of the weights that are zero.
-        damping: where more than was asked for was needed, by matrix.
-        vectors: gains and biases that were trained, by parameter.
-        matched: how the training of the block went, if it was trained.
-    """
-
-    new_weights: Mapping[str, Tensor]
-    masks: PackedMasks
-    damping: dict[str, float]
-    vectors: Mapping[str, Tensor] = field(default_factory=dict)
-    matched: Matched | None = None
-
-
-@dataclass(frozen=True)
-class Reconstruction:
-    """What is to be reconstructed.
-
-    Attributes:
-        masks: which weights go; None: the weight update chooses them.
-        row_fisher: of each matrix, the mean Fisher information of the weights of a row, `[out]`, where it is known.
-        folder: for the new weights of a model that is offloaded.
-        finished: blocks that an earlier run has finished, in their order.
-        after_block: called with every further one and its number.
-        silenced: blocks that go whole: nothing in them is left to change.
-    """
-
-    work: Workload
-    targets: Sequence[Target]
-    config: GradProbeConfig
-    masks: PackedMasks | None
-    row_fisher: Mapping[str, Sequence[float]] = field(default_factory=dict)
-    folder: Path | None = None
-    finished: Sequence[FinishedBlock] = ()
-    after_block: Callable[[int, FinishedBlock], None] | None = None
-    silenced: frozenset[str] = frozenset()
+from gradprobe_hf.selection.packed_masks import PackedMasks
 
 
 @dataclass(frozen=True)
@@ -166,7 +120,7 @@ def _made(
 ) -> FinishedBlock:
     """A block's matrices updated, then the whole of it trained, as far as either is asked for."""
     collected, examples = _collect(task, block, inside, pruned, dense, counted)
-    made = _solve(task, inside, collected)
+    made = solve_block(task, inside, collected)
     del collected  # the Hessians: training has use for the memory
     return _refined(task, block, inside, examples, made) if task.config.refines else made
 
@@ -211,112 +165,9 @@ def _collect(
     return collected, examples
 
 
-@dataclass(frozen=True)
-class _NewMatrix:
-    """Attributes: its `values [out, in]` as they are stored, its `mask` packed, and the `damping` that it took."""
-
-    values: Tensor
-    mask: Tensor
-    damping: float
-
-    @classmethod
-    def empty(cls, target: Target, model: PreTrainedModel) -> _NewMatrix:
-        """Room for what another process has made."""
-        stored = target.matrix(model)
-        values = torch.empty(target.shape, dtype=stored.dtype, device=stored.device)
-        return cls(values, pack(torch.zeros_like(values, dtype=torch.bool)), 0.0)
-
-
-def _solve(task: Reconstruction, inside: Sequence[Target], collected: BlockHessians) -> FinishedBlock:
-    """The weight update of each matrix of a block: every process makes its share, and all get the whole."""
-    if task.config.update_row.function is None:
-        return _masked(task, inside)
-    processes = task.work.processes
-    model, sharded = task.work.model, is_sharded(task.work.model)
-    owners = processes.shares([target.shape[0] * target.shape[1] ** 2 for target in inside])
-    given = {}
-    # All sums before the first update: a process that is at work keeps the others waiting in their next sum.
-    for target, owner in zip(inside, owners, strict=True):
-        found = collected.of(target), _gathered(task, target) if sharded else None
-        if owner == processes.rank:
-            given[target.name] = found
-    own = {target.name: _updated(task, target, *given.pop(target.name)) for target in inside if target.name in given}
-    dampings = {name: made.damping for name, made in own.items() if made.damping > task.config.damping}
-    made, values = FinishedBlock({}, PackedMasks(), {}), {}
-    for target, owner in zip(inside, owners, strict=True):
-        one = own.pop(target.name, None) or _NewMatrix.empty(target, model)
-        whole, mask = processes.send_(one.values, owner), processes.send_(one.mask, owner)
-        if sharded:
-            values[target.name] = target.own_part(model, whole)
-            made.masks.add(target.name, [target.own_part(model, unpack(mask, target.shape[1]))])
-        else:
-            values[target.name] = whole
-            made.masks.add_packed(target.name, mask, target.shape[1])
-    for more in processes.gather(dampings):
-        made.damping.update(more)
-    return FinishedBlock(values, made.masks, made.damping)
-
-
-def _here(task: Reconstruction, target: Target) -> tuple[Tensor, Tensor | None]:
-    """A matrix as it is stored, or this process's part of it, and of its mask, if that is known."""
-    stored = target.matrix(task.work.model)
-    return stored, None if task.masks is None else task.masks[target.name].to(stored.device)
-
-
-def _gathered(task: Reconstruction, target: Target) -> tuple[Tensor, Tensor | None]:
-    """The whole of a matrix that FSDP2 shards, and of its mask. Collectives."""
-    model = task.work.model
-    stored, mask = _here(task, target)
-    return target.gathered(model, stored), None if mask is None else target.gathered(model, mask)
-
-
-def _updated(
-    task: Reconstruction,
-    target: Target,
-    sums: tuple[Tensor, Tensor | None],
-    whole: tuple[Tensor, Tensor | None] | None,
-) -> _NewMatrix:
-    """The weight update of a matrix.
-
-    Args:
-        sums: H and D, of all processes.
-        whole: the matrix and its mask, where this process has them in part.
-    """
-    config, solve = task.config, task.config.update_row.function
-    assert solve is not None, "there is something to reconstruct"
-    (hessian, drift), (stored, mask) = sums, whole or _here(task, target)
-    weight = stored.to(hessian.device, hessian.dtype)
-    fisher = task.row_fisher.get(target.name)
-    problem = MatrixProblem(
-        weight,
-        hessian,
-        drift,
-        config.dense_target or 0.0,
-        config.damping,
-        config.budget_of(config.final_sparsity),
-        None if fisher is None else torch.tensor(fisher, dtype=weight.dtype, device=weight.device),
-    )
-    solution = solve(problem, None if mask is None else mask.to(weight.device))
-    values = solution.values.to(stored.device, stored.dtype).contiguous()
-    return _NewMatrix(values, pack(solution.mask), solution.damping)
-
-
-def _masked(task: Reconstruction, inside: Sequence[Target]) -> FinishedBlock:
-    """The matrices of a block with zeros, and nothing else changed."""
-    assert task.masks is not None, "no weight update chooses them"
-    made = FinishedBlock({}, PackedMasks(), {})
-    values = {}
-    for target in inside:
-        stored = target.matrix(task.work.model)
-        mask = task.masks[target.name].to(stored.device)
-        values[target.name] = stored.masked_fill(mask, 0)
-        made.masks.add(target.name, [mask])
-    return replace(made, new_weights=values)
-
-
 def _silent(task: Reconstruction, block: str, inside: Sequence[Target]) -> FinishedBlock:
     """A block of which nothing is left."""
-    return replace(_masked(task, inside), vectors=silent_biases(task.work.model, block))
+    return replace(masked_block(task, inside), vectors=silent_biases(task.work.model, block))
 
 
 def _refined(

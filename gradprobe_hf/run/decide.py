@@ -25,8 +25,9 @@ from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.block_matching import Matched
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.reconstruction.reconstruct import FinishedBlock, Reconstruction, reconstruct, reconstruction_passes
+from gradprobe_hf.reconstruction.reconstruct import reconstruct, reconstruction_passes
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
+from gradprobe_hf.reconstruction.task import FinishedBlock, Reconstruction
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.schedule import decide_in_rounds, search
