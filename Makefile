@@ -6,7 +6,7 @@ MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
-	bench-variants bench-stories bench-structured bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
+	bench-refined bench-variants bench-stories bench-structured bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
 	bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-chat table clean
 
@@ -70,6 +70,12 @@ bench-c4: $(READY) $(MODEL)  ## the main table, calibrated on C4; three draws of
 bench-wikitext: $(READY) $(MODEL)  ## the same, calibrated on WikiText-2's validation split
 	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(if $(C4),$(C4_TEST)) \
 		--output benchmarks/results/wikitext.json $(FLAGS)
+
+REFINED := sparsegpt "one probe + admm" "one probe + admm + blocks" "one probe + admm + recovery"
+
+bench-refined: $(READY) $(MODEL)  ## blocks trained, and recovery, at 60%: three hours on 2 cores
+	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --columns 0.6 --methods $(REFINED) \
+		--output benchmarks/results/refined.json $(FLAGS)
 
 bench-paper: $(READY) $(MODEL)  ## the README's rows by the protocol of papers: all of WikiText-2's test split
 	$(SMOLLM2) $(C4_CALIBRATION) --evaluation paper:$(WIKI_TEST) --methods $(README_ROWS) \

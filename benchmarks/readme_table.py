@@ -284,7 +284,6 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
     "stories": (("stories",), spread_table),
     "variants": (("variants",), variants_table),
     "matching": (("matching",), matching_table),
-    "choices": (("choices",), choices_table),
     "texts": (("texts",), texts_table),
     "mixtures": (("mixtures",), mixtures_table),
     "speed": (("speed",), speed_table),
@@ -306,6 +305,9 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "rivals intervals": (("rivals",), intervals_table),
     "rivals divergence": (("rivals",), divergence_table),
     "qwen": (("qwen",), quality_table),
+    "refined": (("refined",), quality_table),
+    "refined divergence": (("refined",), divergence_table),
+    "choices": (("choices",), choices_table),
     "paper": (("paper",), quality_table),
 }
 

@@ -10,10 +10,11 @@ import pytest
 
 from benchmarks.quality_tables import PRESETS
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.report.next_choice import PRICES, PRICES_IN_GROUPS, RATIO, SECONDS, STEPS, next_choices
+from gradprobe_hf.report.next_choice import BEYOND, PRICES, PRICES_IN_GROUPS, next_choices
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
-TRAINING = "better: train the kept weights, as examples/recover.py does"
+TRAINING = ["better: recovery_steps=100", "better: refinement='blocks'"]
+ROWS = {"recovery_steps=100": "one probe + admm + recovery", "refinement='blocks'": "one probe + admm + blocks"}
 
 
 @pytest.mark.parametrize(("prices", "column"), [(PRICES, "0.6"), (PRICES_IN_GROUPS, "2:4")])
@@ -32,10 +33,12 @@ def test_prices_are_those_of_the_benchmark(prices, column):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, [TRAINING, "faster: preset fast"]),
+        ({}, [*TRAINING, "faster: preset fast"]),
         ({"preset": "balanced"}, ["better: preset best", "faster: preset fast"]),
         ({"probes": 1}, ["better: preset best"]),
-        ({"pattern": "2:4"}, [TRAINING, "faster: preset balanced"]),
+        ({"pattern": "2:4"}, [*TRAINING, "faster: preset balanced"]),
+        ({"refinement": "blocks"}, []),
+        ({"recovery_steps": 10}, []),
         ({"pattern": "2:4", "preset": "fast"}, ["better: preset best"]),
         ({"score": "wanda"}, []),
         ({"order": "sequential"}, []),
@@ -52,14 +55,15 @@ def test_what_trains_a_language_model_is_not_recommended_for_others():
 
 
 def test_the_price_is_in_the_sentence():
-    assert next_choices(GradProbeConfig())[1:] == [
+    assert next_choices(GradProbeConfig())[2:] == [
         "faster: preset fast (0.38x the time, 1.55x the perplexity on SmolLM2-135M-Instruct at 60%)"
     ]
 
 
 def test_training_has_its_measured_price_too():
-    found = json.loads((RESULTS / "recovery.json").read_text(encoding="utf-8"))
-    assert (found["model"], found["sparsity"]) == ("smollm2-135m-instruct", 0.6)
-    assert (found["steps"], found["seconds"]) == (STEPS, SECONDS)
-    ratio = found["perplexity"]["recovered"] / found["perplexity"]["pruned"]
-    assert ratio == pytest.approx(RATIO, abs=0.006)
+    found = json.loads((RESULTS / "refined.json").read_text(encoding="utf-8"))
+    assert found["settings"]["model"] == "smollm2-135m-instruct"
+    mean = {row["method"]: math.prod(row["perplexity"].values()) ** 0.5 for row in found["rows"]}
+    assert list(BEYOND) == list(ROWS)
+    for option, ratio in BEYOND.items():
+        assert ratio == pytest.approx(mean[ROWS[option]] / mean["one probe + admm"], abs=0.006)

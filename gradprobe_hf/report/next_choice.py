@@ -1,7 +1,7 @@
 """The next choice: what the next better and the next faster preset took where they were measured.
 
 From benchmarks/results/wikitext.json, which `make bench-wikitext` writes: SmolLM2-135M-Instruct at 60%, and at 2:4 in
-the place of every n:m pattern. What lies beyond the presets is from recovery.json beside it (`make bench-recovery`). A
+the place of every n:m pattern. What lies beyond the presets is from refined.json beside it (`make bench-refined`). A
 test holds them together.
 """
 
@@ -35,14 +35,14 @@ PRICES_IN_GROUPS: dict[Preset, Price] = {
     "best": Price(398.6, 45.91),
 }
 
-# Training the kept weights of what `balanced` left at 60%: its steps and seconds, and the ratio of the perplexities.
-STEPS, SECONDS, RATIO = 200, 874, 0.42
+# Training behind `best` at 60%: the option -> the ratio of the perplexities. (Its seconds were those of a busy machine.)
+BEYOND = {"recovery_steps=100": 0.85, "refinement='blocks'": 0.90}
 
 
 def next_choices(config: GradProbeConfig, is_language_model: bool = True) -> list[str]:
     """A sentence for what is better, and one for the best preset that is clearly faster, where there are such.
 
-    What is better is the best preset, and beyond that training. A method that is no preset has no measured price here,
+    What is better is the best preset, and beyond that training. What is no preset as it is has no measured price here,
     so nothing is said about it.
 
     Args:
@@ -56,11 +56,8 @@ def next_choices(config: GradProbeConfig, is_language_model: bool = True) -> lis
     quick = [preset for preset in prices if prices[preset].seconds <= CLEARLY_FASTER * prices[own].seconds]
     faster = min(quick, key=lambda preset: prices[preset].perplexity, default=own)
     at = "60%" if config.group is None else "2:4"
-    further = (
-        f"better: train the kept weights, as examples/recover.py does ({STEPS} steps in {SECONDS} s came to "
-        f"{RATIO:.2f}x the perplexity on {MEASURED_ON} at 60%, preset balanced)"
-    )
-    return [further] * (better == own and is_language_model) + [
+    further = [f"better: {option} ({BEYOND[option]:.2f}x the perplexity on {MEASURED_ON} at 60%)" for option in BEYOND]
+    return further * (better == own and is_language_model) + [
         f"{word}: preset {other} ({prices[other].seconds / prices[own].seconds:.2g}x the time, "
         f"{prices[other].perplexity / prices[own].perplexity:.2f}x the perplexity on {MEASURED_ON} at {at})"
         for word, other in (("better", better), ("faster", faster))
@@ -70,4 +67,6 @@ def next_choices(config: GradProbeConfig, is_language_model: bool = True) -> lis
 
 def _is(config: GradProbeConfig, preset: Preset) -> bool:
     plain = GradProbeConfig(preset=preset, pattern=config.pattern)
+    if config.refines or config.recovery_steps:
+        return False
     return config.order == "joint" and all(getattr(config, name) == getattr(plain, name) for name in METHOD)
