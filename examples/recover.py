@@ -210,9 +210,10 @@ def show(found: dict[str, Any]) -> None:
 
 
 def split(path: Path, folder: Path) -> tuple[str, str]:
-    """Two files of a text: its first seven tenths, to train on, and the rest. Between two paragraphs."""
+    """Two files of a text: its first seven tenths, to train on, and the rest. Between two paragraphs, lines or words."""
     text = path.read_text(encoding="utf-8")
-    middle = text.rfind("\n\n" if "\n\n" in text else "\n", 0, int(0.7 * len(text)))
+    wanted = int(0.7 * len(text))
+    middle = next((at for end in ("\n\n", "\n", " ") if (at := text.rfind(end, 0, wanted)) > 0), wanted)
     parts = folder / f"{path.stem}-first.txt", folder / f"{path.stem}-rest.txt"
     for part, content in zip(parts, (text[:middle], text[middle:]), strict=True):
         part.write_text(content, encoding="utf-8")

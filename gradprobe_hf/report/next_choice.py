@@ -35,7 +35,7 @@ PRICES_IN_GROUPS: dict[Preset, Price] = {
     "best": Price(398.6, 45.91),
 }
 
-# Training behind `best` at 60%: the option -> the ratio of the perplexities. (Its seconds were those of a busy machine.)
+# Training behind `best` at 60%: the option -> the ratio of the perplexities. Its seconds were a busy machine's.
 BEYOND = {"recovery_steps=100": 0.85, "refinement='blocks'": 0.90}
 
 
