@@ -210,7 +210,7 @@ def show(found: dict[str, Any]) -> None:
 
 
 def split(path: Path, folder: Path) -> tuple[str, str]:
-    """Two files of a text: its first seven tenths, to train on, and the rest. Between two paragraphs, lines or words."""
+    """Two files of a text: its first seven tenths, to train on, and the rest. Paragraphs stay whole, if any."""
     text = path.read_text(encoding="utf-8")
     wanted = int(0.7 * len(text))
     middle = next((at for end in ("\n\n", "\n", " ") if (at := text.rfind(end, 0, wanted)) > 0), wanted)
