@@ -144,7 +144,7 @@ def test_recover(checkpoint, text_file, other_text_file, tmp_path):
         *("--learning-rates", 5e-3, 5.0, "--json", tmp_path / "figures.json", "--pruned", tmp_path / "pruned"),
     )
     figures = json.loads((tmp_path / "figures.json").read_text())
-    kl = {name: row["texts"]["other"]["kl"] for name, row in figures["rows"].items()}
+    kl = {name: row["texts"]["plain"]["kl"] for name, row in figures["rows"].items()}
     assert kl["dense"] == 0 < kl["recovered"] < kl["pruned"]
     assert set(figures["rows"]["dense"]["texts"]) == {"plain", "other"}
     assert figures["learning_rate"] == 5e-3
