@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import gzip
 import json
+import sys
+import threading
+from pathlib import Path
 
 import pytest
 import torch
 from torch.profiler import profile, record_function
 from torch.utils.data import DataLoader
 
+import gradprobe_hf
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.profiling import ProfileReport
 from gradprobe_hf.profiling.findings import CHECKS
+from gradprobe_hf.profiling.observing.places import Place, place_of
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.pruning_run import profile_pruning, shortened
 from gradprobe_hf.profiling.trace import read_trace
@@ -87,6 +92,20 @@ def _listening(run):
     global listener
     (listener,) = _listeners
     run()
+
+
+def test_a_line_of_a_run_that_a_command_started():
+    """There is no frame of a user: the package's own stands in. Where there is one, it is the line."""
+    code = "def called(found):\n    found.append(place_of(sys._getframe()))\n"
+    names = {"sys": sys, "place_of": place_of}
+    exec(compile(code, str(Path(gradprobe_hf.__file__).parent / "model" / "loss.py"), "exec"), names)
+    found = []
+    thread = threading.Thread(target=names["called"], args=(found,))
+    thread.start()
+    thread.join()
+    names["called"](found)
+    assert found[0] == Place("gradprobe_hf/model/loss.py", 2, "called")
+    assert (found[1].file, found[1].through) == ("tests/test_profiling_elsewhere.py", "model/loss.py:2")
 
 
 def test_a_short_run_is_the_same_with_fewer_windows():

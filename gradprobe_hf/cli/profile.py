@@ -60,6 +60,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.profile_table import print_profile
     from gradprobe_hf.profiling.script import is_main_process
 
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler's own log, of when it starts and stops
     _check_effect(options)
     reports = {name: Path(path) for name, path in given(options, *_REPORTS).items()}
     for name, path in reports.items():

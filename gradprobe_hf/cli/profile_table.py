@@ -21,7 +21,9 @@ def print_profile(report: ProfileReport) -> None:
                 out.print(f"  -> {remedy}")
             out.print()
             continue
-        table = Table(*header, title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in header:
+            table.add_column(name, overflow="fold")  # half of a module's name tells nothing
         for row in rows:
             table.add_row(*row)
         out.print(table)

@@ -37,8 +37,8 @@ class _Lines:
         often = f"{call.what}, {call.count / seen.located:.3g} a step, {milliseconds(call.seconds)}"
         asked = seen.setup.asked if seen.setup else None
         more = self.evidence.format(detail=call.detail, asked=asked, waits=_waits(seen))
-        via = f", in {call.place.through}" if call.place and call.place.through else ""
-        return finding(self.name, call.place, call.seconds / median(seen.timed), often + more + via, self.remedy)
+        via = f" in {call.place.through}" if call.place and call.place.through else ""
+        return finding(self.name, call.place, call.seconds / median(seen.timed), often + via + more, self.remedy)
 
 
 def _waits(seen: Observation) -> str:

@@ -13,11 +13,13 @@ from typing import Literal
 
 import torch
 
-Owner = Literal["user", "torch", "library", "here"]
+Owner = Literal["user", "torch", "library", "package", "here"]
 
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # all of profiling/
+_PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib"))
+# And what installed commands are, such as `gradprobe` itself.
+_STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
 # Both read scalars by design: the step counts of an optimizer are on the CPU, and a loss scale has to be looked at.
 # Not all of torch.amp: a forward pass under autocast is called from there.
 _BY_DESIGN = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "amp", "grad_scaler.py"))
@@ -45,12 +47,13 @@ class Place:
 def place_of(frame: FrameType | None, any_call: bool = False) -> Place | None:
     """The innermost frame that belongs to no library. None: there is none, or PyTorch makes this call by design.
 
-    Frames of torch itself do not count as a library's: `print(tensor)` and `tensor.norm()` are the user's calls.
+    Frames of torch itself do not count as a library's: `print(tensor)` and `tensor.norm()` are the user's calls. In a
+    pruning run that a command started there is no user's frame; its own innermost one stands in.
 
     Args:
         any_call: also what PyTorch does by design.
     """
-    through = None
+    through, own = None, None
     while frame is not None:
         file, line = frame.f_code.co_filename, frame.f_lineno
         owner = _owner(file)
@@ -58,10 +61,12 @@ def place_of(frame: FrameType | None, any_call: bool = False) -> Place | None:
             return Place(shown_path(file), line, frame.f_code.co_name, through)
         if file.startswith(_BY_DESIGN) and not any_call:
             return None
-        if owner == "library" and through is None:
+        if owner == "package" and own is None:
+            own = Place(_within_package(file), line, frame.f_code.co_name, through)
+        if owner in ("library", "package") and through is None:
             through = f"{os.sep.join(file.split(os.sep)[-2:])}:{line}"
         frame = frame.f_back
-    return None
+    return own
 
 
 @cache
@@ -71,10 +76,16 @@ def _owner(file: str) -> Owner:
     path = os.path.abspath(file)
     if path.startswith(_HERE):
         return "here"
+    if path.startswith(_PACKAGE):
+        return "package"
     if path.startswith(_TORCH):
         return "torch"
     installed = "site-packages" in path or "dist-packages" in path
     return "library" if installed or path.startswith(_STANDARD) else "user"
+
+
+def _within_package(file: str) -> str:
+    return os.path.relpath(os.path.abspath(file), os.path.dirname(_PACKAGE[:-1]))
 
 
 def shown_path(file: str) -> str:
