@@ -37,7 +37,7 @@ from tests import cases
 
 PAGE = Path(__file__).parent.parent / "docs" / "guides" / "smaller.md"
 BEGIN, END = "<!-- structures -->\n", "<!-- /structures -->"
-AMOUNTS = {"ffn": 7, "kv_groups": 1, "blocks": 1}
+AMOUNTS = {"ffn": 7, "kv_groups": 1, "experts": 2, "blocks": 1}
 TOLERANCE = 1e-4  # of the outputs in float32
 
 SIZES: dict[str, Any] = {
@@ -56,6 +56,15 @@ T5 = {"d_model": 16, "d_ff": 24, "d_kv": 4, "num_layers": 3, "num_heads": 4, **B
 OPT = {name: size for name, size in SIZES.items() if name != "intermediate_size"}
 OPT |= {"ffn_dim": 24, "word_embed_proj_dim": 16}
 MASKED = SIZES | {"pad_token_id": 1}
+MIXTURE = {"moe_intermediate_size": 8, "num_experts_per_tok": 2}
+DEEPSEEK = MIXTURE | {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+}
+DEEPSEEK |= {"n_routed_experts": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
 DISTILBERT = {"vocab_size": 260, "pad_token_id": 1, "dim": 16, "hidden_dim": 24, "n_heads": 4, "n_layers": 4}
 
 
@@ -113,6 +122,18 @@ FAMILIES = (
     _decoder("Apertus", "apertus", **WIDE),
     _decoder("Arcee", "arcee", **WIDE),
     _decoder("Hunyuan", "hunyuan_v1_dense", **WIDE),
+    _decoder("Mixtral", "mixtral", **WIDE, num_local_experts=6),
+    _decoder("Qwen2-MoE", "qwen2_moe", **MIXTURE, num_experts=6, shared_expert_intermediate_size=8),
+    _decoder("Qwen3-MoE", "qwen3_moe", **WIDE, **MIXTURE, num_experts=6, norm_topk_prob=True),
+    _decoder("OLMoE", "olmoe", num_experts=6, num_experts_per_tok=2),
+    _decoder("PhiMoE", "phimoe", num_local_experts=6),
+    _decoder("GraniteMoE", "granitemoe", num_local_experts=6),
+    _decoder("GPT-OSS", "gpt_oss", **WIDE, num_local_experts=6, num_experts_per_tok=2, sliding_window=8),
+    _decoder("GLM-4 MoE", "glm4_moe", **WIDE, **DEEPSEEK),
+    _decoder("DeepSeek-V3", "deepseek_v3", **DEEPSEEK),
+    _decoder("ERNIE 4.5 MoE", "ernie4_5_moe", moe_num_experts=6, moe_intermediate_size=8, moe_k=2),
+    _decoder("MiniMax", "minimax", **WIDE, num_local_experts=6),
+    _decoder("Hunyuan MoE", "hunyuan_v1_moe", **WIDE, num_experts=6, moe_topk=2),
     _decoder("StableLM", "stablelm"),
     _decoder("GPT-2", "gpt2"),
     _decoder("GPT-NeoX", "gpt_neox"),
@@ -150,7 +171,7 @@ def cell(family: Family, structure: str) -> str:
     biases, masks = silenced(model, removal.blocks), packed(removal, targets)
     batch = random_batch(model, 2, 12)
     with tempfile.TemporaryDirectory() as folder:
-        with applied(model, targets, masks, keep=False, new_weights=biases):
+        with applied(model, targets, masks, keep=False, new_weights=biases, routes=removal.routes):
             save_smaller(Path(folder), model, removal)
             wanted = outputs(model, batch)
         # By transformers alone, as a user would: nothing missing, nothing left over, no shape that does not fit.

@@ -11,6 +11,8 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -23,6 +25,8 @@ from transformers import (
     Phi3ForCausalLM,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -52,6 +56,8 @@ SIZES = {
     "max_position_embeddings": 64,
 }
 WINDOWS = {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 8}
+MIXTURE = {"moe_intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 2}
+MIXTURE |= {"shared_expert_intermediate_size": 8}
 MORE = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
@@ -60,6 +66,8 @@ MORE = {
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWS)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES)),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
+    # Shared experts, router weights that do not sum to one, and a first block without experts.
+    "mixture": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **MIXTURE, mlp_only_layers=[0])),
 }
 ALL = {"ffn": 7, "kv_groups": 1, "blocks": 1}
 LOADABLE = {  # together; alone, and of more families, in tests/structure_page.py
@@ -69,6 +77,8 @@ LOADABLE = {  # together; alone, and of more families, in tests/structure_page.p
     "gemma3": ALL,
     "phi3": {"ffn": 7, "blocks": 1},
     "vit": {"ffn": 7, "kv_groups": 1},
+    "mixtral": {"kv_groups": 1, "experts": 2},
+    "mixture": {"kv_groups": 1, "experts": 3, "blocks": 1},
 }
 
 
@@ -104,7 +114,7 @@ def test_the_smaller_model_computes_what_the_masked_one_does(name, amounts, tmp_
     removal = Removal.example(plan)
     biases, masks = silenced(model, removal.blocks), packed(removal, targets)
     batch, dense = random_batch(model, 2, 12), cases.bits(model)
-    with applied(model, targets, masks, keep=False, new_weights=biases):
+    with applied(model, targets, masks, keep=False, new_weights=biases, routes=removal.routes):
         save_smaller(tmp_path, model, removal)
         wanted = outputs(model, batch)
     assert cases.changed(model, dense) == []
@@ -270,6 +280,9 @@ def test_the_error_of_a_unit_is_that_of_the_best_weights_without_it(width):
     assert set(least_missed(weight, inverse, units, 3).nonzero()[:, 0].tolist()) == gone
 
 
+GROUPED = {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 8}
+GROUPED |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+GROUPED |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
 REFUSED = [
     ("llama", {"kv_groups": 2}, "2 of 2 key-value heads cannot go: 1 to 1 can"),
     ("llama", {"ffn": 24}, "24 of 24 FFN channels cannot go"),
@@ -281,6 +294,11 @@ REFUSED = [
     ("olmo2", {"kv_groups": 1}, "cannot do without 1 of its 2 key-value heads"),
     ("bert5", {"blocks": 1}, "does not hand on what it is given"),
     ("mixtral", {"ffn": 7}, "no FFN channels in model.layers.0"),
+    ("mixtral", {"experts": 3}, "3 of 4 experts cannot go, since every token is sent to 2 of them: 1 to 2 can"),
+    ("mixtral", {"experts": 0.05}, "a share of 0.05 of 4 experts is none of them. Give how many go, 1 say"),
+    ("llama", {"experts": 1}, "LlamaForCausalLM has no experts, or none beside a router of their own"),
+    ("grouped", {"experts": 1}, "cannot do without 1 of its 8 experts; the nearest that it can is 2: set that"),
+    ("elsewhere", {"experts": 1}, "mlp.gate is not what sends them tokens"),
     ("t5", {"blocks": 1}, "models of one stack of blocks"),
     ("hidden", {"kv_groups": 1}, "the nearest that it can is 2: set that"),
 ]
@@ -293,6 +311,12 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
         model = perturbed(type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 5})))
     elif name == "hidden":  # Llama wants a hidden size that its heads divide
         model = type(cases.build("llama"))(cases.build("llama").config.__class__(**{**SIZES, "num_key_value_heads": 4}))
+    elif name == "grouped":  # a router that compares two groups of experts, which have to be as large
+        model = DeepseekV3ForCausalLM(DeepseekV3Config(**GROUPED)).eval()
+    elif name == "elsewhere":  # an experts module that does not do what its router says
+        model = build("mixtral")
+        experts = model.model.layers[0].mlp.experts
+        experts.register_forward_pre_hook(lambda _, args: (args[0], torch.zeros_like(args[1]), args[2]))
     else:
         model = build(name)
     monkeypatch.setattr("gradprobe_hf.run.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))

@@ -63,9 +63,11 @@ class PruneResult:
         # What was recovered has the zeros in it.
         masks = {} if self.recovered else self.masks
         targets = () if self.recovered else self.targets
+        new_weights = NewWeights() if self.recovered else self.new_weights
+        routes = {} if self.removal is None else self.removal.routes
         with (
             replaced(self.model, self.recovered, keep),
-            applied(self.model, targets, masks, keep, NewWeights() if self.recovered else self.new_weights),
+            applied(self.model, targets, masks, keep, new_weights, routes),
         ):
             yield
         if keep:

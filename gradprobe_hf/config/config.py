@@ -74,7 +74,8 @@ class GradProbeConfig:
         structure: whole parts to remove in place of single weights, so that the checkpoint is smaller wherever it is
             loaded: `{"ffn": 0.3, "kv_groups": 1, "blocks": 4}`. `"ffn"`: the share of the channels of every
             feed-forward network, of which a multiple of 64 is kept, or exactly how many go. `"kv_groups"`: how many
-            key-value heads of every block go, each with the query heads that read it. `"blocks"`: how many blocks go.
+            key-value heads of every block go, each with the query heads that read it. `"experts"`: the share of the
+            experts of every mixture, or how many go, with their rows of the router. `"blocks"`: how many blocks go.
             `"auto"`: the best of the shapes that meet a budget, `params` or `memory`, as measured.
         params: with `structure="auto"`: the most parameters that are left, as a share of the model's (`0.75`) or a
             number (`"100M"`). Embeddings count.
@@ -358,11 +359,13 @@ class GradProbeConfig:
                     f"{self._refusal('structure', name, 'it says itself how much goes, and of what')}; leave {name} "
                     f"unset{both}."
                 )
-        if self.drops_blocks and self.recovery_steps:
-            raise ValueError(
-                f"{self._refusal('recovery_steps', 'structure', 'it would train what is left of blocks that go')}; "
-                "leave recovery_steps unset."
-            )
+        for drops, what in ((self.drops_blocks, "blocks"), (self.drops_experts, "experts")):
+            if drops and self.recovery_steps:
+                why = f"it would train what is left of {what} that go"
+                raise ValueError(
+                    f"{self._refusal('recovery_steps', 'structure', why)}; leave recovery_steps unset, and recover the "
+                    "checkpoint (recover_pretrained, gradprobe recover)."
+                )
         self._fill({"update": "least_squares"} | ({"importance": "obs"} if self.weighs_units else {}))
         for name, value in _OF_STRUCTURES.items():
             object.__setattr__(self, name, value)
@@ -531,7 +534,8 @@ class GradProbeConfig:
     def needs(self) -> Needs:
         """What has to be measured."""
         if self.structure is not None:
-            probes = self.weighs_units and self.unit_score.measured == "gradients"
+            # Whether "auto" will take experts is known once the model is there.
+            probes = self.drops_experts or self.weighs_gates
             return Needs(frozenset({"gates"}), "probe") if probes else Needs(frozenset(), "forward")
         return needs_of(self.score_row, self.decision_row, self.fisher, changes_weights=self.reconstructs)
 
@@ -553,7 +557,7 @@ class GradProbeConfig:
     @property
     def weighs_units(self) -> bool:
         """Whether units inside of blocks go."""
-        return any(STRUCTURES[name].matrices is not None for name in self.structures)
+        return any(STRUCTURES[name].takes == "units" for name in self.structures)
 
     @property
     def unit_score(self) -> UnitScore:
@@ -566,9 +570,19 @@ class GradProbeConfig:
         return self.weighs_units and self.unit_score.measured == "inputs"
 
     @property
+    def weighs_gates(self) -> bool:
+        """Whether units go by what a probe says of their gates."""
+        return self.weighs_units and self.unit_score.measured == "gradients"
+
+    @property
+    def drops_experts(self) -> bool:
+        """Whether experts go, or may, by a probe of their gates."""
+        return any(STRUCTURES[name].takes == "experts" for name in self.structures)
+
+    @property
     def drops_blocks(self) -> bool:
         """Whether whole blocks go, by the loss without each of them."""
-        return any(STRUCTURES[name].matrices is None for name in self.structures)
+        return any(STRUCTURES[name].takes == "blocks" for name in self.structures)
 
     @property
     def final_sparsity(self) -> float:
@@ -754,7 +768,10 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "document_separator": (lambda c: c.packing, "packing=True"),
     "blocks_per_step": (lambda c: c.order == "sequential", "order='sequential'"),
     "evaluation_samples": (lambda c: c.evaluation_protocol == "windows", "evaluation_protocol='windows'"),
-    "checkpointing": (lambda c: c.needs.probes, "a probe (score='fisher', probes=2, or importance='fisher')"),
+    "checkpointing": (
+        lambda c: c.needs.probes,
+        "a probe (score='fisher', probes=2, importance='fisher', or experts that go)",
+    ),
     "accumulator_dtype": (lambda c: c.needs.accumulates, "a probe of weights (score='fisher', or probes=2)"),
     "accumulator_device": (lambda c: c.needs.accumulates, "a probe of weights (score='fisher', or probes=2)"),
     "initial_sparsity": (lambda c: c.max_metric_drop is not None, "max_metric_drop"),

@@ -31,6 +31,8 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> Passes:
     forward, backward = (2.0, 2.0) if config.decision_row.has_second_probe else (1.0, 1.0)
     if not needs.probes:
         forward, backward = float(bool(needs.terms)), 0.0
+    elif config.structure is not None:
+        forward = backward = float(config.drops_experts + config.weighs_gates)
     if config.order == "sequential":
         forward, backward = _sequential_passes(config, blocks)
     updates, epochs = (reconstruction_passes(config), config.refinement_row.epochs) if config.reconstructs else (0, 0)

@@ -20,6 +20,8 @@ CAUSAL = "ForCausalLM"
 ANY_SIZE = 512  # what is assumed of images where a model takes any, in pixels
 # How configurations call the number of experts that a token is routed to.
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
+# How configurations, and routers, call the number of experts that there are.
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Cross-attention: T5, BART and their like, BERT as a decoder. Keys and values come from the encoder's tokens.
 _CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention")
 # Parts of module names -> what readers call that part of a model.
@@ -207,6 +209,23 @@ def chosen_experts(config: PreTrainedConfig) -> int:
     """How many experts a token is routed to; 1 for a dense model."""
     text = config.get_text_config()
     return next((getattr(text, name) for name in _CHOSEN_EXPERTS if getattr(text, name, None)), 1)
+
+
+def experts_key(values: dict[str, Any], count: int) -> str:
+    """What a configuration's values call the number of experts.
+
+    Raises:
+        ValueError: none of the known names has this value.
+    """
+    found = next((name for name in _EXPERT_COUNTS if values.get(name) == count), None)
+    if found is None:
+        raise ValueError(f"its configuration has no name for {count} experts")
+    return found
+
+
+def router_counts(router: nn.Module) -> list[str]:
+    """Attributes of a router that say how many experts there are."""
+    return [name for name in _EXPERT_COUNTS if isinstance(router.__dict__.get(name), int)]
 
 
 def text_attribute(config: PreTrainedConfig, name: str, default: Any = None) -> Any:

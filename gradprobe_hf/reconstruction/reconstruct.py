@@ -23,6 +23,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
 from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.routing import routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented, serving
 from gradprobe_hf.probe.serving import ServedWeights
@@ -105,7 +106,8 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
         vectors = [vector for vector in block_vectors(model, block) if vector.name in made.vectors]
         found.take(block, made, vectors)
         del made
-        with serving(model, [*inside, *vectors], {}, new_weights=found.new_weights):
+        # Routers first: vectors of theirs are served around what is put there.
+        with routed(model, task.routes), serving(model, [*inside, *vectors], {}, new_weights=found.new_weights):
             pruned.advance([block])
     return found
 
@@ -157,7 +159,8 @@ def _collect(
                     left.append(dense.run(number, block, collected.start_batch))
                 if config.refines:
                     examples.take_dense()
-            pruned.run(number, block, collected.start_batch)
+            with routed(model, task.routes):
+                pruned.run(number, block, collected.start_batch)
             if config.refines:
                 examples.take(pruned.batches[number])
     if dense is not None:
@@ -183,6 +186,6 @@ def _refined(
         task.work.processes,
         task.config.seed,
     )
-    with torch.enable_grad():
+    with routed(task.work.model, task.routes), torch.enable_grad():
         values, vectors, matched = match_block(matching, made.new_weights, made.masks)
     return replace(made, new_weights=values, vectors=vectors, matched=matched)

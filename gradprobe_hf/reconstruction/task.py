@@ -45,6 +45,7 @@ class Reconstruction:
         finished: blocks that an earlier run has finished, in their order.
         after_block: called with every further one and its number.
         silenced: blocks that go whole: nothing in them is left to change.
+        routes: name of a router -> which of its experts go, bool `[experts]`: the pruned model sends them no token.
     """
 
     work: Workload
@@ -56,3 +57,4 @@ class Reconstruction:
     finished: Sequence[FinishedBlock] = ()
     after_block: Callable[[int, FinishedBlock], None] | None = None
     silenced: frozenset[str] = frozenset()
+    routes: Mapping[str, Tensor] = field(default_factory=dict)

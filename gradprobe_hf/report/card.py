@@ -150,7 +150,7 @@ def _smaller(report: Report, config: GradProbeConfig) -> dict[str, Any] | None:
 def shape_words(going: Mapping[str, int]) -> str:
     """What goes in a shape: `256 FFN channels of every block, 2 blocks`."""
     return ", ".join(
-        f"{count} {row.units if count > 1 else row.unit}{'' if row.matrices is None else ' of every block'}"
+        f"{count} {row.units if count > 1 else row.unit}{'' if row.takes == 'blocks' else ' of every block'}"
         for name, count in going.items()
         for row in [STRUCTURES[name]]
     )
@@ -255,6 +255,11 @@ def _structures(config: GradProbeConfig) -> str:
     said = [f"Whole structures were removed: {'; '.join(named)}."]
     if config.drops_blocks:
         said.append("Blocks went one after the other, each time the one without which the calibration loss was lowest.")
+    if config.drops_experts:
+        said.append(
+            "Inside a block those experts went whose gate, a factor on what an expert hands on, had the lowest Fisher "
+            "information on the calibration text."
+        )
     if config.weighs_units:
         said.append(config.unit_score.sentence)
     return " ".join(said)

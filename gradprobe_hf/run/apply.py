@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from gradprobe_hf.model.fsdp import reshard
 from gradprobe_hf.model.offload_store import replace_on_disk
 from gradprobe_hf.model.parameters import WeightsView, aliases, is_on_disk, offloaded_parameter, unload_leftovers
+from gradprobe_hf.model.routing import routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.runtime.interrupts import uninterrupted
@@ -34,12 +35,16 @@ def applied(
     masks: Mapping[str, Tensor],
     keep: bool = True,
     new_weights: NewWeights | None = None,
+    routes: Mapping[str, Tensor] | None = None,
 ) -> Iterator[None]:
     """Zero the masked weights, and write the new ones, for the body of the `with`.
 
     They stay if `keep` is set and the body returns; `new_weights` is then empty. If the body raises or is interrupted,
     every weight gets its original bits back: the originals of pruned weights in memory are kept until then, and new
     weights change places with what they replace.
+
+    Args:
+        routes: name of a router -> which of its experts go, bool `[experts]`: they are sent no token any more.
 
     Raises:
         OSError: the store of offloaded weights cannot be written; every weight has its original bits again.
@@ -54,7 +59,7 @@ def applied(
         _exchanged(model, [target for target in in_memory if target.name in pending], new_weights, keep),
         _zeroed(model, [target for target in in_memory if target.name not in new_weights], masks, keep),
     ):
-        with _read_through(model, changes):
+        with _read_through(model, changes), routed(model, routes or {}, keep):
             yield
         if keep:
             replace_on_disk(model, changes)

@@ -16,7 +16,7 @@ from gradprobe_hf.model.loading_checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.shape_search import budget_shapes
-from gradprobe_hf.run.structured import check_hands_on
+from gradprobe_hf.run.structured import check_hands_on, check_routing
 from gradprobe_hf.selection.published_rule import thresholds
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.shapes import check_legal
@@ -28,8 +28,11 @@ def check_targets(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     check_shapes(model, targets, config)
     if config.size_budget is not None:
         budget_shapes(model, targets, config)
-    elif config.drops_blocks:
+        return
+    if config.drops_blocks:
         check_hands_on(model, targets)
+    if config.drops_experts:
+        check_routing(model, Plan.of(model, targets, config.amounts).alone("experts"))
 
 
 def check_resumable(config: GradProbeConfig, option: str) -> None:

@@ -6,8 +6,8 @@ The model is left as it was throughout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from hashlib import sha256
 from typing import Any
@@ -22,6 +22,7 @@ from gradprobe_hf.evaluation.task_metric import measure_metric
 from gradprobe_hf.model.block_cache import BlockSequence
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.routing import routed
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.block_matching import Matched
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -186,6 +187,7 @@ def conclude(
                 _blocks_before(snapshots),
                 None if snapshots is None else _BlockSaver(snapshots),
                 gone,
+                {} if removal is None else removal.routes,
             )
         )
     diagnostics.count("forward", reconstruction_passes(context.config))
@@ -230,10 +232,17 @@ def evaluate_metric(context: RunContext, decision: PruningDecision | None, label
         return measure_metric(context.workload_on(context.evaluation), context.metric, f"evaluation ({label})")
 
 
-def _served(context: RunContext, decision: PruningDecision) -> AbstractContextManager[None]:
+@contextmanager
+def _served(context: RunContext, decision: PruningDecision) -> Iterator[None]:
     """The model as a decision would leave it."""
     targets = [*context.targets, *decision.new_weights.vectors]
-    return serving(context.model, targets, decision.masks, new_weights=decision.new_weights)
+    routes = {} if decision.removal is None else decision.removal.routes
+    # Routers first: vectors of theirs are served around what is put there.
+    with (
+        routed(context.model, routes),
+        serving(context.model, targets, decision.masks, new_weights=decision.new_weights),
+    ):
+        yield
 
 
 def _save(snapshots: Snapshots, masks: PackedMasks | None, diagnostics: Diagnostics) -> None:

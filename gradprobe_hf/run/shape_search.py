@@ -23,20 +23,22 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.routing import mixtures, routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.run.block_order import few_rows, loss_without, losses_alone
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.structured import hands_on
-from gradprobe_hf.run.unit_evidence import Weighed, weighed_units
+from gradprobe_hf.run.structured import hands_on, misrouted
+from gradprobe_hf.run.unit_evidence import Weighed, expert_fisher, weighed_units
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.structures.importance import made_up_for
 from gradprobe_hf.structures.legal_shapes import Shape, is_legal, shapes_within
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.table import STRUCTURES
+from gradprobe_hf.structures.unit_scores import lowest_of
 
 TRIED = 4  # shapes that are pruned and measured
 STOPS = 3  # amounts of a structure that are measured; what lies between is interpolated
@@ -51,8 +53,18 @@ def budget_shapes(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     """The shapes that meet a configuration's budget. Raises: as `shapes_within`."""
     budget = config.size_budget
     assert budget is not None, "asked for where there is one"
-    blocks = [name for name, row in STRUCTURES.items() if row.matrices is None]
-    return shapes_within(model, targets, budget, () if hands_on(model, targets) else blocks)
+    return shapes_within(model, targets, budget, _unavailable(model, targets))
+
+
+def _unavailable(model: PreTrainedModel, targets: Sequence[Target]) -> list[str]:
+    """Structures that the model turns out not to do without when it is run."""
+    found = []
+    for name, row in STRUCTURES.items():
+        if row.takes == "blocks" and not hands_on(model, targets):
+            found.append(name)
+        if row.takes == "experts" and mixtures(model) and misrouted(model, Plan.of(model, targets, {name: 1})):
+            found.append(name)
+    return found
 
 
 def with_shape(context: RunContext, going: Mapping[str, int]) -> RunContext:
@@ -135,9 +147,9 @@ def estimated_losses(context: RunContext, shapes: Sequence[Shape], diagnostics: 
 
 
 def _lost(going: Mapping[str, int], curves: Mapping[str, _Curve], blocks: int) -> float:
-    whole = sum(count for name, count in going.items() if STRUCTURES[name].matrices is None)
+    whole = sum(count for name, count in going.items() if STRUCTURES[name].takes == "blocks")
     # Units go of the blocks that stay, and fewer of these lose less.
-    shares = {name: 1.0 if STRUCTURES[name].matrices is None else 1 - whole / blocks for name in going}
+    shares = {name: 1.0 if STRUCTURES[name].takes == "blocks" else 1 - whole / blocks for name in going}
     return sum(shares[name] * curves[name].at(count) for name, count in going.items())
 
 
@@ -155,11 +167,15 @@ def _measured_stops(
     """Structure -> the loss without each of these amounts of it, nothing else gone."""
     found = {}
     for name, amounts in stops.items():
-        if STRUCTURES[name].matrices is None:
+        if STRUCTURES[name].takes == "blocks":
             plan = Plan.of(context.model, context.targets, {name: 1})
             alone = losses_alone(context, plan, diagnostics)
             order = sorted(alone, key=lambda block: alone[block])
             found[name] = [loss_without(context, plan, set(order[:count]), diagnostics) for count in amounts]
+        if STRUCTURES[name].takes == "experts":
+            removal = Removal(Plan.of(context.model, context.targets, {name: 1}))
+            fisher = expert_fisher(context, removal, diagnostics)
+            found[name] = [_loss_without_experts(context, fisher, count, diagnostics) for count in amounts]
     inside = {name: amounts for name, amounts in stops.items() if name not in found}
     readers, served = _without_units(context, inside, diagnostics)
     for name, amounts in inside.items():
@@ -197,9 +213,22 @@ def _without(one: Weighed, gone: Tensor, makes_up: bool) -> Tensor:
 
 
 def _served_loss(context: RunContext, readers: Sequence[Target], values: NewWeights, diagnostics: Diagnostics) -> float:
+    with serving(context.model, readers, {}, new_weights=values):
+        return _few_rows_loss(context, diagnostics)
+
+
+def _loss_without_experts(
+    context: RunContext, fisher: Mapping[str, Tensor], count: int, diagnostics: Diagnostics
+) -> float:
+    gone = {router: lowest_of(scores, count) for router, scores in fisher.items()}
+    with routed(context.model, gone):
+        return _few_rows_loss(context, diagnostics)
+
+
+def _few_rows_loss(context: RunContext, diagnostics: Diagnostics) -> float:
+    """The loss on a few calibration rows of the model as it is served now; where it is not a number, infinity."""
     batches = few_rows(context)
     work = replace(context.workload, batches=batches, progress=False)
-    with serving(context.model, readers, {}, new_weights=values):
-        loss = measure(work, "calibration", allows_nan=True).loss
+    loss = measure(work, "calibration", allows_nan=True).loss
     diagnostics.count("forward", sum(map(row_count, batches)) / sum(map(row_count, context.calibration)))
     return math.inf if math.isnan(loss) else loss

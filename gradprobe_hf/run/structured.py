@@ -1,6 +1,6 @@
-"""Whole structures: which blocks, channels and heads go. The result is masks, like that of any other decision.
+"""Whole structures: which blocks, experts, channels and heads go. The result is masks, like that of any other decision.
 
-Blocks go first. Then what is left of the dense model is measured, and units go as their score says.
+Blocks go first, then experts, by what is measured of the model that is left; then units, as their score says.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ from gradprobe_hf.model.families import random_batch
 from gradprobe_hf.model.loss import forward_only
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.routing import routed, wrongly_routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.block_order import blocks_going
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.unit_evidence import weighed_units
+from gradprobe_hf.run.unit_evidence import expert_fisher, weighed_units
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.unit_scores import lowest_of
 
 RANDOM_TOKENS = 8  # of the batch that shows whether a block without weights hands on what it is given
 
@@ -42,8 +44,10 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
             gone = blocks_going(context, plan, plan.going["blocks"], diagnostics)
         diagnostics.blocks_without = [dict(one) for one in gone]
         removal = Removal(plan, frozenset(one["block"] for one in gone))
+    if plan.experts:
+        removal = replace(removal, experts=_experts_going(context, removal, diagnostics))
     if plan.units:
-        with context.stopwatch("units"), torch.no_grad():
+        with context.stopwatch("units"), routed(context.model, removal.routes), torch.no_grad():
             removal = replace(removal, units=_units_going(context, removal, diagnostics))
     return packed(removal, context.targets)
 
@@ -97,6 +101,36 @@ def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
         forward_only(model, batch)
     given, handed_on = seen
     return torch.allclose(given, handed_on.to(given.device))
+
+
+def check_routing(model: PreTrainedModel, plan: Plan) -> None:
+    """Raise ValueError unless the model's code sends no token to experts that go."""
+    if reason := misrouted(model, plan):
+        there, most = plan.there("experts"), plan.most("experts")
+        tried = sorted(range(1, most + 1), key=lambda count: abs(count - plan.going["experts"]))
+        nearest = next((n for n in tried if misrouted(model, replace(plan, going={"experts": n})) is None), None)
+        remedy = "leave 'experts' out" if nearest is None else f"the nearest that it can is {nearest}: set that"
+        raise ValueError(
+            f"structure 'experts': {type(model).__name__} cannot do without {plan.going['experts']} of its {there} "
+            f"experts; {remedy}. ({reason})"
+        )
+
+
+@torch.no_grad()
+def misrouted(model: PreTrainedModel, plan: Plan) -> str | None:
+    """Why the model's code does not do without as many of its experts; None if it does."""
+    batch = send_to_device(random_batch(model, 1, RANDOM_TOKENS), input_device(model))
+    inside = [matrix for one in plan.experts for expert in one.matrices for matrix in expert]
+    # Through measured maps, as in every pass of a run: transformers' own products take no float64.
+    with serving(model, inside, {}), eval_mode(model):
+        return wrongly_routed(model, Removal.example(plan).routes, lambda: forward_only(model, batch))
+
+
+def _experts_going(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Tensor]:
+    """Name of a router -> which of its experts go, bool `[experts]`; the same in all processes."""
+    going = removal.plan.going["experts"]
+    fisher = expert_fisher(context, removal, diagnostics)
+    return {router: lowest_of(scores, going) for router, scores in fisher.items()}
 
 
 def _plan(context: RunContext) -> Plan:

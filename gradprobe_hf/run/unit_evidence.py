@@ -1,6 +1,7 @@
-"""Unit evidence: what is measured of the channels and heads of a model, block by block.
+"""Unit evidence: what is measured of the channels, heads and experts of a model.
 
-Blocks that go whole hand on what they are given meanwhile, so that all is measured in the model that is left of them.
+Blocks that go whole hand on what they are given meanwhile, and no token is sent to experts that go, so that all is
+measured in the model that is left of them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented
 from gradprobe_hf.probe.engine import ProbePass, run_probe
+from gradprobe_hf.probe.gates import GateSums
 from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.probe.steps import own_steps
@@ -107,22 +109,43 @@ def _collect(context: RunContext, cache: BlockOutputCache, block: str, readers: 
 
 
 def _by_gates(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> Iterator[Weighed]:
-    """One probe: the derivatives of the loss in a gate on each unit."""
+    """The derivatives of the loss in a gate on each unit."""
     staying = units_that_stay(removal)
-    readers = [units.reader for _, units in staying]
-    counts = {units.reader.name: units.count for _, units in staying}
-    statistics = Statistics(readers, context.config.needs.terms, context.model, units=counts)
+    found = _gates(context, [(units.reader, units.count) for _, units in staying], removal, diagnostics)
+    for (name, units), sums in zip(staying, found, strict=True):
+        yield Weighed(name, units, _evidence(context, units, gate_squares=sums.squares, gate_total=sums.total))
+
+
+def expert_fisher(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Tensor]:
+    """Name of each router that stays -> the Fisher information of a gate on the output of each expert, `[experts]`.
+
+    What an expert hands on is `W x` of its last matrix, weighted by the router: with d the gradient of the loss at
+    that product, a gate's derivative is `sum_t x_t W^T d_t`, all inputs of the matrix being one unit. No token, no
+    information: an expert that is never chosen goes first.
+    """
+    staying = [one for one in removal.plan.experts if one.mixture.block not in removal.blocks]
+    readers = [(expert[-1], 1) for one in staying for expert in one.matrices]
+    sums = iter(_gates(context, readers, removal, diagnostics))
+    return {
+        one.mixture.router: torch.cat([next(sums).squares.cpu() for _ in range(one.mixture.count)]) for one in staying
+    }
+
+
+def _gates(
+    context: RunContext, readers: Sequence[tuple[Target, int]], removal: Removal, diagnostics: Diagnostics
+) -> list[GateSums]:
+    """One probe: the sums of each of these matrices, which has so many units of inputs."""
+    targets, counts = [reader for reader, _ in readers], {reader.name: count for reader, count in readers}
+    statistics = Statistics(targets, frozenset({"gates"}), context.model, units=counts)
     gone, masks, biases = removed_blocks(context, removal)
-    one = ProbePass(readers, statistics, pruned=(gone, masks), new_weights=biases, label="probe (gates of units)")
+    one = ProbePass(targets, statistics, pruned=(gone, masks), new_weights=biases, label="probe (gates)")
     with context.stopwatch("probe 0"):
         loss = run_probe(context.workload, one)
         statistics.reduce(context.processes)
     diagnostics.probe_losses["probe 0"] = loss.mean
     diagnostics.count("forward", 1)
     diagnostics.count("backward", 1)
-    for name, units in staying:
-        sums = statistics[units.reader.name].gates
-        yield Weighed(name, units, _evidence(context, units, gate_squares=sums.squares, gate_total=sums.total))
+    return [statistics[reader.name].gates for reader in targets]
 
 
 def _evidence(context: RunContext, units: Units, **measured: Tensor) -> UnitEvidence:

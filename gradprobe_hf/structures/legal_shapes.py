@@ -77,10 +77,10 @@ def _axes(model: PreTrainedModel, targets: Sequence[Target], without: Collection
             plan = Plan.of(model, targets, {name: 1})
         except ValueError:  # the model has none of them, or not as many everywhere
             continue
-        there = plan.units[name][0].count if name in plan.units else len(plan.blocks) - 1
-        counts = row.steps(there)
-        # Heads have to divide this and that: each number is tried. Channels are alike, and so are blocks.
-        tried = counts if row.matrices is not None and there <= FEW else [counts[0], counts[-1]] if counts else []
+        counts = [count for count in row.steps(plan.there(name)) if count <= plan.most(name)]
+        # Heads have to divide this and that: each number is tried. Channels are alike, and so are blocks and experts.
+        few = row.takes == "units" and plan.there(name) <= FEW
+        tried = counts if few else [counts[0], counts[-1]] if counts else []
         legal = {count for count in tried if unfit(model, replace(plan, going={name: count})) is None}
         left = [count for count in counts if count in legal or (count not in tried and legal == set(tried))]
         if left:
@@ -110,8 +110,8 @@ class _Sizes:
         count = attrgetter(budget.unit)
         dense = count(_shape(model, targets, {}))
         saved = {name: dense - count(_shape(model, targets, {name: 1})) for name in names}
-        inside = {name: saved[name] / every for name in names if STRUCTURES[name].matrices is not None}
-        whole = next((saved[name] for name in names if STRUCTURES[name].matrices is None), 0)
+        inside = {name: saved[name] / every for name in names if STRUCTURES[name].takes != "blocks"}
+        whole = next((saved[name] for name in names if STRUCTURES[name].takes == "blocks"), 0)
         return cls(dense, whole, inside, every)
 
     def __call__(self, going: Mapping[str, int]) -> float:

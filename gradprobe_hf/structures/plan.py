@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import key_value_heads, stack_of
+from gradprobe_hf.model.families import chosen_experts, key_value_heads, stack_of
+from gradprobe_hf.model.routing import Mixture, mixtures
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.structures.table import STRUCTURES
 
@@ -47,6 +48,21 @@ class Units:
 
 
 @dataclass(frozen=True)
+class Experts:
+    """The experts of one block.
+
+    Attributes:
+        mixture: the modules that they are in.
+        matrices: of each expert its own, in the order in which a token passes them.
+        chosen: how many of them a token is sent to.
+    """
+
+    mixture: Mixture
+    matrices: tuple[tuple[Target, ...], ...]
+    chosen: int
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is to be removed.
 
@@ -54,11 +70,13 @@ class Plan:
         blocks: all of the model, in order.
         units: structure -> its units in every block.
         going: structure -> how many of these go in every block; of blocks, how many go.
+        experts: of every block that has some.
     """
 
     blocks: tuple[str, ...]
     units: Mapping[str, tuple[Units, ...]]
     going: Mapping[str, int] = field(default_factory=dict)
+    experts: tuple[Experts, ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel, targets: Sequence[Target], amounts: Mapping[str, float]) -> Plan:
@@ -76,9 +94,14 @@ class Plan:
         _check_stack(model, list(by_block), amounts)
         units: dict[str, tuple[Units, ...]] = {}
         going: dict[str, int] = {}
+        experts: tuple[Experts, ...] = ()
         for name, amount in amounts.items():
-            if STRUCTURES[name].matrices is None:
+            if STRUCTURES[name].takes == "blocks":
                 going[name] = _blocks_going(name, amount, len(by_block))
+                continue
+            if STRUCTURES[name].takes == "experts":
+                experts = _experts(model, targets, name)
+                going[name] = _experts_going(name, amount, experts)
                 continue
             units[name] = tuple(_units(model, name, block, roles) for block, roles in by_block.items())
             counts = {one.count for one in units[name]}
@@ -88,13 +111,30 @@ class Plan:
                     f"{type(model).__name__} have {', '.join(map(str, sorted(counts)))}: leave it out."
                 )
             going[name] = _going(name, amount, counts.pop())
-        return cls(tuple(by_block), units, going)
+        return cls(tuple(by_block), units, going, experts)
+
+    def there(self, name: str) -> int:
+        """How many there are of a structure of this plan: in a block, or of blocks."""
+        if STRUCTURES[name].takes == "blocks":
+            return len(self.blocks)
+        return self.experts[0].mixture.count if STRUCTURES[name].takes == "experts" else self.units[name][0].count
+
+    def most(self, name: str) -> int:
+        """How many of them can go at most."""
+        kept = {"units": 1, "blocks": 2, "experts": self.experts[0].chosen if self.experts else 1}
+        return self.there(name) - kept[STRUCTURES[name].takes]
+
+    def alone(self, name: str) -> Plan:
+        """The same about one structure."""
+        units = {name: self.units[name]} if name in self.units else {}
+        experts = self.experts if STRUCTURES[name].takes == "experts" else ()
+        return Plan(self.blocks, units, {name: self.going[name]}, experts)
 
 
 def _check_stack(model: PreTrainedModel, blocks: Sequence[str], amounts: Mapping[str, float]) -> None:
     """Of an encoder and a decoder what is inside of blocks can go, and no whole ones: they are not alike."""
     stacks = sorted({stack_of(block) for block in blocks})
-    inside = bool(amounts) and all(STRUCTURES[name].matrices is not None for name in amounts)
+    inside = bool(amounts) and all(STRUCTURES[name].takes == "units" for name in amounts)
     if "" in stacks or (len(stacks) > 1 and not (inside and model.config.is_encoder_decoder)):
         remedy = (
             "give channels alone, {'ffn': ...}" if model.config.is_encoder_decoder else "prune it without structure"
@@ -116,6 +156,45 @@ def _blocks_going(name: str, amount: float, there: int) -> int:
         raise ValueError(
             f"structure {name!r}: {amount} of {there} blocks cannot go, since the first and the last stay: "
             + (f"1 to {there - 2} can." if there > 2 else "none can.")
+        )
+    return gone
+
+
+def _experts(model: PreTrainedModel, targets: Sequence[Target], name: str) -> tuple[Experts, ...]:
+    """The experts of every block that has some."""
+    matrices: dict[str, dict[int, list[Target]]] = {}
+    for target in targets:
+        if target.expert is not None:
+            module = target.parameter.rpartition(".")[0]
+            matrices.setdefault(module, {}).setdefault(target.expert, []).append(target)
+    chosen = chosen_experts(model.config)
+    found = tuple(
+        Experts(one, tuple(tuple(matrices[one.experts][number]) for number in range(one.count)), chosen)
+        for one in mixtures(model)
+        if one.experts in matrices
+    )
+    others = ", ".join(repr(other) for other in STRUCTURES if other != name)
+    if not found:
+        raise ValueError(
+            f"structure {name!r}: {type(model).__name__} has no experts, or none beside a router of their own. Leave "
+            f"{name!r} out; there are also {others}."
+        )
+    counts = sorted({one.mixture.count for one in found})
+    if len(counts) > 1 or len(found) < len(matrices) or len({one.mixture.block for one in found}) < len(found):
+        raise ValueError(
+            f"structure {name!r} wants one mixture of as many experts in every block that has any, and those of "
+            f"{type(model).__name__} have {', '.join(map(str, counts))} in {len(matrices)} modules: leave it out."
+        )
+    return found
+
+
+def _experts_going(name: str, amount: float, experts: Sequence[Experts]) -> int:
+    there, chosen = experts[0].mixture.count, experts[0].chosen
+    gone = _going(name, amount, there)
+    if gone > there - chosen:
+        raise ValueError(
+            f"structure {name!r}: {gone} of {there} experts cannot go, since every token is sent to {chosen} of them: "
+            + (f"1 to {there - chosen} can." if there > chosen else "none can.")
         )
     return gone
 

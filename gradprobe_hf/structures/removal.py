@@ -26,11 +26,13 @@ class Removal:
     Attributes:
         blocks: those that go whole.
         units: name of a reader -> which of its units go, bool `[count]`. Of blocks that go whole none is looked at.
+        experts: name of a router -> which of its experts go, bool `[count]`; as of units.
     """
 
     plan: Plan
     blocks: frozenset[str] = frozenset()
     units: Mapping[str, Tensor] = field(default_factory=dict)
+    experts: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
     def example(cls, plan: Plan) -> Removal:
@@ -41,7 +43,11 @@ class Removal:
             for one in everywhere:
                 units[one.reader.name] = zero_units(one.count)
                 units[one.reader.name][: plan.going[name]] = True
-        return cls(plan, blocks, units)
+        experts = {}
+        for mixture in (one.mixture for one in plan.experts):
+            experts[mixture.router] = zero_units(mixture.count)
+            experts[mixture.router][: plan.going["experts"]] = True
+        return cls(plan, blocks, units, experts)
 
     @classmethod
     def of_masks(cls, plan: Plan, masks: Mapping[str, Tensor], targets: Sequence[Target]) -> Removal:
@@ -53,11 +59,15 @@ class Removal:
             for one in everywhere:
                 gone = masks[one.reader.name].all(0).cpu()
                 units[one.reader.name] = gone.unflatten(0, (one.count, one.width)).all(1)
-        return cls(plan, frozenset(plan.blocks) - staying, units)
+        experts = {
+            own.mixture.router: torch.tensor([all(one.name in empty for one in expert) for expert in own.matrices])
+            for own in plan.experts
+        }
+        return cls(plan, frozenset(plan.blocks) - staying, units, experts)
 
     def mask(self, target: Target) -> Tensor:
         """A matrix's mask, bool `[out, in]`."""
-        found = torch.full(target.shape, target.block in self.blocks)
+        found = torch.full(target.shape, target.block in self.blocks or target.name in self._without_expert)
         for one in self._units:
             gone = self.units[one.reader.name]
             if target == one.reader:
@@ -66,6 +76,15 @@ class Removal:
                 if target == maker:
                     found[one.rows(maker, parts, gone)] = True
         return found
+
+    @property
+    def routes(self) -> dict[str, Tensor]:
+        """Name of a router that stays -> which of its experts go, bool `[count]`."""
+        return {
+            one.mixture.router: self.experts[one.mixture.router]
+            for one in self.plan.experts
+            if one.mixture.block not in self.blocks and one.mixture.router in self.experts
+        }
 
     @property
     def kept_blocks(self) -> list[int]:
@@ -118,6 +137,19 @@ class Removal:
         return [one for one in every if one.reader.block not in self.blocks and one.reader.name in self.units]
 
     @cached_property
+    def _without_expert(self) -> frozenset[str]:
+        """Names of the matrices of experts that go."""
+        routes = self.routes
+        return frozenset(
+            matrix.name
+            for one in self.plan.experts
+            if one.mixture.router in routes
+            for number, own in enumerate(one.matrices)
+            if routes[one.mixture.router][number]
+            for matrix in own
+        )
+
+    @cached_property
     def _slices(self) -> dict[str, list[tuple[int, Tensor]]]:
         """Parameter -> what is kept of which of its dimensions as it is stored."""
         found: dict[str, list[tuple[int, Tensor]]] = {}
@@ -130,4 +162,9 @@ class Removal:
                 rows = one.rows(maker, parts, kept).nonzero()[:, 0]
                 found.setdefault(maker.parameter, []).append((1 if maker.transposed else 0, rows))
                 found.setdefault(f"{maker.parameter.rpartition('.')[0]}.bias", []).append((0, rows))
+        routes = self.routes
+        for mixture in (one.mixture for one in self.plan.experts if one.mixture.router in routes):
+            stay = (~routes[mixture.router]).nonzero()[:, 0]
+            for tensor in mixture.tensors:
+                found.setdefault(tensor, []).append((0, stay))
         return found

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from gradprobe_hf.model.families import PER_BLOCK, config_key, feed_forward_keys, key_value_heads
+from gradprobe_hf.model.families import PER_BLOCK, config_key, experts_key, feed_forward_keys, key_value_heads
 from gradprobe_hf.model.loading import skeleton
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
@@ -29,6 +29,9 @@ def shape_values(config: PreTrainedConfig, removal: Removal) -> dict[str, Any]:
         found[config_key(config, "num_attention_heads")] = heads // groups * left
         found[config_key(config, "num_key_value_heads")] = left
         found[config_key(config, "head_dim")] = one.reader.shape[1] // heads
+    if plan.experts:
+        there = plan.experts[0].mixture.count
+        found[experts_key(values, there)] = there - plan.going["experts"]
     if removal.blocks:
         found[config_key(config, "num_hidden_layers")] = len(removal.kept_blocks)
         for key in PER_BLOCK:
@@ -53,7 +56,7 @@ def check_legal(model: PreTrainedModel, plan: Plan) -> None:
     if unfit(model, plan) is None:
         return
     for name in plan.going:
-        alone = Plan(plan.blocks, {name: plan.units[name]} if name in plan.units else {}, {name: plan.going[name]})
+        alone = plan.alone(name)
         if reason := unfit(model, alone):
             raise ValueError(f"{_refusal(model, alone, name)} ({reason})")
     raise ValueError(f"{type(model).__name__} cannot do without these structures together ({unfit(model, plan)}).")
@@ -61,7 +64,7 @@ def check_legal(model: PreTrainedModel, plan: Plan) -> None:
 
 def _refusal(model: PreTrainedModel, plan: Plan, name: str) -> str:
     row, asked = STRUCTURES[name], plan.going[name]
-    there = plan.units[name][0].count if name in plan.units else len(plan.blocks)
+    there = plan.there(name)
     # Where there are few units every number of them is tried, the nearest first. Channels are alike, and thousands.
     tried = sorted(range(1, there), key=lambda count: abs(count - asked)) if there <= FEW else []
     nearest = next((count for count in tried if unfit(model, replace(plan, going={name: count})) is None), None)

@@ -25,16 +25,18 @@ class Structure:
 
     Attributes:
         unit, units: what one of them and several are called.
+        takes: units inside of blocks, experts, or whole blocks.
         matrices: roles of the matrices in a block -> the one that reads what the units make, and those that make it,
             each with how many rows side by side it has for a unit (gate and up in one matrix: 2); None where a block
-            has no such units. For whole blocks: None.
+            has no such units. For what is no units: None.
         rounded_to: of what is kept where the amount is a share; None: only counts are taken.
         sentence: for the model card, with `{count}` of them gone.
     """
 
     unit: str
     units: str
-    matrices: Callable[[frozenset[str]], tuple[str, dict[str, int]] | None] | None
+    takes: Literal["units", "experts", "blocks"]
+    matrices: Callable[[frozenset[str]], tuple[str, dict[str, int]] | None] | None = None
     rounded_to: int | None = None
     sentence: str
 
@@ -59,9 +61,10 @@ class Structure:
             return gone
         if isinstance(amount, int):
             raise ValueError(f"{amount} of {there} {self.units} cannot go: 1 to {there - 1} can.")
+        kept = "" if self.rounded_to == 1 else f", of which a multiple of {self.rounded_to} is kept,"
         raise ValueError(
-            f"a share of {amount:g} of {there} {self.units}, of which a multiple of {self.rounded_to} is kept, is "
-            f"{'none' if gone == 0 else 'all'} of them. Give how many go, {max(1, round(amount * there))} say."
+            f"a share of {amount:g} of {there} {self.units}{kept} is {'none' if gone == 0 else 'all'} of them. Give "
+            f"how many go, {max(1, round(amount * there))} say."
         )
 
     def steps(self, there: int) -> list[int]:
@@ -83,6 +86,7 @@ STRUCTURES: dict[str, Structure] = {
     "ffn": Structure(
         unit="FFN channel",
         units="FFN channels",
+        takes="units",
         matrices=feed_forward_matrices,
         rounded_to=WIDTH_UNIT,
         sentence="{count} channels of each feed-forward network",
@@ -90,13 +94,21 @@ STRUCTURES: dict[str, Structure] = {
     "kv_groups": Structure(
         unit="key-value head",
         units="key-value heads",
+        takes="units",
         matrices=attention_matrices,
         sentence="{count} key-value heads of each attention, with the query heads that read them",
+    ),
+    "experts": Structure(
+        unit="expert",
+        units="experts",
+        takes="experts",
+        rounded_to=1,
+        sentence="{count} experts of each mixture, with the rows of the router that send tokens to them",
     ),
     "blocks": Structure(
         unit="block",
         units="blocks",
-        matrices=None,
+        takes="blocks",
         sentence="{count} of the blocks",
     ),
 }

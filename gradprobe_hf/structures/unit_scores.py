@@ -63,8 +63,13 @@ class UnitScore:
 
 def lowest(score: Callable[[UnitEvidence], Tensor], evidence: UnitEvidence, going: int) -> Tensor:
     """The units with the lowest scores, bool `[count]`; of equal ones the first."""
-    gone = torch.zeros(evidence.count, dtype=torch.bool)
-    return gone.index_fill_(0, score(evidence).argsort(stable=True)[:going].cpu(), True)
+    return lowest_of(score(evidence), going)
+
+
+def lowest_of(scores: Tensor, going: int) -> Tensor:
+    """So many of the lowest of these, bool of the same shape, `[count]`; of equal ones the first."""
+    gone = torch.zeros(len(scores), dtype=torch.bool)
+    return gone.index_fill_(0, scores.argsort(stable=True)[:going].cpu(), True)
 
 
 def wanda_unit_scores(evidence: UnitEvidence) -> Tensor:

@@ -1,0 +1,169 @@
+"""Experts that go: which, by torch.autograd; a router that knows of it; whole runs."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.routing import routed
+from tests import cases
+from tests.reference import naive
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_pictures():
+    """They take half of the time, and say nothing here."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
+        yield
+
+
+def mixture(dtype=torch.float32):
+    """With router rows that are far apart: it chooses, and does not toss."""
+    model = cases.build("mixtral")
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.to(dtype)
+
+
+def loss_of(model, batches):
+    with torch.no_grad():
+        sums = [summed_loss(model, batch) for batch in batches]
+    return sum(float(one) for one, _ in sums) / sum(int(terms) for _, terms in sums)
+
+
+def gated(experts, gates):
+    """The experts of Mixtral, written out, each times its gate."""
+
+    def forward(hidden, chosen, weights):
+        out = torch.zeros_like(hidden)
+        for token in range(len(hidden)):
+            for expert, weight in zip(chosen[token], weights[token], strict=True):
+                gate, up = (experts.gate_up_proj[expert] @ hidden[token]).chunk(2)
+                made = experts.down_proj[expert] @ (experts.act_fn(gate) * up)
+                out[token] = out[token] + gates[expert] * weight * made
+        return out
+
+    return forward
+
+
+def test_those_go_whose_gates_have_the_least_fisher_information():
+    model, batches = mixture(torch.float64), cases.batches("mixtral")
+    result = prune_pretrained(
+        model,
+        GradProbeConfig(structure={"experts": 2}, update="none"),
+        calibration=batches,
+        evaluation=False,
+        apply=False,
+        progress=False,
+    )
+    assert result.report.passes == {"forward": 1.0, "backward": 1.0}
+    layers = model.model.layers
+    gates = [nn.Parameter(torch.ones(4, dtype=torch.float64)) for _ in layers]
+    fisher = torch.zeros(len(layers), 4, dtype=torch.float64)
+    for layer, gate in zip(layers, gates, strict=True):
+        layer.mlp.experts.forward = gated(layer.mlp.experts, gate)
+    for row in cases.batches("mixtral", batch_size=1):
+        gradients = torch.autograd.grad(naive.sequence_loss(model, row), gates)
+        fisher += torch.stack(gradients).square()
+    for number, scores in enumerate(fisher):
+        gone = result.removal.experts[f"model.layers.{number}.mlp.gate"]
+        assert gone.nonzero()[:, 0].tolist() == sorted(scores.argsort()[:2].tolist())
+
+
+def test_a_router_without_some_experts_chooses_as_if_they_had_minus_infinity():
+    model, hidden = mixture(), torch.randn(50, 16)
+    router = model.model.layers[0].mlp.gate
+    gone = torch.tensor([False, True, False, False])
+    logits, _, before = router(hidden)
+    with routed(model, {"model.layers.0.mlp.gate": gone}):
+        masked, weights, chosen = router(hidden)
+        copied = copy.deepcopy(model)
+    assert (before == 1).any()
+    wanted = logits.masked_fill(gone, -torch.inf)
+    torch.testing.assert_close(masked, wanted)
+    best, order = wanted.softmax(-1).topk(2)
+    assert torch.equal(chosen, order)
+    torch.testing.assert_close(weights, best / best.sum(-1, keepdim=True))
+    assert torch.equal(router(hidden)[2], before)
+    assert torch.equal(copied.model.layers[0].mlp.gate(hidden)[2], order)  # a copy stays as it was copied
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"structure": {"experts": 2}, "update": "none"},
+        pytest.param({"structure": {"experts": 0.25, "kv_groups": 1}, "refinement": "blocks"}, marks=pytest.mark.slow),
+        {"structure": "auto", "params": 0.75},
+    ],
+    ids=str,
+)
+def test_a_whole_run(options, tmp_path):
+    model, batches = mixture(), cases.batches("mixtral")
+    config = GradProbeConfig(**options)
+    options = {"calibration": batches, "evaluation": batches, "progress": False}
+    result = prune_pretrained(model, config, **options, output_dir=tmp_path / "made")
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "made", output_loading_info=True)
+    assert not any(info.values())
+    removed, structure = result.report.structure["removed"], result.report.structure
+    assert loaded.config.num_local_experts == 4 - removed["experts"]
+    assert loaded.num_parameters() == structure["parameters"]["after"]
+    assert loss_of(loaded, batches) == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-5)
+    # In memory it keeps its shapes, and does the same; so it does when it is saved once more.
+    assert loss_of(result.model, batches) == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-5)
+    assert loss_of(copy.deepcopy(result.model), batches) == loss_of(result.model, batches)
+    result.save_pretrained(tmp_path / "again")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    assert cases.changed(again, cases.bits(loaded)) == []
+    batch = {"input_ids": batches[0]["input_ids"]}
+    assert loaded.generate(**batch, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (2, 15)
+    assert "experts of" in (tmp_path / "made" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("apply", [False, True])
+def test_a_dry_run_and_one_that_fails_leave_routers_as_they_were(apply, tmp_path, monkeypatch):
+    model, batches = mixture(), cases.batches("mixtral")
+    dense, before = cases.bits(model), loss_of(model, batches)
+    config = GradProbeConfig(structure={"experts": 2})
+    options = {"calibration": batches, "evaluation": False, "progress": False}
+    if apply:
+        monkeypatch.setattr("gradprobe_hf.checkpoint.smaller.TOLERANCE", {torch.float32: -1.0})
+        with pytest.raises(RuntimeError, match="does not compute what the masked one does"):
+            prune_pretrained(model, config, **options, output_dir=tmp_path / "made")
+        assert list(tmp_path.iterdir()) == []
+    else:
+        prune_pretrained(model, config, **options, apply=False).save_pretrained(tmp_path / "made")
+    assert cases.changed(model, dense) == []
+    assert loss_of(model, batches) == before
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.slow
+def test_a_mixture_on_disk_ends_as_one_in_memory(tmp_path):
+    mixture().save_pretrained(tmp_path / "dense")
+    found = []
+    for name, placed in (("memory", {}), ("disk", {"device_map": "disk", "offload_folder": tmp_path / "offload"})):
+        prune_pretrained(
+            tmp_path / "dense",
+            GradProbeConfig(structure={"experts": 2, "kv_groups": 1}),
+            calibration=cases.batches("mixtral"),
+            evaluation=False,
+            output_dir=tmp_path / name,
+            progress=False,
+            **placed,
+        )
+        found.append(AutoModelForCausalLM.from_pretrained(tmp_path / name))
+    assert cases.changed(found[0], cases.bits(found[1])) == []
+
+
+def test_recovery_is_of_the_checkpoint():
+    with pytest.raises(ValueError, match="it would train what is left of experts that go"):
+        GradProbeConfig(structure={"experts": 1}, recovery_steps=2)
