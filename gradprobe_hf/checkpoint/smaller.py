@@ -57,7 +57,14 @@ def check_smaller(folder: Path, model: PreTrainedModel) -> None:
             raise RuntimeError(f"the smaller model does not load as it was written: {wrong}. Nothing was kept of it.")
         batch = random_batch(model, ROWS, TOKENS)
         wanted = _outputs(model, batch)
-        found = _outputs(loaded if placed else loaded.to(input_device(model)), batch)
+        loaded = loaded if placed else loaded.to(input_device(model))
+        try:
+            found = _outputs(loaded, batch)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the smaller {type(model).__name__} does not run ({error}): its code relies on a size that the "
+                "configuration does not tell. Nothing was kept of it."
+            ) from error
     apart = float((found - wanted).norm() / wanted.norm())
     if not apart <= TOLERANCE.get(model.dtype, OF_HALF_PRECISION):
         raise RuntimeError(

@@ -76,6 +76,8 @@ def _refusal(model: PreTrainedModel, plan: Plan, name: str) -> str:
 
 def unfit(model: PreTrainedModel, plan: Plan) -> str | None:
     """Why a model of the smaller shape cannot be made; None if it can. It is built without weights."""
+    if spanning := _over_all_heads(model, plan):
+        return f"its {spanning} is over all heads together"
     removal = Removal.example(plan)
     try:
         made = skeleton(smaller_config(model.config, removal), type(model))
@@ -90,4 +92,16 @@ def unfit(model: PreTrainedModel, plan: Plan) -> str | None:
     for name in sorted(wanted.keys() | there.keys()):
         if wanted.get(name) != there.get(name):
             return f"its {name} would be {there.get(name)}, not {wanted.get(name)}"
+    return None
+
+
+def _over_all_heads(model: PreTrainedModel, plan: Plan) -> str | None:
+    """A norm of queries or keys with a gain for every row that makes them: OLMoE's, which a smaller one keeps."""
+    for units in plan.units.get("kv_groups", ()):
+        attention = model.get_submodule(units.reader.parameter.rsplit(".", 2)[0])
+        linear = {maker.parameter.rsplit(".", 2)[1] for maker, _ in units.makers}
+        rows = {maker.shape[0] for maker, _ in units.makers}
+        for name, parameter in attention.named_parameters():
+            if parameter.ndim == 1 and len(parameter) in rows and units.count > 1 and name.split(".")[0] not in linear:
+                return name
     return None
