@@ -6,7 +6,8 @@ MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
-	bench-refined bench-variants bench-stories bench-structured bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
+	bench-refined bench-variants bench-stories bench-structured bench-structured-stories \
+	bench-structured-smollm2 bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
 	bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-chat table clean
 
@@ -118,6 +119,16 @@ bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on 
 bench-structured: $(READY)  ## whole channels, heads and blocks of the model of 15M
 	$(BIN)/python -m benchmarks.structured --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
+
+SMALLER := $(BIN)/python -m benchmarks.structured_quality
+
+bench-structured-stories: $(READY)  ## ways to make the model of 15M smaller, at equal parameters (STORIES, STORIES_TEXT, DRAWS)
+	$(SMALLER) --model $(STORIES) $(SPLIT_STORIES) --columns 0.17 0.33 0.5 --seed $(DRAWS) --sequence-length 256 \
+		--output benchmarks/results/structured_stories.json $(FLAGS)
+
+bench-structured-smollm2: $(READY) $(MODEL)  ## the same of SmolLM2-135M, calibrated on C4 (C4)
+	$(SMALLER) --model $(MODEL) $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=16 pydoc=12 --sequence-length 256 \
+		--output benchmarks/results/structured_smollm2.json $(FLAGS)
 
 bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
 	$(QUALITY) --texts --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \

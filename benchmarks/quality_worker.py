@@ -117,7 +117,7 @@ class Bench:
 
     def context(self, row: Row, seed: int) -> RunContext:
         samples = row.options.get("num_samples", self.protocol.num_samples)
-        batches = self._windows(self.source(row), "calibration", samples, seed)
+        batches = self.windows(self.source(row), "calibration", samples, seed)
         return RunContext(self.model, self.tokenizer, self.targets, GradProbeConfig(), batches, Batches.none())
 
     def source(self, row: Row) -> Any:
@@ -164,9 +164,9 @@ class Bench:
     def _evaluation(self, spec: TextSpec) -> Batches:
         if spec.whole:
             return paper_batches(spec.read(), self.model, self.tokenizer, PaperSpec())
-        return self._windows(spec.read(), "evaluation", spec.windows or self.protocol.windows)
+        return self.windows(spec.read(), "evaluation", spec.windows or self.protocol.windows)
 
-    def _windows(self, source: Any, part: Any, samples: int, seed: int = 0) -> Batches:
+    def windows(self, source: Any, part: Any, samples: int, seed: int = 0) -> Batches:
         return load_batches(
             source,
             WindowSpec(samples, self.protocol.sequence_length, self.protocol.batch_size, seed),

@@ -1,0 +1,213 @@
+"""Perplexity of a model made smaller in many ways to the same number of parameters, and how far it is from the dense one.
+
+A row is a method (`structured_rows.py`), a column the share of the parameters of its blocks that goes. Each cell is
+made in a process of its own and written at once, as those of `quality.py`: whatever was stopped goes on where it was,
+and `--methods`, `--columns` and `--seed` say which cells are wanted. Texts are as in `quality_texts.py`.
+
+    make bench-structured-stories     # every row on a model of 15M
+    make bench-structured-smollm2     # SmolLM2-135M, calibrated on C4
+
+usage: python -m benchmarks.structured_quality --model DIR --calibration SPEC --evaluation SPEC ... --output FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM
+
+from benchmarks import quality_worker as worker
+from benchmarks.quality_cells import Cell, CellFile, code_commit
+from benchmarks.structured_rows import COLUMNS, ROWS, Row, chosen_masks
+from benchmarks.structured_table import structured_table
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, recover_pretrained
+from gradprobe_hf.checkpoint.smaller import save_smaller
+from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
+from gradprobe_hf.report.build import peak_memory, versions
+from gradprobe_hf.run.apply import applied
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.decide import PruningDecision, conclude, decide_pruning
+from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.structures.plan import Plan
+from gradprobe_hf.structures.removal import Removal
+
+NEAR = 0.001  # of the parameters of the blocks: how far a shape may be from the column's
+
+
+@dataclass(frozen=True)
+class Task:
+    """One cell to make. Attributes: as of `quality_worker.CellTask`; `recovery_steps` of rows that are trained."""
+
+    protocol: worker.Protocol
+    method: str
+    column: str
+    seed: int
+    settings: dict[str, Any]
+    commit: str
+    recovery_steps: int
+
+
+def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
+    """One cell, and the versions of what made it.
+
+    Raises:
+        quality_worker.OtherSettingsError: the file's settings are of another model or text.
+        ValueError: what pruning raises.
+    """
+    bench, row = worker.Bench(task.protocol), ROWS[task.method]
+    bench.check(task.settings)
+    context = _context(bench, row, task)
+    begun = time.perf_counter()
+    masks, diagnostics = chosen_masks(context, row), Diagnostics()
+    decision = decide_pruning(context) if masks is None else conclude(context, masks, diagnostics)
+    assert decision.removal is not None, "whole structures go"
+    measure = partial(_recovered, bench, context, decision, task) if row.recovered else None
+    found = bench.measured(context, decision, task.method) if measure is None else measure()
+    dense, blocks = _parameters(context)
+    apart = {name: one.divergence for name, one in found.items() if one.divergence is not None}
+    cell = Cell(
+        method=task.method,
+        seed=task.seed,
+        column=task.column,
+        zeros=dense - decision.removal.parameters(context.model),
+        weights=blocks,
+        perplexity={name: one.pruned.perplexity or float("nan") for name, one in found.items()},
+        seconds=round(time.perf_counter() - begun, 1),
+        peak_bytes=peak_memory()["peak_resident_bytes"],
+        passes=decision.diagnostics.passes,
+        kl={name: round(one.kl, worker.DECIMALS) for name, one in apart.items()},
+        agreement={name: round(one.top1_agreement, worker.DECIMALS) for name, one in apart.items()},
+        calibration=context.calibration.fingerprint,
+        options={"structure": dict(decision.removal.plan.going)},
+        commit=task.commit,
+    )
+    return cell, versions()
+
+
+def _context(bench: worker.Bench, row: Row, task: Task) -> RunContext:
+    own = task.protocol
+    batches = bench.windows(worker.TextSpec.parse(own.calibration).read(), "calibration", own.num_samples, task.seed)
+    shape = _shape(bench, row.axis, float(task.column))
+    common = {"num_samples": own.num_samples, "sequence_length": own.sequence_length, "seed": task.seed}
+    config = GradProbeConfig(**shape, **row.options, **common, batch_size=own.batch_size)
+    return replace(worker.bench_context(bench), config=config, calibration=batches)
+
+
+def _shape(bench: worker.Bench, axis: str, share: float) -> dict[str, Any]:
+    """What the configuration says of a column: as many parameters as so many whole blocks have.
+
+    Raises:
+        ValueError: no number of channels comes near to that.
+    """
+    model, targets = bench.model, bench.targets
+    blocks = len({target.block for target in targets})
+    whole = max(1, round(share * blocks))
+
+    def left(**going: int) -> int:
+        return Removal.example(Plan.of(model, targets, going)).parameters(model)
+
+    dense, wanted = left(), left(blocks=whole)
+    if axis == "blocks":
+        return {"structure": {"blocks": whole}}
+    if axis == "auto":
+        return {"structure": "auto", "params": wanted}
+    channels = round((dense - wanted) / (dense - left(ffn=1)))
+    if abs(left(ffn=channels) - wanted) > NEAR * (dense - wanted) / whole * blocks:
+        raise ValueError(
+            f"no number of channels has the parameters of {whole} blocks: {left(ffn=channels):,}, {wanted:,}"
+        )
+    return {"structure": {"ffn": channels}}
+
+
+def _parameters(context: RunContext) -> tuple[int, int]:
+    """Those of the model, and those of all of its blocks."""
+    plan = Plan.of(context.model, context.targets, {"blocks": 1})
+    dense = Removal(plan).parameters(context.model)
+    return dense, (dense - Removal.example(plan).parameters(context.model)) * len(plan.blocks)
+
+
+def _recovered(
+    bench: worker.Bench, context: RunContext, decision: PruningDecision, task: Task
+) -> dict[str, PairedMeasurement]:
+    """What is left, written, trained towards the dense model on the calibration text, and measured beside it."""
+    assert decision.removal is not None, "whole structures go"
+    with tempfile.TemporaryDirectory() as folder:
+        targets = [*context.targets, *decision.new_weights.vectors]
+        with applied(bench.model, targets, decision.masks, keep=False, new_weights=decision.new_weights):
+            save_smaller(Path(folder), bench.model, decision.removal)
+        smaller = AutoModelForCausalLM.from_pretrained(folder, dtype=task.protocol.dtype)
+        config = RecoveryConfig(
+            steps=task.recovery_steps, sequence_length=task.protocol.sequence_length, seed=task.seed
+        )
+        text = worker.TextSpec.parse(task.protocol.calibration).read()
+        made = recover_pretrained(
+            smaller, bench.model, config, text=text, evaluation=False, processing_class=bench.tokenizer, progress=False
+        )
+    found = {}
+    for name, batches in bench.texts.items():
+        dense = context.workload_on(batches)
+        found[name] = measure_pair(dense, replace(dense, model=made.model.eval()), label=f"{task.method}: {name}")
+    return found
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--calibration", required=True, metavar="SPEC")
+    parser.add_argument("--evaluation", required=True, nargs="+", metavar="SPEC")
+    parser.add_argument("--columns", nargs="+", default=list(COLUMNS), metavar="SHARE")
+    parser.add_argument("--methods", nargs="+", choices=list(ROWS), default=list(ROWS), metavar="NAME")
+    parser.add_argument("--seed", type=int, nargs="+", default=[0], help="draws the calibration windows")
+    parser.add_argument("--num-samples", type=int, default=32)
+    parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--evaluation-samples", type=int, default=24, help="windows, of a text that does not say")
+    parser.add_argument("--recovery-steps", type=int, default=100)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
+    parser.add_argument("--mixed", action="store_true", help="keep cells that other code has made")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parsed()
+    file = CellFile(args.output, code_commit(), args.fresh, args.mixed)
+    protocol = worker.Protocol(
+        model=str(args.model),
+        dtype=args.dtype,
+        calibration=args.calibration,
+        evaluation=tuple(args.evaluation),
+        num_samples=args.num_samples,
+        sequence_length=args.sequence_length,
+        batch_size=args.batch_size,
+        windows=args.evaluation_samples,
+        blocks_per_step=1,
+    )
+    if file.dense is None:
+        file.begin(*worker.alone(worker.measure_dense, protocol))
+    assert file.settings is not None, "known since the dense model was measured"
+    failed = []
+    for seed in args.seed:
+        for column in args.columns:
+            for method in [name for name in ROWS if name in args.methods and (name, seed, column) not in file.cells]:
+                task = Task(protocol, method, column, seed, file.settings, file.commit, args.recovery_steps)
+                try:
+                    file.add(*worker.alone(make_cell, task))
+                except Exception as error:  # one cell is no reason to lose the others
+                    failed.append(f"{method}, {column}, seed {seed}")
+                    print(f"{failed[-1]} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    print(structured_table(file.to_dict() | {"made_by": args.output.stem}))
+    if failed:
+        sys.exit(f"failed: {'; '.join(failed)}. The same command tries again what is missing.")
+
+
+if __name__ == "__main__":
+    main()

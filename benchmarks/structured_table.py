@@ -1,0 +1,71 @@
+"""The table of `structured_quality.py`: perplexity and divergence of smaller models of the same size."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from benchmarks.quality_tables import Cells, cells_of, mean_of
+
+
+def structured_table(results: dict[str, Any]) -> str:
+    """A row for each method: perplexity and KL on each text, geometric and plain means over the draws; best in bold."""
+    cells = cells_of(results)
+    columns = sorted({column for _, column in cells}, key=float)
+    methods = list(dict.fromkeys(method for method, _ in cells))
+    lines = []
+    for text, dense in results["dense"].items():
+        titles = " | ".join(_title(cells, column) for column in columns)
+        lines += [f"| {text}: perplexity, KL from dense | {titles} |", "|---|" + "---:|" * len(columns)]
+        lines.append(f"| dense | {' | '.join([f'{dense:.2f}'] * len(columns))} |")
+        best = {
+            (column, trained): min(
+                (
+                    mean_of(found, text)
+                    for (name, c), found in cells.items()
+                    if c == column and _trained(name) == trained
+                ),
+                default=float("nan"),
+            )
+            for column in columns
+            for trained in (False, True)
+        }
+        for method in sorted(methods, key=_trained):
+            shown = [_cell(cells.get((method, c), []), text, best[c, _trained(method)]) for c in columns]
+            lines.append(f"| {method} | {' | '.join(shown)} |")
+        lines.append("")
+    settings = results["settings"]
+    draws = sorted({row["seed"] for rows in cells.values() for row in rows})
+    texts = ", ".join(f"{about['text']} of {name}" for name, about in settings["evaluation"].items())
+    lines.append(
+        f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}, measured on {texts}; "
+        f"{'one draw' if len(draws) == 1 else f'up to {len(draws)} draws'} of the calibration windows, in brackets the "
+        f"perplexity of the largest over the smallest. Best in bold, trained rows apart. `make bench-{_target(results)}`."
+    )
+    return "\n".join(lines)
+
+
+def _title(cells: Cells, column: str) -> str:
+    """The share that goes, as it came to: of the rows that have the column's parameters, not fewer."""
+    rows = [row for (_, c), found in cells.items() if c == column for row in found]
+    return f"-{min(row['zeros'] / row['weights'] for row in rows):.1%} of the blocks"
+
+
+def _trained(method: str) -> bool:
+    return method.endswith(", recovered")
+
+
+def _cell(rows: list[dict[str, Any]], text: str, best: float) -> str:
+    if not rows:
+        return ""
+    perplexity = mean_of(rows, text)
+    values = [row["perplexity"][text] for row in rows]
+    kl = statistics.fmean(row["kl"][text] for row in rows)
+    spread = f" ({max(values) / min(values):.2f})" if len(rows) > 1 else ""
+    number = f"{perplexity:.2f}" if perplexity < 1000 else f"{perplexity:,.0f}"
+    number = f"**{number}**" if perplexity == best else number
+    return f"{number}{spread}, {kl:.2f}"
+
+
+def _target(results: dict[str, Any]) -> str:
+    return str(results["made_by"]).replace("_", "-")
