@@ -1,4 +1,4 @@
-"""Perplexity of a model made smaller in many ways to the same number of parameters, and how far it is from the dense one.
+"""Perplexity of a model made smaller in many ways to the same number of parameters, and how far from dense it is.
 
 A row is a method (`structured_rows.py`), a column the share of the parameters of its blocks that goes. Each cell is
 made in a process of its own and written at once, as those of `quality.py`: whatever was stopped goes on where it was,
@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks import quality_worker as worker
 from benchmarks.quality_cells import Cell, CellFile, code_commit
+from benchmarks.quality_texts import TextSpec
 from benchmarks.structured_rows import COLUMNS, ROWS, Row, chosen_masks
 from benchmarks.structured_table import structured_table
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, recover_pretrained
@@ -93,9 +94,9 @@ def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
 
 def _context(bench: worker.Bench, row: Row, task: Task) -> RunContext:
     own = task.protocol
-    batches = bench.windows(worker.TextSpec.parse(own.calibration).read(), "calibration", own.num_samples, task.seed)
+    batches = bench.windows(TextSpec.parse(own.calibration).read(), "calibration", own.num_samples, task.seed)
     shape = _shape(bench, row.axis, float(task.column))
-    common = {"num_samples": own.num_samples, "sequence_length": own.sequence_length, "seed": task.seed}
+    common: dict[str, Any] = {"num_samples": own.num_samples, "sequence_length": own.sequence_length, "seed": task.seed}
     config = GradProbeConfig(**shape, **row.options, **common, batch_size=own.batch_size)
     return replace(worker.bench_context(bench), config=config, calibration=batches)
 
@@ -146,7 +147,7 @@ def _recovered(
         config = RecoveryConfig(
             steps=task.recovery_steps, sequence_length=task.protocol.sequence_length, seed=task.seed
         )
-        text = worker.TextSpec.parse(task.protocol.calibration).read()
+        text = TextSpec.parse(task.protocol.calibration).read()
         made = recover_pretrained(
             smaller, bench.model, config, text=text, evaluation=False, processing_class=bench.tokenizer, progress=False
         )

@@ -40,7 +40,8 @@ def structured_table(results: dict[str, Any]) -> str:
     lines.append(
         f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}, measured on {texts}; "
         f"{'one draw' if len(draws) == 1 else f'up to {len(draws)} draws'} of the calibration windows, in brackets the "
-        f"perplexity of the largest over the smallest. Best in bold, trained rows apart. `make bench-{_target(results)}`."
+        f"perplexity of the largest over the smallest. Best in bold, trained rows apart. "
+        f"`make bench-{_target(results)}`."
     )
     return "\n".join(lines)
 

@@ -84,8 +84,9 @@ def test_what_the_model_cannot_do_without_is_in_no_shape():
     assert {name for one in shapes for name in one.going} == {"ffn", "blocks"}  # no heads
 
 
-def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budget(tmp_path, monkeypatch):
+def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budget(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 2)
+    caplog.set_level("INFO", "gradprobe_hf.run.shape_search")
     model, batches = deep(), cases.batches("llama", rows=8)
     dense = cases.bits(model)
     config = GradProbeConfig(structure="auto", params=0.75)
@@ -102,6 +103,10 @@ def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budg
     found = result.report.structure
     tried = [one for one in found["candidates"] if one["loss"] is not None]
     assert len(tried) == 2 < len(found["candidates"])
+    # What it takes was said in advance: a pass is one over all rows, and the search has seven eighths of them.
+    (announced,) = re.findall(r"about (\d+) passes", caplog.text)
+    assert int(announced) == pytest.approx(result.report.passes["forward"], rel=0.25)
+    assert f"{len(found['candidates'])} shapes meet params=0.75; 2 are pruned" in caplog.text
     assert min(tried, key=lambda one: one["loss"]) == found["candidates"][0]
     assert found["removed"] == found["candidates"][0]["removed"]
     # Those with the lowest estimates were tried.

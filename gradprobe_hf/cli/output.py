@@ -48,6 +48,8 @@ def print_pruning(report: Report, output: str) -> None:
     if report.evaluation:
         _print_ratio(out, report.evaluation["divergence"])
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
+    else:
+        out.print("what it lost was not measured: --evaluation takes a text to measure it on", style="dim")
     if report.selection:
         out.print(_choice(report.selection), style="dim")
     writes = report.model["task"] == "text-generation"
@@ -59,6 +61,8 @@ def print_pruning(report: Report, output: str) -> None:
         )
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
+    if report.structure is not None:
+        out.print(f"how fast it is here: gradprobe bench DENSE {output}")
     for choice in next_choices(GradProbeConfig.from_dict(report.config), writes):
         out.print(choice)
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from gradprobe_hf.config.config import GradProbeConfig
@@ -48,6 +49,27 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> Passes:
     return Passes(forward + updates + epochs, backward + epochs, epochs)
 
 
+def search_passes(
+    config: GradProbeConfig, rows: int, blocks: int, shapes: Sequence[Mapping[str, int]], tried: int, probed: int
+) -> float:
+    """Forward passes of a run that looks for a shape: about as many, before it is known which of them are tried.
+
+    Args:
+        rows: of the calibration set.
+        blocks: number of blocks that hold targets.
+        shapes: that meet the budget, each as how many of each structure go.
+        tried: how many of them are pruned; the best a second time, on all rows.
+        probed: shapes whose loss is measured on a few rows beforehand, and the model as it is.
+    """
+    few, every = min(1.0, WINDOWS_WITHOUT / rows), list[int]()
+    for going in shapes:
+        fixed = config.varied(structure=dict(going), params=None, memory=None)
+        every.append(fixed.weighs_inputs + reconstruction_passes(fixed) * fixed.reconstructs)
+    # The order in which blocks go is measured once for all shapes, and the first step of it beforehand.
+    further = max(_tried_blocks(going.get("blocks", 0), blocks) for going in shapes) - _tried_blocks(1, blocks)
+    return few * (probed + max(0, further)) + (tried + 1) * sum(every) / len(every)
+
+
 def attempts_of(config: GradProbeConfig) -> int:
     """Sparsities that a search measures, bisection included; 0 where nothing is searched for."""
     if config.max_metric_drop is None:
@@ -62,9 +84,13 @@ def _levels_of(config: GradProbeConfig) -> int:
 
 def _structured_passes(config: GradProbeConfig, blocks: int) -> float:
     """Whole structures: a walk that collects Hessians, and walks over a few rows without each of the blocks."""
-    going = config.amounts.get("blocks", 0)
-    tried = sum(max(0, min(blocks - 2 - gone, FEWER_BLOCKS if gone else blocks)) for gone in range(int(going)))
+    tried = _tried_blocks(int(config.amounts.get("blocks", 0)), blocks)
     return config.weighs_inputs + tried * min(1.0, WINDOWS_WITHOUT / config.num_samples)
+
+
+def _tried_blocks(going: int, blocks: int) -> int:
+    """How often the loss without a block is measured until so many have gone."""
+    return sum(max(0, min(blocks - 2 - gone, FEWER_BLOCKS if gone else blocks)) for gone in range(going))
 
 
 def _sequential_passes(config: GradProbeConfig, blocks: int) -> tuple[float, float]:

@@ -8,7 +8,9 @@ the few shapes with the lowest estimates are pruned on the others as a run of th
 
 from __future__ import annotations
 
+import logging
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +23,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, row_count
+from gradprobe_hf.estimation.expected_passes import search_passes
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.routing import mixtures, routed
@@ -32,13 +35,15 @@ from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.structured import hands_on, misrouted
 from gradprobe_hf.run.unit_evidence import Weighed, expert_fisher, weighed_units
-from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.runtime.stopwatch import Stopwatch, rough_time
 from gradprobe_hf.structures.importance import made_up_for
 from gradprobe_hf.structures.legal_shapes import Shape, is_legal, shapes_within
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.table import STRUCTURES
 from gradprobe_hf.structures.unit_scores import lowest_of
+
+logger = logging.getLogger(__name__)
 
 TRIED = 4  # shapes that are pruned and measured
 STOPS = 3  # amounts of a structure that are measured; what lies between is interpolated
@@ -136,7 +141,9 @@ class _Curve:
 def estimated_losses(context: RunContext, shapes: Sequence[Shape], diagnostics: Diagnostics) -> list[float]:
     """The calibration loss (nats) that each shape is expected to have."""
     stops = {name: _stops(shapes, name) for name in STRUCTURES if any(name in shape.going for shape in shapes)}
+    begun = time.perf_counter()
     dense = loss_without(context, Plan.of(context.model, context.targets, {}), set(), diagnostics)
+    _announce(context, shapes, stops, time.perf_counter() - begun)
     curves = {
         name: _Curve([0, *stops[name]], [0.0, *(loss - dense for loss in losses)])
         for name, losses in _measured_stops(context, stops, diagnostics).items()
@@ -144,6 +151,25 @@ def estimated_losses(context: RunContext, shapes: Sequence[Shape], diagnostics: 
     blocks = len({target.block for target in context.targets})
     found = [dense + _lost(shape.going, curves, blocks) for shape in shapes]
     return [math.inf if math.isnan(loss) else loss for loss in found]
+
+
+def _announce(context: RunContext, shapes: Sequence[Shape], stops: Mapping[str, Sequence[int]], seconds: float) -> None:
+    """Log what the search will take. Args: `seconds`: that the model took for a few rows."""
+    config, blocks = context.config, len({target.block for target in context.targets})
+    alone = sum(blocks - 2 for name in stops if STRUCTURES[name].takes == "blocks")
+    probed = 1 + alone + sum(map(len, stops.values()))
+    rows = context.calibration.samples
+    passes = search_passes(config, rows, blocks, [shape.going for shape in shapes], TRIED, probed)
+    whole = seconds * rows / sum(map(row_count, few_rows(context)))
+    logger.info(
+        "%d shapes meet %s; %d are pruned to find the best: about %.0f passes over the calibration data, %s by the "
+        "first of them, and the updates of weights",
+        len(shapes),
+        config.size_budget,
+        TRIED,
+        passes,
+        rough_time(passes * whole),
+    )
 
 
 def _lost(going: Mapping[str, int], curves: Mapping[str, _Curve], blocks: int) -> float:

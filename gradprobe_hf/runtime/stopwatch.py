@@ -26,6 +26,16 @@ def return_free_memory() -> None:
         _MALLOC_TRIM(0)
 
 
+def rough_time(seconds: float) -> str:
+    """
+    >>> rough_time(40), rough_time(100), rough_time(5000)
+    ('40 seconds', '2 minutes', '1.4 hours')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} seconds"
+    return f"{seconds / 60:.0f} minutes" if seconds < 3600 else f"{seconds / 3600:.1f} hours"
+
+
 class Listener(Protocol):
     """Told of a run as it goes. An exception that it raises ends the run."""
 
