@@ -9,7 +9,8 @@ READY := $(VENV)/.installed
 	bench-refined bench-variants bench-stories bench-structured bench-structured-stories \
 	bench-structured-smollm2 bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
 	bench-accumulators bench-speed \
-	bench-memory bench-training bench-recovery bench-chat table clean
+	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
+	bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% and show what it cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -38,7 +39,7 @@ STORIES ?= $(wildcard ../shared/models/stories15M)
 STORIES_TEXT ?= $(wildcard ../shared/data/tinystories.txt)
 
 bench: bench-quality bench-variants $(if $(STORIES),bench-stories bench-texts) $(if $(C4),bench-mixtures) \
-	bench-accumulators bench-speed bench-memory bench-training $(if $(STORIES),bench-recovery) table
+	bench-accumulators bench-speed bench-memory bench-training $(if $(STORIES),bench-recovery bench-candidates) bench-profiling table
 
 # PEERS: the Python of an environment that has llm-compressor; see benchmarks/peer.py.
 PEERS ?=
@@ -156,6 +157,12 @@ bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, 
 bench-recovery: $(READY)  ## training towards the dense model after pruning, and towards the text (STORIES, STORIES_TEXT)
 	$(BIN)/python examples/recover.py --model $(STORIES) --split $(STORIES_TEXT) --json benchmarks/results/recovery.json \
 		--evaluation wikitext=$(if $(WIKITEXT),$(WIKITEXT)/evaluation.txt,$(HUB):test) $(FLAGS)
+
+bench-profiling: $(READY)  ## what profiling costs, and what each finding is worth in the examples
+	$(BIN)/python -m benchmarks.profiling $(FLAGS)
+
+bench-candidates: $(READY)  ## whether a second probe should keep sums of candidates alone (STORIES, STORIES_TEXT)
+	$(BIN)/python -m benchmarks.candidate_sums --model $(STORIES) --calibration $(STORIES_TEXT)
 
 SST2 ?= $(wildcard ../shared/data/sst2)
 

@@ -16,9 +16,11 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.candidate_sums import candidate_sums_table
 from benchmarks.choices import choices_table
 from benchmarks.matching import matching_table
 from benchmarks.mixtures_table import mixtures_table
+from benchmarks.profiling import profiling_cost_table, worth_table
 from benchmarks.quality_tables import (
     divergence_table,
     geometric_mean,
@@ -268,6 +270,7 @@ PAGES = (
     "docs/guides/text.md",
     "docs/guides/vision.md",
     "docs/guides/recover.md",
+    "docs/guides/profile.md",
     "docs/method.md",
     "docs/experiments.md",
     "docs/memory.md",
@@ -294,6 +297,9 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
     "classifier": (("classifier",), classifier_table),
     "vision": (("vision",), vision_table),
     "training cost": (("training",), cost_table),
+    "profiling cost": (("profiling",), profiling_cost_table),
+    "worth": (("profiling",), worth_table),
+    "candidate sums": (("candidate_sums",), candidate_sums_table),
 }
 FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  # on a page that asks for them
     "stories intervals": (("stories",), intervals_table),

@@ -2,12 +2,15 @@
 
 gradprobe profile script examples/slow_training.py
 gradprobe profile script examples/slow_training.py -- --mended
+gradprobe profile script examples/slow_training.py -- --mended loader item
+
+`benchmarks/profiling.py` mends one at a time and measures what that gains.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,10 +18,20 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 VOCABULARY, WIDTH, LONGEST = 256, 96, 96
+FAULTS = ("loader", "padding", "mask", "item", "norms", "print")
+
+
+TEXT = "some words of a long document " * 300
+PIECES = {TEXT[at : at + 2]: at for at in range(30)}
+
+
+def tokenized(text: str) -> list[int]:
+    """A tokenizer at work."""
+    return [PIECES.get(text[at : at + 2], 0) for at in range(0, len(text), 2)]
 
 
 class Documents(Dataset[dict[str, Tensor]]):
-    """Rows of random tokens, most of them short. Tokenized anew each time, or beforehand."""
+    """Rows of random tokens, most of them short. Whole documents are tokenized anew each time, or nothing is."""
 
     def __init__(self, beforehand: bool) -> None:
         self.beforehand = beforehand
@@ -28,7 +41,7 @@ class Documents(Dataset[dict[str, Tensor]]):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not self.beforehand:
-            time.sleep(1e-3)  # a tokenizer at work
+            tokenized(TEXT)
         length = LONGEST if index % 8 == 0 else LONGEST // 4
         return {"input_ids": torch.randint(1, VOCABULARY, (length,))}
 
@@ -66,32 +79,41 @@ class Model(nn.Module):
         return self.head(self.layer(self.embed(ids), src_mask=mask))
 
 
-def train(steps: int, mended: bool) -> None:
+def train(mended: Collection[str]) -> Iterator[int]:
+    """Without these faults. Yields the tokens of each step that are no padding."""
     torch.manual_seed(0)
-    model = Model(keeps_mask=mended)
+    model = Model(keeps_mask="mask" in mended)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    rows = DataLoader(Documents(beforehand=mended), batch_size=8, collate_fn=packed if mended else to_longest)
-    total = torch.zeros(())
-    for step, batch in zip(range(steps), rows, strict=False):
+    collate = packed if "padding" in mended else to_longest
+    rows = DataLoader(Documents(beforehand="loader" in mended), batch_size=8, collate_fn=collate)
+    total, norm = torch.zeros(()), torch.zeros(())
+    for step, batch in enumerate(rows, 1):
         logits = model(batch["input_ids"])
         targets = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
         loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten(), ignore_index=-100)
         loss.backward()
-        if mended:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if "item" in mended:
             total += loss.detach()
         else:
-            norm = sum(parameter.grad.norm() ** 2 for parameter in model.parameters() if parameter.grad is not None)
             total += loss.item()
+        if "norms" in mended:
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        else:
+            norm = sum(parameter.grad.norm() ** 2 for parameter in model.parameters() if parameter.grad is not None)
+        if "print" not in mended:
             print(step, loss, norm)
         optimizer.step()
         optimizer.zero_grad()
-    print(f"mean loss {float(total) / steps:.3f}")
+        if step % 50 == 0:
+            print(f"step {step}: mean loss {float(total) / step:.3f}, norm {float(norm):.3f}")
+        yield int(batch["attention_mask"].sum())
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--mended", action="store_true", help="the loop without its faults")
+    parser.add_argument("--mended", nargs="*", choices=FAULTS, help="without these faults; alone: without any")
     options = parser.parse_args()
-    train(options.steps, options.mended)
+    without = () if options.mended is None else options.mended or FAULTS
+    for _ in zip(range(options.steps), train(without), strict=False):
+        pass

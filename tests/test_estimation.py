@@ -11,8 +11,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from gradprobe_hf import GradProbeConfig
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
+from gradprobe_hf.cli.estimate_table import print_expectations
 from gradprobe_hf.estimation.estimate import estimate
 from gradprobe_hf.estimation.footprint import footprint_of
 from gradprobe_hf.estimation.formula import active_weights
@@ -25,6 +26,7 @@ from gradprobe_hf.model.loading import load_config, model_class, skeleton
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.report.against_estimate import Expectation, placement_of
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from tests import cases
 from tests.test_reach import llava
@@ -465,3 +467,27 @@ def test_an_estimate_of_a_vision_language_model_says_that_images_come_on_top():
     (note,) = (one for one in found.notes if "image" in one)
     assert f"calibrated on text alone, {len(unseen)} matrices" in note
     assert unseen
+
+
+def test_a_run_beside_its_estimate(tmp_path, capsys):
+    """Of the run's own options and placement: passes as they were counted, memory near the peak, no option besides."""
+    model = cases.build("llama")
+    model.save_pretrained(tmp_path / "dense")
+    config = GradProbeConfig(probes=2, batch_size=2, checkpointing=True)
+    rows = [{"input_ids": torch.randint(0, 256, (1, 16)), "labels": torch.randint(0, 256, (1, 16))}] * 4
+    out = tmp_path / "pruned"
+    prune_pretrained(model, config, calibration=rows, evaluation=False, output_dir=out, progress=False)
+    assert main(["estimate", str(tmp_path / "dense"), "--measured", str(out), "--json"]) == 0
+    found = {one["what"]: one for one in json.loads(capsys.readouterr().out)["against_measured"]}
+    assert (found["forward passes"]["estimated"], found["forward passes"]["measured"]) == (4, 4)
+    assert found["memory of the host"]["measured"] > 2**20
+    print_expectations([Expectation(**one) for one in found.values()])
+    assert "backward passes" in capsys.readouterr().out
+    assert main(["estimate", str(tmp_path / "dense"), "--measured", str(out), "--sparsity", "0.6"]) == 1
+    assert "--sparsity has no effect with --measured" in capsys.readouterr().err
+
+
+def test_the_placement_that_a_run_had():
+    assert placement_of({"placement": "offloaded by Accelerate", "checkpointing": "on: ..."}) == "offloaded"
+    assert placement_of({"placement": "in memory", "checkpointing": "on, as asked"}) == "checkpointed"
+    assert placement_of({"placement": "in memory", "checkpointing": "off: ..."}) == "resident"

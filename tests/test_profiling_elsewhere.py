@@ -21,7 +21,7 @@ from gradprobe_hf.profiling.findings import CHECKS
 from gradprobe_hf.profiling.observing.places import Place, place_of
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.pruning_run import profile_pruning, shortened
-from gradprobe_hf.profiling.trace import read_trace
+from gradprobe_hf.profiling.trace import events, read_trace
 from gradprobe_hf.runtime.stopwatch import _listeners
 from tests import cases, planted
 
@@ -36,7 +36,7 @@ def pruning(tmp_path=None, samples=6, **more):
     config = GradProbeConfig(**{"probes": 2, "batch_size": 1, **more})
 
     def run():
-        prune_pretrained(model, config, calibration=rows, evaluation=False, apply=False, progress=False)
+        return prune_pretrained(model, config, calibration=rows, evaluation=False, apply=False, progress=False)
 
     found = profile_pruning(run, STEPS)
     assert not _listeners
@@ -56,6 +56,12 @@ def test_a_pruning_run():
     assert report.recent_throughput["tokens_per_second"] == pytest.approx(report.throughput["tokens_per_second"])
     assert {"LlamaMLP", "LlamaAttention"} <= {one.kind for one in seen.modules}
     assert "## The run" in report.markdown()
+    by_name = {one.what: one for one in seen.expected}
+    assert (by_name["forward passes"].estimated, by_name["forward passes"].measured) == (2, 2)
+    assert (by_name["backward passes"].estimated, by_name["backward passes"].measured) == (2, 2)
+    memory = by_name["memory of the host"]
+    assert 0.3 < memory.estimated / memory.measured < 3
+    assert "| forward passes | 2 | 2 |" in report.markdown()
     assert "A batch of a probe takes" in report.markdown()
     again = ProfileReport.from_dict(json.loads(report.json()))
     assert again.markdown() == report.markdown()
@@ -251,6 +257,13 @@ def test_a_trace_without_steps(tmp_path):
     path.write_text(json.dumps({"traceEvents": [event("aten::mm", 0, 10)]}))
     with pytest.raises(ValueError, match=r"has no step: call profiler\.step\(\) at the end of each"):
         read_trace(path)
+
+
+def test_a_trace_that_is_too_large(tmp_path, monkeypatch):
+    """Also one that is small until it is unpacked."""
+    monkeypatch.setattr(events, "_LARGEST", 100)
+    with pytest.raises(ValueError, match=r"record fewer steps, torch\.profiler\.schedule"):
+        read_trace(on_a_gpu(tmp_path))
 
 
 def test_steps_between_two_of_an_optimizer(tmp_path):

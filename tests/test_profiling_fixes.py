@@ -56,6 +56,7 @@ Trainer(model, options, train_dataset=trainers.Rows()).train()
 EXPECTED = {
     "workers": "num_workers=2",
     "batch-size": "batch_size=8",
+    "batch-size-4x": "batch_size=16",
     "attention": "attn_implementation='sdpa'",
     "precision": "forward under torch.autocast in bfloat16",
     "checkpointing": "gradient checkpointing on",
@@ -83,8 +84,8 @@ def test_a_change_is_made_in_a_loop(change, script):
     assert len(changed.seconds) == len(plain.seconds) == 2
     assert len(changed.losses) == 4
     assert plain.samples == 4
-    assert changed.samples == (8 if change == "batch-size" else 4)
-    if change == "batch-size":
+    assert changed.samples == {"batch-size": 8, "batch-size-4x": 16}.get(change, 4)
+    if change.startswith("batch-size"):
         assert changed.losses != pytest.approx(plain.losses, rel=1e-4)
     else:
         assert changed.losses == pytest.approx(plain.losses, rel=5e-3 if change == "precision" else 1e-5)
@@ -130,7 +131,7 @@ BESIDE = (1 / 1.1) / ((1 + 1 / 1.1**2) / 2)
 
 def test_gains_are_of_runs_side_by_side():
     runs = Trials({None: 1.0, "fused": 0.5, "workers": 1.25}, drift=1.1)
-    fused, workers = try_changes(runs, SEEN, ["fused", "workers"], rounds=2)
+    fused, workers = try_changes(runs, SEEN, ["fused", "workers"], rounds=2).fixes
     assert runs.order == [None, "fused", None, "workers", None, None, "workers", None, "fused", None]
     # Two unchanged runs around it: a steady drift all but cancels.
     assert fused.gains == pytest.approx((2 * BESIDE, 2 * BESIDE))
@@ -149,7 +150,7 @@ def test_what_rounds_do_not_agree_on_is_no_gain():
             later = self.order.count("fused") > 1
             return replace(trial, seconds=[2.0]) if change and later else trial
 
-    (fused,) = try_changes(Wavering({None: 1.0, "fused": 0.5}), SEEN, ["fused"], rounds=2)
+    (fused,) = try_changes(Wavering({None: 1.0, "fused": 0.5}), SEEN, ["fused"], rounds=2).fixes
     assert fused.gains == (2.0, 0.5)
     assert fused.verdict == "no difference that all rounds agree on"
 
@@ -165,7 +166,7 @@ def test_what_rounds_do_not_agree_on_is_no_gain():
 )
 def test_losses_are_compared(more, said):
     (name,) = more
-    (fix,) = try_changes(Trials({None: 1.0, name: 1.0}, **more), SEEN, [name], rounds=1)
+    (fix,) = try_changes(Trials({None: 1.0, name: 1.0}, **more), SEEN, [name], rounds=1).fixes
     assert fix.loss == said
 
 
@@ -174,7 +175,7 @@ def test_a_script_that_differs_from_itself():
         def __call__(self, change):
             return replace(super().__call__(change), losses=[2.0 + len(self.order)])
 
-    (fix,) = try_changes(Unseeded({None: 1.0, "fused": 1.0}), SEEN, ["fused"], rounds=1)
+    (fix,) = try_changes(Unseeded({None: 1.0, "fused": 1.0}), SEEN, ["fused"], rounds=1).fixes
     assert "the unchanged script from itself by 0.4: seed it" in fix.loss
 
 
@@ -182,14 +183,14 @@ def test_what_is_not_tried_says_why():
     runs = Trials(
         {None: 1.0, "fused": "the script ended with 1: boom", "batch-size": 1.0}, **{"batch-size": {"done": []}}
     )
-    fixes = try_changes(runs, SEEN, ["fused", "batch-size", "attention"], rounds=2)
+    fixes = try_changes(runs, SEEN, ["fused", "batch-size", "attention"], rounds=2).fixes
     assert [one.untried for one in fixes] == [
         "the script ended with 1: boom",
         "it found nothing to change",
         "attention is not eager",
     ]
     assert all(one.gain is None and one.verdict == "not tried" for one in fixes)
-    assert not try_changes(Trials({}), SEEN, [], rounds=1)
+    assert not try_changes(Trials({}), SEEN, [], rounds=1).fixes
     report = ProfileReport(SEEN, tuple(fixes))
     assert "not tried: it found nothing to change" in report.markdown()
     again = ProfileReport.from_dict(json.loads(report.json()))
@@ -199,10 +200,50 @@ def test_what_is_not_tried_says_why():
         try_changes(Trials({None: "the script ended with 2"}), SEEN, ["fused"], rounds=1)
 
 
+def test_ctrl_c_leaves_what_was_tried():
+    class Stopped(Trials):
+        def __call__(self, change):
+            if len(self.order) == 4:
+                raise KeyboardInterrupt
+            return super().__call__(change)
+
+    found = try_changes(Stopped({None: 1.0, "fused": 0.5, "batch-size": 1.0}), SEEN, ["fused", "batch-size"], rounds=3)
+    fused, batch = found.fixes
+    assert found.interrupted
+    assert fused.gains == (2.0,)
+    assert batch.untried == "interrupted before its turn"
+
+
+def test_loaders_with_workers_and_pinned_memory():
+    """What the loader is given; nothing is loaded."""
+    with CHANGES["prefetch"].made() as done:
+        assert DataLoader([1], num_workers=1).prefetch_factor == 8
+        assert DataLoader([1]).prefetch_factor is None
+    assert done == ["prefetch_factor=8"]
+    with CHANGES["pinning"].made() as done:
+        assert DataLoader([1]).pin_memory
+    assert done == ["pin_memory=True"]
+    assert CHANGES["prefetch"].needless(SEEN) == "it has no workers"
+    assert CHANGES["pinning"].needless(SEEN) == "there is no accelerator to copy to"
+    assert CHANGES["pinning"].needless(replace(SEEN, device="cuda:0")) is None
+
+
+def test_compiling_is_tried_or_left_out():
+    """Whichever the run does not do."""
+    compiled = replace(SEEN, missing={"calls": "it is compiled"})
+    assert CHANGES["no-compile"].needless(SEEN) == "nothing is compiled"
+    assert CHANGES["compile"].needless(SEEN) is CHANGES["no-compile"].needless(compiled) is None
+    assert CHANGES["compile"].needless(compiled) == "it is compiled"
+    function = torch.compile(lambda x: torch.compiler.is_compiling(), backend="eager")
+    with CHANGES["no-compile"].made() as done:
+        assert not function(torch.ones(1))
+    assert done == ["torch.compile switched off"]
+
+
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--fix", "faster"], "--fix faster: there is no such change; it is one of workers, batch-size"),
+        (["--fix", "faster"], "--fix faster: there is no such change; it is one of workers, prefetch"),
         (["--rounds", "2"], "--rounds has no effect without --fix"),
         (["--fix", "--rounds", "0"], "--rounds must be at least 1, got 0"),
     ],

@@ -12,7 +12,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
-from gradprobe_hf.profiling import ProfileCallback, Schedule, profiled
+from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
 from gradprobe_hf.profiling.observing import ranks
 from tests import cases, planted, trainers
 from tests.launch import together
@@ -107,6 +107,45 @@ def test_a_clean_trainer_is_silent(tmp_path):
     assert report.observation.setup.attention == {"sdpa": 2}
     assert report.observation.setup.steps_by == "fused"
     assert not report.observation.recomputed
+
+
+def test_an_interrupted_trainer_leaves_a_report(tmp_path):
+    class Stopped(Trainer):
+        def training_step(self, *arguments, **more):
+            if self.state.global_step == 4:
+                raise KeyboardInterrupt
+            return super().training_step(*arguments, **more)
+
+    callback = ProfileCallback(planted.SHORT, save=tmp_path / "report.json")
+    trainer = Stopped(
+        cases.build("llama"), trainers.arguments(tmp_path), train_dataset=trainers.Rows(), callbacks=[callback]
+    )
+    with pytest.raises(KeyboardInterrupt), callback:
+        trainer.train()
+    report = ProfileReport.read(tmp_path / "report.json")
+    assert len(report.observation.timed) == 2
+    assert not report.observation.complete
+
+
+@pytest.mark.slow
+def test_the_share_of_a_slow_loader_in_a_trainer(tmp_path):
+    """Within 10% of what it slept, by a clock of its own."""
+
+    class Slept(Batches):
+        seconds = ()
+
+        def __getitem__(self, index):
+            start = time.perf_counter()
+            batch = super().__getitem__(index)
+            self.seconds = (*self.seconds, time.perf_counter() - start)
+            return batch
+
+    rows, schedule = Slept(sleep=0.03), Schedule(2, 12, 1, 1)
+    report = run(Trainer, tmp_path, llama(), rows, schedule)
+    slept = sum(rows.seconds[3:15])  # a Trainer asks for one batch more than it has begun with
+    found = next(one for one in report.findings if one.kind == "data loading")
+    assert found.share == pytest.approx(slept / sum(report.observation.timed), rel=0.1)
+    assert found.line == line_of("train")
 
 
 def uneven(sleeping):

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING
 
-from gradprobe_hf.cli.config_options import add_config_options, configuration
+from gradprobe_hf.cli.config_options import add_config_options, configuration, option_values
 from gradprobe_hf.cli.options import VerbParser, given
+
+if TYPE_CHECKING:
+    from gradprobe_hf.report.report import Report
 
 
 def add_arguments(parser: VerbParser) -> None:
@@ -16,20 +21,28 @@ def add_arguments(parser: VerbParser) -> None:
     # All placements are shown, checkpointed or not, and what does not change memory, disk space and passes is left out.
     add_config_options(parser, without=("evaluation_samples", "evaluation_protocol", "checkpointing", "save_every"))
     parser.add_option("long runs", "resume", action="store_true", help="count the snapshots of a run with --resume-dir")
+    parser.add_option(
+        "options",
+        "measured",
+        metavar="FOLDER",
+        help="a checkpoint that was pruned from MODEL: what is estimated of its run, beside what that took",
+    )
 
 
 def run(options: argparse.Namespace) -> None:
-    from gradprobe_hf.cli.estimate_table import print_estimate
+    from gradprobe_hf.cli.estimate_table import print_estimate, print_expectations
     from gradprobe_hf.cli.output import print_json
     from gradprobe_hf.data.windows import check_length
     from gradprobe_hf.estimation.estimate import check_estimable, estimate
     from gradprobe_hf.model.loading import chosen_class, load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
+    from gradprobe_hf.report.against_estimate import against_estimate, planned
     from gradprobe_hf.run.compatibility import check_resumable, check_shapes
     from gradprobe_hf.run.request_checks import check_paths
     from gradprobe_hf.tasks.table import auto_classes, task_for
 
-    config = configuration(options)
+    measured = None if options.measured is None else _measured(options)
+    config = configuration(options) if measured is None else planned(measured)
     check_estimable(config)
     if options.resume:
         check_resumable(config, "resume=True")
@@ -43,4 +56,24 @@ def run(options: argparse.Namespace) -> None:
     if task is not None and config.metric is not None:
         task.metric(config.metric)
     found = estimate(model, targets, config, snapshots=options.resume)
-    print_json({"model": options.model, **found.to_dict()}) if options.json else print_estimate(found)
+    beside = () if measured is None else against_estimate(measured, found)
+    if options.json:
+        taken = {} if measured is None else {"against_measured": [asdict(one) for one in beside]}
+        print_json({"model": options.model, **found.to_dict(), **taken})
+    else:
+        print_estimate(found)
+        print_expectations(beside)
+
+
+def _measured(options: argparse.Namespace) -> Report:
+    """The report of a run, whose configuration is the one.
+
+    Raises:
+        ValueError: an option of a configuration is given besides.
+    """
+    from gradprobe_hf.report.report import Report
+
+    if others := sorted(option_values(options)):
+        name = others[0].replace("_", "-")
+        raise ValueError(f"--{name} has no effect with --measured, which has the options of its run. Leave it out.")
+    return Report.load(options.measured)

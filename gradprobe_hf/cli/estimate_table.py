@@ -12,6 +12,7 @@ from rich.text import Text
 from gradprobe_hf.cli.output import console, table_of
 from gradprobe_hf.estimation.estimate import Estimate
 from gradprobe_hf.estimation.footprint import DEVICES, Device, Placement, Stage
+from gradprobe_hf.report.against_estimate import Expectation, rows_of
 
 
 def print_estimate(found: Estimate) -> None:
@@ -35,6 +36,16 @@ def print_estimate(found: Estimate) -> None:
     out.print(f"fits here: {', '.join(fitting) or 'none of them'}", style="bold")
     for note in found.notes:
         out.print(f"- {note}")
+
+
+def print_expectations(found: Sequence[Expectation]) -> None:
+    """What was estimated of a run, and what it took; nothing of none."""
+    if not found:
+        return
+    table = table_of("", "estimated", "measured")
+    for row in rows_of(found):
+        table.add_row(*row)
+    console().print(table)
 
 
 def _calibration(found: Estimate) -> str:

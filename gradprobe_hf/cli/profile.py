@@ -47,8 +47,9 @@ def add_arguments(parser: VerbParser) -> None:
         "fix",
         nargs="*",
         metavar="CHANGE",
-        help="try changes from outside, each in runs of its own beside the unchanged script: workers, batch-size, "
-        "attention, precision, checkpointing, fused, compile (default: those that make sense for the run)",
+        help="try changes from outside, each in runs of its own beside the unchanged script: workers, prefetch, "
+        "pinning, batch-size, batch-size-4x, attention, precision, checkpointing, fused, compile, no-compile (default: "
+        "those that make sense for the run)",
     )
     parser.add_option("options", "rounds", type=int, metavar="COUNT", help="how often each is tried (default: 3)")
     parser.add_option(
@@ -106,8 +107,8 @@ def _script(options: argparse.Namespace) -> _Profiled:
     from gradprobe_hf.profiling.fixing.fixes import in_processes, try_changes
 
     runs = in_processes(options.subject, options.passed_on, schedule)
-    fixes = try_changes(runs, ran.report.observation, changes, 3 if options.rounds is None else options.rounds)
-    return replace(ran.report, fixes=tuple(fixes)), False, 0
+    tried = try_changes(runs, ran.report.observation, changes, 3 if options.rounds is None else options.rounds)
+    return replace(ran.report, fixes=tried.fixes), tried.interrupted, 0
 
 
 def _changes(options: argparse.Namespace) -> list[str]:

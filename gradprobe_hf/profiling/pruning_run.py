@@ -9,12 +9,14 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
+from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.machine import process_bytes
 from gradprobe_hf.profiling.observing.observation import Observation, RunStage
 from gradprobe_hf.profiling.observing.recorder import Recorder
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
+from gradprobe_hf.report.against_estimate import Expectation, against_estimate, estimate_of
 from gradprobe_hf.runtime.stopwatch import listening
 
 SHORT = Schedule(warmup=2, timed=6, traced=2, located=2)
@@ -44,18 +46,29 @@ def shortened(config: GradProbeConfig, schedule: Schedule) -> GradProbeConfig:
 
 
 def profile_pruning(prune: Callable[[], Any], schedule: Schedule = SHORT) -> PruningProfile:
-    """What `prune` does, which calls `prune_pretrained`, and which need not come to its end.
+    """What `prune` does, which returns what `prune_pretrained` does, and which need not come to its end.
 
     A step is a batch of a probe, or of a pass that observes inputs. Whatever it raises but Ctrl-C is raised here.
     """
-    watch = _RunWatch(Recorder(schedule))
-    interrupted = False
+    watch, base = _RunWatch(Recorder(schedule)), process_bytes()
+    result = None
     try:
         with watch:
-            prune()
+            result = prune()
     except KeyboardInterrupt:
-        interrupted = True
-    return PruningProfile(ProfileReport(watch.observation(complete=not interrupted)), interrupted)
+        return PruningProfile(ProfileReport(watch.observation(complete=False)), interrupted=True)
+    seen = replace(watch.observation(complete=True), expected=_expected(result, base))
+    return PruningProfile(ProfileReport(seen))
+
+
+def _expected(result: PruneResult | None, base: int) -> tuple[Expectation, ...]:
+    """What was to be expected of a run, beside what it took."""
+    if result is None:
+        return ()
+    try:
+        return against_estimate(result.report, estimate_of(result.report, result.model, base))
+    except ValueError:  # what is decided on the way cannot be estimated
+        return ()
 
 
 class _RunWatch:

@@ -15,6 +15,7 @@ from gradprobe_hf.profiling.findings.table import findings_of
 from gradprobe_hf.profiling.fixing.fix import Fix
 from gradprobe_hf.profiling.observing.observation import MemorySample, Observation
 from gradprobe_hf.profiling.page import page
+from gradprobe_hf.report.against_estimate import rows_of
 
 _RECENT = 3  # steps
 
@@ -97,6 +98,7 @@ class ProfileReport:
             "throughput": self.throughput,
             "recent_throughput": self.recent_throughput,
             "run": [asdict(one) for one in self.observation.run],
+            "against_estimate": [asdict(one) for one in self.observation.expected],
             "profiled_step_slowdown": self.slowdown,
             "findings": [{**asdict(one), "severity": one.severity} for one in self.findings],
             "not_evaluable": self.not_evaluable,
@@ -172,7 +174,7 @@ class ProfileReport:
             lines.append(f"The device is busy in {seen.busy:.1%} of a traced step.")
         if seen.memory:
             lines.append(_memory(seen.memory))
-        if self.slowdown is not None:
+        if self.slowdown is not None and self.slowdown >= 1:  # less where timed steps had to compile, say
             lines.append(
                 f"A step under torch.profiler took {self.slowdown:.2f} times as long; it is in no figure but that."
             )
@@ -195,6 +197,7 @@ class ProfileReport:
                     for one in seen.run
                 ],
             ),
+            ("Estimated and measured", ["", "estimated", "measured"], rows_of(seen.expected)),
             ("Stages", ["stage", "share of the step"], [[name, f"{share:.1%}"] for name, share in self.shares.items()]),
             (
                 "Findings",
@@ -215,7 +218,7 @@ class ProfileReport:
                 ["change", "gain", "rounds", "loss", "memory", "verdict", "how"],
                 [_tried(one) for one in self.fixes],
             ),
-            ("Not evaluable", ["kind", "why"], [[kind, why] for kind, why in self.not_evaluable.items()]),
+            ("Not evaluable", ["kind", "why"], _by_reason(self.not_evaluable)),
             (
                 "Operators",
                 ["operator", "calls a step", "share of a traced step"],
@@ -235,6 +238,14 @@ class ProfileReport:
             ),
         ]
         return [table for table in tables if table[2]]
+
+
+def _by_reason(kinds: Mapping[str, str]) -> list[list[str]]:
+    """A row for each reason, with all kinds that it holds for."""
+    reasons: dict[str, list[str]] = {}
+    for kind, why in kinds.items():
+        reasons.setdefault(why, []).append(kind)
+    return [[", ".join(named), why] for why, named in reasons.items()]
 
 
 def _tried(fix: Fix) -> list[str]:
@@ -265,4 +276,4 @@ def _gib(count: int) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:,.3g} ms"
+    return f"{seconds * 1e3:,.3g} ms" if seconds < 1 else f"{seconds:,.3g} s"

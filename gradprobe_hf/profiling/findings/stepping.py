@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 from gradprobe_hf.profiling.findings.finding import Check, Finding, finding, gigabytes, milliseconds, timed
 from gradprobe_hf.profiling.observing.observation import Observation
+
+_SPIKE, _CLIP = 5.0, 1.0  # times the largest norm before; what transformers clips at by default
+_NORMS = 3  # of steps, from which on one may be called a spike
 
 
 def _one_by_one(seen: Observation) -> list[Finding]:
@@ -51,6 +56,56 @@ def _without_optimizer(seen: Observation) -> list[Finding]:
     return [finding("gradient without optimizer", seen.setup.stepped_at, None, evidence, remedy)]
 
 
+def _spikes(seen: Observation) -> list[Finding]:
+    norms = seen.gradient_norms  # those of a training that goes well fall
+    spikes = [at for at in range(_NORMS - 1, len(norms)) if norms[at] > _SPIKE * max(norms[:at])]
+    if not spikes:
+        return []
+    highest, usual = norms[spikes[0]], median(norms[: spikes[0]])
+    return [
+        finding(
+            "gradient spikes",
+            seen.setup.stepped_at if seen.setup else None,
+            None,
+            f"the optimizer stepped with a gradient of norm {highest:.3g}, where {usual:.3g} was usual in {spikes[0]} "
+            "steps before: nothing clips it, or at more than that. It takes no time, and may take the training back",
+            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {_CLIP:g}) before optimizer.step(); max_grad_norm in "
+            "TrainingArguments",
+        )
+    ]
+
+
+def _float32(seen: Observation) -> list[Finding]:
+    assert seen.setup is not None
+    if seen.setup.asked or seen.setup.float32_products != "highest":
+        return []
+    return [
+        finding(
+            "float32 precision",
+            None,
+            None,
+            f"{seen.device}: products of matrices are in full float32; what TF32 or bfloat16 gains is not known before "
+            "it is tried",
+            "torch.set_float32_matmul_precision('high') for TF32 (tf32=True in TrainingArguments); or bf16=True: "
+            "gradprobe profile script ... --fix precision measures it",
+        )
+    ]
+
+
+def _has_norms(seen: Observation) -> str | None:
+    if reason := _stepped(seen):
+        return reason
+    few = len(seen.gradient_norms) < _NORMS
+    return f"it takes {_NORMS} steps whose gradients could be looked at" if few else None
+
+
+def _has_tf32(seen: Observation) -> str | None:
+    if reason := timed(seen):
+        return reason
+    known = seen.setup is not None and seen.setup.float32_products is not None
+    return None if known else f"{seen.device} is not known to have TF32"
+
+
 def _stepped(seen: Observation) -> str | None:
     if reason := timed(seen):
         return reason
@@ -68,4 +123,6 @@ STEPPING = {
     "optimizer": Check("the optimizer steps tensor by tensor", _says_how, _one_by_one),
     "parameter without gradient": Check("a trained parameter gets no gradient", _stepped, _without_gradient),
     "gradient without optimizer": Check("a gradient is made that nobody steps", _stepped, _without_optimizer),
+    "gradient spikes": Check("gradients far larger than usual are stepped with", _has_norms, _spikes),
+    "float32 precision": Check("a GPU multiplies in full float32", _has_tf32, _float32),
 }

@@ -25,6 +25,7 @@ from gradprobe_hf.profiling.observing.observation import Observation
 
 Done = list[str]
 _WORKERS = 2
+_PREFETCHED = 8  # batches of each worker; torch's default is 2
 _WAITS = 0.01  # share of a step from which on workers are worth a try
 
 
@@ -56,11 +57,35 @@ def _workers() -> Iterator[Done]:
 
 
 @contextmanager
-def _larger_batch() -> Iterator[Done]:
+def _prefetch() -> Iterator[Done]:
+    def change(values: dict[str, Any]) -> str | None:
+        if not values["num_workers"]:
+            return None
+        values["prefetch_factor"] = _PREFETCHED
+        return f"prefetch_factor={_PREFETCHED}"
+
+    with _loaders(change) as done:
+        yield done
+
+
+@contextmanager
+def _pinned() -> Iterator[Done]:
+    def change(values: dict[str, Any]) -> str | None:
+        if values["pin_memory"]:
+            return None
+        values["pin_memory"] = True
+        return "pin_memory=True"
+
+    with _loaders(change) as done:
+        yield done
+
+
+@contextmanager
+def _larger_batch(times: int) -> Iterator[Done]:
     def change(values: dict[str, Any]) -> str | None:
         if not values["batch_size"] or values["batch_sampler"] is not None:
             return None
-        values["batch_size"] *= 2
+        values["batch_size"] *= times
         return f"batch_size={values['batch_size']}"
 
     with _loaders(change) as done:
@@ -178,6 +203,12 @@ def _compile(module: nn.Module) -> str | None:
 
 
 @contextmanager
+def _not_compiled() -> Iterator[Done]:
+    with torch.compiler.set_stance("force_eager"):
+        yield ["torch.compile switched off"]
+
+
+@contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     original = getattr(owner, name)
     setattr(owner, name, value)
@@ -190,9 +221,20 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 def _no_waiting(seen: Observation) -> str | None:
     if not seen.loaders:
         return "no torch DataLoader was used"
-    if sum(one.seconds for one in seen.loaders) < _WAITS * sum(seen.timed):
-        return "the loader is not waited for"
-    return "it has workers" if any(one.workers for one in seen.loaders) else None
+    waited = sum(one.seconds for one in seen.loaders)
+    return "the loader is not waited for" if waited < _WAITS * sum(seen.timed) else None
+
+
+def _no_lone_loader(seen: Observation) -> str | None:
+    return _no_waiting(seen) or ("it has workers" if any(one.workers for one in seen.loaders) else None)
+
+
+def _no_workers(seen: Observation) -> str | None:
+    return _no_waiting(seen) or (None if any(one.workers for one in seen.loaders) else "it has no workers")
+
+
+def _no_copies(seen: Observation) -> str | None:
+    return _no_waiting(seen) or ("there is no accelerator to copy to" if seen.device == "cpu" else None)
 
 
 def _no_loader(seen: Observation) -> str | None:
@@ -218,14 +260,30 @@ def _no_loop(seen: Observation) -> str | None:
 
 
 def _compiled(seen: Observation) -> str | None:
-    return "it is compiled" if "calls" in seen.missing else None
+    return "it is compiled" if seen.compiles else None
+
+
+def _eager(seen: Observation) -> str | None:
+    return None if seen.compiles else "nothing is compiled"
 
 
 _ARGUMENTS = "in TrainingArguments"
 CHANGES: dict[str, Change] = {
-    "workers": Change(_no_waiting, _workers, f"DataLoader(num_workers=2); dataloader_num_workers=2 {_ARGUMENTS}"),
+    "workers": Change(_no_lone_loader, _workers, f"DataLoader(num_workers=2); dataloader_num_workers=2 {_ARGUMENTS}"),
+    "prefetch": Change(
+        _no_workers, _prefetch, f"DataLoader(prefetch_factor=8); dataloader_prefetch_factor=8 {_ARGUMENTS}"
+    ),
+    "pinning": Change(
+        _no_copies, _pinned, "DataLoader(pin_memory=True) and .to(device, non_blocking=True); the Trainer does both"
+    ),
     "batch-size": Change(
-        _no_loader, _larger_batch, "twice the batch; the learning rate may need a change", same_batches=False
+        _no_loader,
+        partial(_larger_batch, 2),
+        "twice the batch; the learning rate may need a change",
+        same_batches=False,
+    ),
+    "batch-size-4x": Change(
+        _no_loader, partial(_larger_batch, 4), "four times the batch; likewise", same_batches=False
     ),
     "attention": Change(_no_eager, partial(_first_called, _sdpa), "attn_implementation='sdpa' in from_pretrained"),
     "precision": Change(_no_float32, _autocast, f"torch.autocast(device, torch.bfloat16); bf16=True {_ARGUMENTS}"),
@@ -234,4 +292,5 @@ CHANGES: dict[str, Change] = {
     ),
     "fused": Change(_no_loop, _fused, f"fused=True; optim='adamw_torch_fused' {_ARGUMENTS}"),
     "compile": Change(_compiled, partial(_first_called, _compile), f"model.compile(); torch_compile=True {_ARGUMENTS}"),
+    "no-compile": Change(_eager, _not_compiled, f"leave torch.compile out; torch_compile=False {_ARGUMENTS}"),
 }

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -26,7 +27,15 @@ _ROUNDING = 1e-4  # relative; one float32 sum in another order differs by less, 
 Runs = Callable[[str | None], Trial]
 
 
-def try_changes(runs: Runs, seen: Observation, names: Sequence[str], rounds: int) -> list[Fix]:
+@dataclass(frozen=True)
+class Tried:
+    """What came of changes; interrupted: by Ctrl-C, so that some rounds are missing."""
+
+    fixes: tuple[Fix, ...]
+    interrupted: bool = False
+
+
+def try_changes(runs: Runs, seen: Observation, names: Sequence[str], rounds: int) -> Tried:
     """Try changes one at a time; none together with another.
 
     Args:
@@ -38,29 +47,73 @@ def try_changes(runs: Runs, seen: Observation, names: Sequence[str], rounds: int
     Raises:
         RuntimeError: the unchanged script fails.
     """
-    needless = {name: why for name in names if (why := CHANGES[name].needless(seen))}
-    tried = [name for name in names if name not in needless]
-    failed: dict[str, str] = {}
-    pairs: dict[str, list[tuple[Trial, Trial, Trial]]] = {name: [] for name in tried}
-    for number in range(rounds if tried else 0):
-        before = runs(None)
-        for name in [one for one in (tried if number % 2 == 0 else tried[::-1]) if one not in failed]:
-            logger.info("round %d of %d: %s ...", number + 1, rounds, name)
+    trials = _Trials(runs, {name: why for name in names if (why := CHANGES[name].needless(seen))}, rounds)
+    tried = [name for name in names if name not in trials.failed]
+    interrupted = False
+    try:
+        for number in range(rounds if tried else 0):
+            trials.round(number, tried if number % 2 == 0 else tried[::-1])
+    except KeyboardInterrupt:
+        interrupted = True
+    return Tried(tuple(trials.fix(name) for name in names), interrupted)
+
+
+class _Trials:
+    """Trials so far.
+
+    Attributes:
+        failed: change -> why it is not tried, or not any more.
+    """
+
+    def __init__(self, runs: Runs, needless: dict[str, str], rounds: int) -> None:
+        self.failed = needless
+        self._runs, self._rounds = runs, rounds
+        self._beside: dict[str, list[_Beside]] = {}
+
+    def round(self, number: int, names: Sequence[str]) -> None:
+        """Each change once, in this order; an unchanged run behind one is the one before the next."""
+        before = self._runs(None)
+        for name in (one for one in names if one not in self.failed):
+            logger.info("round %d of %d: %s ...", number + 1, self._rounds, name)
             try:
-                changed = runs(name)
+                changed = self._runs(name)
             except RuntimeError as error:
-                failed[name] = str(error)
+                self.failed[name] = str(error)
                 continue
             if not changed.done:
-                failed[name] = "it found nothing to change"
+                self.failed[name] = "it found nothing to change"
                 continue
-            after = runs(None)
-            pairs[name].append((before, changed, after))
+            after = self._runs(None)
+            self._beside.setdefault(name, []).append(_Beside(before, changed, after))
+            logger.info("%s: %.2f times as fast", name, self._beside[name][-1].gain)
             before = after
-    return [
-        _untried(name, (needless | failed)[name]) if name in needless | failed else _fix(name, pairs[name])
-        for name in names
-    ]
+
+    def fix(self, name: str) -> Fix:
+        row, found = CHANGES[name], self._beside.get(name, [])
+        if name in self.failed or not found:
+            return Fix(name, "", (), None, "", self.failed.get(name, "interrupted before its turn"), row.remedy)
+        done = ", ".join(dict.fromkeys(found[0].changed.done))
+        loss = _losses(found) if row.same_batches else "other batches: not comparable step by step"
+        return Fix(
+            name, done, tuple(one.gain for one in found), median(one.memory for one in found), loss, None, row.remedy
+        )
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """A trial with a change, and the unchanged ones before and behind it."""
+
+    before: Trial
+    changed: Trial
+    after: Trial
+
+    @property
+    def gain(self) -> float:
+        return _rate(self.changed) / fmean([_rate(self.before), _rate(self.after)])
+
+    @property
+    def memory(self) -> float:
+        return self.changed.memory / max(self.before.memory, self.after.memory)
 
 
 def in_processes(script: str, arguments: Sequence[str], schedule: Schedule) -> Runs:
@@ -84,26 +137,14 @@ def in_processes(script: str, arguments: Sequence[str], schedule: Schedule) -> R
     return run
 
 
-def _fix(name: str, pairs: list[tuple[Trial, Trial, Trial]]) -> Fix:
-    row = CHANGES[name]
-    gains = tuple(_rate(changed) / fmean([_rate(before), _rate(after)]) for before, changed, after in pairs)
-    memory = median(changed.memory / max(before.memory, after.memory) for before, changed, after in pairs)
-    loss = _losses(pairs) if row.same_batches else "other batches: not comparable step by step"
-    return Fix(name, ", ".join(dict.fromkeys(pairs[0][1].done)), gains, memory, loss, None, row.remedy)
-
-
-def _untried(name: str, why: str) -> Fix:
-    return Fix(name, "", (), None, "", why, CHANGES[name].remedy)
-
-
 def _rate(trial: Trial) -> float:
     """Samples a second, by the median step; steps, where batches do not tell."""
     return (trial.samples or 1.0) / median(trial.seconds)
 
 
-def _losses(pairs: list[tuple[Trial, Trial, Trial]]) -> str:
-    own = max(_difference(before, after) for before, _, after in pairs)
-    changed = max(_difference(before, with_change) for before, with_change, _ in pairs)
+def _losses(found: list[_Beside]) -> str:
+    own = max(_difference(one.before, one.after) for one in found)
+    changed = max(_difference(one.before, one.changed) for one in found)
     if math.isnan(own) or math.isnan(changed):
         return "not comparable: a loss is no number"
     if own > _ROUNDING:

@@ -25,14 +25,18 @@ def graph_ends() -> list[Any]:
 
 
 def since(before: list[Any]) -> tuple[Compilation, ...]:
-    """Compilations that are not in an earlier list, by function."""
+    """Compilations that are not in an earlier list, by function. The backward pass is compiled when it first runs."""
     known = {id(one) for one in before}
-    new = [one for one in compiled_frames() if id(one) not in known and one.co_filename]
+    later = [one for one in compiled_frames() if id(one) not in known]
+    backward = Counter[str]()
+    for one in later:
+        backward[one.compile_id] += one.backward_cumulative_compile_time_us or 0
+    new = [one for one in later if one.co_filename]
     places = [Place(shown_path(one.co_filename), one.co_firstlineno or 0, one.co_name or "") for one in new]
     seconds: dict[Place, float] = dict.fromkeys(places, 0.0)
     reasons: dict[Place, str] = {}
     for one, place in zip(new, places, strict=True):
-        seconds[place] += one.entire_frame_compile_time_s or 0.0
+        seconds[place] += (one.entire_frame_compile_time_s or 0.0) + backward[one.compile_id] / 1e6
         reasons[place] = " ".join((one.recompile_reason or "").split()) or reasons.get(place, "")
     return tuple(Compilation(place, count, seconds[place], reasons[place]) for place, count in Counter(places).items())
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, Self
 
 from gradprobe_hf.profiling.observing.places import Place
+from gradprobe_hf.report.against_estimate import Expectation
 
 CallKind = Literal["synchronization", "print", "constant", "norm", "cast", "matmul", "attention", "zeroing"]
 
@@ -123,6 +124,7 @@ class Setup:
         without_gradient: names of trained parameters that no step of the warm-up gave a gradient, and their number.
         without_optimizer: names of parameters with a gradient that no optimizer steps, and their number.
         wasted_bytes: of these gradients.
+        float32_products: torch.get_float32_matmul_precision() of a run on CUDA; None: not known, or on a CPU.
     """
 
     optimizer: str | None
@@ -136,6 +138,7 @@ class Setup:
     without_gradient: tuple[str, ...] = ()
     without_optimizer: tuple[str, ...] = ()
     wasted_bytes: int = 0
+    float32_products: str | None = None
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,8 @@ class Observation:
     busy: share of the traced steps in which the device computes; None on a CPU.
     ranks: each process, where there are several and they could tell.
     spans: of the last timed steps.
+    gradient_norms: of what the optimizer stepped with, in the steps of the warm-up and in the located ones.
+    expected: what was estimated of a pruning run, beside what it took.
     run: stages of a pruning run, in the order in which they ended; without the seconds that watching added.
     missing: what could not be seen -> why; a kind of finding, too.
     complete: whether all steps of the schedule were seen.
@@ -225,6 +230,13 @@ class Observation:
     processes: int = 1
     spans: tuple[Span, ...] = ()
     run: tuple[RunStage, ...] = ()
+    gradient_norms: tuple[float, ...] = ()
+    expected: tuple[Expectation, ...] = ()
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile was used: lines cannot be looked for then."""
+        return "calls" in self.missing
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -233,7 +245,7 @@ class Observation:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """What `to_dict` made, also after JSON."""
         rows = {name: tuple(row(**_placed(one)) for one in values[name]) for name, row in _ROWS.items()}
-        numbers = {name: tuple(values[name]) for name in ("timed", "traced")}
+        numbers = {name: tuple(values[name]) for name in ("timed", "traced", "gradient_norms")}
         return cls(
             **{
                 **values,
@@ -256,6 +268,7 @@ _ROWS: dict[str, type] = {
     "ranks": RankStages,
     "spans": Span,
     "run": RunStage,
+    "expected": Expectation,
 }
 
 

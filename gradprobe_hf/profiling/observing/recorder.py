@@ -132,6 +132,7 @@ class Recorder:
             self._waits, self._contents, self._calls = [], [], []
             self._stages.clear()
             self._memory.clear()
+            self._setup_watch.begin_again()
             self._steps_with_contents = 0
             self._open("warmup")
 
@@ -181,6 +182,7 @@ class Recorder:
             ranks=self._told,
             processes=self._processes,
             spans=self._spans,
+            gradient_norms=self._setup_watch.norms(),
         )
 
     def _end_step(self) -> None:
@@ -310,6 +312,8 @@ class Recorder:
                 self._mark_forward()
         if self.phase == "warmup":
             self._setup_watch.note(optimizer)
+        if self.phase in ("warmup", "located") and optimizer is self._optimizer:
+            self._setup_watch.note_norm(optimizer)
         if optimizer is self._optimizer and not self._says_steps_itself:
             self._end_step()
 

@@ -28,6 +28,23 @@ class SetupWatch:
     _place: Place | None = None
     _stepped: dict[int, Tensor] = field(default_factory=dict)
     _with_gradient: set[int] = field(default_factory=set)
+    _norms: list[Tensor] = field(default_factory=list)
+
+    def note_norm(self, optimizer: Optimizer) -> None:
+        """Of what an optimizer steps with. It stays on its device: reading it would wait for it."""
+        gradients = [one.grad for one in parameters_of(optimizer) if one.grad is not None]
+        # A sharded one would need a collective.
+        if gradients and all(type(one) is Tensor and not one.is_sparse for one in gradients):
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                self._norms.append(torch.nn.utils.get_total_norm(gradients))
+
+    def norms(self) -> tuple[float, ...]:
+        """Of each step that was looked at, in order."""
+        return tuple(float(one) for one in self._norms)
+
+    def begin_again(self) -> None:
+        """What was seen of steps so far is dropped."""
+        self._norms.clear()
 
     def note(self, optimizer: Optimizer) -> None:
         if self._first is None:
@@ -56,6 +73,7 @@ class SetupWatch:
             tensors=len(self._stepped),
             asked=_dtype_of(parameters),
             attention=_attention(models),
+            float32_products=torch.get_float32_matmul_precision() if _is_on_cuda(parameters) else None,
             checkpointed=sum(_is_checkpointed(module) for model in models for module in model.modules()),
             without_gradient=_some(without_gradient),
             without_optimizer=_some([names[id(one)] for one in wasted]),
@@ -108,6 +126,10 @@ def _attention(models: list[nn.Module]) -> dict[str, int]:
 
 def _is_checkpointed(module: nn.Module) -> bool:
     return isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing and module.training
+
+
+def _is_on_cuda(parameters: Sequence[Tensor]) -> bool:
+    return bool(parameters) and parameters[0].is_cuda
 
 
 def _some(names: list[str]) -> tuple[str, ...]:

@@ -38,6 +38,8 @@ _UNTOLD = {
     "graph break": "torch.compile's counters are not in a trace",
     "parameter without gradient": "a trace does not hold parameters",
     "gradient without optimizer": "a trace does not hold parameters",
+    "gradient spikes": "a trace does not hold gradients",
+    "float32 precision": "a trace does not hold torch's settings",
     "checkpointing": "a trace does not say which operators are computed again",
     "eager attention": "a trace does not name the modules that operators belong to",
     "imbalance between ranks": _ONE_PROCESS,
