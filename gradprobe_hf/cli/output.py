@@ -115,12 +115,22 @@ def _print_candidates(out: Console, report: Report) -> None:
     found = report.structure["candidates"] if report.structure else []
     if not found:
         return
-    table = table_of("shapes tried, without", "parameters", "estimated loss", "loss (nats)")
+    latency = report.structure["latency"] if report.structure else None
+    shown = ["latency"] if latency else []
+    table = table_of("shapes tried, without", "parameters", *shown, "estimated loss", "loss (nats)")
     tried = [one for one in found if one["loss"] is not None]
     for one in tried:
         expected = "-" if one["estimated"] is None else f"{one['estimated']:.4f}"
-        table.add_row(shape_words(one["removed"]), f"{one['parameters']:,}", expected, f"{one['loss']:.4f}")
+        seconds = [f"{one['latency']:.2f}"] if latency else []
+        table.add_row(shape_words(one["removed"]), f"{one['parameters']:,}", *seconds, expected, f"{one['loss']:.4f}")
     out.print(table)
+    if latency:
+        out.print(
+            f"latency: {latency['ratio']:.2f} of the dense model's measured, {latency['smaller']:.3g} of "
+            f"{latency['dense']:.3g} seconds; the table said {latency['table']:.2f} ({latency['prompt_length']} tokens "
+            f"read, {latency['new_tokens']} written, {latency['device']}, {latency['threads']} threads)",
+            style="dim",
+        )
     out.print(
         f"{len(found)} shapes meet {GradProbeConfig.from_dict(report.config).size_budget}; {len(tried)} were pruned "
         "and measured on calibration text that was held out, and the first was taken",

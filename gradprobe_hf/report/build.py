@@ -31,6 +31,8 @@ from gradprobe_hf.structures.shapes import shape_values
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 STATUS = Path("/proc/self/status")  # proc(5)
 
+TOLERATED = 1.05  # times the latency that was asked for, before a report warns
+
 
 def build_report(
     context: RunContext,
@@ -69,6 +71,7 @@ def build_report(
             *_about_data(context),
             *_about_evidence(decision, len(targets)),
             *_about_damping(decision, config),
+            *_about_latency(decision, config),
             *_about_budget(rows, config, decision),
             *_about_search(config, decision),
             *_about_promise(context, measured, metric),
@@ -184,6 +187,7 @@ def _smaller(context: RunContext, removal: Removal, diagnostics: Diagnostics) ->
         "blocks": [block for block in removal.plan.blocks if block in removal.blocks],
         "without": diagnostics.blocks_without,
         "candidates": diagnostics.shapes,
+        "latency": diagnostics.latency,
         # `head_dim` may be written down now, and be what it was before.
         "before": {name: before.get(name) for name in after if before.get(name) != after[name]},
         "after": {name: value for name, value in after.items() if before.get(name) != value},
@@ -230,6 +234,18 @@ def _about_evidence(decision: PruningDecision, targets: int) -> list[str]:
     return [
         f"{len(decision.unreached)} of {targets} matrices belong to experts that no token was sent to ({sample}): "
         "without evidence they go last and by magnitude. Calibrate on more text."
+    ]
+
+
+def _about_latency(decision: PruningDecision, config: GradProbeConfig) -> list[str]:
+    """Where the table promised what the whole model does not keep."""
+    found = decision.diagnostics.latency
+    if found is None or config.latency is None or found["ratio"] <= TOLERATED * config.latency:
+        return []
+    return [
+        f"latency={config.latency:g} was asked for, and a model of the shape that was chosen took {found['ratio']:.2f} "
+        f"of the dense model's time; the table of its blocks said {found['table']:.2f}. Give a smaller share, or "
+        "measure again on a machine that does nothing else."
     ]
 
 

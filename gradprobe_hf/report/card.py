@@ -21,6 +21,7 @@ from gradprobe_hf.report.plots import has_perplexities
 from gradprobe_hf.report.recovered import recovery_paragraph
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
+from gradprobe_hf.structures.budgets import BUDGETS
 from gradprobe_hf.structures.table import STRUCTURES
 from gradprobe_hf.tasks.metrics import METRICS
 from gradprobe_hf.tasks.table import TASKS
@@ -103,7 +104,7 @@ def _as_decided(report: Report, config: GradProbeConfig) -> GradProbeConfig:
     """With the shape that was chosen, where a budget was given."""
     if config.size_budget is None or report.structure is None:
         return config
-    return config.varied(structure=report.structure["removed"], params=None, memory=None)
+    return config.varied(structure=report.structure["removed"], **dict.fromkeys(BUDGETS))
 
 
 def _extent(report: Report, config: GradProbeConfig) -> str:
@@ -144,7 +145,21 @@ def _smaller(report: Report, config: GradProbeConfig) -> dict[str, Any] | None:
         ],
         "allowed": len(found["candidates"]),
         "budget": config.size_budget,
+        "latency": _latency(found.get("latency")),
     }
+
+
+def _latency(found: dict[str, Any] | None) -> str:
+    """What the shape takes of the dense model's time, as the table says and as it was measured."""
+    if found is None:
+        return ""
+    written = f", and to write {found['new_tokens']} behind them" if found["new_tokens"] else ""
+    return (
+        f"To read {found['prompt_length']} tokens{written}, a model of this shape took {found['ratio']:.2f} of the "
+        f"dense model's time on the machine that pruned it: {found['smaller']:.3g} of {found['dense']:.3g} seconds "
+        f"({found['device']}, {found['threads']} threads, medians of {found['rounds']} rounds in turns, random "
+        f"weights). A table of its blocks said {found['table']:.2f}."
+    )
 
 
 def shape_words(going: Mapping[str, int]) -> str:

@@ -89,7 +89,7 @@ class Report:
             out, `before` and `after`, the `epochs` it took, and the one `kept`.
         structure: what goes whole, where anything does: `removed`, structure -> how many, and `blocks` by name; the
             values of the configuration and the number of `parameters` before and after; the `candidates` where the
-            shape was chosen for a budget, that which was first.
+            shape was chosen for a budget, that which was first; and its `latency`, where that was the budget.
         files: bytes of the weights on the disk, and `zstd` of them (None: not measured), once they are written; and as
             many as the dense ones have, `dense`.
         curve: sparsity, metric and its limit at each attempt of a search.

@@ -15,7 +15,7 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading_checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.run.shape_search import budget_shapes
+from gradprobe_hf.run.shape_search import check_budget
 from gradprobe_hf.run.structured import check_hands_on, check_routing
 from gradprobe_hf.selection.published_rule import thresholds
 from gradprobe_hf.structures.plan import Plan
@@ -27,7 +27,7 @@ def check_targets(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     check_editable(model, targets)
     check_shapes(model, targets, config)
     if config.size_budget is not None:
-        budget_shapes(model, targets, config)
+        check_budget(model, targets, config)
         return
     if config.drops_blocks:
         check_hands_on(model, targets)

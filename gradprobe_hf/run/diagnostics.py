@@ -23,7 +23,10 @@ class Diagnostics:
         row_fisher: of each matrix, the mean Fisher information of the weights of a row, where a weight update reads it.
         blocks_without: blocks that go whole, in their order, and the calibration loss (nats) without them so far.
         shapes: those that meet a budget, the one that was chosen first: what is `removed`, the `parameters` and `bytes`
-            that are left, the calibration loss (nats) that was `estimated`, and the `loss` of those that were tried.
+            that are left, the calibration loss (nats) that was `estimated`, and the `loss` of those that were tried;
+            for a budget of latency the share of the dense model's that the table says.
+        latency: of the shape that was chosen for such a budget: the share that the `table` says, seconds of the `dense`
+            model and of one of the `smaller` shape, their `ratio`, and what was timed.
         accumulator_bytes: size of the statistics `[out, in]` of the probe pair that had the most.
     """
 
@@ -36,6 +39,7 @@ class Diagnostics:
     row_fisher: dict[str, list[float]] = field(default_factory=dict)
     blocks_without: list[dict[str, Any]] = field(default_factory=list)
     shapes: list[dict[str, Any]] = field(default_factory=list)
+    latency: dict[str, Any] | None = None
     accumulator_bytes: int = 0
 
     def copy(self) -> Diagnostics:

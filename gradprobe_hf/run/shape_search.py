@@ -33,11 +33,14 @@ from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.run.block_order import few_rows, loss_without, losses_alone
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.run.latency import check_timeable, latency_table, measured_latency
 from gradprobe_hf.run.structured import hands_on, misrouted
 from gradprobe_hf.run.unit_evidence import Weighed, expert_fisher, weighed_units
 from gradprobe_hf.runtime.stopwatch import Stopwatch, rough_time
+from gradprobe_hf.structures.budgets import BUDGETS, SizeBudget
 from gradprobe_hf.structures.importance import made_up_for
-from gradprobe_hf.structures.legal_shapes import Shape, is_legal, shapes_within
+from gradprobe_hf.structures.latency_table import LatencyTable
+from gradprobe_hf.structures.legal_shapes import Shape, is_legal, shape_axes, shapes_within
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.table import STRUCTURES
@@ -55,10 +58,27 @@ Trial = Callable[[RunContext, Batches, Diagnostics], tuple[float, Removal]]
 
 
 def budget_shapes(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> list[Shape]:
-    """The shapes that meet a configuration's budget. Raises: as `shapes_within`."""
+    """The shapes that meet a configuration's budget of size. Raises: as `shapes_within`."""
     budget = config.size_budget
     assert budget is not None, "asked for where there is one"
     return shapes_within(model, targets, budget, _unavailable(model, targets))
+
+
+def check_budget(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> None:
+    """Raise ValueError for a budget that no shape of the model meets, as far as it can be told without a clock."""
+    budget = config.size_budget
+    if budget is not None and budget.is_measured:
+        check_timeable(model)
+        shape_axes(model, targets, _unavailable(model, targets))
+    else:
+        budget_shapes(model, targets, config)
+
+
+def _timed_shapes(context: RunContext, budget: SizeBudget) -> tuple[list[Shape], LatencyTable]:
+    """The shapes that meet a budget of latency, by a table that is measured now."""
+    without = _unavailable(context.model, context.targets)
+    table = latency_table(context, shape_axes(context.model, context.targets, without))
+    return shapes_within(context.model, context.targets, budget, without, table), table
 
 
 def _unavailable(model: PreTrainedModel, targets: Sequence[Target]) -> list[str]:
@@ -74,7 +94,7 @@ def _unavailable(model: PreTrainedModel, targets: Sequence[Target]) -> list[str]
 
 def with_shape(context: RunContext, going: Mapping[str, int]) -> RunContext:
     """The context of a run whose shape is given."""
-    return replace(context, config=context.config.varied(structure=dict(going), params=None, memory=None))
+    return replace(context, config=context.config.varied(structure=dict(going), **dict.fromkeys(BUDGETS)))
 
 
 def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) -> None:
@@ -83,7 +103,12 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
     Raises:
         ValueError: none of these can be made, or none has a loss.
     """
-    shapes = budget_shapes(context.model, context.targets, context.config)
+    budget, table = context.config.size_budget, None
+    assert budget is not None, "asked for where there is one"
+    if budget.is_measured:
+        shapes, table = _timed_shapes(context, budget)
+    else:
+        shapes = budget_shapes(context.model, context.targets, context.config)
     held_out, rest = context.calibration.split(context.config.seed, HELD_OUT, _TWO_ROWS)
     on_rest = replace(context, calibration=rest, snapshots=None, stopwatch=Stopwatch())
     # Where all are tried, nothing has to be expected of them.
@@ -109,10 +134,15 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
                 "removed": dict(shape.going),
                 "parameters": shape.parameters,
                 "bytes": shape.bytes,
+                "latency": None if table is None else table(shape.going) / table.dense,
                 "estimated": expected[number] if len(shapes) > TRIED else None,
                 "loss": losses.get(number),
             }
         )
+    if table is not None:
+        chosen = diagnostics.shapes[0]
+        diagnostics.latency = {"table": chosen["latency"], **measured_latency(context, chosen["removed"])}
+        diagnostics.latency |= table.terms or {}
 
 
 def _tried(context: RunContext, shape: Shape, held_out: Batches, diagnostics: Diagnostics, trial: Trial) -> float:

@@ -1,18 +1,21 @@
-"""Budgets: how large a smaller model may be, as a number of parameters or bytes of the file that is written."""
+"""Budgets: how large a smaller model may be: parameters, or bytes of the file that is written; or how fast it is."""
 
 from __future__ import annotations
 
 import math
 import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 WANTED = {
     "params": "a share of the model's in (0, 1), like 0.75, or a number of parameters, like '100M'",
     "memory": "a number of bytes, like '200MB'",
+    "latency": "a share of the model's in (0, 1), like 0.7",
 }
+BUDGETS = tuple(WANTED)
+_UNITS = {"params": "parameters", "memory": "bytes", "latency": "seconds"}
 
 
 @dataclass(frozen=True)
@@ -20,10 +23,10 @@ class SizeBudget:
     """The most that may be left.
 
     Attributes:
-        option: that gives it: `params` or `memory`.
+        option: that gives it: `params`, `memory` or `latency`.
         given: its value, as the user wrote it.
         share: of what the model has; None: `limit` says how much.
-        limit: parameters, or bytes.
+        limit: parameters, or bytes; never seconds.
 
     >>> SizeBudget.of(params="1.5M").limit
     1500000
@@ -38,42 +41,50 @@ class SizeBudget:
 
     @classmethod
     def of(cls, **given: Any) -> SizeBudget:
-        """The one that is given, of `params` and `memory`.
+        """The one that is given, of `params`, `memory` and `latency`.
 
         Raises:
-            ValueError: none, both, or a value that is no budget.
+            ValueError: none, several, or a value that is no budget.
         """
         values = {option: value for option, value in given.items() if value is not None}
         if len(values) != 1:
-            both = " and ".join(f"{option}={value!r}" for option, value in values.items()) or "neither"
-            raise ValueError(
-                f"structure='auto' needs one budget: params ({WANTED['params']}) or memory ({WANTED['memory']}), got "
-                f"{both}."
-            )
+            given_ones = " and ".join(f"{option}={value!r}" for option, value in values.items()) or "none"
+            wanted = " or ".join(f"{option} ({text})" for option, text in WANTED.items())
+            raise ValueError(f"structure='auto' needs one budget: {wanted}, got {given_ones}.")
         ((option, value),) = values.items()
         found = _read(option, value)
         if found is None:
             raise ValueError(f"{option} must be {WANTED[option]}, got {value!r}.")
         return cls(option, value, share=found) if isinstance(found, float) else cls(option, value, limit=found)
 
-    def most(self, dense: int) -> int:
+    def most(self, dense: float) -> float:
         """The most that may be left of a model of this size.
 
         Raises:
             ValueError: a budget that the model meets as it is.
         """
-        limit = self.limit if self.limit is not None else math.floor((self.share or 0) * dense)
-        if limit >= dense:
+        if self.limit is None:
+            limit = (self.share or 0) * dense
+            return limit if self.is_measured else math.floor(limit)
+        if self.limit >= dense:
             raise ValueError(
-                f"{self} is no budget: the model has {dense:,} {self.unit} as it is. Give less, or a share "
-                "(params=0.75)."
+                f"{self} is no budget: the model has {self.shown(dense)} as it is. Give less, or a share (params=0.75)."
             )
-        return limit
+        return self.limit
 
     @property
-    def unit(self) -> Literal["bytes", "parameters"]:
-        """What it counts."""
-        return "bytes" if self.option == "memory" else "parameters"
+    def is_measured(self) -> bool:
+        """Whether it is about seconds, which a machine has to tell."""
+        return self.option == "latency"
+
+    @property
+    def unit(self) -> str:
+        """What it counts, as attributes of a shape are called."""
+        return _UNITS[self.option]
+
+    def shown(self, value: float) -> str:
+        """An amount of what it counts."""
+        return f"{value:.3g} {self.unit}" if self.is_measured else f"{value:,} {self.unit}"
 
     def __str__(self) -> str:
         return f"{self.option}={self.given!r}"
@@ -92,6 +103,8 @@ def _read(option: str, value: Any) -> float | int | None:
     if not math.isfinite(value):
         return None
     if 0 < value < 1:
-        return float(value) if option == "params" else None
+        return float(value) if option != "memory" else None
+    if option == "latency":
+        return None
     # Between a share and a count there is nothing: 1.5 is a slip, and so is 1.
     return int(value) if value >= 2 and float(value).is_integer() else None

@@ -6,7 +6,7 @@ is better, so that only those are listed of which nothing can be given back.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.structures.budgets import SizeBudget
+from gradprobe_hf.structures.latency_table import LatencyTable
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import FEW, unfit
@@ -28,35 +29,37 @@ class Shape:
     Attributes:
         going: structure -> how many go, of those of which any do.
         parameters, bytes: of what is left.
+        seconds: that it takes, as a table says; None: nothing was timed.
     """
 
     going: Mapping[str, int]
     parameters: int
     bytes: int
+    seconds: float | None = None
 
 
 def shapes_within(
-    model: PreTrainedModel, targets: Sequence[Target], budget: SizeBudget, without: Collection[str] = ()
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    budget: SizeBudget,
+    without: Collection[str] = (),
+    table: LatencyTable | None = None,
 ) -> list[Shape]:
     """The shapes that meet a budget and have nothing to give back, the most parameters first.
 
     Args:
         without: structures that the model cannot do without.
+        table: of seconds, for a budget of latency.
 
     Raises:
         ValueError: the model is that small as it is, or never is that small.
     """
-    axes = _axes(model, targets, without)
-    sizes = _Sizes.of(model, targets, budget, list(axes))
+    axes = shape_axes(model, targets, without)
+    sizes = table or _Sizes.of(model, targets, budget, list(axes))
     limit = budget.most(sizes.dense)
-    if not axes:
-        raise ValueError(
-            f"structure='auto': {type(model).__name__} can do without none of {', '.join(map(repr, STRUCTURES))}. "
-            "Prune it without structure."
-        )
     allowed = [going for going in _largest(axes, sizes, limit) if any(going.values())]
     best = [going for going in allowed if not any(_is_better(other, going) for other in allowed)]
-    found = [_shape(model, targets, going) for going in best]
+    found = [_shape(model, targets, going, table) for going in best]
     if not found:
         raise _too_small(model, targets, budget, limit, axes, sizes)
     return sorted(found, key=lambda shape: (-shape.parameters, tuple(shape.going.items())))
@@ -67,8 +70,12 @@ def is_legal(model: PreTrainedModel, targets: Sequence[Target], shape: Shape) ->
     return unfit(model, Plan.of(model, targets, shape.going)) is None
 
 
-def _axes(model: PreTrainedModel, targets: Sequence[Target], without: Collection[str]) -> dict[str, list[int]]:
-    """Structure -> how many of it can go, none first; the finest, of which there are the most steps, last."""
+def shape_axes(model: PreTrainedModel, targets: Sequence[Target], without: Collection[str]) -> dict[str, list[int]]:
+    """Structure -> how many of it can go, none first; the finest, of which there are the most steps, last.
+
+    Raises:
+        ValueError: there are none.
+    """
     found = {}
     for name, row in STRUCTURES.items():
         if name in without:
@@ -85,6 +92,11 @@ def _axes(model: PreTrainedModel, targets: Sequence[Target], without: Collection
         left = [count for count in counts if count in legal or (count not in tried and legal == set(tried))]
         if left:
             found[name] = [0, *left]
+    if not found:
+        raise ValueError(
+            f"structure='auto': {type(model).__name__} can do without none of {', '.join(map(repr, STRUCTURES))}. "
+            "Prune it without structure."
+        )
     return dict(sorted(found.items(), key=lambda axis: STRUCTURES[axis[0]].rounded_to or 0))
 
 
@@ -120,7 +132,9 @@ class _Sizes:
         return self.dense - gone * self.block - (self.blocks - gone) * unit
 
 
-def _largest(axes: Mapping[str, Sequence[int]], sizes: _Sizes, limit: int) -> Iterator[dict[str, int]]:
+def _largest(
+    axes: Mapping[str, Sequence[int]], sizes: Callable[[Mapping[str, int]], float], limit: float
+) -> Iterator[dict[str, int]]:
     """Of each combination of all but the finest structure the shape that takes least of that to meet the limit."""
     *coarse, finest = axes
     for counts in product(*(axes[name] for name in coarse)):
@@ -135,25 +149,31 @@ def _is_better(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return one != other and all(one[name] <= other[name] for name in other)
 
 
-def _shape(model: PreTrainedModel, targets: Sequence[Target], going: Mapping[str, int]) -> Shape:
+def _shape(
+    model: PreTrainedModel, targets: Sequence[Target], going: Mapping[str, int], table: LatencyTable | None = None
+) -> Shape:
     going = {name: going[name] for name in STRUCTURES if going.get(name)}
     removal = Removal.example(Plan.of(model, targets, going))
-    return Shape(going, removal.parameters(model), removal.bytes(model))
+    seconds = None if table is None else table(going)
+    return Shape(going, removal.parameters(model), removal.bytes(model), seconds)
 
 
 def _too_small(
     model: PreTrainedModel,
     targets: Sequence[Target],
     budget: SizeBudget,
-    limit: int,
+    limit: float,
     axes: Mapping[str, Sequence[int]],
-    sizes: _Sizes,
+    sizes: _Sizes | LatencyTable,
 ) -> ValueError:
     """What is said where even the smallest shape is larger than the budget."""
     every = [dict(zip(axes, counts, strict=True)) for counts in product(*axes.values())]
-    nearest = [_shape(model, targets, going) for going in sorted(every, key=sizes)[:2]]
-    named = " and ".join(f"structure={dict(shape.going)} with {getattr(shape, budget.unit):,}" for shape in nearest)
+    table = sizes if isinstance(sizes, LatencyTable) else None
+    nearest = [_shape(model, targets, going, table) for going in sorted(every, key=sizes)[:2]]
+    named = " and ".join(
+        f"structure={dict(shape.going)} with {budget.shown(getattr(shape, budget.unit))}" for shape in nearest
+    )
     return ValueError(
-        f"{budget} ({limit:,} {budget.unit}) is less than any shape of {type(model).__name__} has; the nearest are "
+        f"{budget} ({budget.shown(limit)}) is less than any shape of {type(model).__name__} has; the nearest are "
         f"{named}."
     )
