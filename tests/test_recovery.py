@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
+from gradprobe_hf.cli.output import print_recovery
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.windows import WindowSpec, load_batches
@@ -301,6 +303,10 @@ def test_the_command_writes_a_checkpoint_that_says_how_it_was_made(pruned, check
         assert torch.equal(target.matrix(left) == 0, target.matrix(was) == 0)
     configs = [json.loads((folder / "config.json").read_text()) for folder in (out, pruned)]
     assert configs[0] | {"gradprobe": None} == configs[1] | {"gradprobe": None}
+    stored = (out / "model.safetensors").stat().st_size
+    assert printed["files"]["bytes"] == report.files["bytes"] == stored
+    print_recovery(report, str(out))
+    assert re.search(rf"file, MB +{report.files['dense'] / 1e6:,.1f} +{stored / 1e6:,.1f}", capsys.readouterr().out)
     # A second recovery goes on from there; a table is printed without --json
     assert main([*arguments[:1], str(out), *arguments[2:], "--overwrite", *OPTIONS]) == 1  # its own folder
     assert "is the model that is to be" in capsys.readouterr().err

@@ -149,6 +149,8 @@ def test_a_whole_run_from_the_configuration_to_the_checkpoint(tmp_path):
     assert found["parameters"] == {"before": before, "after": loaded.num_parameters()}
     assert found["removed"] == ALL
     assert found["after"]["intermediate_size"] == 17
+    modes = {file.stat().st_mode for file in (tmp_path / "made").glob("*.*")}
+    assert len(modes) == 1  # whoever may read the configuration may read the weights
     stored = (tmp_path / "made" / "model.safetensors").stat().st_size
     assert result.report.files["bytes"] == stored
     assert result.report.files["dense"] == 4 * before

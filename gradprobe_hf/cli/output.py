@@ -82,6 +82,7 @@ def print_recovery(report: Report, output: str) -> None:
         table.add_row("top-1 agreement", "100%", *(f"{one['top1_agreement']:.1%}" for one in both))
     held_out = [recovery["held_out"][str(step)] for step in (0, recovery["best_step"])]
     table.add_row("KL on held-out text", "0", *(f"{value:.4f}" for value in held_out))
+    _add_files(table, report.files, between=[""])
     out = console()
     out.print(table)
     out.print(
@@ -102,12 +103,17 @@ def _add_shapes(table: Table, structure: dict[str, Any]) -> None:
         table.add_row(name, *(f"{len(one)} values" if isinstance(one, list) else str(one) for one in both))
 
 
-def _add_files(table: Table, files: dict[str, int | None] | None) -> None:
-    """Megabytes on the disk, and under zstd where that was measured."""
+def _add_files(table: Table, files: dict[str, int | None] | None, between: Sequence[str] = ()) -> None:
+    """Megabytes on the disk, and under zstd where that was measured.
+
+    Args:
+        between: cells of columns between that of the dense model and the last one.
+    """
     if files is not None:
-        table.add_row("file, MB", *(f"{(files[name] or 0) / 1e6:,.1f}" for name in ("dense", "bytes")))
+        dense, stored = (f"{(files[name] or 0) / 1e6:,.1f}" for name in ("dense", "bytes"))
+        table.add_row("file, MB", dense, *between, stored)
         if files["zstd"] is not None:
-            table.add_row("file under zstd, MB", "", f"{files['zstd'] / 1e6:,.1f}")
+            table.add_row("file under zstd, MB", "", *between, f"{files['zstd'] / 1e6:,.1f}")
 
 
 def _print_candidates(out: Console, report: Report) -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.decisions.search import FINEST, levels
 from gradprobe_hf.reconstruction.reconstruct import reconstruction_passes
+from gradprobe_hf.structures.budgets import BUDGETS
 from gradprobe_hf.structures.table import FEWER_BLOCKS, WINDOWS_WITHOUT
 
 
@@ -63,7 +64,7 @@ def search_passes(
     """
     few, every = min(1.0, WINDOWS_WITHOUT / rows), list[int]()
     for going in shapes:
-        fixed = config.varied(structure=dict(going), params=None, memory=None)
+        fixed = config.varied(structure=dict(going), **dict.fromkeys(BUDGETS))
         every.append(fixed.weighs_inputs + reconstruction_passes(fixed) * fixed.reconstructs)
     # The order in which blocks go is measured once for all shapes, and the first step of it beforehand.
     further = max(_tried_blocks(going.get("blocks", 0), blocks) for going in shapes) - _tried_blocks(1, blocks)

@@ -136,7 +136,7 @@ def recover_pretrained(
                 processes,
             )
             if output_dir is not None:
-                result.save_pretrained(output_dir, overwrite=overwrite)
+                result = result.written(output_dir, overwrite)
             processes.barrier()  # none keeps the new weights if the main one could not save them
     return result
 

@@ -54,9 +54,14 @@ class RecoverResult:
             FileExistsError: the folder exists and `overwrite` is not set.
             OSError: it cannot be written; nothing of it remains.
         """
-        if self.processes.is_main:
-            made = Checkpoint(self.model, self.processing_class, self.config, self.report)
-            write_checkpoint(directory, made, overwrite=overwrite, where=repo_id)
+        self.written(directory, overwrite, repo_id)
+
+    def written(self, directory: str | Path, overwrite: bool, repo_id: str | None = None) -> RecoverResult:
+        """`save_pretrained`; the same with its report as it was written, where the main process did that."""
+        if not self.processes.is_main:
+            return self
+        made = Checkpoint(self.model, self.processing_class, self.config, self.report)
+        return replace(self, report=write_checkpoint(directory, made, overwrite=overwrite, where=repo_id))
 
 
 def described_recovery(

@@ -108,11 +108,18 @@ def _timed_table(model: PreTrainedModel, targets: Sequence[Target], axes: Mappin
         made = _random(model, removal)
         subjects.append(_Subject(made, length, made.get_submodule(f"{stack_of(middle)}.0")))
     rounds = _rounds(subjects)
-    inside = [statistics.median(one.inside for one in own) for own in rounds]
-    around = statistics.median(one.whole - one.inside for one in rounds[0])
-    seconds = iter(inside[1:])
-    narrower = {name: ([0, *counts], [inside[0], *(next(seconds) for _ in counts)]) for name, counts in widths.items()}
-    return LatencyTable(len(plan.blocks), around, inside[0], narrower, _terms(model))
+    dense = rounds[0]
+    block = statistics.median(one.inside for one in dense)
+    around = statistics.median(one.whole - one.inside for one in dense)
+    # By the ratios of the rounds, as wherever models are compared: what slows a round slows both.
+    seconds = iter(block * _share(own, dense) for own in rounds[1:])
+    narrower = {name: ([0, *counts], [block, *(next(seconds) for _ in counts)]) for name, counts in widths.items()}
+    return LatencyTable(len(plan.blocks), around, block, narrower, _terms(model))
+
+
+def _share(own: Sequence[Timed], dense: Sequence[Timed]) -> float:
+    """What a block takes of a dense one's seconds."""
+    return statistics.median(one.inside / its.inside for one, its in zip(own, dense, strict=True))
 
 
 def _terms(model: PreTrainedModel) -> dict[str, Any]:
