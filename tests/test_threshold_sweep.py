@@ -47,7 +47,7 @@ def test_every_row_is_what_a_run_gives_and_there_are_two_probes(monkeypatch):
 def row(threshold):
     """Of a model whose perplexity is 10 + threshold."""
     value = 10.0 + (threshold if isinstance(threshold, float) else 0)
-    return ThresholdRow(threshold, 0.5, 100, math.log(value), value)
+    return ThresholdRow(threshold, 0.5, 100, math.log(value), value, 0.5)
 
 
 @pytest.mark.parametrize(("limit", "wanted"), [(12.3, 2.3), (10.0, 0.0), (11.999, 1.999)])
@@ -117,11 +117,67 @@ def test_a_threshold_that_breaks_the_model_is_a_row():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"sparsities": 0.5}, "sparsities must be a list"),
+        ({"sparsities": [0.3, 1.5]}, "sparsity must be"),
+        ({"sparsities": [0.3], "config": cases.config(sparsity=0.6)}, r"sparsity=0.6 has no part"),
+        ({"config": cases.config(order="sequential"), "max_metric_drop": 1.0}, "leave out {'"),
         ({"max_metric_drop": "five"}, "max_metric_drop must be"),
         ({"max_metric_drop": "5"}, "a share like '5%'"),
         ({"config": cases.config(order="sequential")}, "order='sequential' has no part"),
     ],
 )
 def test_options_without_a_part_in_it_are_refused_before_any_pass(options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         sweep_gradient_thresholds(3, THRESHOLDS, **options)
+
+
+def test_sparsities_and_thresholds_from_one_pair(monkeypatch):
+    """At the largest sparsity a row is what a run gives; below it, its candidates are those that a run proposes."""
+    probes, real = [], probe_pair.run_probe
+    monkeypatch.setattr(probe_pair, "run_probe", lambda *a, **k: probes.append(1) or real(*a, **k))
+    found = sweep_gradient_thresholds(cases.build("llama"), (0.1, 1e9), sparsities=[0.3, 0.6], **texts())
+    assert len(probes) == 2
+    assert [(one.candidates, one.gradient_threshold) for one in found.rows] == [
+        (0.3, 0.1), (0.3, 1e9), (0.6, 0.1), (0.6, 1e9)
+    ]  # fmt: skip
+    assert found.rows[2].zeros == at(0.1).zeros
+    # Whatever growth is tolerated, what is left are the candidates that had a gradient.
+    assert found.rows[1].sparsity == pytest.approx(0.3, abs=0.02)
+    assert found.rows[0].zeros < found.rows[1].zeros < found.rows[3].zeros
+
+
+def test_sparsity_and_threshold_are_tuned_together():
+    found = sweep_gradient_thresholds(
+        cases.build("llama"), (0.0, 2.0), sparsities=[0.2, 0.6], max_metric_drop="5%", **texts()
+    )
+    kept = [one for one in found.rows if one.perplexity <= found.dense.perplexity * 1.05]
+    best = max(kept, key=lambda one: one.zeros)
+    assert (found.tuned, found.tuned_sparsity) == (best.gradient_threshold, best.candidates)
+    assert found.reported.row.zeros == best.zeros
+
+
+def test_thresholds_in_turn_keep_the_promise_and_are_a_run():
+    """Block by block; the dict of thresholds gives the same zeros in a run of its own."""
+    config = cases.config(probes=2, rule="threshold", update="none", preset=None, order="sequential", sparsity=0.6)
+    found = sweep_gradient_thresholds(cases.build("llama"), (0.0, 0.5, 2.0), config, max_metric_drop="50%", **texts())
+    (row,) = found.rows
+    assert found.tuned == row.gradient_threshold
+    assert row.perplexity <= found.dense.perplexity * 1.5
+    assert found.left_dense == ()
+    assert list(found.tuned) == [f"model.layers.{number}.*" for number in range(3)]
+    assert row.zeros == at(found.tuned).zeros == found.reported.row.zeros
+
+
+def test_what_no_threshold_keeps_stays_dense():
+    """A drop of nothing: whatever a block loses, it is not pruned."""
+
+    def loss(model, batch):
+        found = summed_loss(model, batch)[0]
+        served = model.model.layers[0].self_attn.q_proj(torch.eye(model.config.hidden_size)[None])
+        return found + 100 * (served == 0).sum()
+
+    found = sweep_gradient_thresholds(
+        cases.build("llama"), (0.0,), cases.config(order="sequential"), max_metric_drop="900%", loss_fn=loss, **texts()
+    )
+    assert found.left_dense == ("model.layers.0.*",)
+    assert list(found.tuned) == ["model.layers.1.*", "model.layers.2.*"]

@@ -160,23 +160,28 @@ class ProbePair:
         with self.context.stopwatch("selection"):
             return self._select(function, config.budget_of(sparsity))
 
-    def masks_within(self, gradient_threshold: GradientThreshold) -> PackedMasks:
-        """The threshold rule; the same statistics serve any number of thresholds."""
+    def masks_within(self, gradient_threshold: GradientThreshold, candidates: PackedMasks | None = None) -> PackedMasks:
+        """The threshold rule; the same statistics serve any number of thresholds.
+
+        Args:
+            candidates: some of those that the second probe has shrunk; default: all of them.
+        """
+        candidates = self.candidates if candidates is None else candidates
         masks, everywhere = PackedMasks(), self.context.targets  # a step has its share of what all matrices are told
         limits = dict(
             zip((target.name for target in everywhere), thresholds(everywhere, gradient_threshold), strict=True)
         )
         with self.context.stopwatch("selection"):
             for target in self.targets:
-                masks.add(target.name, list(self._within(target, limits[target.name])))
+                masks.add(target.name, list(self._within(target, limits[target.name], candidates)))
         return masks
 
-    def _within(self, target: Target, threshold: float) -> Iterator[Tensor]:
+    def _within(self, target: Target, threshold: float, candidates: PackedMasks | None) -> Iterator[Tensor]:
         """The rows of a matrix's mask; what is given back for want of evidence is counted."""
         filters = self.context.config.decision_row.filters
         assert filters is not None, "a rule that filters its candidates"
         assert self.second is not None, "the second probe kept its own"
-        assert self.candidates is not None, "they are what the rule is about"
+        assert candidates is not None, "they are what the rule is about"
         model = self.context.model
         matrix, first = target.matrix(model), target.region(model).rows.start
         blind = 0
@@ -184,7 +189,7 @@ class ProbePair:
             held = slice(first + rows.start, first + rows.stop)
             peaks = self.first[target.name].read("peak", held), self.second[target.name].read("peak", held)
             device = peaks[0].device  # where the matrix is computed with; it may be kept elsewhere
-            chosen, weight = self.candidates.rows(target.name, rows).to(device), matrix[rows].to(device)
+            chosen, weight = candidates.rows(target.name, rows).to(device), matrix[rows].to(device)
             blind += int((chosen & no_evidence(*peaks) & (weight != 0)).sum())
             yield filters(chosen, *peaks, threshold, weight)
         self.diagnostics.without_evidence[target.name] = blind
