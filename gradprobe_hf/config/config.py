@@ -54,6 +54,7 @@ from gradprobe_hf.updates.table import UPDATES, WeightUpdate
 
 CONFIG_NAME = "gradprobe_config.json"
 LARGEST_GROUP = 256
+LEAST_DAMPING = 0.01
 # Options about single weights, which whole structures have no use for; and what those come to, with a structure.
 NOT_OF_STRUCTURES = (
     *("sparsity", "pattern", "preset", "score", "probes", "rule", "scope", "fisher", "gradient_threshold"),
@@ -113,6 +114,8 @@ class GradProbeConfig:
             pruned so far: those of the original matrix on the inputs that the pruned blocks before it give. Default:
             0.25; 0.5 with `update="obs"`, 0 with `update="sparsegpt"`, as published.
         damping: what is added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
+            `"auto"`, with `update="least_squares"`: for each matrix that of 0.01 to 1 with which its outputs on an
+            eighth of the calibration batches, held out from the others, are kept best.
         refinement: what is trained of a block behind the update of its matrices, under a mask that is fixed. `"none"`:
             nothing. `"blocks"`: its kept weights, the gains of its norms and its biases, until its outputs are those of
             the dense block.
@@ -197,7 +200,7 @@ class GradProbeConfig:
     importance: str | None = None
     update: str | None = None
     dense_target: float | None = None
-    damping: float = 0.01
+    damping: float | Literal["auto"] = 0.01
     refinement: str = "none"
     recovery_steps: int = 0
     recovery_learning_rate: float = 2e-4
@@ -463,6 +466,11 @@ class GradProbeConfig:
 
     def _check_effect(self) -> None:
         """Refuse options that would be accepted and change nothing."""
+        if self.holds_out and not self.update_row.chooses_damping:
+            raise ValueError(
+                f"damping='auto' is chosen by update='least_squares', got update={self.update!r}: set that, or a "
+                "number."
+            )
         for name, (has_effect, belongs_to) in _BELONGS.items():
             if getattr(self, name) != _DEFAULTS[name] and not has_effect(self):
                 raise ValueError(
@@ -546,6 +554,16 @@ class GradProbeConfig:
     def size_budget(self) -> SizeBudget | None:
         """How large the model may be that is left, where its shape is not given."""
         return SizeBudget.of(**{name: getattr(self, name) for name in BUDGETS}) if self.structure == AUTO else None
+
+    @property
+    def fixed_damping(self) -> float:
+        """The damping of whatever does not choose its own."""
+        return LEAST_DAMPING if isinstance(self.damping, str) else self.damping
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether the damping is chosen on batches that are held out from the others."""
+        return self.damping == AUTO
 
     @property
     def structures(self) -> tuple[str, ...]:

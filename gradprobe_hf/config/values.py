@@ -62,7 +62,7 @@ NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "reduction_factor": ("a fraction in [0, 1)", lambda x: 0 <= x < 1),
     "spike_limit": ("a factor >= 0 (0: no limit)", lambda x: x >= 0),
     "dense_target": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
-    "damping": ("a number > 0", lambda x: x > 0),
+    "damping": ("a number > 0, or 'auto'", lambda x: x > 0),
     "recovery_learning_rate": ("a number > 0, like 2e-4", lambda x: x > 0),
     "sparsity_step": ("a fraction in (0, 1)", lambda x: 0 < x < 1),
     "min_matrix_sparsity": ("a fraction in [0, 1]", lambda x: 0 <= x <= 1),
@@ -91,7 +91,7 @@ def check_values(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     if values["seed"] > LARGEST_SEED:
         raise ValueError(f"seed must be at most {LARGEST_SEED}, got {values['seed']}.")
     for name, (wanted, holds) in NUMBERS.items():
-        if name in given:
+        if name in given and not (name == "damping" and given[name] == "auto"):
             number(name, given[name], wanted, holds)
     if values["max_metric_drop"] is not None:
         check_drop(values["max_metric_drop"])

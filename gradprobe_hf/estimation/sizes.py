@@ -167,7 +167,9 @@ def reconstruction_sizes(
     block_bytes = TRAINED_TENSORS * FLOAT32_BYTES * max(_weights_by_block(targets).values())
     tokens = config.num_samples * config.window_length
     return ReconstructionSizes(
-        hessians=(2 if config.dense_target else 1) * max(by_block.values()) if config.updates else 0,
+        hessians=(2 if config.dense_target else 1) * (1 + config.holds_out) * max(by_block.values())
+        if config.updates
+        else 0,
         largest_hessian=max(map(_hessian_bytes, targets)),
         workspace=config.update_row.workspace * FLOAT32_BYTES * max(target.numel for target in targets),
         trained=block_bytes if config.refines else 0,

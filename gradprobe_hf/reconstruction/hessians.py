@@ -33,6 +33,8 @@ class BlockHessians:
 
     def __init__(self, model: PreTrainedModel, processes: Processes, has_drift: bool) -> None:
         self.counts = True  # whether the batch does
+        self.is_held_out = False  # whether the batch is one of those that the damping is chosen by
+        self._held: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # of these H and D, once more
         self._layout = BatchLayout(sequences=0, tokens=0)
         self._model, self._processes, self._has_drift = model, processes, has_drift
         self._hessians: dict[str, Tensor] = {}
@@ -68,9 +70,10 @@ class BlockHessians:
         if known is None or known[0] is not inputs or (known[2] is None) != (other is None):
             x = self._layout.unpadded_inputs(target, site, inputs)
             self._last = known = inputs, lower_gram(x), None if other is None else (other - x).t() @ x
-        _add(self._hessians, target.name, known[1])
-        if known[2] is not None:
-            _add(self._drifts, target.name, known[2])
+        for hessians, drifts in ((self._hessians, self._drifts), *([self._held] if self.is_held_out else [])):
+            _add(hessians, target.name, known[1])
+            if known[2] is not None:
+                _add(drifts, target.name, known[2])
 
     def _add_dense(self, target: Target, site: Site, inputs: Tensor) -> None:
         if not self._is_compared(target):
@@ -90,6 +93,12 @@ class BlockHessians:
                 "overflows (float16: try bfloat16). Nothing was changed."
             )
         return hessian, self._sum(self._drifts, target) if self._is_compared(target) else None
+
+    def held_out(self, target: Target) -> tuple[Tensor, Tensor | None]:
+        """What of these is of the batches that are held out. Collectives."""
+        hessians, drifts = self._held
+        drift = self._sum(drifts, target) if self._is_compared(target) else None
+        return mirrored_(self._sum(hessians, target)), drift
 
     def _is_compared(self, target: Target) -> bool:
         return self._has_drift and is_compared_by_token(target.name)

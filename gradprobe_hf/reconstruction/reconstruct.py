@@ -44,6 +44,8 @@ from gradprobe_hf.reconstruction.task import FinishedBlock, Reconstruction
 from gradprobe_hf.runtime.stopwatch import return_free_memory
 from gradprobe_hf.selection.packed_masks import PackedMasks
 
+HELD_OUT = 8  # one batch of so many chooses the damping
+
 
 @dataclass(frozen=True)
 class Reconstructed:
@@ -154,6 +156,7 @@ def _collect(
             stack.enter_context(examples.recording())
         for number, counts in enumerate(counted):
             collected.counts = counts
+            collected.is_held_out = config.holds_out and _is_held_out(number, len(counted))
             if dense is not None:
                 with collected.as_dense():
                     left.append(dense.run(number, block, collected.start_batch))
@@ -166,6 +169,11 @@ def _collect(
     if dense is not None:
         dense.finish([block], left)
     return collected, examples
+
+
+def _is_held_out(number: int, batches: int) -> bool:
+    """Whether the damping is chosen by this one of a process's batches: every eighth, or the last of fewer."""
+    return number % HELD_OUT == HELD_OUT - 1 or (1 < batches < HELD_OUT and number == batches - 1)
 
 
 def _silent(task: Reconstruction, block: str, inside: Sequence[Target]) -> FinishedBlock:

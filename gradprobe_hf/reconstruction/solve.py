@@ -47,11 +47,12 @@ def solve_block(task: Reconstruction, inside: Sequence[Target], collected: Block
     given = {}
     # All sums before the first update: a process that is at work keeps the others waiting in their next sum.
     for target, owner in zip(inside, owners, strict=True):
-        found = collected.of(target), _gathered(task, target) if sharded else None
+        held = collected.held_out(target) if task.config.holds_out else None
+        found = collected.of(target), held, _gathered(task, target) if sharded else None
         if owner == processes.rank:
             given[target.name] = found
     own = {target.name: _updated(task, target, *given.pop(target.name)) for target in inside if target.name in given}
-    dampings = {name: made.damping for name, made in own.items() if made.damping > task.config.damping}
+    dampings = {name: made.damping for name, made in own.items() if made.damping > task.config.fixed_damping}
     made, values = FinishedBlock({}, PackedMasks(), {}), {}
     for target, owner in zip(inside, owners, strict=True):
         one = own.pop(target.name, None) or _NewMatrix.empty(target, model)
@@ -84,12 +85,14 @@ def _updated(
     task: Reconstruction,
     target: Target,
     sums: tuple[Tensor, Tensor | None],
+    held_out: tuple[Tensor, Tensor | None] | None,
     whole: tuple[Tensor, Tensor | None] | None,
 ) -> _NewMatrix:
     """The weight update of a matrix.
 
     Args:
         sums: H and D, of all processes.
+        held_out: of these what is of the batches that the damping is chosen by.
         whole: the matrix and its mask, where this process has them in part.
     """
     config, solve = task.config, task.config.update_row.function
@@ -102,9 +105,10 @@ def _updated(
         hessian,
         drift,
         config.dense_target or 0.0,
-        config.damping,
+        config.fixed_damping,
         config.budget_of(config.final_sparsity),
         None if fisher is None else torch.tensor(fisher, dtype=weight.dtype, device=weight.device),
+        held_out,
     )
     solution = solve(problem, None if mask is None else mask.to(weight.device))
     values = solution.values.to(stored.device, stored.dtype).contiguous()

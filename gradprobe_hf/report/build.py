@@ -250,11 +250,11 @@ def _about_latency(decision: PruningDecision, config: GradProbeConfig) -> list[s
 
 
 def _about_damping(decision: PruningDecision, config: GradProbeConfig) -> list[str]:
-    if not decision.damping:
+    if not decision.damping or config.holds_out:
         return []
     name, most = max(decision.damping.items(), key=lambda item: item[1])
     return [
-        f"The Hessians of {len(decision.damping)} matrices could not be inverted with damping={config.damping:g}; it "
+        f"The Hessians of {len(decision.damping)} matrices could not be inverted with damping={config.damping}; it "
         f"was raised, at most to {most:g} (`{name}`). More calibration text would help."
     ]
 

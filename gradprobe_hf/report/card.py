@@ -237,14 +237,14 @@ def _schedule(config: GradProbeConfig) -> list[str]:
 def _decision(config: GradProbeConfig) -> str:
     """The sentences of the method's rows, with what the configuration sets in them."""
     if config.structure is not None:
-        return f"{_structures(config)} {config.update_row.sentence}"
+        return f"{_structures(config)} {config.update_row.sentence}{_damping(config)}"
     unit = UNITS[config.budget_scope]
     if config.order == "sequential" and config.budget_scope == "global":
         unit = "the blocks of each step"
     if config.group:
         unit = f"every group of {config.group[1]} inputs, of which {config.group[0]} are kept"
     fisher = FISHER_ESTIMATES[config.fisher].sentence
-    updated = config.update_row.sentence.format(unit=unit)
+    updated = config.update_row.sentence.format(unit=unit) + _damping(config)
     if config.score_row is None:
         return updated
     decided = config.decision_row.sentence.format(
@@ -258,6 +258,12 @@ def _decision(config: GradProbeConfig) -> str:
         reduction_factor=f"{config.reduction_factor:g}",
     )
     return f"{decided} {updated}"
+
+
+def _damping(config: GradProbeConfig) -> str:
+    """Where it was chosen and not given."""
+    chosen = " How near they stay to what they were was chosen for each matrix on batches that were held out."
+    return chosen * config.holds_out
 
 
 def _structures(config: GradProbeConfig) -> str:

@@ -93,7 +93,7 @@ def _by_inputs(context: RunContext, removal: Removal) -> Iterator[Weighed]:
         for name, units in here:
             hessian, _ = collected.of(units.reader)
             squares = hessian.diagonal().clone()
-            factor, _ = inverse_factor(hessian, context.config.damping)
+            factor, _ = inverse_factor(hessian, context.config.fixed_damping)
             evidence = _evidence(context, units, inverse=factor.t() @ factor, input_sq=squares)
             del hessian, factor
             yield Weighed(name, units, evidence)

@@ -13,6 +13,8 @@ Source: Meng et al., ALPS (arXiv:2406.07831), for conjugate gradients under a fi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,7 @@ from gradprobe_hf.updates.problem import MatrixProblem, Solution
 from gradprobe_hf.updates.sweep import DAMPING, damped
 
 STEPS = 20  # of conjugate gradients
+DAMPINGS = (0.01, 0.03, 0.1, 0.3, 1.0)  # that are tried where rows are held out
 
 
 class LeastSquares:
@@ -83,4 +86,28 @@ def kept_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
 def solve_least_squares(problem: MatrixProblem, mask: Tensor | None) -> Solution:
     """The best weights under a given mask."""
     assert mask is not None, "this update chooses none"
+    if problem.held_out is not None:
+        problem = replace(problem, damping=held_out_damping(problem, mask), held_out=None)
     return Solution(LeastSquares.of(problem).solved(mask, steps=STEPS), mask, problem.damping)
+
+
+def held_out_damping(problem: MatrixProblem, mask: Tensor) -> float:
+    """The damping with which the best weights for the other rows serve those best that are held out.
+
+    Little text and many inputs: the weights then fit what they have seen, and damping keeps them near what they were.
+    """
+    assert problem.held_out is not None, "something is held out"
+    held, its_drift = problem.held_out
+    if not held.diagonal().any():  # an expert that is sent none of these rows
+        return problem.damping
+    drift = None if problem.drift is None or its_drift is None else problem.drift - its_drift
+    rest = replace(problem, hessian=problem.hessian - held, drift=drift, held_out=None)
+    goal = held if its_drift is None else held + problem.dense_target * its_drift
+    wanted = problem.weight @ goal  # outputs to keep, times inputs
+
+    def error(damping: float) -> float:
+        """The squared error of the outputs that are held out, less what is the same for all."""
+        found = LeastSquares.of(replace(rest, damping=damping)).solved(mask)
+        return float(((found @ held - 2 * wanted) * found).sum())
+
+    return min(DAMPINGS, key=error)

@@ -35,6 +35,7 @@ class WeightUpdate:
         workspace: temporaries `[out, in]` in float32 that are alive at once: a measured peak, for `estimate`.
         sentence: what became of the kept weights, for the model card; of an update that chooses the mask the whole
             method, with `{unit}` for what the budget is spent over.
+        chooses_damping: whether it can tell by rows that are held out how much of it serves.
         refuses: option -> why it cannot be combined with this update.
         source: paper and section.
     """
@@ -46,6 +47,7 @@ class WeightUpdate:
     weighs_rows: bool = False
     products: int = 0
     workspace: int = 0
+    chooses_damping: bool = False
     sentence: str
     refuses: Mapping[str, str] = field(default_factory=dict)
     source: str
@@ -93,6 +95,7 @@ UPDATES: dict[str, WeightUpdate] = {
         source="Frantar and Alistarh 2023 (arXiv:2301.00774), sections 3.2 to 3.4",
     ),
     "least_squares": WeightUpdate(
+        chooses_damping=True,
         function=solve_least_squares,
         dense_target=0.25,
         products=STEPS,

@@ -1,0 +1,104 @@
+"""Damping that is chosen on held-out batches: against ridge regressions written out, and in a run."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from gradprobe_hf import GradProbeConfig
+from gradprobe_hf.reconstruction.hessians import BlockHessians
+from gradprobe_hf.reconstruction.reconstruct import _is_held_out
+from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.scores.budget import Budget
+from gradprobe_hf.updates.least_squares import DAMPINGS, held_out_damping, solve_least_squares
+from gradprobe_hf.updates.problem import MatrixProblem
+from tests import cases
+
+
+def texts(tokens, noise):
+    """Inputs that have much in common, and the dense model's of the same tokens."""
+    generator = torch.Generator().manual_seed(0)
+    mixing = torch.randn(4, 16, generator=generator, dtype=torch.float64)
+    x = torch.randn(tokens, 4, generator=generator, dtype=torch.float64) @ mixing
+    x += noise * torch.randn(tokens, 16, generator=generator, dtype=torch.float64)
+    return x, x + 0.1 * torch.randn(tokens, 16, generator=generator, dtype=torch.float64)
+
+
+def ridge_error(weight, mask, share, damping, fitted, held):
+    """Of outputs of the held-out tokens, with weights fitted to the others row by row."""
+    (x, dense), (other, other_dense), total = fitted, held, 0.0
+    hessian = x.T @ x + damping * (x.T @ x).diagonal().mean() * torch.eye(16, dtype=torch.float64)
+    for row, gone in zip(weight, mask, strict=True):
+        kept = ~gone
+        # Ridge towards the dense weights, to outputs a share of the way to the dense model's.
+        wanted = (hessian @ row + share * ((dense - x) @ row) @ x)[kept]
+        found = torch.zeros_like(row)
+        found[kept] = torch.linalg.solve(hessian[kept][:, kept], wanted)
+        goal = other @ row + share * ((other_dense - other) @ row)
+        total += float((other @ found - goal).square().sum())
+    return total
+
+
+@pytest.mark.parametrize(("tokens", "noise", "share"), [(20, 1.0, 0.0), (20, 0.3, 0.25), (400, 0.3, 0.25)])
+def test_it_is_the_one_that_serves_the_held_out_rows_best(tokens, noise, share):
+    x, dense = texts(tokens, noise)
+    weight = torch.randn(6, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mask = torch.zeros(6, 16, dtype=torch.bool)
+    mask[:, [1, 4, 5, 9, 12]] = True
+    fitted, held = (x[4:], dense[4:]), (x[:4], dense[:4])
+    drift, its_drift = (dense - x).T @ x, (held[1] - held[0]).T @ held[0]
+    problem = MatrixProblem(
+        weight, x.T @ x, drift, share, 0.01, Budget(0.0, "block"), held_out=(held[0].T @ held[0], its_drift)
+    )
+    errors = {damping: ridge_error(weight, mask, share, damping, fitted, held) for damping in DAMPINGS}
+    best = min(errors, key=errors.get)
+    assert held_out_damping(problem, mask) == best
+    assert solve_least_squares(problem, mask).damping == best
+    none = MatrixProblem(
+        weight, x.T @ x, drift, share, 0.02, Budget(0.0, "block"), held_out=(torch.zeros_like(drift), None)
+    )
+    assert held_out_damping(none, mask) == 0.02  # an expert that no held-out token was sent to
+
+
+def test_held_out_sums_are_those_of_their_batches():
+    model = cases.build("llama")
+    (target, *_) = cases.prune(model, cases.batches("llama"), sparsity=0.5, probes=1).targets
+    collected = BlockHessians(model, Processes(), has_drift=False)
+    inputs = [torch.randn(2, 6, 16) for _ in range(4)]
+    for number, one in enumerate(inputs):
+        collected.start_batch({"input_ids": torch.zeros(2, 6, dtype=torch.long)})
+        collected.is_held_out = _is_held_out(number, 4)
+        collected.add(target, target.sites[0], one)
+    held, _ = collected.held_out(target)
+    torch.testing.assert_close(held, inputs[3].flatten(0, 1).T @ inputs[3].flatten(0, 1))
+    whole = torch.cat(inputs).flatten(0, 1)
+    torch.testing.assert_close(collected.of(target)[0], whole.T @ whole)
+    assert [number for number in range(20) if _is_held_out(number, 20)] == [7, 15]
+    assert not _is_held_out(0, 1)
+
+
+def test_a_run_chooses_for_itself():
+    options = {"structure": {"ffn": 8}, "calibration": cases.batches("llama", rows=8, batch_size=2)}
+    found = [cases.prune(cases.build("llama"), damping=damping, **options) for damping in ("auto", 0.01, 1.0)]
+    assert not found[0].report.warnings or "damping" not in " ".join(found[0].report.warnings)
+    name = "model.layers.1.mlp.down_proj.weight"
+    values = [one.new_weights[name] for one in found]
+    kept = ~found[0].masks[name]
+    assert not torch.equal(values[0][kept], values[1][kept]) or not torch.equal(values[0][kept], values[2][kept])
+    assert torch.equal(values[0] == 0, values[1] == 0)
+    assert GradProbeConfig.from_dict(found[0].config.to_dict()) == found[0].config
+
+
+REFUSED = [
+    ({"damping": "auto", "update": "admm"}, "damping='auto' is chosen by update='least_squares', got update='admm'"),
+    ({"damping": "auto", "structure": {"ffn": 8}, "update": "none"}, "damping='auto'"),
+    ({"damping": "much"}, "damping must be a number > 0, or 'auto', got 'much'"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=str)
+def test_where_nothing_can_choose_it_it_is_refused(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        GradProbeConfig(**options)
