@@ -7,7 +7,7 @@ READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
 	bench-refined bench-variants bench-stories bench-structured bench-structured-stories \
-	bench-structured-smollm2 bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
+	bench-structured-smollm2 bench-structured-speed bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
 	bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
 	bench-chat table clean
@@ -130,6 +130,9 @@ bench-structured-stories: $(READY)  ## ways to make the model of 15M smaller, at
 bench-structured-smollm2: $(READY) $(MODEL)  ## the same of SmolLM2-135M, calibrated on C4 (C4)
 	$(SMALLER) --model $(MODEL) $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=16 pydoc=12 --sequence-length 256 \
 		--output benchmarks/results/structured_smollm2.json $(FLAGS)
+
+bench-structured-speed: $(READY) $(MODEL)  ## speed, memory and bytes of shapes of SmolLM2-135M beside the dense one
+	$(BIN)/python -m benchmarks.structured_speed --model $(MODEL) $(FLAGS)
 
 bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
 	$(QUALITY) --texts --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \
