@@ -12,7 +12,7 @@ READY := $(VENV)/.installed
 	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
 	bench-chat table clean
 
-demo: $(MODEL)  ## prune a real model to 50% and show what it cost
+demo: $(MODEL)  ## prune a real model to 50% zeros, and to a smaller one, and show what each cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
 
 # A worker for each core; a few have all of the gain, and each imports torch and forks processes of its own.

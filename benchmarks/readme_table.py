@@ -33,6 +33,8 @@ from benchmarks.quality_tables import (
     spread_table,
     variants_table,
 )
+from benchmarks.structured_speed import speed_of_shapes
+from benchmarks.structured_table import structured_table
 from benchmarks.text_table import texts_table
 from benchmarks.training import check_alike
 from gradprobe_hf.config.values import AccumulatorDtype
@@ -271,6 +273,7 @@ PAGES = (
     "docs/guides/vision.md",
     "docs/guides/recover.md",
     "docs/guides/profile.md",
+    "docs/guides/smaller.md",
     "docs/method.md",
     "docs/experiments.md",
     "docs/memory.md",
@@ -315,7 +318,11 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "refined divergence": (("refined",), divergence_table),
     "choices": (("choices",), choices_table),
     "paper": (("paper",), quality_table),
+    "smaller stories": (("structured_stories",), structured_table),
+    "smaller smollm2": (("structured_smollm2",), structured_table),
+    "smaller speed": (("structured_speed",), speed_of_shapes),
 }
+ELSEWHERE = ("structures",)  # markers of what tests/structure_page.py writes
 
 
 def results_of(files: Iterable[str]) -> dict[str, Any] | None:
@@ -328,6 +335,8 @@ def rendered(page: str) -> str:
     """The page with every table in it made anew."""
 
     def made(found: re.Match[str]) -> str:
+        if found["name"] in ELSEWHERE:
+            return found[0]
         files, table = (TABLES | FURTHER)[found["name"]]
         results = results_of(files)
         if results is None:

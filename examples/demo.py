@@ -1,4 +1,7 @@
-"""Prune a real model to 50%, calibrated on its own text, and show what that cost on another. `make demo` runs this.
+"""Prune a real model twice, calibrated on its own text: half of its weights to zero, and a quarter of it away.
+
+What each cost is measured on another text, and how large and how fast they are beside the dense model. `make demo` runs
+this.
 
 usage: python examples/demo.py --model DIR --output DIR
 """
@@ -7,14 +10,18 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
+from gradprobe_hf import GradProbeConfig, PruneResult, bench_pretrained, prune_pretrained
+from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
+from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.loading import load_model, load_processing_class
+from gradprobe_hf.report.report import Report
 
 PROMPT = "The Earth goes around the Sun, and the Moon"
 
@@ -25,42 +32,92 @@ def sentence(model: Any, tokenizer: Any) -> str:
     return str(tokenizer.decode(written[0], skip_special_tokens=True)).replace("\n", " ")
 
 
-def show(result: PruneResult, seconds: float, before: str, after: str, output: str) -> None:
-    report = result.report
-    assert report.evaluation is not None, "the demo measures"
-    table = Table("", "dense", "pruned", title=f"{report.model['class']}, {report.model['parameters']:,} parameters")
-    table.add_row("perplexity", *(f"{report.evaluation[name]['perplexity']:.2f}" for name in ("dense", "pruned")))
-    table.add_row(
-        "zeros", f"{sum(r.zeros_before for r in report.matrices):,}", f"{report.zeros:,} of {report.weights:,}"
-    )
-    table.add_row(
-        "sparsity", f"{sum(r.zeros_before for r in report.matrices) / report.weights:.4%}", f"{report.sparsity:.4%}"
-    )
-    table.add_row("writes", before, after)
+def show(results: dict[str, PruneResult], bench: BenchResult | None) -> None:
+    """A column for the dense model and one for each result; the rows of the bench are in the same order."""
+    first, *_ = reports = [result.report for result in results.values()]
+    assert first.evaluation is not None, "the demo measures"
+    table = Table("", "dense", *results, title=first.model["class"])
+    measured = [first.evaluation["dense"], *(report.evaluation["pruned"] for report in reports if report.evaluation)]
+    zeros = sum(row.zeros_before for row in first.matrices)
+    table.add_row("perplexity", *(f"{one['perplexity']:.2f}" for one in measured))
+    table.add_row("parameters", *(f"{count:,}" for count in _parameters(reports)))
+    table.add_row("sparsity", f"{zeros / first.weights:.4%}", f"{first.sparsity:.4%}", "")
+    if bench:
+        for title, shown in _measured_sizes(bench).items():
+            table.add_row(title, *map(shown, bench.rows))
     console = Console(soft_wrap=True, markup=False)
     console.print(table)
-    console.print(f"perplexity on {report.evaluation['source']}; {report.evaluation['protocol']}", style="dim")
-    console.print(f"{seconds:.0f} seconds, {report.memory['peak_resident_bytes'] / 1e9:.2f} GB peak memory")
-    console.print(f"checkpoint {output}\nmodel card {output}/README.md\npictures   {output}/assets")
+    console.print(f"perplexity on {first.evaluation['source']}; {first.evaluation['protocol']}", style="dim")
+    if bench:
+        console.print(f"speeds: medians of {bench.repeats} rounds in which the three take turns", style="dim")
+
+
+def _parameters(reports: Iterable[Report]) -> list[int]:
+    """Of the dense model, and of each run's: zeros are parameters as any other."""
+    structures = [report.structure for report in reports]
+    dense = next(one["parameters"]["before"] for one in structures if one is not None)
+    return [dense, *(dense if one is None else one["parameters"]["after"] for one in structures)]
+
+
+def _measured_sizes(bench: BenchResult) -> dict[str, Callable[[BenchRow], str]]:
+    """Lines of the table, and what each says of a model."""
+    lines: dict[str, Callable[[BenchRow], str]] = {"file, MB": lambda row: f"{(row.file_bytes or 0) / 1e6:.1f}"}
+    if bench.rows[0].zstd_bytes:
+        lines["file under zstd, MB"] = lambda row: f"{(row.zstd_bytes or 0) / 1e6:.1f}"
+    lines[f"reads {bench.prompt_length} tokens, ms"] = lambda row: _median(row.prefill_seconds, 1000)
+    lines["writes tokens per second"] = lambda row: _median(row.tokens_per_second)
+    return lines
+
+
+def _median(timing: Timing | None, scale: float = 1) -> str:
+    return "-" if timing is None else f"{scale * timing.median:.1f}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--output", required=True)
+    parser.add_argument("--output", required=True, help="of the zeros; the smaller one is beside it, OUTPUT-smaller")
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--channels", type=int, default=640, help="that go of each FFN; SmolLM2-135M has 1,536")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds in which speed is measured; 0: it is not")
     args = parser.parse_args()
+    start = time.perf_counter()
     model = load_model(args.model, dtype=torch.bfloat16).eval()
     tokenizer = load_processing_class(model)
-    before = sentence(model, tokenizer)
-    config = GradProbeConfig(
-        sparsity=0.5, num_samples=args.num_samples, sequence_length=args.sequence_length, evaluation_samples=20
-    )
-    start = time.perf_counter()
-    result = prune_pretrained(model, config, processing_class=tokenizer, output_dir=args.output, overwrite=True)
-    seconds = time.perf_counter() - start
-    show(result, seconds, before, sentence(result.model, tokenizer), args.output)
+    sentences, results = [sentence(model, tokenizer)], {}
+    windows = WindowSpec(args.num_samples, args.sequence_length, batch_size=4)
+    text = load_batches("self", windows, part="calibration", model=model, processing_class=tokenizer)
+    outputs = {"half zero": args.output, "smaller": f"{args.output}-smaller"}
+    faces: dict[str, dict[str, Any]] = {
+        "half zero": {"sparsity": 0.5},
+        "smaller": {"structure": {"ffn": args.channels}},
+    }
+    for name, options in faces.items():
+        config = GradProbeConfig(
+            **options, num_samples=args.num_samples, sequence_length=args.sequence_length, evaluation_samples=20
+        )
+        results[name] = prune_pretrained(
+            args.model,
+            config,
+            calibration=text,
+            evaluation="pydoc",
+            processing_class=tokenizer,
+            dtype=torch.bfloat16,
+            output_dir=outputs[name],
+            overwrite=True,
+        )
+        sentences.append(sentence(results[name].model, tokenizer))
+    peak = max(result.report.memory["peak_resident_bytes"] for result in results.values())
+    bench = None
+    if args.repeats:
+        bench = bench_pretrained([args.model, *outputs.values()], repeats=args.repeats, dtype="bfloat16")
+    show(results, bench)
+    for name, written in zip(("dense", *outputs), sentences, strict=True):
+        print(f"{name}: {written}")
+    print(f"{time.perf_counter() - start:.0f} seconds, {peak / 1e9:.2f} GB peak memory")
+    for name, output in outputs.items():
+        print(f"{name}: checkpoint {output}, model card {output}/README.md, pictures {output}/assets")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_multi_gpu_env
+from transformers import AutoModelForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
@@ -34,13 +35,18 @@ def test_local(checkpoint, text_file, tmp_path):
     assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.4, abs=1e-3)
 
 
-def test_demo(checkpoint, tmp_path):
+@pytest.mark.parametrize("repeats", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_demo(repeats, checkpoint, tmp_path):
     ran = run(
-        "demo.py", "--model", checkpoint, "--output", tmp_path / "out", "--num-samples", 8, "--sequence-length", 32
+        *("demo.py", "--model", checkpoint, "--output", tmp_path / "out", "--num-samples", 8),
+        *("--sequence-length", 32, "--channels", 8, "--repeats", repeats),
     )
     assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-4)
-    for said in ("perplexity", "50.00", "GB peak memory", "README.md", "The Earth goes around"):
+    smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "out-smaller").num_parameters()
+    assert smaller < AutoModelForCausalLM.from_pretrained(checkpoint).num_parameters()
+    for said in ("perplexity", "50.00", f"{smaller:,}", "GB peak memory", "README.md", "The Earth goes around"):
         assert said in ran.stdout
+    assert ("tokens per second" in ran.stdout) == bool(repeats)
 
 
 @pytest.mark.slow

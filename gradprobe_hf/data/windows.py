@@ -66,6 +66,8 @@ def load_batches(
         ValueError: too little text, no tokenizer, windows that the model cannot take, or a source of an unknown kind.
         OSError: the Hub cannot be reached.
     """
+    if isinstance(source, Batches):
+        return source
     if part == "evaluation":
         windows = replace(windows, seed=EVALUATION_SEED)
     source = str(source) if isinstance(source, Path) else source
