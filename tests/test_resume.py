@@ -187,7 +187,7 @@ def test_killed_at_ten_random_moments_it_ends_the_same(kind, tmp_path):
         assert bool(states(folder)) <= (codes[-1] != 0), "a finished run leaves no state behind"
     assert codes.count(-signal.SIGKILL) >= 2  # a run without probes never comes to most of the moments
     if not states(folder):
-        assert killed(folder, "batch" if "probes" not in options else "block", 2, **options) == -signal.SIGKILL
+        assert killed(folder, *KILLS[kind][0], **options) == -signal.SIGKILL
     with going_on():
         assert_same(run(folder, **options), whole(kind))
     assert not folder.exists()
