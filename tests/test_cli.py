@@ -133,7 +133,7 @@ def test_logs_are_as_before(checkpoint, gradprobe):
 def test_every_option_has_the_spelling_that_was_promised():
     line = (
         "prune m --output o --preset best --sparsity 0.5 --pattern 2:4 --structure ffn=0.3,blocks=4 "
-        "--params 0.75 --memory 200MB --latency 0.7 --importance obs "
+        "--params 0.75 --memory 200MB --latency 0.7 --importance obs --structure-rounds 5 "
         "--score fisher --probes 2 --rule budget "
         "--scope global --fisher blend --update admm --dense-target 0.25 --damping 0.01 --refinement blocks "
         "--recovery-steps 4 --recovery-learning-rate 1e-4 "

@@ -169,7 +169,30 @@ def test_a_run_takes_the_units_that_its_score_says(importance):
             assert scores[gone].max() < scores[~gone].min()
 
 
+def test_rounds_measure_gates_anew_without_what_went_before():
+    """The second half goes by the gates of a model whose first half is zero; the same by hand, one round at a time."""
+    model, batches = cases.build("llama"), cases.batches("llama")
+    options = {"structure": {"ffn": 8}, "importance": "fisher", "update": "none"}
+    found = cases.prune(model, batches, **options, structure_rounds=2)
+    assert found.report.passes == {"forward": 2.0, "backward": 2.0}
+    once = cases.prune(model, batches, **{**options, "structure": {"ffn": 4}})
+    left = cases.build("llama").double()
+    for target in once.targets:
+        target.matrix(left).masked_fill_(once.masks[target.name], 0)
+    units = [one for _, one in units_that_stay(once.removal)]
+    each = gate_gradients(left, cases.batches("llama", batch_size=1), units)
+    for one in units:
+        first, gone = once.removal.units[one.reader.name], found.removal.units[one.reader.name]
+        assert gone[first].all()
+        assert int(gone.sum()) == 8
+        scores = each[one.reader.name].square().sum(0)
+        assert scores[gone & ~first].max() < scores[~gone].min()
+
+
 REFUSED = [
+    ({"structure": {"ffn": 1}, "structure_rounds": 2}, "structure_rounds=2 has no effect here"),
+    ({"structure": "auto", "params": 0.5, "structure_rounds": 2}, "structure_rounds=2 has no effect here"),
+    ({"structure": {"experts": 1}, "structure_rounds": 0}, "structure_rounds must be"),
     ({"importance": "fisher"}, "importance='fisher' has no effect here: it belongs to structure={'ffn': ...}"),
     ({"importance": "fisher", "structure": {"blocks": 1}}, "importance='fisher' has no effect here"),
     ({"importance": "hessian", "structure": {"ffn": 0.3}}, "importance must be one of"),

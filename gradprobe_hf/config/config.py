@@ -104,6 +104,8 @@ class GradProbeConfig:
         importance: which channels and heads go with `structure`. `"obs"`: those that the others can make up for best.
             `"fisher"`: those whose gate has the least Fisher information. `"wanda"`, `"taylor"` and `"random"` are
             baselines. Default: `"obs"`.
+        structure_rounds: in how many portions experts go, and channels and heads by `importance="fisher"` or
+            `"taylor"`; before each the gates are measured anew, in the model without those that went before.
         update: how the kept weights change to preserve each matrix's outputs on the calibration inputs. `"none"`: not
             at all. `"obs"`: by SparseGPT's sweep under the mask that was decided. `"least_squares"`: to the best
             weights under it. `"admm"`: to these, after revising the mask within each matrix (row, group).
@@ -198,6 +200,7 @@ class GradProbeConfig:
     scope: Scope | None = None
     fisher: str = "blend"
     importance: str | None = None
+    structure_rounds: int = 1
     update: str | None = None
     dense_target: float | None = None
     damping: float | Literal["auto"] = 0.01
@@ -783,6 +786,10 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "spike_limit": (lambda c: c.decision_row.limits_spikes, "probes=2 with rule='budget'"),
     "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
     "importance": (lambda c: c.weighs_units, "structure={'ffn': ...} or {'kv_groups': ...}"),
+    "structure_rounds": (
+        lambda c: c.weighs_gates or "experts" in c.amounts,
+        "importance='fisher' or 'taylor', or structure={'experts': ...}",
+    ),
     "damping": (lambda c: c.updates or c.weighs_inputs, "a weight update (update='admm', ...)"),
     "recovery_learning_rate": (lambda c: c.recovery_steps > 0, "recovery_steps"),
     "block_order": (lambda c: c.order == "sequential", "order='sequential'"),

@@ -56,6 +56,7 @@ WHOLE = {  # the least of each
     "sequence_length": 2,
     "seed": 0,
     "blocks_per_step": 1,
+    "structure_rounds": 1,
     "recovery_steps": 0,
 }
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {

@@ -34,7 +34,7 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> Passes:
     if not needs.probes:
         forward, backward = float(bool(needs.terms)), 0.0
     elif config.structure is not None:
-        forward = backward = float(config.drops_experts + config.weighs_gates)
+        forward = backward = float((config.drops_experts + config.weighs_gates) * config.structure_rounds)
     if config.order == "sequential":
         forward, backward = _sequential_passes(config, blocks)
     updates, epochs = (reconstruction_passes(config), config.refinement_row.epochs) if config.reconstructs else (0, 0)

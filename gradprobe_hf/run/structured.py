@@ -5,6 +5,7 @@ Blocks go first, then experts, by what is measured of the model that is left; th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -44,12 +45,19 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
             gone = blocks_going(context, plan, plan.going["blocks"], diagnostics)
         diagnostics.blocks_without = [dict(one) for one in gone]
         removal = Removal(plan, frozenset(one["block"] for one in gone))
-    if plan.experts:
-        removal = replace(removal, experts=_experts_going(context, removal, diagnostics))
-    if plan.units:
+    config = context.config
+    for share in _shares(config.structure_rounds) if plan.experts else ():
+        with routed(context.model, removal.routes):
+            removal = replace(removal, experts=_experts_going(context, removal, share, diagnostics))
+    for share in _shares(config.structure_rounds if config.weighs_gates else 1) if plan.units else ():
         with context.stopwatch("units"), routed(context.model, removal.routes), torch.no_grad():
-            removal = replace(removal, units=_units_going(context, removal, diagnostics))
+            removal = replace(removal, units=_units_going(context, removal, share, diagnostics))
     return packed(removal, context.targets)
+
+
+def _shares(rounds: int) -> list[float]:
+    """How much of what is to go has gone behind each round."""
+    return [number / rounds for number in range(1, rounds + 1)]
 
 
 def removal_of(context: RunContext, masks: Mapping[str, Tensor]) -> Removal | None:
@@ -126,11 +134,15 @@ def misrouted(model: PreTrainedModel, plan: Plan) -> str | None:
         return wrongly_routed(model, Removal.example(plan).routes, lambda: forward_only(model, batch))
 
 
-def _experts_going(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Tensor]:
-    """Name of a router -> which of its experts go, bool `[experts]`; the same in all processes."""
-    going = removal.plan.going["experts"]
+def _experts_going(context: RunContext, removal: Removal, share: float, diagnostics: Diagnostics) -> dict[str, Tensor]:
+    """Name of a router -> which of its experts go, bool `[experts]`; the same in all processes.
+
+    Args:
+        share: of those that are to go.
+    """
+    going, before = math.ceil(share * removal.plan.going["experts"]), removal.experts
     fisher = expert_fisher(context, removal, diagnostics)
-    return {router: lowest_of(scores, going) for router, scores in fisher.items()}
+    return {router: lowest_of(scores, going, before.get(router)) for router, scores in fisher.items()}
 
 
 def _plan(context: RunContext) -> Plan:
@@ -138,10 +150,14 @@ def _plan(context: RunContext) -> Plan:
     return Plan.of(context.model, context.targets, context.config.amounts)
 
 
-def _units_going(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Tensor]:
-    """Name of a reader -> which of its units go, bool `[count]`, in the blocks that stay; the same in all processes."""
+def _units_going(context: RunContext, removal: Removal, share: float, diagnostics: Diagnostics) -> dict[str, Tensor]:
+    """Name of a reader -> which of its units go, bool `[count]`, in the blocks that stay; the same in all processes.
+
+    Args:
+        share: of those that are to go.
+    """
     choose, going = context.config.unit_score.chosen, removal.plan.going
     return {
-        one.units.reader.name: choose(one.evidence, going[one.structure])
+        one.units.reader.name: choose(one.evidence, math.ceil(share * going[one.structure]))
         for one in weighed_units(context, removal, diagnostics)
     }

@@ -7,7 +7,7 @@ measured in the model that is left of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -113,7 +113,8 @@ def _by_gates(context: RunContext, removal: Removal, diagnostics: Diagnostics) -
     staying = units_that_stay(removal)
     found = _gates(context, [(units.reader, units.count) for _, units in staying], removal, diagnostics)
     for (name, units), sums in zip(staying, found, strict=True):
-        yield Weighed(name, units, _evidence(context, units, gate_squares=sums.squares, gate_total=sums.total))
+        evidence = _evidence(context, units, gate_squares=sums.squares, gate_total=sums.total)
+        yield Weighed(name, units, replace(evidence, gone=removal.units.get(units.reader.name)))
 
 
 def expert_fisher(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Tensor]:
@@ -138,7 +139,19 @@ def _gates(
     targets, counts = [reader for reader, _ in readers], {reader.name: count for reader, count in readers}
     statistics = Statistics(targets, frozenset({"gates"}), context.model, units=counts)
     gone, masks, biases = removed_blocks(context, removal)
-    one = ProbePass(targets, statistics, pruned=(gone, masks), new_weights=biases, label="probe (gates)")
+    # Without its columns in the matrix that reads it, a unit that went already has no part in the model.
+    shrunk = PackedMasks()
+    for target in targets if removal.units else ():
+        shrunk.add(target.name, [removal.mask(target)])
+    one = ProbePass(
+        targets,
+        statistics,
+        shrunk=shrunk if removal.units else None,
+        factor=0.0,
+        pruned=(gone, masks),
+        new_weights=biases,
+        label="probe (gates)",
+    )
     with context.stopwatch("probe 0"):
         loss = run_probe(context.workload, one)
         statistics.reduce(context.processes)

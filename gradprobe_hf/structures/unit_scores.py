@@ -31,6 +31,7 @@ class UnitEvidence:
         input_sq: `sum_t x_t^2`, `[in]`, where inputs were measured.
         gate_squares, gate_total: `sum_s g[s, u]^2` and `sum_s g[s, u]`, `[count]`, where gradients were: with a gate on
             each unit, `g[s, u] = sum_{t in s} sum_{c in u} x_tc (W^T d_t)_c` is the derivative of the loss in it.
+        gone: which went already, bool `[count]`; None: none.
     """
 
     weight: Tensor
@@ -41,6 +42,7 @@ class UnitEvidence:
     input_sq: Tensor | None = None
     gate_squares: Tensor | None = None
     gate_total: Tensor | None = None
+    gone: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,14 +64,20 @@ class UnitScore:
 
 
 def lowest(score: Callable[[UnitEvidence], Tensor], evidence: UnitEvidence, going: int) -> Tensor:
-    """The units with the lowest scores, bool `[count]`; of equal ones the first."""
-    return lowest_of(score(evidence), going)
+    """The units with the lowest scores, bool `[count]`, those that went already among them; of equal ones the first."""
+    return lowest_of(score(evidence), going, evidence.gone)
 
 
-def lowest_of(scores: Tensor, going: int) -> Tensor:
-    """So many of the lowest of these, bool of the same shape, `[count]`; of equal ones the first."""
-    gone = torch.zeros(len(scores), dtype=torch.bool)
-    return gone.index_fill_(0, scores.argsort(stable=True)[:going].cpu(), True)
+def lowest_of(scores: Tensor, going: int, before: Tensor | None = None) -> Tensor:
+    """So many of the lowest of these, bool of the same shape, `[count]`; of equal ones the first.
+
+    Args:
+        before: which are among them in any case.
+    """
+    scores = scores.cpu()
+    if before is not None:
+        scores = scores.masked_fill(before, -torch.inf)
+    return torch.zeros(len(scores), dtype=torch.bool).index_fill_(0, scores.argsort(stable=True)[:going], True)
 
 
 def wanda_unit_scores(evidence: UnitEvidence) -> Tensor:
