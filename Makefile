@@ -6,7 +6,7 @@ MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
-	bench-refined bench-variants bench-stories bench-structured bench-structured-stories \
+	bench-refined bench-refined-stories bench-variants bench-stories bench-structured bench-structured-stories \
 	bench-structured-smollm2 bench-structured-speed bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
 	bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
@@ -112,6 +112,13 @@ EQUALS := wanda "wanda + obs" "wanda + obs, dense_target 0" sparsegpt "sparsegpt
 	"two probes" "two probes + obs" "two probes + obs, dense_target 0" "sparsegpt + admm" "one probe + admm"
 RIVALS := "sparsegpt, owl" "sparsegpt, budgets of one probe" "sparsegpt + admm, owl" \
 	"sparsegpt + admm, budgets of one probe" gblm "wanda, block by block" "wanda, owl" "one probe" "two probes + admm"
+
+REFINED_STORIES := sparsegpt "sparsegpt + blocks" "sparsegpt + recovery" "sparsegpt + admm + blocks" \
+	"one probe + admm" "one probe + admm + blocks" "one probe + admm + recovery" "one probe + admm + blocks + recovery"
+
+bench-refined-stories: $(READY)  ## the same training behind SparseGPT and behind one probe, on the model of 15M
+	$(STORIES15M) --seed 0 --methods $(REFINED_STORIES) --columns 0.5 0.6 0.7 2:4 \
+		--output benchmarks/results/refined-stories.json $(FLAGS)
 
 bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on the model of 15M
 	$(STORIES15M) --seed 0 --methods $(EQUALS) $(RIVALS) --columns 0.5 0.6 0.7 2:4 \

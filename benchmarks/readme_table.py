@@ -316,6 +316,7 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "qwen": (("qwen",), quality_table),
     "refined": (("refined",), quality_table),
     "refined divergence": (("refined",), divergence_table),
+    "refined stories": (("refined-stories",), quality_table),
     "choices": (("choices",), choices_table),
     "paper": (("paper",), quality_table),
     "smaller stories": (("structured_stories",), structured_table),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich import box
@@ -122,13 +122,17 @@ def _print_candidates(out: Console, report: Report) -> None:
     if not found:
         return
     latency = report.structure["latency"] if report.structure else None
-    shown = ["latency"] if latency else []
-    table = table_of("shapes tried, without", "parameters", *shown, "estimated loss", "loss (nats)")
     tried = [one for one in found if one["loss"] is not None]
+    # A latency is known where that was asked for, an estimate where there were too many shapes to try them all.
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {"parameters": lambda one: f"{one['parameters']:,}"}
+    if latency:
+        columns["latency"] = lambda one: f"{one['latency']:.2f}"
+    if any(one["estimated"] is not None for one in tried):
+        columns["estimated loss"] = lambda one: "-" if one["estimated"] is None else f"{one['estimated']:.4f}"
+    columns["loss (nats)"] = lambda one: f"{one['loss']:.4f}"
+    table = table_of("shapes tried, without", *columns)
     for one in tried:
-        expected = "-" if one["estimated"] is None else f"{one['estimated']:.4f}"
-        seconds = [f"{one['latency']:.2f}"] if latency else []
-        table.add_row(shape_words(one["removed"]), f"{one['parameters']:,}", *seconds, expected, f"{one['loss']:.4f}")
+        table.add_row(shape_words(one["removed"]), *(shown(one) for shown in columns.values()))
     out.print(table)
     if latency:
         out.print(
