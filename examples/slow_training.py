@@ -46,19 +46,20 @@ class Documents(Dataset[dict[str, Tensor]]):
         return {"input_ids": torch.randint(1, VOCABULARY, (length,))}
 
 
-def to_longest(rows: list[dict[str, Tensor]], longest: int = LONGEST) -> dict[str, Tensor]:
-    """A batch padded to a length."""
+def to_longest(rows: list[dict[str, Tensor]], longest: int = LONGEST) -> dict[str, Any]:
+    """A batch padded to a length. `tokens`: those that are no padding."""
     ids = torch.zeros(len(rows), longest, dtype=torch.long)
     for at, row in enumerate(rows):
         ids[at, : len(row["input_ids"])] = row["input_ids"]
-    return {"input_ids": ids, "attention_mask": (ids != 0).long()}
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "tokens": tokens}
 
 
-def packed(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+def packed(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
     """The same tokens, one document behind the other, in as many rows as they fill."""
     tokens = torch.cat([row["input_ids"] for row in rows])
     ids = tokens[: len(tokens) // LONGEST * LONGEST].view(-1, LONGEST)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "tokens": ids.numel()}
 
 
 class Model(nn.Module):
@@ -106,7 +107,7 @@ def train(mended: Collection[str]) -> Iterator[int]:
         optimizer.zero_grad()
         if step % 50 == 0:
             print(f"step {step}: mean loss {float(total) / step:.3f}, norm {float(norm):.3f}")
-        yield int(batch["attention_mask"].sum())
+        yield batch["tokens"]
 
 
 if __name__ == "__main__":

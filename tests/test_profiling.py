@@ -64,7 +64,8 @@ def test_a_clean_loop_is_silent():
     assert "No finding takes 1% of a step." in report.markdown()
     assert (
         set(report.not_evaluable)
-        == {"padding", "float32 product", "float32 precision", "eager attention", "batch headroom"} | ONE_PROCESS
+        == {"padding", "float32 product", "float32 precision", "eager attention", "batch headroom", "idle device"}
+        | ONE_PROCESS
     )
     assert report.observation.complete
 

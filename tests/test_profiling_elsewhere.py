@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -62,9 +63,18 @@ def test_a_pruning_run():
     memory = by_name["memory of the host"]
     assert 0.3 < memory.estimated / memory.measured < 3
     assert "| forward passes | 2 | 2 |" in report.markdown()
+    headroom = next(one for one in report.findings if one.kind == "batch headroom")
+    assert headroom.remedy.startswith("batch_size='auto'")
     assert "A batch of a probe takes" in report.markdown()
     again = ProfileReport.from_dict(json.loads(report.json()))
     assert again.markdown() == report.markdown()
+
+
+def test_a_pruning_run_that_checkpoints():
+    """What is computed again is measured, and the remedy is an option of the run."""
+    found = next(one for one in pruning(checkpointing=True).report.findings if one.kind == "checkpointing")
+    assert 0 < found.share < 0.6
+    assert "--checkpointing auto" in found.remedy
 
 
 def test_a_pruning_run_by_inputs_alone():
@@ -243,13 +253,19 @@ def test_a_trace_of_a_gpu(tmp_path):
     )
     assert by_kind["float32 product", "products"].share == pytest.approx(0.05)
     kinds = {one.kind for one in report.findings}
-    assert {"data loading", "batch headroom", "collectives"} <= kinds
+    assert {"data loading", "batch headroom", "collectives", "idle device"} <= kinds
+    idle = next(one for one in report.findings if one.kind == "idle device")
+    assert idle.share == pytest.approx(0.53)
+    assert "idle device" not in {one.kind for one in ProfileReport(replace(seen, busy=0.95)).findings}
     assert "optimizer" not in kinds  # fused
     headroom = next(one for one in report.findings if one.kind == "batch headroom")
     assert headroom.share is None
     assert "takes 2 GiB of" in headroom.evidence
     assert seen.operators[0].name == "a kernel"
     assert "The device is busy in 47.0% of a traced step." in report.markdown()
+    long = replace(seen, operators=(replace(seen.operators[0], name="k" * 900),))
+    assert f"| {'k' * 87}... |" in ProfileReport(long).markdown()
+    assert "k" * 900 in ProfileReport(long).json()
 
 
 def test_a_trace_without_steps(tmp_path):

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from gradprobe_hf.cli.main import main
+from gradprobe_hf.cli.profile_table import print_profile
 from gradprobe_hf.profiling import ProfileReport
 from gradprobe_hf.profiling.fixing.changes import CHANGES
 from gradprobe_hf.profiling.fixing.fixes import try_changes
@@ -179,7 +180,7 @@ def test_a_script_that_differs_from_itself():
     assert "the unchanged script from itself by 0.4: seed it" in fix.loss
 
 
-def test_what_is_not_tried_says_why():
+def test_what_is_not_tried_says_why(capsys):
     runs = Trials(
         {None: 1.0, "fused": "the script ended with 1: boom", "batch-size": 1.0}, **{"batch-size": {"done": []}}
     )
@@ -193,6 +194,8 @@ def test_what_is_not_tried_says_why():
     assert not try_changes(Trials({}), SEEN, [], rounds=1).fixes
     report = ProfileReport(SEEN, tuple(fixes))
     assert "not tried: it found nothing to change" in report.markdown()
+    print_profile(report)
+    assert "attention: not tried: attention is not eager\n" in capsys.readouterr().out
     again = ProfileReport.from_dict(json.loads(report.json()))
     assert again.fixes == report.fixes
     assert again.markdown() == report.markdown()

@@ -18,6 +18,7 @@ from gradprobe_hf.profiling.page import page
 from gradprobe_hf.report.against_estimate import rows_of
 
 _RECENT = 3  # steps
+_LONGEST = 90  # letters of an operator's name in a table; JSON has all of them
 
 
 @dataclass(frozen=True)
@@ -223,7 +224,7 @@ class ProfileReport:
                 "Operators",
                 ["operator", "calls a step", "share of a traced step"],
                 [
-                    [one.name, f"{one.count / len(seen.traced):.3g}", f"{one.seconds / traced:.1%}"]
+                    [_short(one.name), f"{one.count / len(seen.traced):.3g}", f"{one.seconds / traced:.1%}"]
                     for one in seen.operators[:10]
                     if seen.traced
                 ],
@@ -238,6 +239,11 @@ class ProfileReport:
             ),
         ]
         return [table for table in tables if table[2]]
+
+
+def _short(name: str) -> str:
+    """The names of kernels go on with all that their templates are filled with."""
+    return name if len(name) <= _LONGEST else f"{name[: _LONGEST - 3]}..."
 
 
 def _by_reason(kinds: Mapping[str, str]) -> list[list[str]]:

@@ -21,15 +21,16 @@ def _recomputation(seen: Observation) -> list[Finding]:
             seen.recomputed,
             f"{layers} computed again in backward, by a clock on each module; {gigabytes(free)} were free at the end "
             f"of the fullest step, more than is in use",
-            "model.gradient_checkpointing_disable(), gradient_checkpointing=False in TrainingArguments; if the "
+            "checkpointing=False, or 'auto', which keeps it where activations do not fit (--checkpointing auto)"
+            if seen.run
+            else "model.gradient_checkpointing_disable(), gradient_checkpointing=False in TrainingArguments; if the "
             "activations do not fit then, checkpoint every second layer",
         )
     ]
 
 
 def _headroom(seen: Observation) -> list[Finding]:
-    used = max(one.peak or 0 for one in seen.memory)
-    total = used + min(one.free + (one.reserved or 0) - (one.peak or 0) for one in seen.memory)
+    used, total = _used_of(seen)
     if used >= (1 - _ROOM) * total:
         return []
     samples = f" with {seen.contents.samples / seen.contents.steps:.3g} samples" if seen.contents else ""
@@ -40,9 +41,21 @@ def _headroom(seen: Observation) -> list[Finding]:
             None,
             f"a step{samples} takes {gigabytes(used)} of {gigabytes(total)} at its peak; what a larger batch gains is "
             "not known before it is tried",
-            "try twice the batch: gradprobe profile script ... --fix measures it beside this one",
+            "batch_size='auto' takes the largest that fits (--batch-size auto); --batch-size behind the -- of "
+            "gradprobe profile prune measures one"
+            if seen.run
+            else "try twice the batch: gradprobe profile script ... --fix measures it beside this one",
         )
     ]
+
+
+def _used_of(seen: Observation) -> tuple[int, int]:
+    """Bytes of an accelerator at the peak of a step, and in all; of a pruning run on a CPU those of the process."""
+    if any(one.peak is not None for one in seen.memory):
+        used = max(one.peak or 0 for one in seen.memory)
+        return used, used + min(one.free + (one.reserved or 0) - (one.peak or 0) for one in seen.memory)
+    used = max(*(one.process for one in seen.memory), *(one.process for one in seen.run))
+    return used, max(one.process + one.free for one in seen.memory)
 
 
 def _least_free(seen: Observation) -> int | None:
@@ -64,7 +77,8 @@ def _recomputed(seen: Observation) -> str | None:
 def _on_device(seen: Observation) -> str | None:
     if reason := timed(seen):
         return reason
-    known = any(one.peak is not None for one in seen.memory)
+    # The memory of a CPU is there for all; but a pruning run takes what it has for its batches.
+    known = any(one.peak is not None or (seen.run and one.free) for one in seen.memory)
     return (
         None if known else f"it takes the memory of an accelerator that a step needs, and this run is on {seen.device}"
     )

@@ -6,6 +6,7 @@ A check is a pure function: one observation gives the same findings each time. S
 from __future__ import annotations
 
 from gradprobe_hf.profiling.findings.compiling import COMPILING
+from gradprobe_hf.profiling.findings.device import DEVICE
 from gradprobe_hf.profiling.findings.finding import Check, Finding
 from gradprobe_hf.profiling.findings.lines import LINES
 from gradprobe_hf.profiling.findings.loading import LOADING
@@ -14,7 +15,7 @@ from gradprobe_hf.profiling.findings.ranks import RANKS
 from gradprobe_hf.profiling.findings.stepping import STEPPING
 from gradprobe_hf.profiling.observing.observation import Observation
 
-CHECKS: dict[str, Check] = {**LINES, **LOADING, **COMPILING, **STEPPING, **MEMORY, **RANKS}
+CHECKS: dict[str, Check] = {**LINES, **LOADING, **COMPILING, **STEPPING, **MEMORY, **DEVICE, **RANKS}
 
 
 def findings_of(observation: Observation) -> tuple[list[Finding], dict[str, str]]:

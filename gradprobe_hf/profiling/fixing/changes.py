@@ -269,7 +269,11 @@ def _eager(seen: Observation) -> str | None:
 
 _ARGUMENTS = "in TrainingArguments"
 CHANGES: dict[str, Change] = {
-    "workers": Change(_no_lone_loader, _workers, f"DataLoader(num_workers=2); dataloader_num_workers=2 {_ARGUMENTS}"),
+    "workers": Change(
+        _no_lone_loader,
+        _workers,
+        f"DataLoader(num_workers=2); dataloader_num_workers=2 {_ARGUMENTS}. Random rows are others there",
+    ),
     "prefetch": Change(
         _no_workers, _prefetch, f"DataLoader(prefetch_factor=8); dataloader_prefetch_factor=8 {_ARGUMENTS}"
     ),

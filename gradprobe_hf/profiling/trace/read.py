@@ -86,7 +86,7 @@ def _observation(trace: ChromeTrace, steps: list[Event]) -> Observation:
         contents=None,
         device=device,
         versions={},
-        missing=_UNTOLD | _missing(events),
+        missing=_UNTOLD | _missing(events) | _without_memory(trace),
         complete=True,
         setup=_setup(events),
         memory=_memory(trace),
@@ -205,6 +205,11 @@ def _memory(trace: ChromeTrace) -> tuple[MemorySample, ...]:
     allocated = [int(one["Total Allocated"]) for one in samples]
     reserved = max(int(one["Total Reserved"]) for one in samples)
     return (MemorySample(0, max(0, total - reserved), allocated[-1], reserved, max(allocated)),)
+
+
+def _without_memory(trace: ChromeTrace) -> dict[str, str]:
+    recorded = bool(trace.samples)
+    return {} if recorded else {"batch headroom": "the trace was recorded without profile_memory=True"}
 
 
 def _missing(events: list[Event]) -> dict[str, str]:
