@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import time
 
 import torch
@@ -46,6 +47,12 @@ class Net(nn.Module):
         for layer in self.layers:
             x = torch.relu(layer(x))
         return x
+
+
+def forget_compilations():
+    """Lines are not looked for where something was compiled, by another test say."""
+    if "torch._dynamo.utils" in sys.modules:
+        torch._dynamo.utils.clear_compilation_metrics()
 
 
 def norm_of(model):

@@ -34,8 +34,7 @@ ONE_PROCESS = {"collectives", "imbalance between ranks"}
 @pytest.fixture(autouse=True)
 def untouched():
     """Whatever a test does, torch is as it was; and no test before it has compiled anything."""
-    if "torch._dynamo.utils" in sys.modules:
-        torch._dynamo.utils.clear_compilation_metrics()
+    planted.forget_compilations()
     marks = [torch.autograd.backward, _BaseDataLoaderIter.__next__]
     yield
     assert [torch.autograd.backward, _BaseDataLoaderIter.__next__] == marks

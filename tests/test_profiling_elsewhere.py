@@ -29,6 +29,11 @@ from tests import cases, planted
 STEPS = Schedule(warmup=1, timed=2, traced=1, located=1)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    planted.forget_compilations()
+
+
 def pruning(tmp_path=None, samples=6, **more):
     """A pruning run of a tiny model on batches of one row."""
     model = cases.build("llama")

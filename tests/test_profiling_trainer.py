@@ -20,6 +20,11 @@ from tests.launch import together
 HERE = Path(__file__)
 
 
+@pytest.fixture(autouse=True)
+def _nothing_compiled():
+    planted.forget_compilations()
+
+
 def llama(attention="sdpa", **more):
     """Large enough that a step takes milliseconds."""
     sizes = {"hidden_size": 96, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
