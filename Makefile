@@ -8,12 +8,15 @@ READY := $(VENV)/.installed
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
 	bench-refined bench-refined-stories bench-variants bench-stories bench-structured bench-structured-stories \
 	bench-structured-smollm2 bench-structured-speed bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
-	bench-accumulators bench-speed \
+	bench-demo bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
 	bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% zeros, and to a smaller one, and show what each cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
+
+bench-demo: $(MODEL)  ## the demo, into the README's table of both
+	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50 --json benchmarks/results/demo.json
 
 # A worker for each core; a few have all of the gain, and each imports torch and forks processes of its own.
 PYTEST := $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal

@@ -264,6 +264,30 @@ def vision_table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", note])
 
 
+def faces_table(results: dict[str, Any]) -> str:
+    """What `make demo` shows: half of the weights zero, and a quarter of the model away, each with what it lost."""
+    bench, lines = results["bench"], []
+    titles = ("parameters", "file", "under zstd", "perplexity", f"reads {bench['prompt_length']} tokens", "tokens/s")
+    lines = [f"| | {' | '.join(titles)} |", "|---|" + "---:|" * len(titles)]
+    for row, speed in zip(results["rows"], bench["rows"], strict=True):
+        zstd = f"{speed['zstd_bytes'] / 1e6:.0f} MB" if speed["zstd_bytes"] else ""
+        cells = (
+            f"{row['parameters'] / 1e6:.1f} M",
+            f"{speed['file_bytes'] / 1e6:.0f} MB",
+            zstd,
+            f"{row['perplexity']:.2f}",
+            f"{speed['prefill_seconds']['median'] * 1000:.0f} ms, {speed['ratios']['prefill_seconds']:.2f} x",
+            f"{speed['tokens_per_second']['median']:.1f}, {speed['ratios']['tokens_per_second']:.2f} x",
+        )
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    note = (
+        f"{results['model']}, calibrated on its own text, perplexity on {results['evaluation']['source']}; "
+        f"{bench['device']}, {bench['threads']} threads, medians of {bench['repeats']} rounds in which all take turns. "
+        "`make bench-demo`."
+    )
+    return "\n".join([*lines, "", note])
+
+
 PAGES = (
     "README.md",
     "docs/index.md",
@@ -319,6 +343,7 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "refined stories": (("refined-stories",), quality_table),
     "choices": (("choices",), choices_table),
     "paper": (("paper",), quality_table),
+    "faces": (("demo",), faces_table),
     "smaller stories": (("structured_stories",), structured_table),
     "smaller smollm2": (("structured_smollm2",), structured_table),
     "smaller speed": (("structured_speed",), speed_of_shapes),

@@ -9,8 +9,10 @@ usage: python examples/demo.py --model DIR --output DIR
 from __future__ import annotations
 
 import argparse
+import json
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +54,29 @@ def show(results: dict[str, PruneResult], bench: BenchResult | None) -> None:
         console.print(f"speeds: medians of {bench.repeats} rounds in which the three take turns", style="dim")
 
 
+def written(results: dict[str, PruneResult], bench: BenchResult | None, seconds: float) -> dict[str, Any]:
+    """The same as JSON types."""
+    reports = [result.report for result in results.values()]
+    first = reports[0]
+    assert first.evaluation is not None, "the demo measures"
+    measured = [first.evaluation["dense"], *(report.evaluation["pruned"] for report in reports if report.evaluation)]
+    names = ("dense", *results)
+    rows = [
+        {"name": name, "perplexity": one["perplexity"], "parameters": count}
+        for name, one, count in zip(names, measured, _parameters(reports), strict=True)
+    ]
+    return {
+        "model": first.model["name"],
+        "zeros": first.sparsity,
+        "calibration": first.calibration,
+        "evaluation": {name: first.evaluation[name] for name in ("source", "protocol")},
+        "rows": rows,
+        "bench": None if bench is None else {**bench.to_dict(), "models": list(names)},
+        "seconds": round(seconds),
+        "versions": first.versions,
+    }
+
+
 def _parameters(reports: Iterable[Report]) -> list[int]:
     """Of the dense model, and of each run's: zeros are parameters as any other."""
     structures = [report.structure for report in reports]
@@ -81,6 +106,7 @@ def main() -> None:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--channels", type=int, default=640, help="that go of each FFN; SmolLM2-135M has 1,536")
     parser.add_argument("--repeats", type=int, default=5, help="rounds in which speed is measured; 0: it is not")
+    parser.add_argument("--json", type=Path, help="write all of it to this file, too")
     args = parser.parse_args()
     start = time.perf_counter()
     model = load_model(args.model, dtype=torch.bfloat16).eval()
@@ -113,9 +139,12 @@ def main() -> None:
     if args.repeats:
         bench = bench_pretrained([args.model, *outputs.values()], repeats=args.repeats, dtype="bfloat16")
     show(results, bench)
-    for name, written in zip(("dense", *outputs), sentences, strict=True):
-        print(f"{name}: {written}")
-    print(f"{time.perf_counter() - start:.0f} seconds, {peak / 1e9:.2f} GB peak memory")
+    for name, text_of_it in zip(("dense", *outputs), sentences, strict=True):
+        print(f"{name}: {text_of_it}")
+    seconds = time.perf_counter() - start
+    if args.json is not None:
+        args.json.write_text(json.dumps(written(results, bench, seconds), indent=1) + "\n", encoding="utf-8")
+    print(f"{seconds:.0f} seconds, {peak / 1e9:.2f} GB peak memory")
     for name, output in outputs.items():
         print(f"{name}: checkpoint {output}, model card {output}/README.md, pictures {output}/assets")
 

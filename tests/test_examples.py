@@ -14,6 +14,7 @@ from accelerate.commands import launch
 from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM
 
+from benchmarks.readme_table import faces_table
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from tests import scripts
@@ -39,7 +40,7 @@ def test_local(checkpoint, text_file, tmp_path):
 def test_demo(repeats, checkpoint, tmp_path):
     ran = run(
         *("demo.py", "--model", checkpoint, "--output", tmp_path / "out", "--num-samples", 8),
-        *("--sequence-length", 32, "--channels", 8, "--repeats", repeats),
+        *("--sequence-length", 32, "--channels", 8, "--repeats", repeats, "--json", tmp_path / "demo.json"),
     )
     assert inspect_checkpoint(tmp_path / "out").sparsity == pytest.approx(0.5, abs=1e-4)
     smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "out-smaller").num_parameters()
@@ -47,6 +48,9 @@ def test_demo(repeats, checkpoint, tmp_path):
     for said in ("perplexity", "50.00", f"{smaller:,}", "GB peak memory", "README.md", "The Earth goes around"):
         assert said in ran.stdout
     assert ("tokens per second" in ran.stdout) == bool(repeats)
+    found = json.loads((tmp_path / "demo.json").read_text())
+    assert [row["parameters"] for row in found["rows"]][1:] == [found["rows"][0]["parameters"], smaller]
+    assert repeats == 0 or "| smaller |" in faces_table(found)
 
 
 @pytest.mark.slow
