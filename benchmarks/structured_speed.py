@@ -51,9 +51,10 @@ def amounts_of(shape: str) -> dict[str, int]:
 
 
 def cut(model_name: str, dtype: str, shapes: Sequence[str], folder: Path) -> list[Path]:
-    """A checkpoint of each shape."""
+    """A checkpoint of the model in this dtype, whatever its own is, and one of each shape."""
     model = AutoModelForCausalLM.from_pretrained(model_name, dtype=dtype)
-    targets, found = find_targets(model), []
+    targets, found = find_targets(model), [folder / Path(model_name).name]
+    model.save_pretrained(found[0])
     for shape in shapes:
         removal = Removal.example(Plan.of(model, targets, amounts_of(shape)))
         found.append(folder / shape)
@@ -97,7 +98,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         made = cut(args.model, args.dtype, args.shapes, Path(folder))
         found = bench_pretrained(
-            [args.model, *made],
+            made,
             prompt_length=args.prompt_length,
             new_tokens=args.new_tokens,
             repeats=args.repeats,
