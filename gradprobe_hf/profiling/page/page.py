@@ -22,7 +22,8 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 900px; margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2rem; }
 table { border-collapse: collapse; width: 100%; } th, td { text-align: left; padding: .3rem .7rem .3rem 0;
-  border-bottom: 1px solid #8884; vertical-align: top; } td:nth-child(3) { overflow-wrap: anywhere; min-width: 8em; }
+  border-bottom: 1px solid #8884; vertical-align: top; }
+td:nth-child(n+3) { overflow-wrap: anywhere; } td:nth-child(3) { min-width: 8em; }
 td:first-child { white-space: nowrap; }
 svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: currentColor; }
 svg text.right { text-anchor: end; } svg text.label { fill: #fff; font-weight: 600; } .axis { stroke: currentColor; }
