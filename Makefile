@@ -7,8 +7,8 @@ READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
 	bench-refined bench-refined-stories bench-variants bench-stories bench-structured bench-structured-stories \
-	bench-structured-smollm2 bench-structured-speed bench-rivals bench-matching bench-choices bench-texts bench-mixtures \
-	bench-demo bench-accumulators bench-speed \
+	bench-structured-smollm2 bench-structured-speed bench-structure-options bench-rivals bench-matching \
+	bench-choices bench-texts bench-mixtures bench-demo bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
 	bench-chat table clean
 
@@ -129,6 +129,10 @@ bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on 
 
 bench-structured: $(READY)  ## whole channels, heads and blocks of the model of 15M
 	$(BIN)/python -m benchmarks.structured --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
+		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
+
+bench-structure-options: $(READY)  ## damping chosen on held-out batches, and gates in rounds, on the model of 15M
+	$(BIN)/python -m benchmarks.structure_options --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
 SMALLER := $(BIN)/python -m benchmarks.structured_quality

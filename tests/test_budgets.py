@@ -243,10 +243,11 @@ def test_a_budget_that_the_model_cannot_meet_is_refused_before_any_work(monkeypa
         ({"params": 100}, "params=100 (100 parameters) is less than any shape of LlamaForCausalLM has; the nearest"),
         ({"memory": 400}, "structure={'ffn': 22, 'kv_groups': 1, 'blocks': 2} with "),
     ):
-        with pytest.raises(ValueError, match=re.escape(message)):
+        with pytest.raises(ValueError, match=re.escape(message)) as refused:
             prune_pretrained(
                 model, GradProbeConfig(structure="auto", **given), calibration=cases.batches("llama"), progress=False
             )
+        assert str(refused.value).count("structure={") == (0 if "no budget" in message else 2)  # the nearest two
     vit = cases.build("bert")
     with pytest.raises(ValueError, match="is less than any shape of Bert"):
         prune_pretrained(vit, GradProbeConfig(structure="auto", params=0.01), calibration=cases.batches("bert"))

@@ -13,7 +13,9 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.routing import routed
 from tests import cases
+from tests.launch import together
 from tests.reference import naive
+from tests.test_processes import pruned
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -174,3 +176,11 @@ def test_a_mixture_on_disk_ends_as_one_in_memory(tmp_path):
 def test_recovery_is_of_the_checkpoint():
     with pytest.raises(ValueError, match="it would train what is left of experts that go"):
         GradProbeConfig(structure={"experts": 1}, recovery_steps=2)
+
+
+def test_two_processes_choose_the_experts_of_one():
+    options = {"structure": {"experts": 2}, "structure_rounds": 2}
+    alone = pruned("mixtral", torch.float32, 8, options)
+    for one in together(pruned, "mixtral", torch.float32, 8, options):
+        assert all(torch.equal(mask, one["masks"][name]) for name, mask in alone["masks"].items())
+        assert one["evaluation"]["pruned"]["loss"] == pytest.approx(alone["evaluation"]["pruned"]["loss"], rel=1e-4)
