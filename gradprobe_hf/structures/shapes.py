@@ -99,7 +99,8 @@ def _over_all_heads(model: PreTrainedModel, plan: Plan) -> str | None:
     """A norm of queries or keys with a gain for every row that makes them: OLMoE's, which a smaller one keeps."""
     for units in plan.units.get("kv_groups", ()):
         attention = model.get_submodule(units.reader.parameter.rsplit(".", 2)[0])
-        linear = {maker.parameter.rsplit(".", 2)[1] for maker, _ in units.makers}
+        # Biases of makers are cut with them, and that of the reader is of its outputs.
+        linear = {one.parameter.rsplit(".", 2)[1] for one in (units.reader, *(maker for maker, _ in units.makers))}
         rows = {maker.shape[0] for maker, _ in units.makers}
         for name, parameter in attention.named_parameters():
             if parameter.ndim == 1 and len(parameter) in rows and units.count > 1 and name.split(".")[0] not in linear:
