@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gradprobe_hf import GradProbeConfig
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.reconstruct import _is_held_out
 from gradprobe_hf.runtime.processes import Processes
@@ -82,13 +83,21 @@ def test_held_out_sums_are_those_of_their_batches():
 def test_a_run_chooses_for_itself():
     options = {"structure": {"ffn": 8}, "calibration": cases.batches("llama", rows=8, batch_size=2)}
     found = [cases.prune(cases.build("llama"), damping=damping, **options) for damping in ("auto", 0.01, 1.0)]
-    assert not found[0].report.warnings or "damping" not in " ".join(found[0].report.warnings)
+    said = [" ".join(one.report.warnings) for one in found]
+    assert ["num_samples, or damping='auto'" in one for one in said] == [False, True, True]
     name = "model.layers.1.mlp.down_proj.weight"
     values = [one.new_weights[name] for one in found]
     kept = ~found[0].masks[name]
     assert not torch.equal(values[0][kept], values[1][kept]) or not torch.equal(values[0][kept], values[2][kept])
     assert torch.equal(values[0] == 0, values[1] == 0)
     assert GradProbeConfig.from_dict(found[0].config.to_dict()) == found[0].config
+
+
+def test_enough_text_is_no_warning():
+    text = cases.batches("llama", rows=80, batch_size=16)
+    tokens = sum(batch["input_ids"].numel() for batch in text)
+    assert tokens >= 10 * max(target.shape[1] for target in find_targets(cases.build("llama")))
+    assert not cases.prune(cases.build("llama"), structure={"ffn": 8}, calibration=text).report.warnings
 
 
 REFUSED = [

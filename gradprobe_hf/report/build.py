@@ -31,6 +31,7 @@ from gradprobe_hf.structures.shapes import shape_values
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 STATUS = Path("/proc/self/status")  # proc(5)
 
+ENOUGH = 10  # tokens for each input of a matrix; with 3, damping="auto" is 13% better (make bench-structure-options)
 TOLERATED = 1.05  # times the latency that was asked for, before a report warns
 
 
@@ -69,6 +70,7 @@ def build_report(
         versions=versions(),
         warnings=[
             *_about_data(context),
+            *_about_tokens(context),
             *_about_evidence(decision, len(targets)),
             *_about_damping(decision, config),
             *_about_latency(decision, config),
@@ -223,6 +225,19 @@ def _about_data(context: RunContext) -> list[str]:
         return []
     rows = context.task.row if context.task else "rows"
     return [f"{shared} of the {evaluation.samples} evaluation {rows} were also calibrated on; evaluate on others."]
+
+
+def _about_tokens(context: RunContext) -> list[str]:
+    """Where least squares has so little text that it fits that alone."""
+    config, tokens = context.config, context.calibration.tokens
+    widest = max(context.targets, key=lambda target: target.shape[1])
+    inputs = widest.shape[1]
+    if not (config.structures and config.update_row.chooses_damping) or config.holds_out or tokens >= ENOUGH * inputs:
+        return []
+    return [
+        f"The calibration has {tokens:,} tokens, and `{widest.name}` {inputs:,} inputs: with fewer than {ENOUGH} for "
+        "each least squares fits what is peculiar to this text. Give more num_samples, or damping='auto'."
+    ]
 
 
 def _about_evidence(decision: PruningDecision, targets: int) -> list[str]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PRUNE = "prune @llama --output out --num-samples 4 --sequence-length 16 --evaluation-samples 4"
+PRUNE = "prune @llama --output out --num-samples 4 --sequence-length 16"
+FEW = " --evaluation-samples 4"  # where something is measured: by default not beside a calibration text of one's own
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ def refused(how: str, *names: str, passes: int = 0) -> Bad:
 
 def prune(options: str, *names: str, passes: int = 0) -> Bad:
     """`gradprobe prune` with options that can be read, and are wrong."""
-    return Bad(f"{PRUNE} {options}", names, 1, passes)
+    few = "" if "--calibration" in options or "--evaluation" in options else FEW
+    return Bad(f"{PRUNE} {options}{few}", names, 1, passes)
 
 
 def call(how: str, *names: str, passes: int = 0) -> Bad:
