@@ -101,7 +101,7 @@ def _median(timing: Timing | None, scale: float = 1) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--output", required=True, help="of the zeros; the smaller one is beside it, OUTPUT-smaller")
+    parser.add_argument("--output", required=True, help="of the zeros; beside it OUTPUT-smaller and OUTPUT-dense")
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--channels", type=int, default=640, help="that go of each FFN; SmolLM2-135M has 1,536")
@@ -137,7 +137,9 @@ def main() -> None:
     peak = max(result.report.memory["peak_resident_bytes"] for result in results.values())
     bench = None
     if args.repeats:
-        bench = bench_pretrained([args.model, *outputs.values()], repeats=args.repeats, dtype="bfloat16")
+        model.save_pretrained(f"{args.output}-dense")  # a file with the others' bytes per number, to be beside theirs
+        names = [f"{args.output}-dense", *outputs.values()]
+        bench = bench_pretrained(names, repeats=args.repeats, dtype="bfloat16")
     show(results, bench)
     for name, text_of_it in zip(("dense", *outputs), sentences, strict=True):
         print(f"{name}: {text_of_it}")
