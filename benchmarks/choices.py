@@ -17,8 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from benchmarks.quality_tables import geometric_mean
-from benchmarks.quality_texts import TextSpec
-from benchmarks.resumed_rows import made_rows, row_parser
+from benchmarks.resumed_rows import made_rows, row_parser, texts_of, windows_of
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.updates import admm
 
@@ -75,24 +74,19 @@ ROWS = list(dict.fromkeys(run_of(choice) for choice in ALL.values()))
 def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Perplexity of one choice at each sparsity."""
     choice = ALL[name]
-    texts = {
-        "calibration": TextSpec.parse(args.calibration).read(),
-        "evaluation": TextSpec.parse(args.evaluation).read(),
-    }
     found, dense = {}, None
     for sparsity in SPARSITIES:
         config = GradProbeConfig(
             sparsity=sparsity,
-            num_samples=args.num_samples,
-            sequence_length=args.sequence_length,
-            evaluation_samples=args.evaluation_samples,
-            seed=args.seed,
+            **windows_of(args),
             **choice.options,
         )
         with ExitStack() as changed:
             for constant, value in choice.constants.items():
                 changed.enter_context(patch.object(admm, constant, value))
-            result = prune_pretrained(args.model, config, **texts, apply=False, dtype="float32", progress=False)
+            result = prune_pretrained(
+                args.model, config, **texts_of(args), apply=False, dtype="float32", progress=False
+            )
         measured = result.report.evaluation
         assert measured is not None, "there is a text"
         found[str(sparsity)], dense = measured["pruned"]["perplexity"], measured["dense"]["perplexity"]

@@ -15,8 +15,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.quality_texts import TextSpec
-from benchmarks.resumed_rows import made_rows, row_parser
+from benchmarks.resumed_rows import made_rows, row_parser, texts_of, windows_of
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.updates.refinement import REFINEMENTS
 
@@ -46,17 +45,10 @@ def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
         probes=1,
         update="admm",
         refinement="none" if name == NONE else "blocks",
-        num_samples=args.num_samples,
-        sequence_length=args.sequence_length,
-        evaluation_samples=args.evaluation_samples,
-        seed=args.seed,
+        **windows_of(args),
     )
-    texts = {
-        "calibration": TextSpec.parse(args.calibration).read(),
-        "evaluation": TextSpec.parse(args.evaluation).read(),
-    }
     start = time.perf_counter()
-    result = prune_pretrained(args.model, config, **texts, apply=False, dtype="float32", progress=False)
+    result = prune_pretrained(args.model, config, **texts_of(args), apply=False, dtype="float32", progress=False)
     measured, found = result.report.evaluation, result.report.refinement.values()
     assert measured is not None, "there is a text"
     return {

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality_texts import TextSpec
 from gradprobe_hf.report.build import versions
 
 Row = dict[str, Any]
@@ -27,6 +28,16 @@ def row_parser(about: str | None, names: Sequence[str], output: Path) -> argpars
     parser.add_argument("--output", type=Path, default=output)
     parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
     return parser
+
+
+def windows_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of a configuration that these arguments give to every row."""
+    return {name: getattr(args, name) for name in ("num_samples", "sequence_length", "evaluation_samples", "seed")}
+
+
+def texts_of(args: argparse.Namespace) -> dict[str, Any]:
+    """What `prune_pretrained` calibrates and measures on."""
+    return {name: TextSpec.parse(getattr(args, name)).read() for name in ("calibration", "evaluation")}
 
 
 def made_rows(args: argparse.Namespace, row: Callable[[argparse.Namespace, str], Row]) -> dict[str, Any]:

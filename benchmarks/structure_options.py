@@ -17,8 +17,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.quality_texts import TextSpec
-from benchmarks.resumed_rows import made_rows, row_parser
+from benchmarks.resumed_rows import made_rows, row_parser, texts_of, windows_of
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 
 RESULTS = Path(__file__).parent / "results"
@@ -44,19 +43,9 @@ ROWS |= {
 
 def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """The perplexity of one configuration."""
-    options = {"num_samples": args.num_samples, **ROWS[name]}
-    config = GradProbeConfig(
-        **options,
-        sequence_length=args.sequence_length,
-        evaluation_samples=args.evaluation_samples,
-        seed=args.seed,
-    )
-    texts = {
-        "calibration": TextSpec.parse(args.calibration).read(),
-        "evaluation": TextSpec.parse(args.evaluation).read(),
-    }
+    config = GradProbeConfig(**windows_of(args) | ROWS[name])
     start = time.perf_counter()
-    result = prune_pretrained(args.model, config, **texts, apply=False, dtype="float32", progress=False)
+    result = prune_pretrained(args.model, config, **texts_of(args), apply=False, dtype="float32", progress=False)
     measured = result.report.evaluation
     assert measured is not None, "there is a text"
     return {

@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.quality_texts import TextSpec
-from benchmarks.resumed_rows import made_rows, row_parser
+from benchmarks.resumed_rows import made_rows, row_parser, texts_of, windows_of
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 
@@ -57,19 +56,14 @@ def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Perplexity, parameters and bytes of one structure, and the seconds of a pass beside the dense model's."""
     config = GradProbeConfig(
         **ROWS[name],
-        num_samples=args.num_samples,
-        sequence_length=args.sequence_length,
-        evaluation_samples=args.evaluation_samples,
-        seed=args.seed,
+        **windows_of(args),
     )
-    texts = {
-        "calibration": TextSpec.parse(args.calibration).read(),
-        "evaluation": TextSpec.parse(args.evaluation).read(),
-    }
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "smaller"
-        result = prune_pretrained(args.model, config, **texts, output_dir=made, dtype="float32", progress=False)
+        result = prune_pretrained(
+            args.model, config, **texts_of(args), output_dir=made, dtype="float32", progress=False
+        )
         seconds = time.perf_counter() - start
         size = sum(file.stat().st_size for file in made.glob("*.safetensors"))
         models = [AutoModelForCausalLM.from_pretrained(one, dtype="float32").eval() for one in (args.model, made)]

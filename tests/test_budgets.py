@@ -20,7 +20,7 @@ from gradprobe_hf.run import block_order, decide
 from gradprobe_hf.run.context import BlockOrder
 from gradprobe_hf.run.decide import conclude
 from gradprobe_hf.run.shape_search import budget_shapes
-from gradprobe_hf.structures.budgets import SizeBudget
+from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.importance import made_up_for
 from tests import cases
 
@@ -254,10 +254,10 @@ def test_a_budget_that_the_model_cannot_meet_is_refused_before_any_work(monkeypa
 
 
 def test_budgets_are_read_as_they_are_written():
-    assert SizeBudget.of(params="0.75").share == 0.75
-    assert SizeBudget.of(params="1.2B").limit == 1_200_000_000
-    assert SizeBudget.of(params=5000).limit == 5000
-    assert SizeBudget.of(memory="1.5 GB").limit == 1_500_000_000
+    assert ShapeBudget.of(params="0.75").share == 0.75
+    assert ShapeBudget.of(params="1.2B").limit == 1_200_000_000
+    assert ShapeBudget.of(params=5000).limit == 5000
+    assert ShapeBudget.of(memory="1.5 GB").limit == 1_500_000_000
 
 
 def test_the_command_line_takes_a_budget(tmp_path, capsys, monkeypatch):

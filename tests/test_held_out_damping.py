@@ -100,6 +100,10 @@ def test_enough_text_is_no_warning():
     assert not cases.prune(cases.build("llama"), structure={"ffn": 8}, calibration=text).report.warnings
 
 
+def test_images_are_not_counted_as_tokens():
+    assert not cases.prune(cases.build("vit"), structure={"ffn": 7}, calibration=cases.batches("vit")).report.warnings
+
+
 REFUSED = [
     ({"damping": "auto", "update": "admm"}, "damping='auto' is chosen by update='least_squares', got update='admm'"),
     ({"damping": "auto", "structure": {"ffn": 8}, "update": "none"}, "damping='auto'"),

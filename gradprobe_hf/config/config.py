@@ -45,7 +45,7 @@ from gradprobe_hf.runtime.paths import looks_like_path
 from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.table import SCORES, Score
-from gradprobe_hf.structures.budgets import BUDGETS, SizeBudget
+from gradprobe_hf.structures.budgets import BUDGETS, ShapeBudget
 from gradprobe_hf.structures.table import AUTO, STRUCTURES, checked
 from gradprobe_hf.structures.unit_scores import UNIT_SCORES, UnitScore
 from gradprobe_hf.tasks.table import TASKS
@@ -381,7 +381,7 @@ class GradProbeConfig:
 
     def _check_budget(self) -> None:
         """A budget beside `"auto"`, and only there."""
-        if self.size_budget is not None:
+        if self.shape_budget is not None:
             return
         for name in BUDGETS:
             if getattr(self, name) is not None:
@@ -554,9 +554,9 @@ class GradProbeConfig:
         return needs_of(self.score_row, self.decision_row, self.fisher, changes_weights=self.reconstructs)
 
     @property
-    def size_budget(self) -> SizeBudget | None:
+    def shape_budget(self) -> ShapeBudget | None:
         """How large the model may be that is left, where its shape is not given."""
-        return SizeBudget.of(**{name: getattr(self, name) for name in BUDGETS}) if self.structure == AUTO else None
+        return ShapeBudget.of(**{name: getattr(self, name) for name in BUDGETS}) if self.structure == AUTO else None
 
     @property
     def fixed_damping(self) -> float:

@@ -117,9 +117,9 @@ def estimate(
 
 def check_estimable(config: GradProbeConfig) -> None:
     """Raise ValueError for a run whose passes depend on what it finds out."""
-    if config.size_budget is not None:
+    if config.shape_budget is not None:
         raise ValueError(
-            f"structure='auto' prunes several shapes that meet {config.size_budget}, and which ones is decided on the "
+            f"structure='auto' prunes several shapes that meet {config.shape_budget}, and which ones is decided on the "
             "way. Estimate one of them, structure={'ffn': 0.25} (--structure ffn=0.25) say: each takes as much."
         )
 

@@ -230,9 +230,12 @@ def _about_data(context: RunContext) -> list[str]:
 def _about_tokens(context: RunContext) -> list[str]:
     """Where least squares has so little text that it fits that alone."""
     config, tokens = context.config, context.calibration.tokens
+    is_text = context.model.main_input_name == "input_ids"  # what an image has in place of tokens is not counted
+    if not (config.structures and config.update_row.chooses_damping and is_text) or config.holds_out:
+        return []
     widest = max(context.targets, key=lambda target: target.shape[1])
     inputs = widest.shape[1]
-    if not (config.structures and config.update_row.chooses_damping) or config.holds_out or tokens >= ENOUGH * inputs:
+    if tokens >= ENOUGH * inputs:
         return []
     return [
         f"The calibration has {tokens:,} tokens, and `{widest.name}` {inputs:,} inputs: with fewer than {ENOUGH} for "

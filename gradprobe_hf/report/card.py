@@ -102,7 +102,7 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
 
 def _as_decided(report: Report, config: GradProbeConfig) -> GradProbeConfig:
     """With the shape that was chosen, where a budget was given."""
-    if config.size_budget is None or report.structure is None:
+    if config.shape_budget is None or report.structure is None:
         return config
     return config.varied(structure=report.structure["removed"], **dict.fromkeys(BUDGETS))
 
@@ -144,7 +144,7 @@ def _smaller(report: Report, config: GradProbeConfig) -> dict[str, Any] | None:
             if one["loss"] is not None
         ],
         "allowed": len(found["candidates"]),
-        "budget": config.size_budget,
+        "budget": config.shape_budget,
         "latency": _latency(found.get("latency")),
     }
 

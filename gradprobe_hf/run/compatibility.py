@@ -26,7 +26,7 @@ def check_targets(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     """Raise ValueError for the first matrix that cannot be pruned like this."""
     check_editable(model, targets)
     check_shapes(model, targets, config)
-    if config.size_budget is not None:
+    if config.shape_budget is not None:
         check_budget(model, targets, config)
         return
     if config.drops_blocks:

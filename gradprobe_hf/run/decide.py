@@ -117,7 +117,7 @@ def decide_pruning(context: RunContext, judge: Judge | None = None) -> PruningDe
 
 def _shaped(context: RunContext, diagnostics: Diagnostics) -> RunContext:
     """The context of a run whose shape is known; where it is to meet a budget, it is looked for."""
-    if context.config.size_budget is None:
+    if context.config.shape_budget is None:
         return context
     context = replace(context, block_order=BlockOrder())
     with context.stopwatch("shapes"):

@@ -37,7 +37,7 @@ from gradprobe_hf.run.latency import check_timeable, latency_table, measured_lat
 from gradprobe_hf.run.structured import hands_on, misrouted
 from gradprobe_hf.run.unit_evidence import Weighed, expert_fisher, weighed_units
 from gradprobe_hf.runtime.stopwatch import Stopwatch, rough_time
-from gradprobe_hf.structures.budgets import BUDGETS, SizeBudget
+from gradprobe_hf.structures.budgets import BUDGETS, ShapeBudget
 from gradprobe_hf.structures.importance import made_up_for
 from gradprobe_hf.structures.latency_table import LatencyTable
 from gradprobe_hf.structures.legal_shapes import Shape, is_legal, shape_axes, shapes_within
@@ -59,14 +59,14 @@ Trial = Callable[[RunContext, Batches, Diagnostics], tuple[float, Removal]]
 
 def budget_shapes(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> list[Shape]:
     """The shapes that meet a configuration's budget of size. Raises: as `shapes_within`."""
-    budget = config.size_budget
+    budget = config.shape_budget
     assert budget is not None, "asked for where there is one"
     return shapes_within(model, targets, budget, _unavailable(model, targets))
 
 
 def check_budget(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> None:
     """Raise ValueError for a budget that no shape of the model meets, as far as it can be told without a clock."""
-    budget = config.size_budget
+    budget = config.shape_budget
     if budget is not None and budget.is_measured:
         check_timeable(model)
         shape_axes(model, targets, _unavailable(model, targets))
@@ -74,7 +74,7 @@ def check_budget(model: PreTrainedModel, targets: Sequence[Target], config: Grad
         budget_shapes(model, targets, config)
 
 
-def _timed_shapes(context: RunContext, budget: SizeBudget) -> tuple[list[Shape], LatencyTable]:
+def _timed_shapes(context: RunContext, budget: ShapeBudget) -> tuple[list[Shape], LatencyTable]:
     """The shapes that meet a budget of latency, by a table that is measured now."""
     without = _unavailable(context.model, context.targets)
     table = latency_table(context, shape_axes(context.model, context.targets, without))
@@ -103,7 +103,7 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
     Raises:
         ValueError: none of these can be made, or none has a loss.
     """
-    budget, table = context.config.size_budget, None
+    budget, table = context.config.shape_budget, None
     assert budget is not None, "asked for where there is one"
     if budget.is_measured:
         shapes, table = _timed_shapes(context, budget)
@@ -124,7 +124,7 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
     if not any(map(math.isfinite, losses.values())):
         tried = ", ".join(str(dict(shapes[number].going)) for number in losses) or "none that its code takes"
         raise ValueError(
-            f"{context.config.size_budget}: no shape of {type(context.model).__name__} that meets it has a loss that "
+            f"{context.config.shape_budget}: no shape of {type(context.model).__name__} that meets it has a loss that "
             f"is finite (tried: {tried}). Give a larger budget."
         )
     for number in sorted(order, key=lambda number: losses.get(number, math.inf)):
@@ -195,7 +195,7 @@ def _announce(context: RunContext, shapes: Sequence[Shape], stops: Mapping[str, 
         "%d shapes meet %s; %d are pruned to find the best: about %.0f passes over the calibration data, %s by the "
         "first of them, and the updates of weights",
         len(shapes),
-        config.size_budget,
+        config.shape_budget,
         TRIED,
         passes,
         rough_time(passes * whole),

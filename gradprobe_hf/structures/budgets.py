@@ -19,7 +19,7 @@ _UNITS = {"params": "parameters", "memory": "bytes", "latency": "seconds"}
 
 
 @dataclass(frozen=True)
-class SizeBudget:
+class ShapeBudget:
     """The most that may be left.
 
     Attributes:
@@ -28,9 +28,9 @@ class SizeBudget:
         share: of what the model has; None: `limit` says how much.
         limit: parameters, or bytes; never seconds.
 
-    >>> SizeBudget.of(params="1.5M").limit
+    >>> ShapeBudget.of(params="1.5M").limit
     1500000
-    >>> SizeBudget.of(memory="2MiB").limit
+    >>> ShapeBudget.of(memory="2MiB").limit
     2097152
     """
 
@@ -40,7 +40,7 @@ class SizeBudget:
     limit: int | None = None
 
     @classmethod
-    def of(cls, **given: Any) -> SizeBudget:
+    def of(cls, **given: Any) -> ShapeBudget:
         """The one that is given, of `params`, `memory` and `latency`.
 
         Raises:

@@ -14,7 +14,7 @@ from operator import attrgetter
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.structures.budgets import SizeBudget
+from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.latency_table import LatencyTable
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
@@ -41,7 +41,7 @@ class Shape:
 def shapes_within(
     model: PreTrainedModel,
     targets: Sequence[Target],
-    budget: SizeBudget,
+    budget: ShapeBudget,
     without: Collection[str] = (),
     table: LatencyTable | None = None,
 ) -> list[Shape]:
@@ -117,7 +117,7 @@ class _Sizes:
     blocks: int
 
     @classmethod
-    def of(cls, model: PreTrainedModel, targets: Sequence[Target], budget: SizeBudget, names: Sequence[str]) -> _Sizes:
+    def of(cls, model: PreTrainedModel, targets: Sequence[Target], budget: ShapeBudget, names: Sequence[str]) -> _Sizes:
         every = len({target.block for target in targets})
         count = attrgetter(budget.unit)
         dense = count(_shape(model, targets, {}))
@@ -161,7 +161,7 @@ def _shape(
 def _too_small(
     model: PreTrainedModel,
     targets: Sequence[Target],
-    budget: SizeBudget,
+    budget: ShapeBudget,
     limit: float,
     axes: Mapping[str, Sequence[int]],
     sizes: _Sizes | LatencyTable,

@@ -54,7 +54,7 @@ def _used_of(seen: Observation) -> tuple[int, int]:
     if any(one.peak is not None for one in seen.memory):
         used = max(one.peak or 0 for one in seen.memory)
         return used, used + min(one.free + (one.reserved or 0) - (one.peak or 0) for one in seen.memory)
-    used = max(*(one.process for one in seen.memory), *(one.process for one in seen.run))
+    used = max([one.process for one in seen.memory] + [one.process for one in seen.run])
     return used, max(one.process + one.free for one in seen.memory)
 
 
