@@ -104,6 +104,15 @@ def test_images_are_not_counted_as_tokens():
     assert not cases.prune(cases.build("vit"), structure={"ffn": 7}, calibration=cases.batches("vit")).report.warnings
 
 
+def test_structures_take_it_unless_told_otherwise():
+    whole = GradProbeConfig(structure={"ffn": 8})
+    assert whole.damping == "auto"
+    assert GradProbeConfig.from_dict(whole.to_dict()) == whole
+    told = GradProbeConfig(structure={"ffn": 8}, damping=0.01)
+    assert told.damping == GradProbeConfig.from_dict(told.to_dict()).damping == told.varied(seed=1).damping == 0.01
+    assert GradProbeConfig(structure={"ffn": 8}, update="none").damping == GradProbeConfig().damping == 0.01
+
+
 REFUSED = [
     ({"damping": "auto", "update": "admm"}, "damping='auto' is chosen by update='least_squares', got update='admm'"),
     ({"damping": "auto", "structure": {"ffn": 8}, "update": "none"}, "damping='auto'"),

@@ -117,7 +117,8 @@ class GradProbeConfig:
             0.25; 0.5 with `update="obs"`, 0 with `update="sparsegpt"`, as published.
         damping: what is added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
             `"auto"`, with `update="least_squares"`: for each matrix that of 0.01 to 1 with which its outputs on an
-            eighth of the calibration batches, held out from the others, are kept best.
+            eighth of the calibration batches, held out from the others, are kept best; structures that go whole take
+            that unless told otherwise.
         refinement: what is trained of a block behind the update of its matrices, under a mask that is fixed. `"none"`:
             nothing. `"blocks"`: its kept weights, the gains of its norms and its biases, until its outputs are those of
             the dense block.
@@ -378,6 +379,8 @@ class GradProbeConfig:
         self._fill({"update": "least_squares"} | ({"importance": "obs"} if self.weighs_units else {}))
         for name, value in _OF_STRUCTURES.items():
             object.__setattr__(self, name, value)
+        if "damping" not in self.given and self.update_row.chooses_damping:
+            object.__setattr__(self, "damping", AUTO)
 
     def _check_budget(self) -> None:
         """A budget beside `"auto"`, and only there."""
