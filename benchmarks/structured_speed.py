@@ -23,11 +23,11 @@ from gradprobe_hf import bench_pretrained
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.cli.bench_table import print_bench
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.report.card import shape_words
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.structured import packed
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.table import shape_words
 
 RESULTS = Path(__file__).parent / "results"
 # Of SmolLM2-135M each takes about 30% of the parameters of the blocks; the last one, 30 blocks to 22, a little less.

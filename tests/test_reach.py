@@ -12,7 +12,7 @@ from gradprobe_hf import GradProbeConfig, compare_pretrained, sweep_gradient_thr
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.cli import main
 from gradprobe_hf.model.targets import covering_patterns, find_targets
-from gradprobe_hf.report.card import build_card
+from gradprobe_hf.report.card.build import build_card
 from gradprobe_hf.report.plots import sparsity_grid
 from tests import cases
 from tests.launch import together

@@ -13,7 +13,7 @@ from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPi
 from gradprobe_hf.cli import main
 from gradprobe_hf.data.labelled import TaskOptions
 from gradprobe_hf.data.windows import WindowSpec, load_batches
-from gradprobe_hf.report.card import build_card
+from gradprobe_hf.report.card.build import build_card
 from gradprobe_hf.tasks.table import task_of_class
 from tests import cases, labelled
 

@@ -25,7 +25,8 @@ from gradprobe_hf.model.loading import CONFIG_KEY
 from gradprobe_hf.model.offload_store import existing_parent
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.saving import save_in_shards
-from gradprobe_hf.report.card import base_metadata, build_card, build_recovered_card
+from gradprobe_hf.report.card.base_model import base_metadata
+from gradprobe_hf.report.card.build import build_card, build_recovered_card
 from gradprobe_hf.report.plots import save_plots
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.option_checks import check_folder

@@ -16,9 +16,9 @@ from gradprobe_hf.comparison.rows import ComparedRow
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
-from gradprobe_hf.report.card import shape_words
 from gradprobe_hf.report.next_choice import next_choices
 from gradprobe_hf.report.report import Group, Report, finite
+from gradprobe_hf.structures.table import shape_words
 
 
 def print_json(values: dict[str, Any]) -> None:

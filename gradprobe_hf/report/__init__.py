@@ -1,1 +1,1 @@
-"""A finished run -> what a person reads of it: `build` makes the `report`, `plots` and `card` show it."""
+"""A finished run -> what a person reads of it: `build` makes the `report`; `plots` and the `card` show it."""

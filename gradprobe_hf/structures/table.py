@@ -114,6 +114,15 @@ STRUCTURES: dict[str, Structure] = {
 }
 
 
+def shape_words(going: Mapping[str, int]) -> str:
+    """What goes in a shape: `256 FFN channels of every block, 2 blocks`."""
+    return ", ".join(
+        f"{count} {row.units if count > 1 else row.unit}{'' if row.takes == 'blocks' else ' of every block'}"
+        for name, count in going.items()
+        for row in [STRUCTURES[name]]
+    )
+
+
 def checked(amounts: Any) -> dict[str, float] | Literal["auto"]:
     """Amounts of structures, by name; `"auto"` as it is.
 

@@ -1,0 +1,38 @@
+"""What the card of the base model hands on to that of the pruned one."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils._validators import validate_repo_id
+
+logger = logging.getLogger(__name__)
+
+
+def base_metadata(name: str) -> dict[str, Any]:
+    """`base_model`, `license` and `language` of the model that was pruned, as far as can be told.
+
+    A name is a repository. A folder has no name on the Hub: its card, if there is one, names what it derives from.
+    """
+    folder = Path(name) if name and Path(name).is_dir() else None
+    try:
+        card = ModelCard.load(folder / "README.md" if folder else name, ignore_metadata_errors=True)
+        data = card.data.to_dict()
+    except Exception as error:  # a missing, broken or unreachable card of the base must not cost a finished result
+        logger.debug("no card of the base model %s: %s", name, error)
+        data = {}
+    kept = {key: data[key] for key in ("license", "license_name", "license_link", "language") if data.get(key)}
+    base = data.get("base_model") if folder else (name if _names_repository(name) else None)
+    return {**kept, "base_model": base} if base else kept
+
+
+def _names_repository(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return bool(name)

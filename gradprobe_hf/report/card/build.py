@@ -1,0 +1,119 @@
+"""The model card: a template, and what the other files say; nothing that is not in the report."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import ModelCard, ModelCardData
+
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.report.card.files import size_of_files
+from gradprobe_hf.report.card.matrices import changed_outside, unreached
+from gradprobe_hf.report.card.measured import chosen_by, eval_results, evaluation, metric_name, metric_row, rows_read
+from gradprobe_hf.report.card.method import describe_method
+from gradprobe_hf.report.card.recovery import recovery_paragraph
+from gradprobe_hf.report.card.shapes import shape_tables
+from gradprobe_hf.report.card.snippet import loading_snippet
+from gradprobe_hf.report.card.summary import extent, short_name, summary
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.structures.budgets import BUDGETS
+
+
+def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], where: str) -> ModelCard:
+    """The card of a pruned model.
+
+    Args:
+        report: everything that is said comes from here.
+        config: how it was pruned.
+        base: metadata of the base model, see `base_metadata`.
+        where: what the loading snippet names: a repository, or the checkpoint's folder.
+    """
+    template = files("gradprobe_hf.model_cards").joinpath("template.md").read_text(encoding="utf-8")
+    return ModelCard.from_template(
+        _metadata(report, config, base, where),
+        template_str=template,
+        title=f"{short_name(report.model)}, {extent(report, config)}",
+        summary=summary(report, config, base),
+        method=describe_method(_as_decided(report, config)),
+        snippet=loading_snippet(report, where),
+        evaluation=evaluation(report),
+        metric_name=metric_name(report),
+        unreached=unreached(report),
+        refinement=changed_outside(report),
+        selection=chosen_by(report.selection, config),
+        task_metric=metric_row(report),
+        recovery=recovery_paragraph(report),
+        calibration=report.calibration,
+        calibrated_on=rows_read(report.calibration) if report.calibration else "",
+        structure=shape_tables(report, config),
+        files=size_of_files(report),
+        config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
+        sparsity=report.sparsity,
+        dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
+        zeros=report.zeros,
+        zeros_before=sum(row.zeros_before for row in report.matrices),
+        weights=report.weights,
+        matrices=len(report.matrices),
+        blocks=report.by("block"),
+        versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        seconds=sum(report.timings.values()),
+        peak_gb=report.memory["peak_resident_bytes"] / 1e9,
+        warnings=report.warnings,
+    )
+
+
+def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> ModelCard:
+    """The card of a model that something else has pruned, and a recovery has trained. Args: as `build_card`."""
+    template = files("gradprobe_hf.model_cards").joinpath("recovered.md").read_text(encoding="utf-8")
+    metadata = ModelCardData(
+        **base,
+        library_name="transformers",
+        pipeline_tag=report.model["task"],
+        tags=["gradprobe", "pruning", "sparse"],
+        model_name=Path(where).name,
+        eval_results=eval_results(report),
+    )
+    return ModelCard.from_template(
+        metadata,
+        template_str=template,
+        title=short_name(report.model),
+        sparsity=report.sparsity,
+        zeros=report.zeros,
+        matrices=len(report.matrices),
+        evaluation=report.evaluation,
+        files=size_of_files(report),
+        recovery=recovery_paragraph(report),
+        snippet=loading_snippet(report, where),
+        versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
+    )
+
+
+def _as_decided(report: Report, config: GradProbeConfig) -> GradProbeConfig:
+    """With the shape that was chosen, where a budget was given."""
+    if config.shape_budget is None or report.structure is None:
+        return config
+    return config.varied(structure=report.structure["removed"], **dict.fromkeys(BUDGETS))
+
+
+def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], where: str) -> ModelCardData:
+    pattern = () if config.group is None else (f"sparsity-{config.pattern.replace(':', '-')}",)
+    dataset_id = (report.calibration or {}).get("dataset_id")
+    return ModelCardData(
+        **base,
+        library_name="transformers",
+        pipeline_tag=report.model["task"],
+        tags=["gradprobe", "pruning", "sparse" if report.structure is None else "structured-pruning", *pattern],
+        datasets=[dataset_id] if dataset_id else None,
+        model_name=Path(where).name,
+        eval_results=eval_results(report),
+    )
+
+
+def _set_options(config: GradProbeConfig) -> dict[str, Any]:
+    """The options that differ from a default configuration's; what is unset follows from the others."""
+    default, values = GradProbeConfig().to_dict(), config.to_dict()
+    differing = {name: value for name, value in values.items() if value not in (None, default[name])}
+    return differing or {"sparsity": 0.5}

@@ -1,0 +1,113 @@
+"""What a card says of the method: what decided, and in which steps."""
+
+from __future__ import annotations
+
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.values import GradientThreshold
+from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
+from gradprobe_hf.structures.table import STRUCTURES
+
+UNITS = {"global": "the whole model", "block": "each block", "tensor": "each matrix", "row": "each row"}
+
+
+def describe_method(config: GradProbeConfig) -> str:
+    """One paragraph that says what decided, and in which steps."""
+    return " ".join([_decision(config), *_schedule(config)])
+
+
+def _decision(config: GradProbeConfig) -> str:
+    """The sentences of the method's rows, with what the configuration sets in them."""
+    if config.structure is not None:
+        return f"{_structures(config)} {config.update_row.sentence}{_damping(config)}"
+    unit = UNITS[config.budget_scope]
+    if config.order == "sequential" and config.budget_scope == "global":
+        unit = "the blocks of each step"
+    if config.group:
+        unit = f"every group of {config.group[1]} inputs, of which {config.group[0]} are kept"
+    fisher = FISHER_ESTIMATES[config.fisher].sentence
+    updated = config.update_row.sentence.format(unit=unit) + _damping(config)
+    if config.score_row is None:
+        return updated
+    decided = config.decision_row.sentence.format(
+        score=config.score_row.sentence.format(fisher=fisher),
+        score_name=config.score,
+        fisher=fisher,
+        unit=unit,
+        candidate_unit=UNITS[config.candidate_scope],
+        threshold=_threshold(config.gradient_threshold),
+        limit=_limit(config),
+        reduction_factor=f"{config.reduction_factor:g}",
+    )
+    return f"{decided} {updated}"
+
+
+def _damping(config: GradProbeConfig) -> str:
+    """Where it was chosen and not given."""
+    chosen = " How near they stay to what they were was chosen for each matrix on batches that were held out."
+    return chosen * config.holds_out
+
+
+def _structures(config: GradProbeConfig) -> str:
+    """What went whole, and why that."""
+    amounts = config.amounts
+    named = [
+        STRUCTURES[name].sentence.format(count=f"{amount:.0%} of the" if isinstance(amount, float) else amount)
+        for name, amount in amounts.items()
+    ]
+    said = [f"Whole structures were removed: {'; '.join(named)}."]
+    if config.drops_blocks:
+        said.append("Blocks went one after the other, each time the one without which the calibration loss was lowest.")
+    if config.drops_experts:
+        said.append(
+            "Inside a block those experts went whose gate, a factor on what an expert hands on, had the lowest Fisher "
+            "information on the calibration text."
+        )
+    if config.weighs_units:
+        said.append(config.unit_score.sentence)
+    return " ".join(said)
+
+
+def _limit(config: GradProbeConfig) -> str:
+    if not config.spike_limit:
+        return ""
+    return (
+        "In the second measurement a sequence's gradient was scaled down wherever its energy exceeded "
+        f"{config.spike_limit:g} times that of the first. "
+    )
+
+
+def _threshold(threshold: GradientThreshold) -> str:
+    if isinstance(threshold, (int, float)):
+        return f"a factor of {1 + threshold:g}"
+    if threshold == "adaptive":
+        return "a factor of one and the square root of its matrix's size in mean matrices"
+    parts = ", ".join(f"{1 + value:g} (`{pattern}`)" for pattern, value in dict(threshold).items())
+    return f"a factor that depends on the matrix: {parts}"
+
+
+def _schedule(config: GradProbeConfig) -> list[str]:
+    said = []
+    if config.order == "sequential":
+        said.append(
+            f"This was done for {config.blocks_per_step} blocks at a time, in {config.block_order} order, each step "
+            "probed on the model as pruned so far."
+        )
+    if config.rounds:
+        rounds = ", ".join(f"{sparsity:.0%}" for sparsity in config.rounds)
+        said.append(f"This was done in rounds ({rounds}), each probed on the model as the one before would prune it.")
+    if config.max_metric_drop is not None:
+        said.append(
+            f"The sparsity is the largest that was found whose metric is within {config.max_metric_drop} of the dense "
+            f"model's, up to {config.final_sparsity:.0%}."
+        )
+    if config.updates and config.dense_target:
+        said.append(
+            f"The outputs to keep were taken {config.dense_target:.0%} of the way from the model as pruned so far to "
+            "the dense model."
+        )
+    if config.refines:
+        said.append(config.refinement_row.sentence)
+    if config.bounds is not None:
+        low, high = config.bounds
+        said.append(f"Of every matrix at least {low:.0%} and at most {high:.0%} went.")
+    return said

@@ -1,0 +1,54 @@
+"""What a card says of a smaller model: its shape before and after, and the shapes that were tried."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.structures.table import shape_words
+
+
+def shape_tables(report: Report, config: GradProbeConfig) -> dict[str, Any] | None:
+    """The rows of the tables of shapes: before and after, and of those that were tried."""
+    found = report.structure
+    if found is None:
+        return None
+    shapes = [(name, _shape(found["before"][name]), _shape(value)) for name, value in found["after"].items()]
+    return {
+        "parameters": [f"{found['parameters'][when]:,}" for when in ("before", "after")],
+        "saved": f"{saved(found):.1%}",
+        "shapes": shapes,
+        "blocks": ", ".join(f"`{block}`" for block in found["blocks"]),
+        "candidates": [
+            (shape_words(one["removed"]), f"{one['parameters']:,}", f"{one['loss']:.4f}")
+            for one in found["candidates"]
+            if one["loss"] is not None
+        ],
+        "allowed": len(found["candidates"]),
+        "budget": config.shape_budget,
+        "latency": _latency(found.get("latency")),
+    }
+
+
+def saved(structure: dict[str, Any]) -> float:
+    """The share of the parameters that is gone."""
+    return 1 - float(structure["parameters"]["after"]) / float(structure["parameters"]["before"])
+
+
+def _shape(value: Any) -> str:
+    """A value of the configuration, short: of a list its length."""
+    return f"{len(value)} values" if isinstance(value, list) else "by default" if value is None else str(value)
+
+
+def _latency(found: dict[str, Any] | None) -> str:
+    """What the shape takes of the dense model's time, as the table says and as it was measured."""
+    if found is None:
+        return ""
+    written = f", and to write {found['new_tokens']} behind them" if found["new_tokens"] else ""
+    return (
+        f"To read {found['prompt_length']} tokens{written}, a model of this shape took {found['ratio']:.2f} of the "
+        f"dense model's time on the machine that pruned it: {found['smaller']:.3g} of {found['dense']:.3g} seconds "
+        f"({found['device']}, {found['threads']} threads, medians of {found['rounds']} rounds in turns, random "
+        f"weights). A table of its blocks said {found['table']:.2f}."
+    )

@@ -1,0 +1,52 @@
+"""The head of a card: its title, and what the model is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.report.card.shapes import saved
+from gradprobe_hf.report.report import Report
+
+
+def summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> str:
+    origin, name = base.get("base_model"), short_name(report.model)
+    linked = f"[{origin}](https://huggingface.co/{origin})" if isinstance(origin, str) else name
+    derived = linked if origin is None or origin == report.model["name"] else f"`{name}` (derived from {linked})"
+    kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
+    how = ", using gradients of its loss" if config.needs.probes else ""
+    origins = "".join(f" {sentence}" for sentence in _origin(report.model))
+    if report.structure is not None:
+        sizes = report.structure["parameters"]
+        return (
+            f"{derived} with {saved(report.structure):.1%} of its parameters removed in whole structures: "
+            f"{sizes['before']:,} are {sizes['after']:,} now. **It is smaller wherever it is loaded**: a plain "
+            f"transformers checkpoint of smaller shapes, made with gradprobe_hf and loaded without it.{origins}"
+        )
+    return (
+        f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero "
+        f"({kind}; {report.zeros:,} weights, {report.zeros / report.model['parameters']:.1%} of all parameters){how}. "
+        "**The zeros are stored densely: the model is no smaller and no faster by itself.** It "
+        "is a plain transformers checkpoint, made with gradprobe_hf and loaded without it." + origins
+    )
+
+
+def _origin(model: dict[str, Any]) -> list[str]:
+    """What the weights went through before they were pruned."""
+    said = []
+    if "adapter" in model:
+        said.append(f"Before, the adapter `{model['adapter']}` was folded into the weights of its base.")
+    if "stored_as" in model:
+        said.append(f"Its weights were dequantised from {model['stored_as']}, and have that rounding in them.")
+    return said
+
+
+def extent(report: Report, config: GradProbeConfig) -> str:
+    if report.structure is not None:
+        return f"{saved(report.structure):.0%} smaller"
+    return f"pruned to {config.pattern}" if config.group else f"{report.sparsity:.0%} pruned"
+
+
+def short_name(model: dict[str, Any]) -> str:
+    """The model's name without its owner."""
+    return str(model["name"]).rstrip("/").split("/")[-1] or str(model["class"])
