@@ -161,6 +161,25 @@ def test_zeros_are_seen_under_zstd(tmp_path):
     assert sizes[1].zstd < 0.7 * sizes[0].zstd
 
 
+def test_zeros_are_seen_by_the_hub(tmp_path, monkeypatch):
+    pytest.importorskip("hf_xet")
+    path, scratch, sizes = tmp_path / "model.safetensors", tmp_path / "scratch", []
+    scratch.mkdir()
+    for zeros in (0.0, 0.5):
+        weights = torch.randn(512, 512).masked_fill(torch.rand(512, 512) < zeros, 0)
+        save_file({"w": weights.bfloat16()}, path)
+        assert FileSizes.of([path]).hub is None  # HF_HUB_DISABLE_XET, as all tests have it
+        with monkeypatch.context() as patch:
+            patch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+            sizes.append(FileSizes.of([path], scratch))
+            assert file_sizes._transferred([tmp_path / "none"], scratch) is None  # no error: a checkpoint is finished
+        assert list(scratch.iterdir()) == []
+    dense, sparse = sizes
+    assert 0.8 * dense.stored < dense.hub < dense.stored
+    assert sparse.zstd is None or sparse.zstd < sparse.hub  # chunks of LZ4, not of zstd
+    assert 0.6 * dense.stored < sparse.hub < 0.95 * dense.hub
+
+
 def test_what_cannot_be_measured_is_refused_before_a_process_is_started(monkeypatch):
     monkeypatch.setattr("gradprobe_hf.bench.worker.subprocess.Popen", lambda *_, **__: pytest.fail("started"))
     for models, options, message in (

@@ -176,6 +176,7 @@ def _row(name: str, facts: Facts, sizes: FileSizes | None, memory: int, rounds: 
         dtype=facts.dtype,
         file_bytes=sizes.stored if sizes else None,
         zstd_bytes=sizes.zstd if sizes else None,
+        hub_bytes=sizes.hub if sizes else None,
         peak_memory_bytes=memory,
         **timings,
     )

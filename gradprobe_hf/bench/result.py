@@ -9,7 +9,7 @@ from typing import Any
 
 from gradprobe_hf.report.report import finite
 
-COUNTED = ("parameters", "file_bytes", "zstd_bytes", "peak_memory_bytes")
+COUNTED = ("parameters", "file_bytes", "zstd_bytes", "hub_bytes", "peak_memory_bytes")
 TIMED = ("prefill_seconds", "first_token_seconds", "tokens_per_second")
 
 
@@ -41,7 +41,7 @@ class BenchRow:
         model: as it was named.
         dtype: that it computes in.
         file_bytes: of its safetensors files; None: it has none.
-        zstd_bytes: of these under zstd; None: not measured.
+        zstd_bytes, hub_bytes: of these under zstd, and as the Hub transfers them; None: not measured.
         peak_memory_bytes: with its weights; of the device, or what its process grew by.
         prefill_seconds: a forward pass of the prompt.
         first_token_seconds: from the prompt to the first token; None for a model that writes none.
@@ -59,6 +59,7 @@ class BenchRow:
     prefill_seconds: Timing
     first_token_seconds: Timing | None = None
     tokens_per_second: Timing | None = None
+    hub_bytes: int | None = None
     ratios: dict[str, float] = field(default_factory=dict)
 
     def beside(self, first: BenchRow) -> BenchRow:

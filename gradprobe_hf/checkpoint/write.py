@@ -125,10 +125,10 @@ def write_checkpoint(
 
 
 def _file_sizes(folder: Path, made: Checkpoint) -> dict[str, int | None]:
-    sizes = FileSizes.of(checkpoint_files(folder))
+    sizes = FileSizes.of(checkpoint_files(folder), scratch=folder)
     before = made.report.files or {}  # of a checkpoint that is recovered the dense one is known
     dense = before.get("dense") or sum(one.nbytes for one in made.model.parameters())
-    return {"dense": dense, "bytes": sizes.stored, "zstd": sizes.zstd}
+    return {"dense": dense, "bytes": sizes.stored, "zstd": sizes.zstd, "hub": sizes.hub}
 
 
 def _card(made: Checkpoint, where: str) -> ModelCard:

@@ -37,6 +37,7 @@ def _lines(found: BenchResult) -> dict[str, tuple[str, _Shown]]:
         "parameters": ("parameters", lambda value: f"{value:,}"),
         "file_bytes": ("file, MB", _megabytes),
         "zstd_bytes": ("file under zstd, MB", _megabytes),
+        "hub_bytes": ("file as the Hub transfers it, MB", _megabytes),
         "peak_memory_bytes": ("peak memory, MB", _megabytes),
         "prefill_seconds": (f"prefill of {found.prompt_length} tokens, ms", _milliseconds),
         "first_token_seconds": ("time to first token, ms", _milliseconds),

@@ -104,7 +104,7 @@ def _add_shapes(table: Table, structure: dict[str, Any]) -> None:
 
 
 def _add_files(table: Table, files: dict[str, int | None] | None, between: Sequence[str] = ()) -> None:
-    """Megabytes on the disk, and under zstd where that was measured.
+    """Megabytes on the disk, and compressed as far as that was measured.
 
     Args:
         between: cells of columns between that of the dense model and the last one.
@@ -112,8 +112,9 @@ def _add_files(table: Table, files: dict[str, int | None] | None, between: Seque
     if files is not None:
         dense, stored = (f"{(files[name] or 0) / 1e6:,.1f}" for name in ("dense", "bytes"))
         table.add_row("file, MB", dense, *between, stored)
-        if files["zstd"] is not None:
-            table.add_row("file under zstd, MB", "", *between, f"{files['zstd'] / 1e6:,.1f}")
+        for name, title in (("zstd", "file under zstd, MB"), ("hub", "file as the Hub transfers it, MB")):
+            if (size := files.get(name)) is not None:  # not in reports of before
+                table.add_row(title, "", *between, f"{size / 1e6:,.1f}")
 
 
 def _print_candidates(out: Console, report: Report) -> None:

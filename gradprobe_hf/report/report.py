@@ -90,8 +90,8 @@ class Report:
         structure: what goes whole, where anything does: `removed`, structure -> how many, and `blocks` by name; the
             values of the configuration and the number of `parameters` before and after; the `candidates` where the
             shape was chosen for a budget, that which was first; and its `latency`, where that was the budget.
-        files: bytes of the weights on the disk, and `zstd` of them (None: not measured), once they are written; and as
-            many as the dense ones have, `dense`.
+        files: bytes of the weights on the disk, under `zstd`, and as the `hub` transfers them (None: not measured),
+            once they are written; and as many as the dense ones have, `dense`.
         curve: sparsity, metric and its limit at each attempt of a search.
         timings: seconds per stage.
         memory: bytes.
