@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from gradprobe_hf.recovery.recover import recover_pretrained
     from gradprobe_hf.recovery.result import RecoverResult
     from gradprobe_hf.report.report import Report
-    from gradprobe_hf.threshold_sweep import sweep_gradient_thresholds
+    from gradprobe_hf.threshold_sweep.sweep import sweep_gradient_thresholds
 
 __all__ = [
     "GradProbeConfig",
@@ -49,7 +49,7 @@ _DEFINED_IN = {
     "compare_pretrained": "gradprobe_hf.comparison.compare",
     "prune_pretrained": "gradprobe_hf.pruning",
     "recover_pretrained": "gradprobe_hf.recovery.recover",
-    "sweep_gradient_thresholds": "gradprobe_hf.threshold_sweep",
+    "sweep_gradient_thresholds": "gradprobe_hf.threshold_sweep.sweep",
 }
 
 

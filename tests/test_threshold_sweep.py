@@ -11,7 +11,8 @@ from gradprobe_hf import GradProbeConfig, sweep_gradient_thresholds
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run import probe_pair
-from gradprobe_hf.threshold_sweep import BISECTIONS, ThresholdRow, refined
+from gradprobe_hf.threshold_sweep.bisection import BISECTIONS, refined
+from gradprobe_hf.threshold_sweep.rows import ThresholdRow
 from tests import cases
 
 THRESHOLDS = (0.0, {"*mlp*": 0.5, "*": 0.1}, "adaptive", 3.0)

@@ -1,0 +1,32 @@
+"""More thresholds between the last that keeps a limit and the first behind it that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from gradprobe_hf.config.values import GradientThreshold
+from gradprobe_hf.threshold_sweep.rows import ThresholdRow, metric_of
+
+BISECTIONS = 6
+
+
+def refined(
+    rows: Sequence[ThresholdRow], limit: float, tried: Callable[[GradientThreshold], ThresholdRow]
+) -> list[ThresholdRow]:
+    """More rows: bisection between the last number that keeps the limit and the first behind it that does not."""
+    numbers = sorted((row for row in rows if isinstance(row.gradient_threshold, (int, float))), key=_threshold)
+    within = [_threshold(row) for row in numbers if metric_of(row) <= limit]
+    beyond = [_threshold(row) for row in numbers if metric_of(row) > limit and within and _threshold(row) > within[-1]]
+    found: list[ThresholdRow] = []
+    if beyond:
+        low, high = within[-1], beyond[0]
+        for _ in range(BISECTIONS):
+            middle = (low + high) / 2
+            found.append(tried(middle))
+            low, high = (middle, high) if metric_of(found[-1]) <= limit else (low, middle)
+    return found
+
+
+def _threshold(row: ThresholdRow) -> float:
+    assert isinstance(row.gradient_threshold, (int, float)), "chosen so"
+    return float(row.gradient_threshold)
