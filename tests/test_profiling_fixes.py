@@ -16,9 +16,12 @@ from torch.utils.data import DataLoader
 
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.profile_table import print_profile
-from gradprobe_hf.profiling import ProfileReport
+from gradprobe_hf.estimation.peak import begin_peak, peak_bytes, peak_resident_bytes
+from gradprobe_hf.profiling import ProfileReport, Schedule
+from gradprobe_hf.profiling.fixing import fixes as fixes_module
+from gradprobe_hf.profiling.fixing.batch_sizes import expanded, try_batch_sizes, unknown_room, with_gains
 from gradprobe_hf.profiling.fixing.changes import CHANGES
-from gradprobe_hf.profiling.fixing.fixes import try_changes
+from gradprobe_hf.profiling.fixing.fixes import in_processes, try_changes
 from gradprobe_hf.profiling.fixing.trial import Trial, run_trial
 from tests import planted
 
@@ -241,6 +244,101 @@ def test_compiling_is_tried_or_left_out():
     with CHANGES["no-compile"].made() as done:
         assert not function(torch.ones(1))
     assert done == ["torch.compile switched off"]
+
+
+class Batches:
+    """Made-up trials in which memory grows with the batch, and there is room for so much of it."""
+
+    def __init__(self, begin=100, each=10, room=1000, fails_above=10**9, rows=10**9, seconds=1e-3):
+        self.begin, self.each, self.room, self.fails_above = begin, each, room, fails_above
+        self.rows, self.seconds, self.tried = rows, seconds, []
+
+    def __call__(self, change):
+        times = int("".join(filter(str.isdigit, change)) or 2) if change else 1
+        self.tried.append(times)
+        if times > self.fails_above:
+            raise RuntimeError("the script ended with 1: out of memory")
+        memory = self.begin + self.each * times
+        return Trial(["it"], [self.seconds * times], min(4.0 * times, self.rows), [1.0], memory, self.room)
+
+
+@pytest.mark.parametrize(
+    ("runs", "tried", "largest", "limit"),
+    [
+        (Batches(), [1, 2, 4, 64], 64, "none above 64 times is tried"),
+        (Batches(each=50), [1, 2, 4, 16], 16, "by what smaller ones took, no larger one would fit"),
+        # What was promised does not fit: half as much more than what did.
+        (
+            Batches(each=50, fails_above=9),
+            [1, 2, 4, 16, 10, 7],
+            7,
+            "10 times as large: the script ended with 1: out of",
+        ),
+        (Batches(fails_above=3), [1, 2, 4], 2, "4 times as large: the script ended with 1: out of memory"),
+        (Batches(rows=40), [1, 2, 4, 64, 34, 19], 4, "19 times as large: the data set gave 40 samples a step"),
+        (Batches(seconds=0.5), [1, 2, 4, 20], 20, "a step of a larger one would take more than 10 s"),
+        (Batches(each=300), [1, 2, 4], 4, "by what smaller ones took, no larger one would fit"),
+    ],
+)
+def test_the_largest_batch_that_fits(runs, tried, largest, limit):
+    found = try_batch_sizes(runs)
+    assert runs.tried == tried
+    assert found.largest == largest
+    assert found.limit.startswith(limit)
+    assert [one.times for one in found.tried] == sorted(tried)
+    assert all(one.memory == runs.begin + runs.each * one.times for one in found.tried if one.failed is None)
+
+
+def test_batch_headroom_is_what_was_measured():
+    """A finding where a larger batch is faster in all rounds, and none where it is not."""
+    sizes = try_batch_sizes(Batches(each=50))
+    names = expanded(["fused", "largest-batch"], sizes)
+    assert names == ["fused", "batch-size", "batch-size-4x", "batch-size-16x"]
+    seconds = {None: 1.0, "fused": 1.0, "batch-size": 0.9, "batch-size-4x": 0.5, "batch-size-16x": 0.6}
+    fixes = try_changes(Trials(seconds), SEEN, names, rounds=2).fixes
+    report = ProfileReport(with_gains(sizes, fixes, SEEN), fixes)
+    (found,) = (one for one in report.findings if one.kind == "batch headroom")
+    assert "2x 1.11, 4x 2.00, 16x 1.67. The largest that fits is 16x" in found.evidence
+    assert found.remedy.startswith("a batch 4 times as large was fastest")
+    assert "| 16x | 64 | 1.67 |" in report.markdown()
+    assert ProfileReport.from_dict(json.loads(report.json())).markdown() == report.markdown()
+    slower = try_changes(Trials(dict.fromkeys(seconds, 1.0)), SEEN, names, rounds=2).fixes
+    report = ProfileReport(with_gains(sizes, slower, SEEN), slower)
+    assert "batch headroom" not in {one.kind for one in report.findings} | set(report.not_evaluable)
+    none = with_gains(try_batch_sizes(Batches(fails_above=1)), (), SEEN)
+    assert (
+        ProfileReport(none)
+        .not_evaluable["batch headroom"]
+        .startswith("no larger batch could be measured: 2 times as large: the script ended with 1: out of memory")
+    )
+
+
+def test_where_the_largest_batch_cannot_be_looked_for():
+    assert unknown_room(SEEN) is None
+    assert unknown_room(replace(SEEN, device="mps:0")) == "the free memory of mps:0 is not known"
+    assert unknown_room(replace(SEEN, loaders=())) == "no torch DataLoader was used"
+    assert "--fix largest-batch runs larger ones" in ProfileReport(SEEN).not_evaluable["batch headroom"]
+
+
+def test_a_trial_is_ended_before_the_machine_has_no_memory(script, monkeypatch):
+    script.write_text("import time; time.sleep(60)")
+    rooms = iter([1000])
+    monkeypatch.setattr(fixes_module, "available_bytes", lambda _: next(rooms, 40))
+    with pytest.raises(RuntimeError, match="out of memory: hardly any was left"):
+        in_processes(str(script), [], Schedule())(None)
+
+
+def test_the_peak_of_a_stretch():
+    """Anew from where it begins, and what was higher before is not forgotten."""
+    device = torch.device("cpu")
+    torch.ones(2**26)
+    whole = peak_resident_bytes()
+    if not begin_peak(device):
+        pytest.skip("this system does not count the peak anew")
+    before = peak_bytes(device)
+    held = torch.ones(2**23)
+    assert held.nbytes * 0.9 < peak_bytes(device) - before < held.nbytes * 2
+    assert peak_resident_bytes() >= whole > before
 
 
 @pytest.mark.parametrize(

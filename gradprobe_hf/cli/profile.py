@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,8 +48,8 @@ def add_arguments(parser: VerbParser) -> None:
         nargs="*",
         metavar="CHANGE",
         help="try changes from outside, each in runs of its own beside the unchanged script: workers, prefetch, "
-        "pinning, batch-size, batch-size-4x, attention, precision, checkpointing, fused, compile, no-compile (default: "
-        "those that make sense for the run)",
+        "pinning, batch-size, batch-size-4x (or another number), attention, precision, checkpointing, fused, compile, "
+        "no-compile, largest-batch (default: those that make sense for the run)",
     )
     parser.add_option("options", "rounds", type=int, metavar="COUNT", help="how often each is tried (default: 3)")
     parser.add_option(
@@ -97,18 +97,16 @@ _Profiled = tuple["ProfileReport", bool, int]  # whether it was interrupted, and
 
 def _script(options: argparse.Namespace) -> _Profiled:
     from gradprobe_hf.profiling.observing.schedule import Schedule
-    from gradprobe_hf.profiling.script import profile_script
+    from gradprobe_hf.profiling.script import fix_script, profile_script
 
     schedule = Schedule(**_steps(options))
     changes = None if options.fix is None else _changes(options)
     ran = profile_script(options.subject, options.passed_on, schedule, options.whole_run)
     if changes is None or ran.interrupted or ran.exit_code:
         return ran.report, ran.interrupted, ran.exit_code
-    from gradprobe_hf.profiling.fixing.fixes import in_processes, try_changes
-
-    runs = in_processes(options.subject, options.passed_on, schedule)
-    tried = try_changes(runs, ran.report.observation, changes, 3 if options.rounds is None else options.rounds)
-    return replace(ran.report, fixes=tried.fixes), tried.interrupted, 0
+    rounds = 3 if options.rounds is None else options.rounds
+    tried = fix_script(ran.report, options.subject, options.passed_on, schedule, changes, rounds)
+    return tried.report, tried.interrupted, 0
 
 
 def _changes(options: argparse.Namespace) -> list[str]:
@@ -117,16 +115,19 @@ def _changes(options: argparse.Namespace) -> list[str]:
     Raises:
         ValueError: there is no such change, or the run has several processes.
     """
-    from gradprobe_hf.profiling.fixing.changes import CHANGES
+    from gradprobe_hf.profiling.fixing.changes import CHANGES, LARGEST, change_named
 
+    known = [*CHANGES, LARGEST]
     for name in options.fix:
-        if name not in CHANGES:
-            raise ValueError(f"--fix {name}: there is no such change; it is one of {', '.join(CHANGES)}.")
+        if name not in known and change_named(name) is None:
+            raise ValueError(
+                f"--fix {name}: there is no such change; it is one of {', '.join(known)}, or batch-size-8x, say."
+            )
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise ValueError("--fix runs the script in processes of its own: run it without a launcher, in one process.")
     if options.rounds is not None and options.rounds < 1:
         raise ValueError(f"--rounds must be at least 1, got {options.rounds}.")
-    return options.fix or list(CHANGES)
+    return options.fix or known
 
 
 def _prune(options: argparse.Namespace) -> _Profiled:

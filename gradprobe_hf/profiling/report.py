@@ -106,6 +106,8 @@ class ProfileReport:
             "operators": [asdict(one) for one in self.observation.operators],
             "modules": [asdict(one) for one in self.observation.modules],
             "device_busy": self.observation.busy,
+            "batches": [asdict(one) for one in self.observation.batches],
+            "batch_limit": self.observation.batch_limit,
             "fixes": [one.to_dict() for one in self.fixes],
             "observed": self.observation.to_dict(),
         }
@@ -219,6 +221,7 @@ class ProfileReport:
                 ["change", "gain", "rounds", "loss", "memory", "verdict", "how"],
                 [_tried(one) for one in self.fixes],
             ),
+            ("Batch sizes", ["batch", "samples a step", "gain", "memory at its peak", "of"], _batches(seen)),
             ("Not evaluable", ["kind", "why"], _by_reason(self.not_evaluable)),
             (
                 "Operators",
@@ -261,6 +264,20 @@ def _tried(fix: Fix) -> list[str]:
     rounds = " ".join(f"{gain:.2f}" for gain in fix.gains)
     memory = "-" if fix.memory is None else f"{fix.memory:.2f}"
     return [fix.change, f"{fix.gain:.2f}", rounds, fix.loss, memory, fix.verdict, f"{fix.done}: {fix.remedy}"]
+
+
+def _batches(seen: Observation) -> list[list[str]]:
+    """A row for each batch that was tried."""
+    return [
+        [
+            f"{one.times}x",
+            "-" if one.samples is None else f"{one.samples:.4g}",
+            "-" if one.gain is None else f"{one.gain:.2f}",
+            "-" if one.memory is None else _gib(one.memory),
+            f"not had: {one.failed}" if one.failed else "-" if one.room is None else _gib(one.room),
+        ]
+        for one in seen.batches
+    ]
 
 
 def _row(cells: list[str]) -> str:

@@ -6,10 +6,13 @@ import os
 import runpy
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradprobe_hf.profiling.as_main import Observed, as_main
+from gradprobe_hf.profiling.fixing.batch_sizes import BatchSizes, expanded, try_batch_sizes, unknown_room, with_gains
+from gradprobe_hf.profiling.fixing.changes import LARGEST
+from gradprobe_hf.profiling.fixing.fixes import in_processes, try_changes
 from gradprobe_hf.profiling.observing.recorder import Recorder
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
@@ -57,6 +60,33 @@ def profile_script(path: str, arguments: Sequence[str], schedule: Schedule, whol
         finally:
             recorder.stop()
     return ScriptRun(ProfileReport(recorder.observation()), code, interrupted)
+
+
+def fix_script(
+    report: ProfileReport, path: str, arguments: Sequence[str], schedule: Schedule, names: Sequence[str], rounds: int
+) -> ScriptRun:
+    """The report of a script with what came of changes from outside, each tried in runs of its own.
+
+    Args:
+        report: of the script as it is.
+        names: of changes.
+        rounds: how often each is tried.
+
+    Raises:
+        RuntimeError: the unchanged script fails.
+    """
+    seen, sizes = report.observation, BatchSizes((), "")
+    runs = in_processes(path, arguments, schedule)
+    if LARGEST in names:
+        try:
+            if (why := unknown_room(seen)) is None:
+                sizes = try_batch_sizes(runs)
+            else:
+                seen = replace(seen, missing={**seen.missing, "batch headroom": why})
+        except KeyboardInterrupt:
+            return ScriptRun(report, 0, interrupted=True)
+    tried = try_changes(runs, seen, expanded(names, sizes), rounds)
+    return ScriptRun(ProfileReport(with_gains(sizes, tried.fixes, seen), tried.fixes), 0, tried.interrupted)
 
 
 def is_main_process() -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, shared_rows
 from gradprobe_hf.decisions.search import allowed
+from gradprobe_hf.estimation.peak import peak_resident_bytes
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
@@ -29,7 +29,6 @@ from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import shape_values
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
-STATUS = Path("/proc/self/status")  # proc(5)
 
 ENOUGH = 10  # tokens for each input of a matrix; with 3, damping="auto" is 13% better (make bench-structure-options)
 TOLERATED = 1.05  # times the latency that was asked for, before a report warns
@@ -98,24 +97,10 @@ def versions() -> dict[str, str]:
 
 def peak_memory() -> dict[str, int]:
     """Bytes at the highest point so far: resident memory of this process, and allocated memory of a CUDA device."""
-    peaks = {"peak_resident_bytes": _peak_resident()}
+    peaks = {"peak_resident_bytes": peak_resident_bytes()}
     if torch.cuda.is_available():
         peaks["peak_cuda_bytes"] = torch.cuda.max_memory_allocated()
     return peaks
-
-
-def _peak_resident() -> int:
-    if STATUS.exists():  # Linux: getrusage would count the process that started this one, if it was the larger
-        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
-        return int(line.split()[1]) * 1024
-    try:
-        import resource
-    except ImportError:  # Windows keeps the peak elsewhere
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _data(context: RunContext, batches: Batches) -> dict[str, Any] | None:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from gradprobe_hf.profiling.findings.finding import Check, Finding, finding, gigabytes, located, timed
-from gradprobe_hf.profiling.observing.observation import Observation
+from gradprobe_hf.profiling.observing.observation import BatchSize, Observation
 
 _ROOM = 0.5  # of the device's memory, free at the worst moment that was seen: then there is something to try
+_FASTER = 1.05  # times as many samples a second; less is no reason for another batch
+_LARGER_IN_RUN = (
+    "batch_size='auto' takes the largest that fits (--batch-size auto); --batch-size behind the -- of gradprobe "
+    "profile prune measures one"
+)
 
 
 def _recomputation(seen: Observation) -> list[Finding]:
@@ -30,6 +35,36 @@ def _recomputation(seen: Observation) -> list[Finding]:
 
 
 def _headroom(seen: Observation) -> list[Finding]:
+    return _measured_headroom(seen) if seen.batches else _presumed_headroom(seen)
+
+
+def _measured_headroom(seen: Observation) -> list[Finding]:
+    """If a larger batch was faster: what each took and gained, and the largest that fits."""
+    fitting = _fitting(seen)
+    faster = [one for one in fitting if one.pays and (one.gain or 0.0) >= _FASTER]
+    if not faster:
+        return []
+    best = max(faster, key=lambda one: one.gain or 0.0)
+    largest = fitting[-1]
+    gains = ", ".join(f"{one.times}x {one.gain:.2f}" for one in fitting if one.gain is not None)
+    room = f" of {gigabytes(largest.room)}" if largest.room else ""
+    taken = f", {gigabytes(largest.memory)}{room} at its peak" if largest.memory else ""
+    return [
+        finding(
+            "batch headroom",
+            None,
+            None,
+            f"samples a second, as times those of this batch: {gains}. The largest that fits is {largest.times}x"
+            f"{taken}; {seen.batch_limit}",
+            _LARGER_IN_RUN
+            if seen.run
+            else f"a batch {best.times} times as large was fastest; another batch is another training: the learning "
+            "rate may need a change",
+        )
+    ]
+
+
+def _presumed_headroom(seen: Observation) -> list[Finding]:
     used, total = _used_of(seen)
     if used >= (1 - _ROOM) * total:
         return []
@@ -41,10 +76,10 @@ def _headroom(seen: Observation) -> list[Finding]:
             None,
             f"a step{samples} takes {gigabytes(used)} of {gigabytes(total)} at its peak; what a larger batch gains is "
             "not known before it is tried",
-            "batch_size='auto' takes the largest that fits (--batch-size auto); --batch-size behind the -- of "
-            "gradprobe profile prune measures one"
+            _LARGER_IN_RUN
             if seen.run
-            else "try twice the batch: gradprobe profile script ... --fix measures it beside this one",
+            else "gradprobe profile script ... --fix largest-batch looks for the largest "
+            "that fits, and measures larger ones beside this one",
         )
     ]
 
@@ -74,17 +109,25 @@ def _recomputed(seen: Observation) -> str | None:
     return None
 
 
-def _on_device(seen: Observation) -> str | None:
+def _sized(seen: Observation) -> str | None:
     if reason := timed(seen):
         return reason
+    if seen.batches:
+        return None if len(_fitting(seen)) > 1 else f"no larger batch could be measured: {seen.batch_limit}"
     # The memory of a CPU is there for all; but a pruning run takes what it has for its batches.
-    known = any(one.peak is not None or (seen.run and one.free) for one in seen.memory)
+    if any(one.peak is not None or (seen.run and one.free) for one in seen.memory):
+        return None
     return (
-        None if known else f"it takes the memory of an accelerator that a step needs, and this run is on {seen.device}"
+        f"on {seen.device} a step does not tell what a batch takes: gradprobe profile script ... --fix largest-batch "
+        "runs larger ones"
     )
+
+
+def _fitting(seen: Observation) -> list[BatchSize]:
+    return [one for one in seen.batches if one.failed is None]
 
 
 MEMORY = {
     "checkpointing": Check("activations are computed again while memory is free", _recomputed, _recomputation),
-    "batch headroom": Check("a larger batch would fit", _on_device, _headroom),
+    "batch headroom": Check("a larger batch would fit", _sized, _headroom),
 }

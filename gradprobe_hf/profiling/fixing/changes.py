@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -268,6 +269,13 @@ def _eager(seen: Observation) -> str | None:
 
 
 _ARGUMENTS = "in TrainingArguments"
+
+
+def _batch(times: int) -> Change:
+    remedy = f"{times} times the batch; the learning rate may need a change"
+    return Change(_no_loader, partial(_larger_batch, times), remedy, same_batches=False)
+
+
 CHANGES: dict[str, Change] = {
     "workers": Change(
         _no_lone_loader,
@@ -280,15 +288,8 @@ CHANGES: dict[str, Change] = {
     "pinning": Change(
         _no_copies, _pinned, "DataLoader(pin_memory=True) and .to(device, non_blocking=True); the Trainer does both"
     ),
-    "batch-size": Change(
-        _no_loader,
-        partial(_larger_batch, 2),
-        "twice the batch; the learning rate may need a change",
-        same_batches=False,
-    ),
-    "batch-size-4x": Change(
-        _no_loader, partial(_larger_batch, 4), "four times the batch; likewise", same_batches=False
-    ),
+    "batch-size": _batch(2),
+    "batch-size-4x": _batch(4),
     "attention": Change(_no_eager, partial(_first_called, _sdpa), "attn_implementation='sdpa' in from_pretrained"),
     "precision": Change(_no_float32, _autocast, f"torch.autocast(device, torch.bfloat16); bf16=True {_ARGUMENTS}"),
     "checkpointing": Change(
@@ -298,3 +299,17 @@ CHANGES: dict[str, Change] = {
     "compile": Change(_compiled, partial(_first_called, _compile), f"model.compile(); torch_compile=True {_ARGUMENTS}"),
     "no-compile": Change(_eager, _not_compiled, f"leave torch.compile out; torch_compile=False {_ARGUMENTS}"),
 }
+LARGEST = "largest-batch"  # which one that is, batch_sizes.py finds out
+_LARGER = re.compile(r"batch-size-([1-9]\d{0,3})x")
+
+
+def change_named(name: str) -> Change | None:
+    """A row of the table, or a batch so many times as large, `batch-size-8x`; None: there is no such change."""
+    if name not in CHANGES and (found := _LARGER.fullmatch(name)):
+        return _batch(int(found[1]))
+    return CHANGES.get(name)
+
+
+def of_batch(times: int) -> str:
+    """The name of a larger batch."""
+    return "batch-size" if times == 2 else f"batch-size-{times}x"

@@ -34,11 +34,16 @@ class Fix:
         return median(self.gains) if self.gains else None
 
     @property
+    def pays(self) -> bool:
+        """In each round."""
+        return bool(self.gains) and min(self.gains) > 1
+
+    @property
     def verdict(self) -> str:
         """It paid, or it cost, only if all rounds say so."""
         if self.untried is not None:
             return "not tried"
-        if min(self.gains) > 1:
+        if self.pays:
             return "pays"
         return "costs" if max(self.gains) < 1 else "no difference that all rounds agree on"
 

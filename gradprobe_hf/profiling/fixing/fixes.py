@@ -14,13 +14,18 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from gradprobe_hf.profiling.fixing.changes import CHANGES
+import torch
+
+from gradprobe_hf.estimation.machine import available_bytes
+from gradprobe_hf.profiling.fixing.changes import Change, change_named
 from gradprobe_hf.profiling.fixing.fix import Fix
 from gradprobe_hf.profiling.fixing.trial import Trial
 from gradprobe_hf.profiling.observing.observation import Observation
 from gradprobe_hf.profiling.observing.schedule import Schedule
 
 logger = logging.getLogger(__name__)
+_LOOKS = 0.1  # seconds between two looks at the machine's memory
+_LEAST_FREE = 0.05  # of what was free before a trial
 _ROUNDING = 1e-4  # relative; one float32 sum in another order differs by less, over some steps
 
 
@@ -47,7 +52,7 @@ def try_changes(runs: Runs, seen: Observation, names: Sequence[str], rounds: int
     Raises:
         RuntimeError: the unchanged script fails.
     """
-    trials = _Trials(runs, {name: why for name in names if (why := CHANGES[name].needless(seen))}, rounds)
+    trials = _Trials(runs, {name: why for name in names if (why := _row(name).needless(seen))}, rounds)
     tried = [name for name in names if name not in trials.failed]
     interrupted = False
     try:
@@ -89,7 +94,7 @@ class _Trials:
             before = after
 
     def fix(self, name: str) -> Fix:
-        row, found = CHANGES[name], self._beside.get(name, [])
+        row, found = _row(name), self._beside.get(name, [])
         if name in self.failed or not found:
             return Fix(name, "", (), None, "", self.failed.get(name, "interrupted before its turn"), row.remedy)
         done = ", ".join(dict.fromkeys(found[0].changed.done))
@@ -125,16 +130,49 @@ def in_processes(script: str, arguments: Sequence[str], schedule: Schedule) -> R
             steps = [str(max(2, schedule.warmup)), str(schedule.timed)]
             module = "gradprobe_hf.profiling.fixing.trial"
             command = [sys.executable, "-m", module, str(result), change or "-", *steps, script, *arguments]
-            ended = subprocess.run(command, capture_output=True, text=True, check=False)
-            if ended.returncode or not result.exists():
-                said = ended.stderr.strip().splitlines() or ["no error was said"]
-                raise RuntimeError(f"the script ended with {ended.returncode}: {said[-1]}")
+            code, errors = _ended(command)
+            if code or not result.exists():
+                said = errors.strip().splitlines() or ["no error was said"]
+                raise RuntimeError(f"the script ended with {code}: {said[-1]}")
             trial = Trial(**json.loads(result.read_text(encoding="utf-8")))
         if len(trial.seconds) < schedule.timed:
-            raise RuntimeError(f"the script ended behind {len(trial.seconds)} of {schedule.timed} timed steps")
+            raise RuntimeError(
+                f"the script ended by itself behind {len(trial.seconds)} of {schedule.timed} timed steps"
+            )
         return trial
 
     return run
+
+
+def _ended(command: list[str]) -> tuple[int, str]:
+    """A command's exit status, and what it wrote to stderr.
+
+    A process that takes the last of the host's memory is not told so: the system kills one, maybe another. So it is
+    ended before.
+
+    Raises:
+        RuntimeError: it was.
+    """
+    host = torch.device("cpu")
+    least = _LEAST_FREE * available_bytes(host)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            while True:
+                try:
+                    _, errors = process.communicate(timeout=_LOOKS)
+                except subprocess.TimeoutExpired:
+                    if available_bytes(host) < least:
+                        raise RuntimeError("out of memory: hardly any was left to the machine") from None
+                else:
+                    return process.returncode, errors
+        finally:
+            process.kill()
+
+
+def _row(name: str) -> Change:
+    row = change_named(name)
+    assert row is not None
+    return row
 
 
 def _rate(trial: Trial) -> float:

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradprobe_hf.estimation.machine import process_bytes
+from gradprobe_hf.estimation.machine import available_bytes, compute_device, process_bytes
+from gradprobe_hf.estimation.peak import begin_peak, peak_bytes
 from gradprobe_hf.profiling.as_main import Observed, run_as_main
-from gradprobe_hf.profiling.fixing.changes import CHANGES
+from gradprobe_hf.profiling.fixing.changes import change_named
 from gradprobe_hf.profiling.observing.batch_contents import contents_of
 from gradprobe_hf.profiling.observing.stages import StageClock, Wait, marked_stages
 
@@ -30,7 +31,8 @@ class Trial:
     seconds: of each timed step.
     samples: a step, on average; None where batches do not tell.
     losses: what each backward pass began at, from the first step on; NaN where that is no number.
-    memory: bytes of the process at its fullest, or of the device.
+    memory: bytes behind the first step at their fullest: of the process, or allocated on the device.
+    room: bytes that it could have had.
     """
 
     done: list[str]
@@ -38,6 +40,7 @@ class Trial:
     samples: float | None
     losses: list[float]
     memory: int
+    room: int = 0
 
 
 @dataclass
@@ -49,6 +52,7 @@ class _Watch:
     seconds: list[float] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     memory: int = 0
+    room: int = 0
     _steps: int = 0
     _samples: list[int | None] = field(default_factory=list)
     _optimizer: Optimizer | None = None
@@ -68,8 +72,12 @@ class _Watch:
         self._steps += 1
         if self._steps > self.warmup:
             self.seconds.append(time.perf_counter() - self._since)
-        self.memory = max(self.memory, _memory())
+        if self._steps == 1:
+            begin_peak(compute_device())
+        else:
+            self.memory = peak_bytes(compute_device())
         if len(self.seconds) == self.timed:
+            self.room = _room()
             raise Observed
         self._since = time.perf_counter()
 
@@ -81,10 +89,11 @@ class _Watch:
 def run_trial(script: str, arguments: list[str], change: str | None, warmup: int, timed: int) -> Trial:
     """The script for some steps. Its own errors are its own."""
     watch = _Watch(warmup, timed)
-    made = CHANGES[change].made() if change else nullcontext([])
+    row = change_named(change) if change else None
+    made = row.made() if row else nullcontext([])
     with made as done, _kept_losses(watch.losses), marked_stages(StageClock(), watch.waited, watch.stepped):
         run_as_main(script, arguments)
-    return Trial(done, watch.seconds, watch.samples(), [float(one) for one in watch.losses], watch.memory)
+    return Trial(done, watch.seconds, watch.samples(), [float(one) for one in watch.losses], watch.memory, watch.room)
 
 
 @contextmanager
@@ -105,8 +114,11 @@ def _kept_losses(losses: list[Tensor]) -> Iterator[None]:
         torch.autograd.backward = original
 
 
-def _memory() -> int:
-    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else process_bytes()
+def _room() -> int:
+    """What is free, and what this process has of it."""
+    device = compute_device()
+    own = torch.cuda.memory_reserved(device) if device.type == "cuda" else process_bytes()
+    return own + available_bytes(device)
 
 
 def main() -> None:

@@ -159,6 +159,29 @@ class MemorySample:
 
 
 @dataclass(frozen=True)
+class BatchSize:
+    """A batch that was tried, of the run's own or a larger size.
+
+    Attributes:
+        times: as many samples as the run's own batch.
+        samples: in a step; None: not known.
+        memory: bytes at its fullest: allocated on an accelerator, resident on a CPU; None: it failed.
+        room: bytes that it could have had.
+        failed: why it could not be had; None: it fits.
+        gain: samples a second / those of the run's own batch; None: not measured.
+        pays: whether all rounds agree that it is faster.
+    """
+
+    times: int
+    samples: float | None
+    memory: int | None = None
+    room: int | None = None
+    failed: str | None = None
+    gain: float | None = None
+    pays: bool = False
+
+
+@dataclass(frozen=True)
 class RankStages:
     """One process of several: seconds of each stage in a timed step, on average."""
 
@@ -201,6 +224,8 @@ class Observation:
     gradient_norms: of what the optimizer stepped with, in the steps of the warm-up and in the located ones.
     expected: what was estimated of a pruning run, beside what it took.
     run: stages of a pruning run, in the order in which they ended; without the seconds that watching added.
+    batches: sizes that were tried, the smallest first; empty: none.
+    batch_limit: why no larger one than the largest that fits was tried.
     missing: what could not be seen -> why; a kind of finding, too.
     complete: whether all steps of the schedule were seen.
     """
@@ -232,6 +257,8 @@ class Observation:
     run: tuple[RunStage, ...] = ()
     gradient_norms: tuple[float, ...] = ()
     expected: tuple[Expectation, ...] = ()
+    batches: tuple[BatchSize, ...] = ()
+    batch_limit: str = ""
 
     @property
     def compiles(self) -> bool:
@@ -269,6 +296,7 @@ _ROWS: dict[str, type] = {
     "spans": Span,
     "run": RunStage,
     "expected": Expectation,
+    "batches": BatchSize,
 }
 
 

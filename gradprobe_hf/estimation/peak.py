@@ -1,0 +1,50 @@
+"""The highest point of memory, in bytes: since a process began, or since it was last asked to count anew."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+STATUS = Path("/proc/self/status")  # proc(5)
+_CLEAR = Path("/proc/self/clear_refs")
+_highest = 0  # that was forgotten to count anew
+
+
+def peak_resident_bytes() -> int:
+    """Resident memory of this process at its highest, since it began."""
+    return max(_highest, _counted())
+
+
+def begin_peak(device: torch.device) -> bool:
+    """Count a device's highest point from here on anew. False: this system does not count the CPU's anew."""
+    global _highest
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return True
+    _highest = peak_resident_bytes()
+    try:
+        _CLEAR.write_text("5")  # proc(5): the peak begins at what is resident now
+    except OSError:
+        return False
+    return True
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Since `begin_peak`: allocated memory of a CUDA device; of the CPU what is resident of this process."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _counted()
+
+
+def _counted() -> int:
+    if STATUS.exists():  # Linux: getrusage would count the process that started this one, if it was the larger
+        line = next(line for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+        return int(line.split()[1]) * 1024
+    try:
+        import resource
+    except ImportError:  # Windows keeps the peak elsewhere
+        import psutil
+
+        return int(psutil.Process().memory_info().peak_wset)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
