@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+
 import pytest
 import torch
 
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.data.batches import Batches, from_iterable
-from gradprobe_hf.memory import accumulator_files, batch_size
+from gradprobe_hf.memory import accumulator_files, batch_size, measured_passes
 from gradprobe_hf.memory import checkpointing as checkpointing_choice
 from gradprobe_hf.memory.batch_size import largest_batch
 from gradprobe_hf.memory.checkpointing import choose_checkpointing
+from gradprobe_hf.memory.measured_passes import MeasuredPass
 from gradprobe_hf.memory.memory_errors import remedies_for
 from gradprobe_hf.model.loss import SummedCrossEntropy
 from gradprobe_hf.model.patches import checkpointed, checkpointed_layers
@@ -112,7 +116,7 @@ def test_the_report_says_how_it_was_run(checkpointing):
 
 def limited(rows):
     """A loss that runs out of memory above so many rows, as torch says it."""
-    real = batch_size.run_probe
+    real = measured_passes.run_probe
 
     def call(work, one):
         if max(len(batch["input_ids"]) for batch in work.batches) > rows:
@@ -124,17 +128,65 @@ def limited(rows):
 
 def test_auto_batches_are_the_largest_that_fit_and_change_nothing(monkeypatch):
     wanted = prune()
-    monkeypatch.setattr(batch_size, "run_probe", limited(2))
+    monkeypatch.setattr(measured_passes, "run_probe", limited(2))
     found = prune(batch_size="auto")
-    assert found.report.execution["batch_size"] == "2 (tried 8, 4, 2)"
+    assert re.fullmatch(
+        r"2 \(passes of 1, 2 take [\d.]+, [\d.]+ MB, [\d.]+ GB are free; 4 does not fit\)",
+        found.report.execution["batch_size"],
+    )
     assert found.report.zeros == wanted.report.zeros
     assert all((found.masks[name] == mask).float().mean() > 0.999 for name, mask in wanted.masks.items())
 
 
-def test_auto_batches_start_from_what_the_estimate_allows(monkeypatch):
+def taking(monkeypatch, each, room):
+    """Passes that are measured to take so many bytes a row, of so many that are free."""
+
+    def measured(work, one):
+        found = measured_passes.measured_pass(work, one)
+        return dataclasses.replace(found, nbytes=each and 50 + each * found.rows)
+
+    monkeypatch.setattr(batch_size, "measured_pass", measured)
+    monkeypatch.setattr(batch_size, "free_bytes", lambda _: room)
+
+
+@pytest.mark.parametrize(
+    ("room", "chosen"),
+    [
+        (10**9, "8 (passes of 1, 2, 4 take 0.00015, 0.00025, 0.00045 MB, 1 GB are free; 8 was tried)"),
+        # 0.8 of it for 50 + 100 a row
+        (700, "4 (passes of 1, 2, 4 take 0.00015, 0.00025, 0.00045 MB, 7e-07 GB are free)"),
+        (300, "1 (passes of 1 take 0.00015 MB, 3e-07 GB are free)"),
+    ],
+)
+def test_auto_batches_are_what_measured_passes_promise(monkeypatch, room, chosen):
+    taking(monkeypatch, each=100, room=room)
+    assert prune(batch_size="auto").report.execution["batch_size"] == chosen
+
+
+def test_what_was_promised_and_does_not_fit_is_halved(monkeypatch):
+    taking(monkeypatch, each=1, room=10**9)
+    monkeypatch.setattr(measured_passes, "run_probe", limited(4))
+    assert prune(batch_size="auto").report.execution["batch_size"].endswith("are free; 8 does not fit)")
+
+
+def test_auto_batches_by_estimate_where_memory_cannot_be_measured(monkeypatch):
+    taking(monkeypatch, each=None, room=1)
     monkeypatch.setattr(batch_size, "activation_bytes", lambda *a, **_: 100 * a[2])
     monkeypatch.setattr(batch_size, "available_bytes", lambda _: 700)  # 0.6 of it: room for four
-    assert prune(batch_size="auto").report.execution["batch_size"] == "4 (tried 4)"
+    assert (
+        prune(batch_size="auto").report.execution["batch_size"]
+        == "4 (by estimate: this system does not tell what a pass takes; 4 was tried)"
+    )
+
+
+def test_checkpointing_is_decided_by_the_same_passes(monkeypatch):
+    model, config = cases.build("llama"), cases.config()
+    measured = [MeasuredPass(rows, False, 50 + 100 * rows, 1.0) for rows in (1, 2, 4)]
+    monkeypatch.setattr(checkpointing_choice, "available_bytes", lambda _: 1000)
+    on, why = choose_checkpointing(model, config, 7, 12, measured)  # 750 of 800
+    assert (on, why) == (False, "off: activations of 7 x 12 tokens take by measured passes 0.0 GB, and 0.0 GB are free")
+    assert choose_checkpointing(model, config, 8, 12, measured)[0]
+    assert choose_checkpointing(model, config, 7, 12)[0]  # the estimate is of more
 
 
 @pytest.mark.parametrize(
@@ -142,7 +194,7 @@ def test_auto_batches_start_from_what_the_estimate_allows(monkeypatch):
 )
 def test_auto_batches_have_all_statistics_beside_them(monkeypatch, rule, shares_probe, kept):
     """A copy of a shared first probe is what the second adds to; the threshold's peaks are of each probe."""
-    real, held, sizes = batch_size.run_probe, [], []
+    real, held, sizes = measured_passes.run_probe, [], []
 
     def remembered(*args):
         held.append(Statistics(*args))
@@ -153,13 +205,13 @@ def test_auto_batches_have_all_statistics_beside_them(monkeypatch, rule, shares_
         return real(*args, **kwargs)
 
     monkeypatch.setattr(batch_size, "Statistics", remembered)
-    monkeypatch.setattr(batch_size, "run_probe", weighed)
+    monkeypatch.setattr(measured_passes, "run_probe", weighed)
     model = cases.build("llama")
     targets = find_targets(model)
     config = cases.config(batch_size="auto", rule=rule, fisher="sequence")
     batches = from_iterable(cases.batches("llama", rows=8), "rows")
     largest_batch(RunContext(model, None, targets, config, batches, Batches.none()), shares_probe)
-    assert sizes == [kept * 4 * sum(target.numel for target in targets)]
+    assert set(sizes) == {kept * 4 * sum(target.numel for target in targets)}
 
 
 def test_rows_that_do_not_fit_together_stay_as_they_are():
@@ -174,7 +226,7 @@ def test_rows_that_do_not_fit_together_stay_as_they_are():
 
 
 def test_no_room_for_one_sequence_is_an_error(monkeypatch):
-    monkeypatch.setattr(batch_size, "run_probe", limited(0))
+    monkeypatch.setattr(measured_passes, "run_probe", limited(0))
     with pytest.raises(MemoryError, match="not even one sequence fits"):
         prune(batch_size="auto")
 

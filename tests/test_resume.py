@@ -399,16 +399,16 @@ def test_two_processes_go_on_together(kind, stop_at, options, left, tmp_path):
 
 def test_the_largest_batch_is_not_looked_for_again(tmp_path, monkeypatch):
     """Free memory is another now: the run that goes on has the batches that it began with."""
-    first = batch_size.first_guess
-    monkeypatch.setattr(batch_size, "first_guess", lambda *_: 4)
+    first = batch_size.LARGEST_BATCH
+    monkeypatch.setattr(batch_size, "LARGEST_BATCH", 4)
     interrupted(tmp_path / "state", sparsity=0.5, batch_size="auto")
-    monkeypatch.setattr(batch_size, "first_guess", lambda *_: pytest.fail("looked for"))
+    monkeypatch.setattr(batch_size, "measured_pass", lambda *_: pytest.fail("looked for"))
     unfinished = tmp_path / "state" / "process-0" / "probe-0-8.partial"
     unfinished.mkdir()
     (unfinished / "state.json").write_text('{"identity": {"rows')  # killed while it was written
     with going_on():
         found = run(tmp_path / "state", sparsity=0.5, batch_size="auto")
-    monkeypatch.setattr(batch_size, "first_guess", first)
+    monkeypatch.setattr(batch_size, "LARGEST_BATCH", first)
     wanted = run(sparsity=0.5, parts=cases.batches("llama", rows=BATCHES, batch_size=4))
     assert all(torch.equal(found["masks"][name], mask) for name, mask in wanted["masks"].items())
 

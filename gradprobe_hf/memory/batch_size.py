@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from accelerate.utils import find_executable_batch_size
+from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
@@ -12,54 +14,143 @@ from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.passes import activation_bytes
 from gradprobe_hf.memory.accumulator_files import accumulator_files
 from gradprobe_hf.memory.checkpointing import ACTIVATIONS_SHARE, choose_checkpointing
+from gradprobe_hf.memory.measured_passes import MeasuredPass, free_bytes, leaves_room, measured_pass, promised_rows
+from gradprobe_hf.memory.memory_errors import is_out_of_memory
 from gradprobe_hf.model.fsdp import is_sharded, plain_class
 from gradprobe_hf.model.parameters import input_device, is_offloaded
-from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
+from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
+from gradprobe_hf.probe.engine import ProbePass, Workload
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.scores.evidence import Term
 
 LARGEST_BATCH = 64
+FIRST = (1, 2, 4)  # rows that memory is measured at
 
 
-def largest_batch(context: RunContext, shares_probe: bool = False) -> tuple[Batches, str]:
-    """The same rows in the largest batches that one pass has memory for, and what was tried; alike in all processes.
+@dataclass(frozen=True)
+class ChosenBatch:
+    """Attributes:
+    calibration: the same rows, in batches of that size.
+    why: how it was chosen, for the report.
+    measured: passes whose memory has decided, the smallest first; empty: an estimate has.
+    """
+
+    calibration: Batches
+    why: str
+    measured: tuple[MeasuredPass, ...] = ()
+
+
+def largest_batch(context: RunContext, shares_probe: bool = False) -> ChosenBatch:
+    """The same rows in the largest batches that one pass has memory for, alike in all processes.
+
+    Passes of one, two and four rows are measured, and what they promise is tried: half of it where it does not fit.
 
     Raises:
         MemoryError: there is not even room for one sequence.
     """
-    model, targets, config, batches = context.model, context.targets, context.config, context.calibration
-    processes = context.processes
-    start = int(processes.min_(torch.tensor(first_guess(model, config, batches.samples, batches.longest))))
+    model, config, batches, processes = context.model, context.config, context.calibration, context.processes
     if is_sharded(model):  # a process that runs out of memory would leave the others waiting for its shards
-        return batches.in_batches_of(start), f"{start} (by estimate)"
-    row, terms = config.decision_row, config.needs.terms
-    # A second probe that keeps its own, or a shared first one that the others add to in a copy.
-    second: frozenset[Term] = frozenset(row.terms if row.keeps_second else ())
-    tried: list[int] = []
-
-    def attempt(batch_size: int) -> int:
-        tried.append(batch_size)
-        first = batches.in_batches_of(batch_size).items[0]
-        checkpointing, _ = choose_checkpointing(model, config, row_count(first), batches.longest)
-        # Everything is in memory that the probe will have there.
-        with accumulator_files(model, targets, config, context.folder) as storage:
-            statistics = Statistics(targets, terms, model, storage)
-            beside = Statistics(targets, terms if shares_probe else second, model, storage)
-            work = Workload(model, [first], context.loss_fn, checkpointing, progress=False)
-            run_probe(work, ProbePass(targets, statistics))
-            del statistics, beside
-        return batch_size
-
-    def halved() -> int:
-        if tried[-1] == 1:
-            raise MemoryError("not even one sequence fits")
-        return tried[-1] // 2
-
-    fits = find_executable_batch_size(attempt, starting_batch_size=start, reduce_batch_size_fn=halved)()
-    fits = int(processes.min_(torch.tensor(fits)))
+        start = int(processes.min_(torch.tensor(first_guess(model, config, batches.samples, batches.longest))))
+        return ChosenBatch(batches.in_batches_of(start), f"{start} (by estimate)")
+    # Everything is in memory that the probe will have there.
+    with accumulator_files(model, context.targets, config, context.folder) as storage:
+        passes = _Passes(context, storage, shares_probe)
+        passes.measure()
+        start = int(processes.min_(torch.tensor(passes.promised())))
+        fits = int(processes.min_(torch.tensor(passes.largest(start))))
     portioned = batches.in_batches_of(fits)
-    return portioned, f"{row_count(portioned.items[0])} (tried {', '.join(map(str, tried))})"
+    return ChosenBatch(portioned, f"{row_count(portioned.items[0])} ({passes.told()})", tuple(passes.measured))
+
+
+class _Passes:
+    """Passes of a run's probe, beside all statistics that the run will keep.
+
+    Attributes:
+        measured: those of `FIRST` that fit.
+        failed: rows that did not.
+        tried: rows that did, behind the measured ones.
+        room: bytes that a pass could have had.
+    """
+
+    def __init__(self, context: RunContext, storage: AccumulatorStorage, shares_probe: bool) -> None:
+        model, targets, config = context.model, context.targets, context.config
+        row, terms = config.decision_row, config.needs.terms
+        # A second probe that keeps its own, or a shared first one that the others add to in a copy.
+        second: frozenset[Term] = frozenset(row.terms if row.keeps_second else ())
+        self._context, self._statistics = context, Statistics(targets, terms, model, storage)
+        self._beside = Statistics(targets, terms if shares_probe else second, model, storage)
+        self._checkpointing, _ = choose_checkpointing(model, config, 1, context.calibration.longest)
+        self.measured: list[MeasuredPass] = []
+        self.failed: list[int] = []
+        self.tried: list[int] = []
+        self.room = 0
+
+    def measure(self) -> None:
+        """At `FIRST`, as long as there is room for the next.
+
+        Raises:
+            MemoryError: there is none for the first.
+        """
+        if self._pass(1) is None:  # it also makes what is made once, which is in no figure
+            raise MemoryError("not even one sequence fits")
+        self.room = free_bytes(input_device(self._context.model))
+        for rows in (rows for rows in FIRST if rows <= self._context.calibration.samples):
+            if self.measured and not leaves_room(self.measured[-1], rows, self.room):
+                break
+            found = self._pass(rows)
+            if found is None or found.rows != rows:  # rows of different lengths cannot be stacked
+                break
+            self.measured.append(found)
+
+    def promised(self) -> int:
+        """The largest power of two that has room, by what was measured; else by estimate."""
+        if self.failed or not self.measured:
+            return self._ran
+        batches = self._context.calibration
+        if self.measured[0].nbytes is None:
+            return first_guess(self._context.model, self._context.config, batches.samples, batches.longest)
+        most = promised_rows(self.measured, self.room, min(batches.samples, LARGEST_BATCH)) or 1
+        return max(self._ran, 1 << most.bit_length() - 1)
+
+    def largest(self, start: int) -> int:
+        """The first that fits of a size, its half, and so on."""
+        while start > self._ran and self._pass(start) is None:
+            start //= 2
+        self.tried += [start] * (start > self._ran)
+        return start
+
+    def told(self) -> str:
+        """In words."""
+        words = []
+        taken = ", ".join(f"{one.nbytes / 1e6:.3g}" for one in self.measured if one.nbytes is not None)
+        if self.measured and not taken:
+            words.append("by estimate: this system does not tell what a pass takes")
+        elif self.measured:
+            rows = ", ".join(str(one.rows) for one in self.measured)
+            words.append(f"passes of {rows} take {taken} MB, {self.room / 1e9:.3g} GB are free")
+        words += [f"{rows} does not fit" for rows in self.failed]
+        words += [f"{rows} was tried" for rows in self.tried]
+        return "; ".join(words) or "rows cannot be stacked"
+
+    @property
+    def _ran(self) -> int:
+        return max((one.rows for one in self.measured), default=1)
+
+    def _pass(self, rows: int) -> MeasuredPass | None:
+        """None: out of memory."""
+        context = self._context
+        first = context.calibration.in_batches_of(rows).items[0]
+        work = Workload(context.model, [first], context.loss_fn, self._checkpointing, progress=False)
+        try:
+            return measured_pass(work, ProbePass(context.targets, self._statistics))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # The error's frames hold tensors: only behind it they can be freed.
+        clear_device_cache(garbage_collection=True)
+        self.failed.append(rows)
+        return None
 
 
 def first_guess(model: PreTrainedModel, config: GradProbeConfig, samples: int, length: int) -> int:

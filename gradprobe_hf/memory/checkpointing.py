@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.passes import activation_bytes
+from gradprobe_hf.memory.measured_passes import SHARE, MeasuredPass, promised_bytes
 from gradprobe_hf.model.fsdp import plain_class
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import checkpointed_layers
@@ -14,11 +17,14 @@ from gradprobe_hf.model.patches import checkpointed_layers
 ACTIVATIONS_SHARE = 0.6  # of free memory: the rest is for temporaries, and for an estimate that is off
 
 
-def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: int, length: int) -> tuple[bool, str]:
+def choose_checkpointing(
+    model: PreTrainedModel, config: GradProbeConfig, rows: int, length: int, measured: Sequence[MeasuredPass] = ()
+) -> tuple[bool, str]:
     """Whether to recompute blocks, and why.
 
     Args:
         rows, length: sequences in a batch, tokens in a sequence.
+        measured: passes of this run; without any an estimate decides.
 
     Raises:
         ValueError: it was asked for, and no layer of the model can be recomputed.
@@ -34,12 +40,15 @@ def choose_checkpointing(model: PreTrainedModel, config: GradProbeConfig, rows: 
     if config.checkpointing is True:
         return True, "on, as asked"
     free = available_bytes(input_device(model))
-    needed = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=False)
+    needed, share, about = promised_bytes(measured, rows), SHARE, "by measured passes"
+    if needed is None:
+        needed = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=False)
+        share, about = ACTIVATIONS_SHARE, "about"
     if needed is None:
         return True, "on: what activations would take cannot be told for this architecture"
     shape = f"{rows} x {length} tokens" if length > 1 else f"{rows} rows"  # of images, say
-    sizes = f"activations of {shape} take about {_gb(needed)}, and {_gb(free)} are free"
-    if needed > ACTIVATIONS_SHARE * free:
+    sizes = f"activations of {shape} take {about} {_gb(needed)}, and {_gb(free)} are free"
+    if needed > share * free:
         return True, f"on: {sizes}"
     if is_offloaded(model):
         return True, f"on: the model is offloaded, and blocks are kept out of memory with their weights ({sizes})"

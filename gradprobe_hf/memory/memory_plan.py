@@ -14,6 +14,7 @@ from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.memory.accumulator_files import accumulator_files
 from gradprobe_hf.memory.batch_size import largest_batch
 from gradprobe_hf.memory.checkpointing import choose_checkpointing
+from gradprobe_hf.memory.measured_passes import MeasuredPass
 from gradprobe_hf.memory.memory_errors import memory_errors, remedies_for
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
@@ -77,12 +78,14 @@ def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool
     notes = {"placement": _placement(model), "processes": str(processes.count)}
     if not batches:
         return MemoryPlan(batches, False, notes, remedies_for(config, 1, False, offloaded))
+    measured: tuple[MeasuredPass, ...] = ()
     if rows is not None:
         batches, notes["batch_size"] = batches.in_batches_of(rows), f"{rows} (as before)"
     elif config.batch_size == "auto" and config.needs.probes:
         remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)
         with memory_errors(context.stopwatch, remedies), context.stopwatch("batch size"):
-            batches, notes["batch_size"] = largest_batch(context, shares_probe)
+            chosen = largest_batch(context, shares_probe)
+        batches, notes["batch_size"], measured = chosen.calibration, chosen.why, chosen.measured
     passes = batches.samples if is_routed(context.targets) else len(batches)
     if passes < processes.count:
         raise ValueError(
@@ -92,7 +95,7 @@ def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool
     most = max(map(row_count, batches))
     checkpointing = False
     if config.needs.probes:
-        checkpointing, notes["checkpointing"] = choose_checkpointing(model, config, most, batches.longest)
+        checkpointing, notes["checkpointing"] = choose_checkpointing(model, config, most, batches.longest, measured)
         logger.info("checkpointing is %s", notes["checkpointing"])
     return MemoryPlan(batches, checkpointing, notes, remedies_for(config, most, checkpointing, offloaded))
 

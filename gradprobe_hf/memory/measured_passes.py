@@ -1,0 +1,83 @@
+"""Measured passes: one batch of a probe at some sizes, with the memory that it takes and its seconds.
+
+`batch_size="auto"` decides by them, and `gradprobe profile prune` shows them. The statistics that they add to are
+thrown away.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.estimation.growth import most_that_fit
+from gradprobe_hf.estimation.machine import available_bytes, process_bytes
+from gradprobe_hf.estimation.peak import begin_peak, peak_bytes
+from gradprobe_hf.model.parameters import input_device
+from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
+from gradprobe_hf.runtime.stopwatch import return_free_memory
+
+SHARE = 0.8  # of free memory, that what was measured of smaller batches may promise a larger one
+
+
+@dataclass(frozen=True)
+class MeasuredPass:
+    """Attributes:
+    rows: sequences in the batch.
+    checkpointing: whether blocks were recomputed.
+    nbytes: the most that it held beside weights and statistics; None: this system does not tell.
+    seconds: that it took.
+    """
+
+    rows: int
+    checkpointing: bool
+    nbytes: int | None
+    seconds: float
+
+
+def measured_pass(work: Workload, one: ProbePass) -> MeasuredPass:
+    """One pass over the first batch of `work`. What a first pass makes besides, such as statistics, counts with it."""
+    (batch,) = work.batches
+    device = input_device(work.model)
+    return_free_memory()
+    known = begin_peak(device)
+    before = torch.cuda.memory_allocated(device) if device.type == "cuda" else process_bytes()
+    start = time.perf_counter()
+    run_probe(work, one)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    seconds = time.perf_counter() - start
+    taken = max(0, peak_bytes(device) - before) if known else None
+    return MeasuredPass(row_count(batch), work.checkpointing, taken, seconds)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What a pass could have: free memory, and what the allocator keeps without using it."""
+    if device.type != "cuda":
+        return_free_memory()
+        return available_bytes(device)
+    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return available_bytes(device) + kept
+
+
+def leaves_room(one: MeasuredPass, rows: int, room: int) -> bool:
+    """Whether a pass of more rows has room if it takes as much more as it has rows."""
+    return one.nbytes is not None and one.nbytes * rows <= SHARE * room * one.rows
+
+
+def promised_rows(found: Iterable[MeasuredPass], room: int, most: int) -> int | None:
+    """The largest batch, of `most` rows at most, that measured passes promise room for; None: they tell nothing."""
+    taken = {one.rows: one.nbytes for one in found if one.nbytes is not None}
+    return most_that_fit(taken, SHARE * room, most) if len(taken) > 1 else None
+
+
+def promised_bytes(found: Iterable[MeasuredPass], rows: int) -> float | None:
+    """What a batch takes without checkpointing, on the line through measured passes; None: they tell nothing."""
+    taken = sorted((one.rows, one.nbytes) for one in found if one.nbytes is not None and not one.checkpointing)
+    if len(taken) < 2:
+        return None
+    (least, first), (most, last) = taken[0], taken[-1]
+    return max(0.0, first + (last - first) / (most - least) * (rows - least))
