@@ -1,4 +1,4 @@
-"""Draw docs/quality.png, the picture of the method page, from the results of the main table.
+"""Draw docs/quality.png, the picture of the method page, from the results of every row.
 
 The picture carries a digest of what it shows, so that `--check` can tell whether it is of these results.
 
@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, NullLocator
 from PIL import Image
 
 from benchmarks.quality_tables import SHOWN_COLUMNS, cells_of, column_title, mean_of
-from benchmarks.readme_table import MAIN, results_of
+from benchmarks.readme_table import EVERY_ROW, results_of
 from gradprobe_hf.report.plots import INK, MUTED
 
 PICTURE = Path(__file__).parent.parent / "docs" / "quality.png"
@@ -92,8 +92,8 @@ def figure(values: dict[str, Any]) -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
-    results = results_of(MAIN)
-    assert results is not None, "one of them is in the repository"
+    results = results_of(EVERY_ROW)
+    assert results is not None, "it is in the repository"
     values = shown(results)
     if not parser.parse_args().check:
         made = figure(values)

@@ -30,6 +30,17 @@ HEADLINE = {  # the rows of the README under the dense model's
     '`preset="best"`': PRESETS["best"],
 }
 HEADLINE_COLUMNS = ("0.5", "0.6", "0.7", "2:4")
+PRICED_COLUMNS = ("0.6", "2:4")  # of the tables of seconds and memory
+CALIBRATED_ON = {  # results -> what calibrating on their text means for what is measured
+    "c4": "neither text is part of it",
+    "wikitext": "its validation split; WikiText-2 is its test split here",
+}
+
+
+def has_headline(results: dict[str, Any]) -> bool:
+    """Whether every cell of the README's table is made."""
+    made = {(row["method"], row["column"]) for row in results["rows"]}
+    return all((rows[":" in column], column) in made for rows in HEADLINE.values() for column in HEADLINE_COLUMNS)
 
 
 def headline_table(results: dict[str, Any]) -> str:
@@ -46,30 +57,58 @@ def headline_table(results: dict[str, Any]) -> str:
         shown = [" / ".join(_shown(mean_of(rows, text)) for text in texts) for rows in found]
         lines.append(f"| {label} | {' | '.join(shown)} |")
     settings = results["settings"]
-    note = f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}."
-    return "\n".join([*lines, "", f"{note} `{_command(results)}`."])
+    note = (
+        f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']} "
+        f"({CALIBRATED_ON[results['made_by']]}), {_draws(results)}{_mixture(results)}. Made by {_command(results)}."
+    )
+    return "\n".join([*lines, "", note])
 
 
-def presets_table(results: dict[str, Any]) -> str:
-    """What each preset takes and what it comes to, at 60% and at 2:4."""
+def presets_table(results: dict[str, Any], other: dict[str, Any] | None = None) -> str:
+    """What each preset takes and what it comes to, at 60% and at 2:4.
+
+    Args:
+        other: the same calibrated on another text: a column of its perplexities, as far as they are made.
+    """
     cells, texts = cells_of(results), list(results["dense"])
+    beside = {} if other is None else cells_of(other)
     lines = [
         f"| | preset | passes forward, backward | seconds | peak memory | {' / '.join(texts)} |",
         "|---|---|---|---:|---:|---:|",
     ]
-    for column in ("0.6", "2:4"):
+    if other is not None:
+        lines = [f"{lines[0]} calibrated on {_text_of(other)} |", f"{lines[1]}---:|"]
+    for column in PRICED_COLUMNS:
         for preset, methods in {"SparseGPT": ("sparsegpt", "sparsegpt"), **PRESETS}.items():
-            row = cells[methods[":" in column], column][0]
-            values = (
+            key = methods[":" in column], column
+            row = cells[key][0]
+            values = [
                 column_title(column),
                 f"`{preset}`" if preset in PRESETS else preset,
                 f"{row['passes']['forward']:g}, {row['passes']['backward']:g}",
                 f"{row['seconds']:.0f}",
                 f"{row['peak_bytes'] / 1e6:,.0f} MB",
-                " / ".join(_shown(mean_of(cells[methods[":" in column], column], text)) for text in texts),
-            )
+                " / ".join(_shown(mean_of(cells[key], text)) for text in texts),
+            ]
+            if other is not None:
+                found = beside.get(key)
+                values.append(" / ".join(_shown(mean_of(found, text)) for text in texts) if found else "")
             lines.append(f"| {' | '.join(values)} |")
-    return "\n".join([*lines, "", f"{_setting(results)}, on a machine with 2 cores. Made by `{_command(results)}`."])
+    note = f"{_setting(results)}, on a machine with 2 cores{_mixture(results)}. Made by {_command(results)}"
+    if other is not None:
+        on = other["settings"]["calibration"]
+        note += f"; the last column is calibrated on {on}, made by {_command(other)}{_mixture(other)}"
+    return "\n".join([*lines, "", f"{note}."])
+
+
+def calibrated_on_c4(results: dict[str, Any]) -> str:
+    """A section of the results: what the README shows, with its ratios, intervals and divergences."""
+    said = (
+        "The README's rows and others, calibrated on C4 as in the literature. Neither WikiText-2's test split nor "
+        "pydoc is part of it."
+    )
+    tables = (quality_table(results), intervals_table(results), divergence_table(results))
+    return "\n\n".join(["### Calibrated on C4", said, *tables])
 
 
 def quality_table(results: dict[str, Any], methods: Iterable[str] = ()) -> str:
@@ -215,7 +254,7 @@ def price_table(results: dict[str, Any]) -> str:
         "|---|---|---:|---:|---:|",
     ]
     for method in _methods(cells):
-        rows = {column: cells[method, column][0] for column in ("0.6", "2:4") if (method, column) in cells}
+        rows = {column: cells[method, column][0] for column in PRICED_COLUMNS if (method, column) in cells}
         if not rows:
             continue
         first = next(iter(rows.values()))
@@ -227,7 +266,7 @@ def price_table(results: dict[str, Any]) -> str:
         "a process that makes this row alone" if _are_alone(results) else "the whole process, with what the rows share"
     )
     note = f"Passes over the calibration text. Memory of {whose}, the model among it; on a machine with 2 cores."
-    return "\n".join([*lines, "", f"{note} Made by `{_command(results)}`."])
+    return "\n".join([*lines, "", f"{note} Made by {_command(results)}."])
 
 
 def variants_table(results: dict[str, Any]) -> str:
@@ -306,14 +345,19 @@ def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str]) -> 
     off = max((abs(one - zeros[key][0]) for key, found in theirs.items() for one in found if key in zeros), default=0.0)
     if off:
         alike += f"; llm-compressor's are up to {off:.2%} of the weights off"
-    commits = _commits(results)
-    alike += f"; cells of several commits ({', '.join(commits)})" * (len(commits) > 1)
-    return f"{_setting(results)}{alike}. Made by `{_command(results)}`."
+    return f"{_setting(results)}{alike}{_mixture(results)}. Made by {_command(results)}."
 
 
 def _command(results: dict[str, Any]) -> str:
-    """What makes the results: a target is called as its file is."""
-    return f"make bench-{results['made_by']}"
+    """What makes the results, and the code that made them: a target is called as its file is."""
+    commits = _commits(results)
+    at = f" at {commits[0]}" if len(commits) == 1 and commits != ["None"] else ""  # cells did not always note it
+    return f"`make bench-{results['made_by']}`{at}"
+
+
+def _text_of(results: dict[str, Any]) -> str:
+    """The calibration text's name, without the windows."""
+    return str(results["settings"]["calibration"]).rpartition(" of ")[2]
 
 
 def _are_alone(results: dict[str, Any]) -> bool:
@@ -323,6 +367,11 @@ def _are_alone(results: dict[str, Any]) -> bool:
 
 def _commits(results: dict[str, Any]) -> list[str]:
     return sorted({str(row.get("commit")) for row in results["rows"]})
+
+
+def _mixture(results: dict[str, Any]) -> str:
+    commits = _commits(results)
+    return f"; cells of several commits ({', '.join(commits)})" * (len(commits) > 1)
 
 
 def _setting(results: dict[str, Any]) -> str:

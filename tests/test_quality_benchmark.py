@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from functools import cache
 
 import pytest
 
-from benchmarks import picture, quality, quality_peers, quality_rows, quality_tables, quality_worker
+from benchmarks import picture, quality, quality_peers, quality_rows, quality_tables, quality_worker, readme_table
 from benchmarks.quality_rows import Row
 from benchmarks.quality_texts import TextSpec
 from benchmarks.text_table import texts_table
@@ -278,6 +279,34 @@ def test_the_picture_knows_what_it_shows(bench):
     assert drawn["sparsegpt"] == found["methods"]["sparsegpt"]["0.5"]
     again = json.loads(json.dumps(values).replace("sparsegpt", "sparse"))
     assert picture.digest(values) != picture.digest(again)
+
+
+def test_the_readme_is_of_c4_once_all_of_its_cells_are_made(tmp_path, monkeypatch):
+    every_row = json.loads((readme_table.RESULTS / "wikitext.json").read_text())
+    shown = {method for methods in quality_tables.HEADLINE.values() for method in methods}
+    cells = [row for row in every_row["rows"] if row["method"] in shown]
+    c4 = [{**row, "commit": "abc", "perplexity": dict.fromkeys(row["perplexity"], 7.25)} for row in cells]
+    pages = "".join(f"<!-- {name} -->\n<!-- /{name} -->\n" for name in ("headline", "grid", "c4", "presets"))
+    settings = {**every_row["settings"], "calibration": "64 x 512 of C4"}
+    monkeypatch.setattr(readme_table, "RESULTS", tmp_path)
+    (tmp_path / "wikitext.json").write_text(json.dumps(every_row))
+    of_wikitext = readme_table.rendered(pages)
+    last = [row for row in c4 if (row["method"], row["column"]) == ("one probe + admm", "0.7")]
+    for rows in ([], [row for row in c4 if row not in last]):
+        (tmp_path / "c4.json").write_text(json.dumps({**every_row, "settings": settings, "rows": rows}))
+        assert readme_table.rendered(pages) == of_wikitext
+
+    (tmp_path / "c4.json").write_text(json.dumps({**every_row, "settings": settings, "rows": c4}))
+    parts = re.split(r"(?=<!-- \w)", readme_table.rendered(pages))
+    headline, grid, section, presets = parts[1:]
+    assert '| `preset="best"` | 7.25 / 7.25 |' in headline
+    assert "on 64 x 512 of C4 (neither text is part of it), 1 draw. Made by `make bench-c4` at abc." in headline
+    assert grid in of_wikitext
+    assert section.startswith("<!-- c4 -->\n### Calibrated on C4")
+    assert "| sparsegpt | **7.25 (1.00)** |" in section
+    rows = [line for line in presets.splitlines() if line.startswith("| 60% | `")]
+    assert rows[0].endswith(" 54.38 / 46.13 |  |"), "one probe alone was not made there"
+    assert rows[1].endswith(" 48.38 / 41.98 | 7.25 / 7.25 |")
 
 
 def _perplexity_of(method, results):
