@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from gradprobe_hf.bench.of_shapes import check_measurable, speed_of_decision
 from gradprobe_hf.checkpoint.push import check_push, check_repository_name, push_folder
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.checkpoint.write import Checkpoint, check_destination, check_room, write_checkpoint
@@ -134,6 +135,8 @@ def prune_pretrained(
         context = choosing_apart(context)
     if config.recovery_steps:
         check_trainable(context.model, f"recovery_steps={config.recovery_steps}")
+    if config.measure_speed:
+        check_measurable(context.model)
     rows = None
     if resume_dir is not None:
         check_begun(resume_dir, _identity(context), context.processes)
@@ -145,13 +148,13 @@ def prune_pretrained(
         context = reachable(context)
         decision = decide_pruning(context, judge)
         measured, metric = _measured(context, decision), _task_metric(context, decision)
+        speed = _speed(context, decision)
     recovered = None
     if config.recovery_steps:
         recovered = recovered_weights(context, decision, calibration, measured, resume_dir)
         measured = recovered.measured
     report = build_report(context, decision, measured, metric)
-    if recovered is not None:
-        report = replace(report, recovery=recovered.described)
+    report = replace(report, speed=speed, recovery=None if recovered is None else recovered.described)
     for warning in report.warnings:
         logger.warning(warning)
     result = PruneResult(
@@ -259,6 +262,14 @@ def _measured(context: RunContext, decision: PruningDecision) -> PairedMeasureme
         return None
     with context.stopwatch("evaluate"):
         return evaluate_pair(context, decision)
+
+
+def _speed(context: RunContext, decision: PruningDecision) -> dict[str, Any] | None:
+    """Speed and memory of what is left beside the dense model's, where that is asked for."""
+    if not context.config.measure_speed:
+        return None
+    with context.stopwatch("speed"):
+        return speed_of_decision(context, decision).to_dict()
 
 
 def _task_metric(context: RunContext, decision: PruningDecision) -> dict[str, Any] | None:

@@ -7,20 +7,25 @@ import json
 import pickle
 import time
 import zlib
+from contextlib import contextmanager
+from functools import partial
 from statistics import median
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import LlamaForCausalLM
 
-from gradprobe_hf import bench_pretrained
-from gradprobe_hf.bench.bench import WARMUP, _prompt_length, measured_rounds
+from gradprobe_hf import GradProbeConfig, bench_pretrained, prune_pretrained
+from gradprobe_hf.bench.bench import WARMUP, _prompt_length, measured, measured_rounds
 from gradprobe_hf.bench.result import BenchRow, Timing
 from gradprobe_hf.bench.subject import Facts, Generated, Subject, Workload
 from gradprobe_hf.bench.worker import serve
 from gradprobe_hf.checkpoint import file_sizes
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.cli.main import main
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.report.speed import times_as_fast
 from tests import cases
 
 WORK = Workload(prompt_length=8, new_tokens=4)
@@ -93,7 +98,8 @@ def test_models_take_turns_and_the_first_rounds_do_not_count():
 
 def test_ratios_are_of_the_rounds():
     def row(values, bytes_):
-        return BenchRow("m", "C", 100 * bytes_, "float32", bytes_, None, 4 * bytes_, Timing.of(values))
+        timed = Timing.of(values)
+        return BenchRow("m", "C", 100 * bytes_, "float32", 4 * bytes_, timed, file_bytes=bytes_)
 
     first, second = row([1.0, 10.0, 4.0], 8), row([2.0, 11.0, 4.0], 2)
     ratios = second.beside(first).ratios
@@ -192,6 +198,98 @@ def test_what_cannot_be_measured_is_refused_before_a_process_is_started(monkeypa
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             bench_pretrained(models, **options)
+
+
+class Here:
+    """A worker in this process."""
+
+    def __init__(self, made_by):
+        method, *values, options = made_by
+        self.subject = getattr(Subject, method)(*values, **options)
+
+    def ask(self, method, *values):
+        found = getattr(self.subject, method)
+        return found(*values) if callable(found) else found
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Shapes are measured by few rounds and no process."""
+
+    @contextmanager
+    def started(names, made_by):
+        yield [Here(one) for one in made_by]
+
+    monkeypatch.setattr("gradprobe_hf.bench.of_shapes.started", started)
+    monkeypatch.setattr("gradprobe_hf.bench.of_shapes.measured", partial(measured, new_tokens=2, repeats=2))
+
+
+def pruned(config, folder=None, name="llama"):
+    text = cases.batches("llama", rows=8)
+    model = cases.build(name)
+    return prune_pretrained(model, config, calibration=text, evaluation=text, output_dir=folder, progress=False)
+
+
+def test_a_smaller_model_says_how_fast_it_is(in_this_process, tmp_path):
+    result = pruned(GradProbeConfig(structure={"ffn": 8}, update="none", measure_speed=True), tmp_path / "made")
+    dense, smaller = result.report.speed["rows"]
+    sizes = result.report.structure["parameters"]
+    assert [dense["parameters"], smaller["parameters"]] == [sizes["before"], sizes["after"]]
+    assert smaller["file_bytes"] == 4 * sizes["after"]
+    assert smaller["model"] == "8 FFN channels of every block"
+    assert len(smaller["tokens_per_second"]["values"]) == 2
+    card = (tmp_path / "made" / "README.md").read_text()
+    ratio = smaller["ratios"]["tokens_per_second"]
+    assert f"| tokens per second | {dense['tokens_per_second']['median']:,.1f} | " in card
+    assert f"({ratio:.2f} x) |" in card
+    assert "**Speed.** One text at a time, of which 62 tokens are read and 2 written" in card
+    assert not (tmp_path / "made" / "assets" / "speed.png").exists()  # two points are no picture
+    assert Report.load(tmp_path / "made").speed == result.report.speed
+
+
+def test_shapes_that_were_tried_stand_in_a_picture(in_this_process, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 2)
+    config = GradProbeConfig(structure="auto", params=0.95, update="none", measure_speed=True)
+    report = pruned(config, tmp_path / "made").report
+    tried = [one for one in report.structure["candidates"] if one["loss"] is not None]
+    assert [row["parameters"] for row in report.speed["rows"]] == [
+        report.structure["parameters"]["before"],
+        *(one["parameters"] for one in tried),
+    ]
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert f"| nothing | {report.model['parameters']:,} | {report.structure['dense_loss']:.4f} | 1.00 x |" in card
+    assert "![Loss against speed](assets/speed.png)" in card
+    assert (tmp_path / "made" / "assets" / "speed.png").stat().st_size > 10_000
+
+
+def test_a_whole_text_is_compared():
+    def row(first, rates):
+        times = {"first_token_seconds": {"values": first}, "tokens_per_second": {"values": rates}}
+        return times | {"prefill_seconds": {"values": first}}
+
+    rows = [row([2.0, 4.0, 2.0], [1.0, 1.0, 1.0]), row([1.0, 2.0, 2.0], [2.0, 2.0, 1.0])]
+    assert times_as_fast({"rows": rows, "new_tokens": 5}, rows[1]) == 2.0  # 6/3, 8/4, 6/6
+    for one in rows:
+        one["tokens_per_second"] = None
+    assert times_as_fast({"rows": rows, "new_tokens": 5}, rows[1]) == 2.0  # 2/1, 4/2, 1
+
+
+def test_speed_that_cannot_be_measured_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.pruning.open_run", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr(LlamaForCausalLM, "__module__", "__main__")
+    with pytest.raises(
+        ValueError, match=r"measure_speed makes .* cannot import __main__.Llama.*: leave measure_speed out"
+    ):
+        pruned(GradProbeConfig(structure={"ffn": 8}, measure_speed=True))
+    with pytest.raises(ValueError, match="measure_speed=True has no effect here: it belongs to structure"):
+        GradProbeConfig(measure_speed=True)
+
+
+@pytest.mark.slow
+def test_shapes_are_measured_by_processes_of_their_own():
+    speed = pruned(GradProbeConfig(structure={"ffn": 8}, update="none", measure_speed=True)).report.speed
+    assert speed["repeats"] == 10
+    assert all(row["peak_memory_bytes"] > 0 for row in speed["rows"])
 
 
 @pytest.mark.slow

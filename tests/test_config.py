@@ -170,6 +170,7 @@ OWNED = {
     "spike_limit": (0.5, {"probes": 2}, {"rule": "threshold"}),
     "importance": ("fisher", {"structure": {"ffn": 0.3}}, {"structure": {"blocks": 1}}),
     "structure_rounds": (3, {"structure": {"experts": 2}}, {"structure": {"ffn": 0.3}}),
+    "measure_speed": (True, {"structure": {"blocks": 1}}, {}),
     "dense_target": (0.75, {"score": "random", "update": "least_squares"}, {"probes": 2}),
     "damping": (0.5, {"update": "sparsegpt"}, {"score": "wanda"}),
     "checkpointing": (True, {}, {"score": "magnitude"}),

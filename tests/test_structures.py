@@ -169,6 +169,7 @@ def test_a_whole_run_from_the_configuration_to_the_checkpoint(tmp_path):
     assert f"{loaded.num_parameters():,}" in card
     assert f"| {4 * before / 1e6:,.1f} | {stored / 1e6:,.1f}" in card
     assert "no smaller" not in card
+    assert "The speed was **not measured** in this run" in card
     assert GradProbeConfig.from_pretrained(tmp_path / "made") == config
 
 

@@ -70,13 +70,25 @@ def bench_pretrained(
     if torch.cuda.is_available():
         from_pretrained_kwargs.setdefault("device_map", "cuda")
     source = {key: value for key, value in from_pretrained_kwargs.items() if key in ("revision", "cache_dir")}
-    with _workers(names, from_pretrained_kwargs) as workers:
-        facts = [worker.ask("facts") for worker in workers]
-        work = Workload(_prompt_length(names, facts, prompt_length, new_tokens), new_tokens)
-        rounds = measured_rounds(workers, facts, work, repeats, progress)
-        memory = [worker.ask("peak_bytes") for worker in workers]
-    sizes = [_sizes(name, source) for name in names]
-    rows = [_row(*one) for one in zip(names, facts, sizes, memory, rounds, strict=True)]
+    with started(names, [("load", name, from_pretrained_kwargs) for name in names]) as workers:
+        found = measured(names, workers, prompt_length, new_tokens, repeats, progress)
+    return found.with_sizes([_sizes(name, source) for name in names])
+
+
+def measured(
+    names: Sequence[str],
+    workers: Sequence[Asked],
+    prompt_length: int | None = None,
+    new_tokens: int = NEW,
+    repeats: int = REPEATS,
+    progress: bool = True,
+) -> BenchResult:
+    """What is measured of models that are there; without the sizes of their files. Args: as `bench_pretrained`."""
+    facts = [worker.ask("facts") for worker in workers]
+    work = Workload(_prompt_length(names, facts, prompt_length, new_tokens), new_tokens)
+    rounds = measured_rounds(workers, facts, work, repeats, progress)
+    memory = [worker.ask("peak_bytes") for worker in workers]
+    rows = [_row(*one) for one in zip(names, facts, memory, rounds, strict=True)]
     return BenchResult(
         rows=[row.beside(rows[0]) for row in rows],
         prompt_length=work.prompt_length,
@@ -103,11 +115,16 @@ def _checked_names(models: Any) -> list[str]:
 
 
 @contextmanager
-def _workers(names: Sequence[str], from_pretrained_kwargs: Mapping[str, Any]) -> Iterator[list[Worker]]:
+def started(names: Sequence[str], made_by: Sequence[tuple[Any, ...]]) -> Iterator[list[Worker]]:
+    """A worker for each model, ended with the `with`.
+
+    Args:
+        made_by: of each the method that makes it and its arguments, the last of them by name.
+    """
     with ExitStack() as stack:
         workers = []
-        for name in names:
-            workers.append(Worker(name, from_pretrained_kwargs))
+        for name, (method, *values, options) in zip(names, made_by, strict=True):
+            workers.append(Worker(name, method, *values, **options))
             stack.callback(workers[-1].stop)
         yield workers
 
@@ -167,16 +184,13 @@ def _sizes(name: str, source: Mapping[str, Any]) -> FileSizes | None:
     return FileSizes.of(files) if files else None
 
 
-def _row(name: str, facts: Facts, sizes: FileSizes | None, memory: int, rounds: Mapping[str, list[float]]) -> BenchRow:
+def _row(name: str, facts: Facts, memory: int, rounds: Mapping[str, list[float]]) -> BenchRow:
     timings: dict[str, Any] = {measurement: Timing.of(values) for measurement, values in rounds.items()}
     return BenchRow(
         model=name,
         cls=facts.cls,
         parameters=facts.parameters,
         dtype=facts.dtype,
-        file_bytes=sizes.stored if sizes else None,
-        zstd_bytes=sizes.zstd if sizes else None,
-        hub_bytes=sizes.hub if sizes else None,
         peak_memory_bytes=memory,
         **timings,
     )

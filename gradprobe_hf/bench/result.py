@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from gradprobe_hf.checkpoint.file_sizes import FileSizes
 from gradprobe_hf.report.report import finite
 
 COUNTED = ("parameters", "file_bytes", "zstd_bytes", "hub_bytes", "peak_memory_bytes")
@@ -53,12 +54,12 @@ class BenchRow:
     cls: str
     parameters: int
     dtype: str
-    file_bytes: int | None
-    zstd_bytes: int | None
     peak_memory_bytes: int
     prefill_seconds: Timing
     first_token_seconds: Timing | None = None
     tokens_per_second: Timing | None = None
+    file_bytes: int | None = None
+    zstd_bytes: int | None = None
     hub_bytes: int | None = None
     ratios: dict[str, float] = field(default_factory=dict)
 
@@ -88,6 +89,14 @@ class BenchResult:
     device: str
     threads: int
     versions: dict[str, str]
+
+    def with_sizes(self, sizes: Sequence[FileSizes | None]) -> BenchResult:
+        """The same with what the files of each model take; None of one that has none."""
+        rows = [
+            row if one is None else replace(row, file_bytes=one.stored, zstd_bytes=one.zstd, hub_bytes=one.hub)
+            for row, one in zip(self.rows, sizes, strict=True)
+        ]
+        return replace(self, rows=[row.beside(rows[0]) for row in rows])
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""

@@ -80,6 +80,12 @@ class Subject:
         before = psutil.Process().memory_info().rss
         return cls(load_model(name, **from_pretrained_kwargs), before)
 
+    @classmethod
+    def of_config(cls, model_class: type[PreTrainedModel], config: Any, dtype: torch.dtype, device: str) -> Subject:
+        """A model with random weights."""
+        before = psutil.Process().memory_info().rss
+        return cls(model_class._from_config(config, dtype=dtype).to(device), before)
+
     @property
     def facts(self) -> Facts:
         model = self.model

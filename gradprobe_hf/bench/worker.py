@@ -10,7 +10,6 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,14 +22,15 @@ class Worker:
     """A process with one model.
 
     Args:
-        name: of the model.
-        from_pretrained_kwargs: as for `load`.
+        name: of the model, for errors.
+        made_by: the class method of `Subject` that makes it, `"load"` or `"of_config"`.
+        values, options: its arguments.
 
     Raises:
-        ValueError, OSError, ...: what loading it raises.
+        ValueError, OSError, ...: what making it raises.
     """
 
-    def __init__(self, name: str, from_pretrained_kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, name: str, made_by: str, *values: Any, **options: Any) -> None:
         self.name = name
         # This package is found as it was found here, wherever that is.
         found = os.pathsep.join([str(Path(gradprobe_hf.__path__[0]).parent), *filter(None, [os.getenv("PYTHONPATH")])])
@@ -41,7 +41,7 @@ class Worker:
             env={**os.environ, "PYTHONPATH": found},
         )
         try:
-            self.ask("load", name, **from_pretrained_kwargs)
+            self.ask(made_by, *values, **options)
         except BaseException:
             self.stop()
             raise
@@ -94,7 +94,7 @@ def serve(source: BinaryIO, out: BinaryIO) -> None:
         try:
             found = getattr(subject, method)
             answer = found(*values, **options) if callable(found) else found
-            if method == "load":
+            if isinstance(answer, Subject):
                 subject, answer = answer, None
             answered = pickle.dumps((answer, None))
         except Exception as error:  # whatever it is, it is raised where it was asked for

@@ -18,6 +18,7 @@ from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.report.next_choice import next_choices
 from gradprobe_hf.report.report import Group, Report, finite
+from gradprobe_hf.report.speed import measurements, protocol, times_as_fast
 from gradprobe_hf.structures.table import shape_words
 
 
@@ -33,6 +34,8 @@ def print_pruning(report: Report, output: str) -> None:
     else:
         _add_shapes(table, report.structure)
     _add_files(table, report.files)
+    for row in measurements(report.speed) if report.speed else ():
+        table.add_row(*row)
     if report.evaluation:
         key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
@@ -61,7 +64,9 @@ def print_pruning(report: Report, output: str) -> None:
         )
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
-    if report.structure is not None:
+    if report.speed is not None:
+        out.print(f"speed: {protocol(report.speed)}", style="dim")
+    elif report.structure is not None:
         out.print(f"how fast it is here: gradprobe bench DENSE {output}")
     for choice in next_choices(GradProbeConfig.from_dict(report.config), writes):
         out.print(choice)
@@ -131,6 +136,9 @@ def _print_candidates(out: Console, report: Report) -> None:
     if any(one["estimated"] is not None for one in tried):
         columns["estimated loss"] = lambda one: "-" if one["estimated"] is None else f"{one['estimated']:.4f}"
     columns["loss (nats)"] = lambda one: f"{one['loss']:.4f}"
+    if speed := report.speed:
+        faster = {row["model"]: f"{times_as_fast(speed, row):.2f} x" for row in speed["rows"]}
+        columns["speed"] = lambda one: faster[shape_words(one["removed"])]
     table = table_of("shapes tried, without", *columns)
     for one in tried:
         table.add_row(shape_words(one["removed"]), *(shown(one) for shown in columns.values()))

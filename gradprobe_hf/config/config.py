@@ -175,6 +175,9 @@ class GradProbeConfig:
         evaluation_protocol: how an evaluation text is cut: into `"windows"` that are drawn from it, or as in a
             `"paper"` (GPTQ, SparseGPT, Wanda), whole, in consecutive windows of the model's context, at most 2,048
             tokens. The latter's default text is WikiText-2's raw test split.
+        measure_speed: time what is left with `structure`, and its memory, beside the dense model, for report and card:
+            models of these shapes with random weights read and write a text in turns, as in `gradprobe bench`. With
+            `"auto"` all shapes that were tried.
         seed: seed of calibration windows, random scores and generated text.
         batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
         checkpointing: recompute each block in the backward pass instead of storing its activations. `"auto"`: where
@@ -237,6 +240,7 @@ class GradProbeConfig:
     add_special_tokens: bool = True
     evaluation_samples: int | None = None
     evaluation_protocol: EvaluationProtocol = "windows"
+    measure_speed: bool = False
     seed: int = 0
     # With which memory; no result depends on these but by rounding.
     batch_size: int | Literal["auto"] = 4
@@ -792,6 +796,10 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "structure_rounds": (
         lambda c: c.weighs_gates or "experts" in c.amounts,
         "importance='fisher' or 'taylor', or structure={'experts': ...}",
+    ),
+    "measure_speed": (
+        lambda c: c.structure is not None,
+        "structure: zeros are stored, and computed with, like any weight",
     ),
     "damping": (lambda c: c.updates or c.weighs_inputs, "a weight update (update='admm', ...)"),
     "recovery_learning_rate": (lambda c: c.recovery_steps > 0, "recovery_steps"),

@@ -46,7 +46,7 @@ CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
     "accumulator_device": get_args(AccumulatorDevice),
     "evaluation_protocol": get_args(EvaluationProtocol),
 }
-SWITCHES = ("add_special_tokens", "assistant_only_loss", "packing")
+SWITCHES = ("add_special_tokens", "assistant_only_loss", "measure_speed", "packing")
 TEXTS = ("text_column", "text_template", "document_separator")
 WHOLE = {  # the least of each
     "num_samples": 1,

@@ -174,6 +174,7 @@ def _smaller(context: RunContext, removal: Removal, diagnostics: Diagnostics) ->
         "blocks": [block for block in removal.plan.blocks if block in removal.blocks],
         "without": diagnostics.blocks_without,
         "candidates": diagnostics.shapes,
+        "dense_loss": diagnostics.dense_loss,
         "latency": diagnostics.latency,
         # `head_dim` may be written down now, and be what it was before.
         "before": {name: before.get(name) for name in after if before.get(name) != after[name]},

@@ -12,6 +12,8 @@ import numpy as np
 
 from gradprobe_hf.model.families import stack_of, tower_names
 from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
+from gradprobe_hf.report.speed import times_as_fast
+from gradprobe_hf.structures.table import shape_words
 
 # Imported where it draws: a run without pictures does not pay for it.
 if TYPE_CHECKING:
@@ -28,6 +30,8 @@ def save_plots(report: Report, directory: Path) -> list[Path]:
     figures = {"sparsity.png": sparsity_figure(report)}
     if has_perplexities(report):
         figures["perplexity.png"] = perplexity_figure(report)
+    if report.speed is not None and report.structure is not None and report.structure["candidates"]:
+        figures["speed.png"] = speed_figure(_tried_shapes(report), "loss on held-out calibration text, nats")
     paths = []
     for name, figure in figures.items():
         FigureCanvasAgg(figure)
@@ -138,6 +142,40 @@ def perplexity_figure(report: Report) -> Figure:
     axes.set_xlim(0, max(values) * 1.18)
     axes.set_title("Perplexity, lower is better", loc="left", color=INK, fontsize=11)
     axes.set_xlabel(f"on {report.evaluation['source']}", color=MUTED, fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def _tried_shapes(report: Report) -> list[tuple[str, float, float]]:
+    """The dense model and the shapes that were tried for a budget, the one that was taken first."""
+    assert report.speed is not None, "asked for where there is one"
+    assert report.structure is not None, "it has shapes"
+    dense, *rows = report.speed["rows"]
+    losses = {shape_words(one["removed"]): one["loss"] for one in report.structure["candidates"]}
+    shown = [(dense, report.structure["dense_loss"]), *((row, losses[row["model"]]) for row in rows)]
+    return [(row["model"], times_as_fast(report.speed, row), loss) for row, loss in shown if loss is not None]
+
+
+def speed_figure(points: Sequence[tuple[str, float, float]], measured: str) -> Figure:
+    """Loss against speed: down and to the right is better.
+
+    Args:
+        points: name, times as fast as the dense model, and loss; the dense model first, then what is marked.
+        measured: what the loss is.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
+    axes = figure.add_subplot()
+    shown = [point for point in points if math.isfinite(point[2])]
+    colors = [INK if point is points[0] else PRUNED if point is points[1] else DENSE for point in shown]
+    axes.scatter([speed for _, speed, _ in shown], [loss for _, _, loss in shown], c=colors, s=36, zorder=2)
+    for name, speed, loss in shown:
+        axes.annotate(name, (speed, loss), xytext=(6, 4), textcoords="offset points", color=INK, fontsize=8)
+    axes.margins(x=0.35, y=0.18)
+    axes.set_title("Loss against speed, down and right is better", loc="left", color=INK, fontsize=11)
+    axes.set_xlabel("speed of a text, times the dense model's", color=MUTED, fontsize=8)
+    axes.set_ylabel(measured, color=MUTED, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
 

@@ -89,7 +89,10 @@ class Report:
             out, `before` and `after`, the `epochs` it took, and the one `kept`.
         structure: what goes whole, where anything does: `removed`, structure -> how many, and `blocks` by name; the
             values of the configuration and the number of `parameters` before and after; the `candidates` where the
-            shape was chosen for a budget, that which was first; and its `latency`, where that was the budget.
+            shape was chosen for a budget, that which was first, and the `dense_loss` on what they were measured on; and
+            its `latency`, where that was the budget.
+        speed: with `measure_speed` what `BenchResult.to_dict` has: the dense model, the one that is left, and the other
+            candidates; of the last two with random weights.
         files: bytes of the weights on the disk, under `zstd`, and as the `hub` transfers them (None: not measured),
             once they are written; and as many as the dense ones have, `dense`.
         curve: sparsity, metric and its limit at each attempt of a search.
@@ -110,6 +113,7 @@ class Report:
     passes: dict[str, float] = field(default_factory=dict)
     refinement: dict[str, dict[str, float]] = field(default_factory=dict)
     structure: dict[str, Any] | None = None
+    speed: dict[str, Any] | None = None
     files: dict[str, int | None] | None = None
     curve: list[dict[str, Any]] = field(default_factory=list)
     timings: dict[str, float] = field(default_factory=dict)

@@ -25,6 +25,7 @@ class Diagnostics:
         shapes: those that meet a budget, the one that was chosen first: what is `removed`, the `parameters` and `bytes`
             that are left, the calibration loss (nats) that was `estimated`, and the `loss` of those that were tried;
             for a budget of latency the share of the dense model's that the table says.
+        dense_loss: of the dense model, where those were tried.
         latency: of the shape that was chosen for such a budget: the share that the `table` says, seconds of the `dense`
             model and of one of the `smaller` shape, their `ratio`, and what was timed.
         accumulator_bytes: size of the statistics `[out, in]` of the probe pair that had the most.
@@ -39,6 +40,7 @@ class Diagnostics:
     row_fisher: dict[str, list[float]] = field(default_factory=dict)
     blocks_without: list[dict[str, Any]] = field(default_factory=list)
     shapes: list[dict[str, Any]] = field(default_factory=list)
+    dense_loss: float | None = None
     latency: dict[str, Any] | None = None
     accumulator_bytes: int = 0
 

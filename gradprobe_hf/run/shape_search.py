@@ -119,6 +119,8 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
     losses: dict[int, float] = {}
     for number in tqdm(list(islice(legal, TRIED)), desc="shapes", disable=not context.progress, leave=False):
         losses[number] = _tried(on_rest, shapes[number], held_out, own, trial)
+    quiet = replace(context.workload_on(held_out), progress=False)
+    diagnostics.dense_loss = measure(quiet, "shapes").loss
     for kind, passes in own.passes.items():
         diagnostics.count(kind, passes * rest.samples / context.calibration.samples)
     if not any(map(math.isfinite, losses.values())):

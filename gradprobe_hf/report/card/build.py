@@ -19,6 +19,7 @@ from gradprobe_hf.report.card.shapes import shape_tables
 from gradprobe_hf.report.card.snippet import loading_snippet
 from gradprobe_hf.report.card.summary import extent, short_name, summary
 from gradprobe_hf.report.report import Report
+from gradprobe_hf.report.speed import measurements, protocol
 from gradprobe_hf.structures.budgets import BUDGETS
 
 
@@ -50,6 +51,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         calibrated_on=rows_read(report.calibration) if report.calibration else "",
         structure=shape_tables(report, config),
         files=size_of_files(report),
+        speed=report.speed and {"rows": measurements(report.speed), "protocol": protocol(report.speed)},
         config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
         dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,

@@ -6,6 +6,7 @@ from typing import Any
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.report.report import Report
+from gradprobe_hf.report.speed import times_as_fast
 from gradprobe_hf.structures.table import shape_words
 
 
@@ -20,15 +21,24 @@ def shape_tables(report: Report, config: GradProbeConfig) -> dict[str, Any] | No
         "saved": f"{saved(found):.1%}",
         "shapes": shapes,
         "blocks": ", ".join(f"`{block}`" for block in found["blocks"]),
-        "candidates": [
-            (shape_words(one["removed"]), f"{one['parameters']:,}", f"{one['loss']:.4f}")
-            for one in found["candidates"]
-            if one["loss"] is not None
-        ],
+        "candidates": _candidates(report),
         "allowed": len(found["candidates"]),
         "budget": config.shape_budget,
         "latency": _latency(found.get("latency")),
     }
+
+
+def _candidates(report: Report) -> list[tuple[str, str, str, str]]:
+    """The dense model and the shapes that were tried: what goes, parameters, loss, and speed where it was measured."""
+    found, speed = report.structure or {}, report.speed
+    tried = [one for one in found["candidates"] if one["loss"] is not None]
+    if not tried:
+        return []
+    faster = {row["model"]: f"{times_as_fast(speed, row):.2f} x" for row in speed["rows"]} if speed else {}
+    dense = ("nothing", found["parameters"]["before"], found["dense_loss"], faster.get("dense", ""))
+    words = ((shape_words(one["removed"]), one) for one in tried)
+    rows = [(name, one["parameters"], one["loss"], faster.get(name, "")) for name, one in words]
+    return [(name, f"{count:,}", f"{loss:.4f}", fast) for name, count, loss, fast in (dense, *rows)]
 
 
 def saved(structure: dict[str, Any]) -> float:
