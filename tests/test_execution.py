@@ -141,11 +141,13 @@ def test_auto_batches_are_the_largest_that_fit_and_change_nothing(monkeypatch):
 def taking(monkeypatch, each, room):
     """Passes that are measured to take so many bytes a row, of so many that are free."""
 
+    real = measured_passes.measured_pass
+
     def measured(work, one):
-        found = measured_passes.measured_pass(work, one)
+        found = real(work, one)
         return dataclasses.replace(found, nbytes=each and 50 + each * found.rows)
 
-    monkeypatch.setattr(batch_size, "measured_pass", measured)
+    monkeypatch.setattr(measured_passes, "measured_pass", measured)
     monkeypatch.setattr(batch_size, "free_bytes", lambda _: room)
 
 
@@ -204,7 +206,7 @@ def test_auto_batches_have_all_statistics_beside_them(monkeypatch, rule, shares_
         sizes.append(sum(statistics.nbytes for statistics in held))
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(batch_size, "Statistics", remembered)
+    monkeypatch.setattr(measured_passes, "Statistics", remembered)
     monkeypatch.setattr(measured_passes, "run_probe", weighed)
     model = cases.build("llama")
     targets = find_targets(model)

@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 import gradprobe_hf
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.profiling import ProfileReport
+from gradprobe_hf.memory.measured_passes import MeasuredPass
+from gradprobe_hf.profiling import ProfileReport, pruning_passes
 from gradprobe_hf.profiling.findings import CHECKS
 from gradprobe_hf.profiling.observing.places import Place, place_of
 from gradprobe_hf.profiling.observing.schedule import Schedule
@@ -68,8 +69,14 @@ def test_a_pruning_run():
     memory = by_name["memory of the host"]
     assert 0.3 < memory.estimated / memory.measured < 3
     assert "| forward passes | 2 | 2 |" in report.markdown()
-    headroom = next(one for one in report.findings if one.kind == "batch headroom")
-    assert headroom.remedy.startswith("batch_size='auto'")
+    assert [one.times for one in seen.batches][:3] == [1, 2, 4]
+    assert all(one.failed is None and one.room > 2**20 for one in seen.batches)
+    assert seen.checkpointing is False
+    assert seen.other_checkpointing.gain > 0
+    assert [one.option for one in seen.options] == ["--batch-size", "--checkpointing", "accumulators, placement"]
+    assert (by_name["activations of 4 sequences"].estimated or 0) > by_name["activations of 1 sequences"].estimated
+    assert "| 1x, checkpointing on |" in report.markdown()
+    assert {"Options by these measurements", "Batch sizes"} <= {title for title, _, _ in report.tables()}
     assert "A batch of a probe takes" in report.markdown()
     again = ProfileReport.from_dict(json.loads(report.json()))
     assert again.markdown() == report.markdown()
@@ -80,6 +87,60 @@ def test_a_pruning_run_that_checkpoints():
     found = next(one for one in pruning(checkpointing=True).report.findings if one.kind == "checkpointing")
     assert 0 < found.share < 0.6
     assert "--checkpointing auto" in found.remedy
+
+
+def made_pass(rows, checkpointing, each, seconds):
+    taken = each * rows // (3 if checkpointing else 1)
+    return MeasuredPass(rows, checkpointing, taken, seconds(rows) * (1.4 if checkpointing else 1))
+
+
+@pytest.mark.parametrize(
+    ("own", "each", "seconds", "options", "times"),
+    [
+        # A larger batch is faster, and there is room; with checkpointing it is not faster.
+        ("auto", 10, lambda rows: 0.1 + rows / 100, ["64", "off, as it is"], [1, 2, 4, 64]),
+        # So is one that takes 10 s, and no larger one is tried.
+        ("auto", 10, lambda rows: 1 + rows / 10, ["28", "off, as it is"], [1, 2, 4, 28]),
+        ("auto", 100, lambda rows: 1 + rows / 10, ["8", "off, as it is"], [1, 2, 4, 8]),
+        # Only the first size fits.
+        ("auto", 600, lambda rows: 1 + rows / 10, ["1, as it is", "off, as it is"], [1, 2, 4]),
+        # All are as fast; without checkpointing it is faster.
+        (True, 10, lambda rows: rows / 100, ["1, as it is", "off"], [1, 2, 4, 64]),
+    ],
+)
+def test_what_passes_say_for_the_options(monkeypatch, own, each, seconds, options, times):
+    class Passes:
+        def __init__(self, *_):
+            pass
+
+        def run(self, batch, checkpointing):
+            return made_pass(len(batch["input_ids"]), checkpointing, each, seconds)
+
+    monkeypatch.setattr(pruning_passes, "ProbePasses", Passes)
+    monkeypatch.setattr(pruning_passes, "free_bytes", lambda _: 1000)
+    monkeypatch.setattr(pruning_passes, "activation_bytes", lambda *_, **__: each)
+    report = pruning(checkpointing=own).report
+    seen = report.observation
+    assert [one.value for one in seen.options][:2] == options
+    assert [one.times for one in seen.batches] == times
+    assert sum(one.failed is not None for one in seen.batches) == (2 if each == 600 else 0)
+    headroom = [one for one in report.findings if one.kind == "batch headroom"]
+    assert bool(headroom) == options[0].isdigit()
+    if own is True:
+        found = next(one for one in report.findings if one.kind == "checkpointing")
+        assert "Without it, a pass takes" in found.evidence
+        assert "1.40 times as many sequences" in found.evidence
+
+
+def test_checkpointing_where_memory_is_short():
+    """Hardly any is free, and nothing is computed again."""
+    seen = pruning().report.observation
+    full = replace(seen, memory=tuple(replace(one, free=one.process // 20) for one in seen.memory))
+    setup = replace(seen.setup, attention={"sdpa": 2})
+    (found,) = (one for one in ProfileReport(replace(full, setup=setup)).findings if one.kind == "checkpointing")
+    assert "no layer is computed again in backward. With it, a pass takes" in found.evidence
+    assert found.share is None
+    assert "checkpointing" not in {one.kind for one in ProfileReport(replace(seen, setup=setup)).findings}
 
 
 def test_a_pruning_run_by_inputs_alone():

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError
 
 from gradprobe_hf import prune_pretrained
-from gradprobe_hf.memory import batch_size
+from gradprobe_hf.memory import batch_size, measured_passes
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.run import snapshots
 from tests import cases
@@ -402,7 +402,7 @@ def test_the_largest_batch_is_not_looked_for_again(tmp_path, monkeypatch):
     first = batch_size.LARGEST_BATCH
     monkeypatch.setattr(batch_size, "LARGEST_BATCH", 4)
     interrupted(tmp_path / "state", sparsity=0.5, batch_size="auto")
-    monkeypatch.setattr(batch_size, "measured_pass", lambda *_: pytest.fail("looked for"))
+    monkeypatch.setattr(measured_passes, "measured_pass", lambda *_: pytest.fail("looked for"))
     unfinished = tmp_path / "state" / "process-0" / "probe-0-8.partial"
     unfinished.mkdir()
     (unfinished / "state.json").write_text('{"identity": {"rows')  # killed while it was written

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from accelerate.utils.memory import clear_device_cache
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
@@ -14,15 +13,11 @@ from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.passes import activation_bytes
 from gradprobe_hf.memory.accumulator_files import accumulator_files
 from gradprobe_hf.memory.checkpointing import ACTIVATIONS_SHARE, choose_checkpointing
-from gradprobe_hf.memory.measured_passes import MeasuredPass, free_bytes, leaves_room, measured_pass, promised_rows
-from gradprobe_hf.memory.memory_errors import is_out_of_memory
+from gradprobe_hf.memory.measured_passes import MeasuredPass, ProbePasses, free_bytes, leaves_room, promised_rows
 from gradprobe_hf.model.fsdp import is_sharded, plain_class
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
-from gradprobe_hf.probe.engine import ProbePass, Workload
-from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.scores.evidence import Term
 
 LARGEST_BATCH = 64
 FIRST = (1, 2, 4)  # rows that memory is measured at
@@ -74,12 +69,9 @@ class _Passes:
     """
 
     def __init__(self, context: RunContext, storage: AccumulatorStorage, shares_probe: bool) -> None:
-        model, targets, config = context.model, context.targets, context.config
-        row, terms = config.decision_row, config.needs.terms
-        # A second probe that keeps its own, or a shared first one that the others add to in a copy.
-        second: frozenset[Term] = frozenset(row.terms if row.keeps_second else ())
-        self._context, self._statistics = context, Statistics(targets, terms, model, storage)
-        self._beside = Statistics(targets, terms if shares_probe else second, model, storage)
+        model, config = context.model, context.config
+        self._context = context
+        self._passes = ProbePasses(model, context.targets, config, storage, context.loss_fn, shares_probe)
         self._checkpointing, _ = choose_checkpointing(model, config, 1, context.calibration.longest)
         self.measured: list[MeasuredPass] = []
         self.failed: list[int] = []
@@ -139,18 +131,10 @@ class _Passes:
 
     def _pass(self, rows: int) -> MeasuredPass | None:
         """None: out of memory."""
-        context = self._context
-        first = context.calibration.in_batches_of(rows).items[0]
-        work = Workload(context.model, [first], context.loss_fn, self._checkpointing, progress=False)
-        try:
-            return measured_pass(work, ProbePass(context.targets, self._statistics))
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-        # The error's frames hold tensors: only behind it they can be freed.
-        clear_device_cache(garbage_collection=True)
-        self.failed.append(rows)
-        return None
+        first = self._context.calibration.in_batches_of(rows).items[0]
+        found = self._passes.run(first, self._checkpointing)
+        self.failed += [rows] * (found is None)
+        return found
 
 
 def first_guess(model: PreTrainedModel, config: GradProbeConfig, samples: int, length: int) -> int:

@@ -7,18 +7,27 @@ thrown away.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils.memory import clear_device_cache
+from transformers import PreTrainedModel
 
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.estimation.growth import most_that_fit
 from gradprobe_hf.estimation.machine import available_bytes, process_bytes
 from gradprobe_hf.estimation.peak import begin_peak, peak_bytes
+from gradprobe_hf.memory.memory_errors import is_out_of_memory
+from gradprobe_hf.model.loss import Batch, LossFunction
 from gradprobe_hf.model.parameters import input_device
+from gradprobe_hf.model.targets import Target
+from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
+from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.runtime.stopwatch import return_free_memory
+from gradprobe_hf.scores.evidence import Term
 
 SHARE = 0.8  # of free memory, that what was measured of smaller batches may promise a larger one
 
@@ -36,6 +45,43 @@ class MeasuredPass:
     checkpointing: bool
     nbytes: int | None
     seconds: float
+
+
+class ProbePasses:
+    """Passes of a run's probe, beside all statistics that the run keeps.
+
+    Args:
+        storage: where accumulators are kept.
+        shares_probe: the first probe's statistics are kept for other configurations, beside those of each.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        targets: Sequence[Target],
+        config: GradProbeConfig,
+        storage: AccumulatorStorage,
+        loss_fn: LossFunction | None = None,
+        shares_probe: bool = False,
+    ) -> None:
+        row, terms = config.decision_row, config.needs.terms
+        # A second probe that keeps its own, or a shared first one that the others add to in a copy.
+        second: frozenset[Term] = frozenset(row.terms if row.keeps_second else ())
+        self._model, self._targets, self._loss_fn = model, targets, loss_fn
+        self._statistics = Statistics(targets, terms, model, storage)
+        self._beside = Statistics(targets, terms if shares_probe else second, model, storage)
+
+    def run(self, batch: Batch, checkpointing: bool) -> MeasuredPass | None:
+        """One pass; None: out of memory."""
+        work = Workload(self._model, [batch], self._loss_fn, checkpointing, progress=False)
+        try:
+            return measured_pass(work, ProbePass(self._targets, self._statistics))
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # The error's frames hold tensors: only behind it they can be freed.
+        clear_device_cache(garbage_collection=True)
+        return None
 
 
 def measured_pass(work: Workload, one: ProbePass) -> MeasuredPass:

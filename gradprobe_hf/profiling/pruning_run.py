@@ -15,6 +15,7 @@ from gradprobe_hf.estimation.machine import process_bytes
 from gradprobe_hf.profiling.observing.observation import Observation, RunStage
 from gradprobe_hf.profiling.observing.recorder import Recorder
 from gradprobe_hf.profiling.observing.schedule import Schedule
+from gradprobe_hf.profiling.pruning_passes import with_passes
 from gradprobe_hf.profiling.report import ProfileReport
 from gradprobe_hf.report.against_estimate import Expectation, against_estimate, estimate_of
 from gradprobe_hf.runtime.stopwatch import listening
@@ -40,13 +41,17 @@ def shortened(config: GradProbeConfig, schedule: Schedule) -> GradProbeConfig:
         ValueError: the size of a batch is not known beforehand.
     """
     if config.batch_size == "auto":
-        raise ValueError("batch_size='auto' is chosen while a run goes: give the size of a batch to profile, like 4.")
+        raise ValueError(
+            "batch_size='auto' is chosen while a run goes: give the size of a batch to profile, like 4. Larger ones "
+            "are measured beside it."
+        )
     samples = min(config.num_samples, schedule.steps * config.batch_size)
     return GradProbeConfig.from_dict(config.to_dict() | {"num_samples": samples})
 
 
 def profile_pruning(prune: Callable[[], Any], schedule: Schedule = SHORT) -> PruningProfile:
-    """What `prune` does, which returns what `prune_pretrained` does, and which need not come to its end.
+    """What `prune` does, which returns what `prune_pretrained` does, and which need not come to its end; behind it
+    passes of its probe at several sizes.
 
     A step is a batch of a probe, or of a pass that observes inputs. Whatever it raises but Ctrl-C is raised here.
     """
@@ -58,7 +63,12 @@ def profile_pruning(prune: Callable[[], Any], schedule: Schedule = SHORT) -> Pru
     except KeyboardInterrupt:
         return PruningProfile(ProfileReport(watch.observation(complete=False)), interrupted=True)
     seen = replace(watch.observation(complete=True), expected=_expected(result, base))
-    return PruningProfile(ProfileReport(seen))
+    if result is None or watch.last_batch is None:
+        return PruningProfile(ProfileReport(seen))
+    try:
+        return PruningProfile(ProfileReport(with_passes(seen, result, watch.last_batch)))
+    except KeyboardInterrupt:
+        return PruningProfile(ProfileReport(seen), interrupted=True)
 
 
 def _expected(result: PruneResult | None, base: int) -> tuple[Expectation, ...]:
@@ -72,7 +82,7 @@ def _expected(result: PruneResult | None, base: int) -> tuple[Expectation, ...]:
 
 
 class _RunWatch:
-    """A listener to a run's stages and batches, from `__enter__` to `__exit__`."""
+    """A listener to a run's stages and batches, from `__enter__` to `__exit__`; it keeps the last batch."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -81,6 +91,7 @@ class _RunWatch:
         self._stages: list[RunStage] = []
         self._open: list[str] = []
         self._of_batches: str | None = None
+        self.last_batch: Any = None
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
@@ -108,6 +119,7 @@ class _RunWatch:
             # The batch that only tells what the text reaches comes before any probe.
             self._of_batches = stage
             self._recorder.begin_again()
+        self.last_batch = batch
         self._recorder.saw(batch)
         self._recorder.follow(model)
         self._recorder.step()

@@ -107,6 +107,7 @@ class ProfileReport:
             "modules": [asdict(one) for one in self.observation.modules],
             "device_busy": self.observation.busy,
             "batches": [asdict(one) for one in self.observation.batches],
+            "options": [asdict(one) for one in self.observation.options],
             "batch_limit": self.observation.batch_limit,
             "fixes": [one.to_dict() for one in self.fixes],
             "observed": self.observation.to_dict(),
@@ -221,6 +222,11 @@ class ProfileReport:
                 ["change", "gain", "rounds", "loss", "memory", "verdict", "how"],
                 [_tried(one) for one in self.fixes],
             ),
+            (
+                "Options by these measurements",
+                ["option", "value", "why"],
+                [[one.option, one.value, one.why] for one in seen.options],
+            ),
             ("Batch sizes", ["batch", "samples a step", "gain", "memory at its peak", "of"], _batches(seen)),
             ("Not evaluable", ["kind", "why"], _by_reason(self.not_evaluable)),
             (
@@ -267,16 +273,19 @@ def _tried(fix: Fix) -> list[str]:
 
 
 def _batches(seen: Observation) -> list[list[str]]:
-    """A row for each batch that was tried."""
+    """A row for each batch that was tried, and for the run's own with checkpointing the other way."""
+    rows = [(f"{one.times}x", one) for one in seen.batches]
+    if seen.other_checkpointing is not None:
+        rows.append((f"1x, checkpointing {'off' if seen.checkpointing else 'on'}", seen.other_checkpointing))
     return [
         [
-            f"{one.times}x",
+            name,
             "-" if one.samples is None else f"{one.samples:.4g}",
             "-" if one.gain is None else f"{one.gain:.2f}",
             "-" if one.memory is None else _gib(one.memory),
             f"not had: {one.failed}" if one.failed else "-" if one.room is None else _gib(one.room),
         ]
-        for one in seen.batches
+        for name, one in rows
     ]
 
 

@@ -18,6 +18,7 @@ class _Lines:
         evidence: behind what was called, how often and for how long; {detail}, {asked} and {waits} are filled in.
         least_steps: with at least one call.
         least_a_step: calls a step, on average.
+        library_remedy: where a library makes the call on behalf of the line; "": the same.
     """
 
     name: str
@@ -26,6 +27,7 @@ class _Lines:
     remedy: str
     least_steps: int = 1
     least_a_step: float = 0.0
+    library_remedy: str = ""
 
     def find(self, seen: Observation) -> list[Finding]:
         return [self._of(seen, call) for call in seen.calls if call.kind == self.calls and self._counts(seen, call)]
@@ -38,7 +40,8 @@ class _Lines:
         asked = seen.setup.asked if seen.setup else None
         more = self.evidence.format(detail=call.detail, asked=asked, waits=_waits(seen))
         via = f" in {call.place.through}" if call.place and call.place.through else ""
-        return finding(self.name, call.place, call.seconds / median(seen.timed), often + via + more, self.remedy)
+        remedy = self.library_remedy if via and self.library_remedy else self.remedy
+        return finding(self.name, call.place, call.seconds / median(seen.timed), often + via + more, remedy)
 
 
 def _waits(seen: Observation) -> str:
@@ -52,6 +55,8 @@ _SYNCHRONIZATION = _Lines(
     "synchronization",
     "; {waits}",
     "keep it as a tensor (total += loss.detach()), and read it every 50 steps or at the end",
+    library_remedy="a library reads it on behalf of this line: an option of it may leave that out, or do it every 50 "
+    "steps (logging_steps); else it is the library's to change",
 )
 _PRINT = _Lines(
     "print",

@@ -6,6 +6,7 @@ from gradprobe_hf.profiling.findings.finding import Check, Finding, finding, gig
 from gradprobe_hf.profiling.observing.observation import BatchSize, Observation
 
 _ROOM = 0.5  # of the device's memory, free at the worst moment that was seen: then there is something to try
+_SHORT = 0.1  # of the memory, free at the worst moment: then a model should keep less
 _FASTER = 1.05  # times as many samples a second; less is no reason for another batch
 _LARGER_IN_RUN = (
     "batch_size='auto' takes the largest that fits (--batch-size auto); --batch-size behind the -- of gradprobe "
@@ -14,10 +15,13 @@ _LARGER_IN_RUN = (
 
 
 def _recomputation(seen: Observation) -> list[Finding]:
-    assert seen.setup is not None
     free = _least_free(seen)
-    if not seen.recomputed or free is None or free < _taken(seen):
+    assert free is not None
+    if not seen.recomputed:
+        return _without_recomputation(seen, free)
+    if free < _taken(seen):
         return []
+    assert seen.setup is not None
     layers = f"{seen.setup.checkpointed} layers are" if seen.setup.checkpointed else "something is"
     return [
         finding(
@@ -25,13 +29,46 @@ def _recomputation(seen: Observation) -> list[Finding]:
             None,
             seen.recomputed,
             f"{layers} computed again in backward, by a clock on each module; {gigabytes(free)} were free at the end "
-            f"of the fullest step, more than is in use",
+            f"of the fullest step, more than is in use{_other_way(seen)}",
             "checkpointing=False, or 'auto', which keeps it where activations do not fit (--checkpointing auto)"
             if seen.run
-            else "model.gradient_checkpointing_disable(), gradient_checkpointing=False in TrainingArguments; if the "
-            "activations do not fit then, checkpoint every second layer",
+            else "model.gradient_checkpointing_disable(), gradient_checkpointing=False in TrainingArguments (gradprobe "
+            "profile script ... --fix checkpointing measures it); if the activations do not fit then, checkpoint every "
+            "second layer",
         )
     ]
+
+
+def _without_recomputation(seen: Observation, free: int) -> list[Finding]:
+    """Where memory is short, and a model could keep less."""
+    assert seen.setup is not None
+    if free >= _SHORT * (free + _taken(seen)) or not seen.setup.attention:
+        return []
+    return [
+        finding(
+            "checkpointing",
+            None,
+            None,
+            f"{gigabytes(free)} were free at the fullest, {gigabytes(_taken(seen))} are in use, and no layer is "
+            f"computed again in backward{_other_way(seen)}",
+            "checkpointing=True (--checkpointing on), or a smaller batch"
+            if seen.run
+            else "model.gradient_checkpointing_enable(), gradient_checkpointing=True in TrainingArguments: gradprobe "
+            "profile script ... --fix checkpointing measures its memory and time",
+        )
+    ]
+
+
+def _other_way(seen: Observation) -> str:
+    """What was measured of a pass with checkpointing switched."""
+    other = seen.other_checkpointing
+    if other is None or other.gain is None or other.memory is None or not seen.batches[0].memory:
+        return ""
+    switched = "without" if seen.checkpointing else "with"
+    return (
+        f". {switched.capitalize()} it, a pass takes {gigabytes(other.memory)} where it took "
+        f"{gigabytes(seen.batches[0].memory)}, and {other.gain:.2f} times as many sequences a second"
+    )
 
 
 def _headroom(seen: Observation) -> list[Finding]:
@@ -128,6 +165,8 @@ def _fitting(seen: Observation) -> list[BatchSize]:
 
 
 MEMORY = {
-    "checkpointing": Check("activations are computed again while memory is free", _recomputed, _recomputation),
+    "checkpointing": Check(
+        "activations are computed again while memory is free, or are kept where it is not", _recomputed, _recomputation
+    ),
     "batch headroom": Check("a larger batch would fit", _sized, _headroom),
 }

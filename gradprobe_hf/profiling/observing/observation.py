@@ -182,6 +182,15 @@ class BatchSize:
 
 
 @dataclass(frozen=True)
+class RunOption:
+    """What measurements say for an option of a pruning run: its value, "as it is" where that is best, and why."""
+
+    option: str
+    value: str
+    why: str
+
+
+@dataclass(frozen=True)
 class RankStages:
     """One process of several: seconds of each stage in a timed step, on average."""
 
@@ -226,6 +235,9 @@ class Observation:
     run: stages of a pruning run, in the order in which they ended; without the seconds that watching added.
     batches: sizes that were tried, the smallest first; empty: none.
     batch_limit: why no larger one than the largest that fits was tried.
+    checkpointing: of the passes of a pruning run that `batches` are made of; None: not known.
+    other_checkpointing: such a pass of the run's own batch with checkpointing switched on or off.
+    options: what these say for the run's options.
     missing: what could not be seen -> why; a kind of finding, too.
     complete: whether all steps of the schedule were seen.
     """
@@ -259,6 +271,9 @@ class Observation:
     expected: tuple[Expectation, ...] = ()
     batches: tuple[BatchSize, ...] = ()
     batch_limit: str = ""
+    checkpointing: bool | None = None
+    other_checkpointing: BatchSize | None = None
+    options: tuple[RunOption, ...] = ()
 
     @property
     def compiles(self) -> bool:
@@ -279,6 +294,9 @@ class Observation:
                 **rows,
                 **numbers,
                 "contents": Contents(**values["contents"]) if values["contents"] else None,
+                "other_checkpointing": BatchSize(**values["other_checkpointing"])
+                if values["other_checkpointing"]
+                else None,
                 "setup": Setup(**_placed(values["setup"])) if values["setup"] else None,
             }
         )
@@ -297,6 +315,7 @@ _ROWS: dict[str, type] = {
     "run": RunStage,
     "expected": Expectation,
     "batches": BatchSize,
+    "options": RunOption,
 }
 
 
