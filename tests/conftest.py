@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
+from functools import partial
 
 # Before anything imports the Hub's client: it reads these once. No test may reach the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +18,8 @@ import torch
 from hypothesis import settings
 from tqdm.std import TqdmDefaultWriteLock, tqdm
 
+from gradprobe_hf.bench.bench import measured
+from gradprobe_hf.bench.subject import Subject
 from tests import cases, launch, scripts
 from tests.loopback_hub import running_hub
 
@@ -87,3 +91,27 @@ def hub(hub_and_user):
 @pytest.fixture
 def user(hub_and_user):
     return hub_and_user[1]
+
+
+class Here:
+    """A worker in this process."""
+
+    def __init__(self, made_by):
+        method, *values, options = made_by
+        self.subject = getattr(Subject, method)(*values, **options)
+
+    def ask(self, method, *values):
+        found = getattr(self.subject, method)
+        return found(*values) if callable(found) else found
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Shapes are measured by few rounds and no process."""
+
+    @contextmanager
+    def started(names, made_by):
+        yield [Here(one) for one in made_by]
+
+    monkeypatch.setattr("gradprobe_hf.bench.of_shapes.started", started)
+    monkeypatch.setattr("gradprobe_hf.bench.of_shapes.measured", partial(measured, new_tokens=2, repeats=2))

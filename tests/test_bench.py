@@ -7,8 +7,6 @@ import json
 import pickle
 import time
 import zlib
-from contextlib import contextmanager
-from functools import partial
 from statistics import median
 
 import pytest
@@ -17,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from gradprobe_hf import GradProbeConfig, bench_pretrained, prune_pretrained
-from gradprobe_hf.bench.bench import WARMUP, _prompt_length, measured, measured_rounds
+from gradprobe_hf.bench.bench import WARMUP, _prompt_length, measured_rounds
 from gradprobe_hf.bench.result import BenchRow, Timing
 from gradprobe_hf.bench.subject import Facts, Generated, Subject, Workload
 from gradprobe_hf.bench.worker import serve
@@ -198,30 +196,6 @@ def test_what_cannot_be_measured_is_refused_before_a_process_is_started(monkeypa
     ):
         with pytest.raises((ValueError, FileNotFoundError), match=message):
             bench_pretrained(models, **options)
-
-
-class Here:
-    """A worker in this process."""
-
-    def __init__(self, made_by):
-        method, *values, options = made_by
-        self.subject = getattr(Subject, method)(*values, **options)
-
-    def ask(self, method, *values):
-        found = getattr(self.subject, method)
-        return found(*values) if callable(found) else found
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Shapes are measured by few rounds and no process."""
-
-    @contextmanager
-    def started(names, made_by):
-        yield [Here(one) for one in made_by]
-
-    monkeypatch.setattr("gradprobe_hf.bench.of_shapes.started", started)
-    monkeypatch.setattr("gradprobe_hf.bench.of_shapes.measured", partial(measured, new_tokens=2, repeats=2))
 
 
 def pruned(config, folder=None, name="llama"):

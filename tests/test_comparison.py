@@ -16,7 +16,9 @@ from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run import probe_pair, schedule
+from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 from tests import cases
+from tests.test_budgets import deep
 
 
 def compared(model, config=None, configs=None, **options):
@@ -24,10 +26,10 @@ def compared(model, config=None, configs=None, **options):
     return compare_pretrained(model, config, configs, progress=False, **{**text, **options})
 
 
-def alone(config):
+def alone(config, model=None):
     """The same, by a run of its own on a fresh model."""
     text = {"calibration": cases.batches("llama"), "evaluation": cases.batches("llama", seed=9), "progress": False}
-    return prune_pretrained(cases.build("llama"), config, apply=False, **text).report
+    return prune_pretrained(model or cases.build("llama"), config, apply=False, **text).report
 
 
 CONFIGS = {
@@ -66,6 +68,41 @@ def test_every_row_is_what_a_run_of_its_own_gives():
     losses = {row.method: row.loss for row in found.rows}
     assert len({losses["two probes"], losses["two probes, int8"], losses["two probes, tight limit"]}) == 3
     assert found.dense.loss == pytest.approx(wanted.evaluation["dense"]["loss"], rel=1e-6)
+
+
+def test_whole_structures_stand_beside_zeros():
+    """Rows of any shape, each as its own run gives it, however many probes they could share."""
+    configs = {
+        "half": cases.config(probes=1),
+        "half, by token": cases.config(probes=1, fisher="token"),
+        "channels": GradProbeConfig(structure={"ffn": 8}, importance="fisher"),
+        "blocks": GradProbeConfig(structure={"blocks": 1}, update="none"),
+    }
+    model = deep()
+    before = cases.bits(model)
+    found = compared(model, configs=configs)
+    assert cases.changed(model, before) == []
+    for row in found.rows:
+        wanted = alone(configs[row.method], deep())
+        assert row.loss == pytest.approx(wanted.evaluation["pruned"]["loss"], rel=1e-6), row.method
+        assert row.passes == wanted.passes, row.method
+        sizes = (wanted.structure or {}).get("parameters", {"after": wanted.model["parameters"]})
+        assert (row.parameters, row.bytes) == (sizes["after"], 4 * sizes["after"]), row.method
+        assert row.removed == (wanted.structure or {"removed": {}})["removed"]
+
+
+def test_the_rows_of_a_structure_are_the_ways_to_choose_its_units():
+    rows = baselines(
+        GradProbeConfig(structure={"ffn": 8}, structure_rounds=2, importance="fisher", refinement="blocks")
+    )
+    assert list(rows) == [*UNIT_SCORES, "obs + least squares"]
+    assert {one.refinement for one in rows.values()} == {"none"}
+    assert [one.importance for one in rows.values()] == [*UNIT_SCORES, "obs"]
+    assert [one.update for one in rows.values()] == ["none"] * len(UNIT_SCORES) + ["least_squares"]
+    assert rows_of(GradProbeConfig(structure={"ffn": 8})).keys() == rows.keys()
+    assert [*baselines(GradProbeConfig(structure={"blocks": 1}))] == ["cut", "least squares"]
+    told = baselines(GradProbeConfig(structure={"ffn": 8}, damping=0.1))
+    assert (told["obs"].damping, told["obs + least squares"].damping) == (0.01, 0.1)
 
 
 def test_what_reads_no_text_can_be_compared():
@@ -189,6 +226,20 @@ def test_wrong_input_is_refused_before_any_pass(options, message, monkeypatch):
 
 
 SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "2", "--quiet"]
+
+
+@pytest.mark.usefixtures("in_this_process")
+def test_the_command_shows_the_speed_of_structures(checkpoint, tmp_path, capsys):
+    out = tmp_path / "out"
+    line = ["compare", str(checkpoint), "--structure", "ffn=8", "--methods", "random,wanda", "--output", str(out)]
+    assert main([*line, *SMALL, "--measure-speed"]) == 0
+    said = capsys.readouterr().out
+    for title in ("parameters", "MB", "first token, ms", "tokens/s"):
+        assert title in said
+    kept = json.loads((out / "comparison.json").read_text())
+    assert [row["model"] for row in kept["speed"]["rows"]] == ["dense", "8 FFN channels of every block"]  # one shape
+    assert kept["rows"][0]["parameters"] == kept["speed"]["rows"][1]["parameters"]
+    assert (out / "speed.png").stat().st_size > 10_000
 
 
 def test_the_command(checkpoint, tmp_path, capsys):

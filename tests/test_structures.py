@@ -31,7 +31,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.model.families import random_batch
@@ -349,13 +349,6 @@ def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(
         )
     assert list(tmp_path.iterdir()) == []
     assert cases.changed(model, dense) == []
-
-
-def test_a_comparison_says_that_it_has_no_structures():
-    config = GradProbeConfig(structure={"ffn": 7})
-    for given in ({"config": config}, {"configs": {"smaller": config}}):
-        with pytest.raises(ValueError, match="structure is not part of a comparison"):
-            compare_pretrained(cases.build("llama"), **given, calibration=cases.batches("llama"), progress=False)
 
 
 def test_the_command_line_prunes_whole_structures(tmp_path, capsys):

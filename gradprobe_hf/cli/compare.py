@@ -11,7 +11,13 @@ from gradprobe_hf.cli.config_options import add_config_options, configuration, o
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given, shows_progress
 from gradprobe_hf.cli.output import console, print_comparison, print_json
 from gradprobe_hf.cli.recipe import RecipeError
-from gradprobe_hf.comparison.baselines import AS_CONFIGURED, BASELINES, rows_of
+from gradprobe_hf.comparison.baselines import (
+    AS_CONFIGURED,
+    BASELINES,
+    BASELINES_OF_THE_WHOLE,
+    BASELINES_OF_UNITS,
+    rows_of,
+)
 from gradprobe_hf.comparison.compare import RESULT_NAME, Compared, compare_pretrained
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.runtime.processes import join_processes
@@ -24,7 +30,11 @@ def add_arguments(parser: VerbParser) -> None:
     parser.add_model(*SOURCE)
     parser.add_options("output", help=f"folder for {RESULT_NAME} and the figure")
     parser.add_options("overwrite", "calibration", "evaluation", *PLACEMENT, "quiet")
-    rows = f"rows to make: {', '.join(BASELINES)}; {AS_CONFIGURED}, where the options are none of these (default: all)"
+    rows = (
+        f"rows to make: {', '.join(BASELINES)}; with --structure {', '.join(BASELINES_OF_UNITS)}, or of blocks and "
+        f"experts alone {', '.join(BASELINES_OF_THE_WHOLE)}; {AS_CONFIGURED}, where the options are none of these "
+        "(default: all)"
+    )
     parser.add_option("options", "methods", metavar="NAME,...", help=rows)
     also = "a row for this file of options, over those given here; named after the file (repeatable)"
     parser.add_option("options", "also", action="append", metavar="FILE.yaml", help=also)
@@ -51,10 +61,12 @@ def run(options: argparse.Namespace) -> None:
     )
     if not join_processes().is_main:
         return
+    if options.output and found.speed:
+        found.save(options.output)
     if options.json:
         print_json(found.to_dict())
     else:
-        print_comparison(found.rows, found.dense, found.evaluation)
+        print_comparison(found.rows, found.dense, found.evaluation, found.speed)
         if options.output:
             console().print(f"{options.output}/{RESULT_NAME}, figure {options.output}/comparison.png")
 

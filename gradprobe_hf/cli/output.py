@@ -171,12 +171,19 @@ def _print_ratio(out: Console, divergence: dict[str, Any] | None) -> None:
         )
 
 
-def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation: dict[str, Any]) -> None:
+def print_comparison(
+    rows: Sequence[ComparedRow],
+    dense: Measurement,
+    evaluation: dict[str, Any],
+    speed: dict[str, Any] | None = None,
+) -> None:
     """One line a configuration, and how its perplexity (or loss) compares with the best."""
     key = "loss" if dense.perplexity is None else "perplexity"
     metric = evaluation["metric"]
     scored = [metric["title"]] if metric else []
-    table = table_of("method", "zeros", key, "/ best", *scored, "KL", "top-1", "seconds", "passes")
+    smaller = any(row.removed for row in rows)
+    share = "gone" if smaller else "zeros"
+    table = table_of("method", share, key, "/ best", *scored, "KL", "top-1", "seconds", "passes")
     values = [getattr(row, key) for row in rows]
     best = min(values, default=math.nan)
     for row, value in zip(rows, values, strict=True):
@@ -199,6 +206,33 @@ def print_comparison(rows: Sequence[ComparedRow], dense: Measurement, evaluation
         "backward",
         style="dim",
     )
+    if smaller:
+        _print_shapes(out, rows, speed)
+
+
+SPEEDS = ("memory, MB", "first token, ms", "tokens/s", "speed")
+
+
+def _print_shapes(out: Console, rows: Sequence[ComparedRow], speed: dict[str, Any] | None) -> None:
+    """What is left by each row, and how fast that is where it was measured."""
+    table = table_of("method", "parameters", "MB", *(SPEEDS if speed else ()))
+    for row in rows:
+        speeds = _speeds(speed, row) if speed else ()
+        table.add_row(row.method, f"{row.parameters:,}", f"{row.bytes / 1e6:,.1f}", *speeds)
+    out.print(table)
+    out.print(f"speed: {protocol(speed)}" if speed else "how fast that is here: --measure-speed", style="dim")
+
+
+def _speeds(speed: dict[str, Any], row: ComparedRow) -> list[str]:
+    """Of a row's shape: what a reader compares. Zeros have the dense model's."""
+    found = next(one for one in speed["rows"] if one["model"] == (shape_words(row.removed) or "dense"))
+    first, rate = found["first_token_seconds"] or found["prefill_seconds"], found["tokens_per_second"]
+    return [
+        f"{found['peak_memory_bytes'] / 1e6:,.0f}",
+        f"{1000 * first['median']:,.0f}",
+        f"{rate['median']:,.1f}" if rate else "-",
+        f"{times_as_fast(speed, found):.2f} x",
+    ]
 
 
 def _shown(divergence: Divergence | None) -> tuple[str, str]:

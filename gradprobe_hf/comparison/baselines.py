@@ -8,6 +8,7 @@ from typing import Any
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.presets import METHOD
 from gradprobe_hf.scores.evidence import Term
+from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 
 # The published ways first, then what this package adds.
 BASELINES: dict[str, dict[str, Any]] = {
@@ -18,6 +19,14 @@ BASELINES: dict[str, dict[str, Any]] = {
     "two probes": {"score": "fisher", "probes": 2},
     "one probe + admm": {"score": "fisher", "probes": 1, "update": "admm"},
 }
+# The same of whole structures: each way to tell which units go, changing nothing else, and what makes up for them.
+_CUT: dict[str, Any] = {"update": "none", "damping": GradProbeConfig.damping}
+_MADE_UP = {"update": "least_squares"}
+BASELINES_OF_UNITS: dict[str, dict[str, Any]] = {
+    **{name: {"importance": name, **_CUT} for name in UNIT_SCORES},
+    "obs + least squares": {"importance": "obs", **_MADE_UP},
+}
+BASELINES_OF_THE_WHOLE: dict[str, dict[str, Any]] = {"cut": _CUT, "least squares": _MADE_UP}
 AS_CONFIGURED = "as configured"  # the row of the configuration itself, where no baseline is the same
 # A baseline is made as it was published: what else the configuration does is not done to it.
 _PLAIN: dict[str, Any] = {
@@ -34,10 +43,14 @@ _PLAIN: dict[str, Any] = {
     "max_metric_drop": None,
     "initial_sparsity": None,
 }
+_PLAIN_STRUCTURE: dict[str, Any] = {"dense_target": None, "refinement": "none", "structure_rounds": 1}
 
 
 def baselines(config: GradProbeConfig) -> dict[str, GradProbeConfig]:
-    """The configurations to compare `config` with: at its sparsity or pattern, on its text and matrices."""
+    """The configurations to compare `config` with: at its sparsity, pattern or structure, on its text and matrices."""
+    if config.structure is not None:
+        rows = BASELINES_OF_UNITS if config.weighs_units else BASELINES_OF_THE_WHOLE
+        return {name: config.varied(**_PLAIN_STRUCTURE | options) for name, options in rows.items()}
     return {name: config.varied(**{**_PLAIN, **options}) for name, options in BASELINES.items()}
 
 
@@ -45,15 +58,6 @@ def rows_of(config: GradProbeConfig) -> dict[str, GradProbeConfig]:
     """The baselines, and the configuration itself where it is none of them."""
     found = baselines(config)
     return found if config.varied(preset=None) in found.values() else {**found, AS_CONFIGURED: config}
-
-
-def check_single_weights(configs: Sequence[Any]) -> None:
-    """Raise ValueError for a configuration that removes whole structures: no row has as many parameters as it has."""
-    if any(getattr(config, "structure", None) is not None for config in configs):
-        raise ValueError(
-            "structure is not part of a comparison, whose rows have as many weights each: prune with it, and measure "
-            "the checkpoint beside the dense one with gradprobe evaluate --against."
-        )
 
 
 def check_common(common: GradProbeConfig, rows: Mapping[str, GradProbeConfig]) -> None:
@@ -75,5 +79,5 @@ def most_demanding(configs: Sequence[GradProbeConfig]) -> GradProbeConfig:
 
 def shared_terms(configs: Sequence[GradProbeConfig]) -> frozenset[Term]:
     """What a first probe that serves all of them has to keep; nothing, where none would share it."""
-    probing = [config.needs.terms for config in configs if config.needs.probes]
+    probing = [config.needs.terms for config in configs if config.needs.probes and config.structure is None]
     return frozenset().union(*probing) if len(probing) > 1 else frozenset()

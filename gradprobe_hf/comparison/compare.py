@@ -6,16 +6,16 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
+from gradprobe_hf.bench.of_shapes import bench_shapes, check_measurable
 from gradprobe_hf.comparison.baselines import (
     baselines,
     check_common,
-    check_single_weights,
     most_demanding,
     rows_of,
     shared_terms,
@@ -87,6 +87,7 @@ class Compared:
         dense: the loss of the model as it is.
         rows: one for each configuration.
         configs: the configurations, as plain data.
+        speed: with `measure_speed` what `BenchResult.to_dict` has, of the dense model and of each shape among the rows.
         calibration, evaluation: the texts, with their protocols and fingerprints; with the name of the task's metric,
             and its value for the dense model, where one is measured.
     """
@@ -97,6 +98,7 @@ class Compared:
     configs: dict[str, dict[str, Any]]
     calibration: dict[str, Any]
     evaluation: dict[str, Any]
+    speed: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
@@ -108,18 +110,19 @@ class Compared:
                 "configs": self.configs,
                 "calibration": self.calibration,
                 "evaluation": self.evaluation,
+                "speed": self.speed,
                 "versions": versions(),
             }
         )
 
     def save(self, directory: str | Path) -> None:
-        """Write `comparison.json` and `comparison.png` into `directory`; whole, or not at all."""
+        """Write `comparison.json` and the figures into `directory`; whole, or not at all."""
         folder = Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".comparison-") as beside:
             scratch, rows = Path(beside), [row.to_dict() for row in self.rows]
             (scratch / RESULT_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-            save_comparison(rows, self.dense.to_dict(), self.evaluation["source"], scratch)
+            save_comparison(rows, self.dense.to_dict(), self.evaluation["source"], scratch, self.speed)
             for made in scratch.iterdir():
                 made.replace(folder / made.name)
 
@@ -153,7 +156,6 @@ def compare_pretrained(
             raises.
     """
     config = resolve_config(config)
-    check_single_weights([config, *(configs.values() if isinstance(configs, Mapping) else ())])
     check_callable("on_row", on_row, ("compared",))
     known = baselines(config)
     if not isinstance(configs, (Mapping, type(None))):
@@ -181,6 +183,9 @@ def compare_pretrained(
     check_request(request, compare_pretrained)
     loaded = load_inputs(request)
     check_evaluation(loaded)
+    measures_speed = any(one.measure_speed for one in (config, *chosen.values()))
+    if measures_speed:
+        check_measurable(loaded.model)
     _check_own(loaded, chosen, known)
     if any(other.max_metric_drop is not None for other in chosen.values()):
         loaded = choosing_apart(loaded)
@@ -205,6 +210,9 @@ def compare_pretrained(
             found.rows.append(row)
             if on_row is not None:
                 on_row(found)
+        if measures_speed:
+            with context.stopwatch("speed"):
+                found = replace(found, speed=bench_shapes(context, comparison.removals).to_dict())
     if not found.rows:
         raise ValueError("this model could be pruned in none of these ways; the log says why.")
     return found

@@ -11,7 +11,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from gradprobe_hf.comparison.baselines import shared_terms
@@ -24,10 +24,20 @@ from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.report.build import matrix_rows
 from gradprobe_hf.report.report import finite
 from gradprobe_hf.run.context import RunContext, SharedProbe
-from gradprobe_hf.run.decide import PruningDecision, conclude, decide_masks, evaluate, evaluate_metric, evaluate_pair
+from gradprobe_hf.run.decide import (
+    PruningDecision,
+    conclude,
+    decide_masks,
+    decide_pruning,
+    evaluate,
+    evaluate_metric,
+    evaluate_pair,
+)
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.table import shape_words
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +53,8 @@ class ComparedRow:
         metric: the task's; None where none is measured.
         seconds: that it takes alone, without the evaluation: a first probe that was shared counts in every row.
         passes: forward and backward passes over the calibration data, counted in the same way.
+        parameters, bytes: of the checkpoint that would be written.
+        removed: structure -> how many go whole; empty where single weights go.
     """
 
     method: str
@@ -53,6 +65,9 @@ class ComparedRow:
     perplexity: float | None
     seconds: float
     passes: dict[str, float]
+    parameters: int
+    bytes: int
+    removed: dict[str, int] = field(default_factory=dict)
     divergence: Divergence | None = None
     metric: float | None = None
 
@@ -67,12 +82,16 @@ class Comparison:
         context: of every row, but for the configuration.
         configs: what will be compared: the first probe is shared by those that begin with it. Without any, every row
             makes its own.
+
+    Attributes:
+        removals: of the rows so far, by the words for what goes whole.
     """
 
     def __init__(self, context: RunContext, configs: Sequence[GradProbeConfig] = ()) -> None:
         weighs_rows = any(config.update_row.weighs_rows for config in configs)
         self._context = replace(context, keeps_row_fisher=weighs_rows)
         self._terms = shared_terms(configs)
+        self.removals: dict[str, Removal] = {}
         self._decided: dict[str, tuple[PackedMasks | None, Diagnostics, float]] = {}
 
     def context(self, config: GradProbeConfig, stopwatch: Stopwatch | None = None) -> RunContext:
@@ -115,6 +134,9 @@ class Comparison:
     def decision(self, config: GradProbeConfig) -> tuple[PruningDecision, float]:
         """What goes, and the seconds that it takes alone."""
         context = self.context(config)
+        if config.structure is not None:
+            begun = time.perf_counter()
+            return decide_pruning(context), time.perf_counter() - begun
         masks, diagnostics, before = self._masks(context)
         begun = time.perf_counter()
         return conclude(context, masks, diagnostics), before + time.perf_counter() - begun
@@ -125,6 +147,9 @@ class Comparison:
         """The row of a decision and its measurement."""
         rows = matrix_rows(replace(self._context, config=config), decision)
         zeros, weights = sum(row.zeros_after for row in rows), sum(row.weights for row in rows)
+        model, removal = self._context.model, decision.removal
+        if removal is not None:
+            self.removals[shape_words(removal.plan.going)] = removal
         return ComparedRow(
             method=method,
             sparsity=zeros / weights,
@@ -134,6 +159,9 @@ class Comparison:
             perplexity=found.perplexity,
             seconds=round(seconds, 1),
             passes=decision.diagnostics.passes,
+            parameters=removal.parameters(model) if removal else model.num_parameters(),
+            bytes=removal.bytes(model) if removal else sum(one.nbytes for one in model.parameters()),
+            removed=dict(removal.plan.going) if removal else {},
         )
 
     def measured(

@@ -12,8 +12,7 @@ import numpy as np
 
 from gradprobe_hf.model.families import stack_of, tower_names
 from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
-from gradprobe_hf.report.speed import times_as_fast
-from gradprobe_hf.structures.table import shape_words
+from gradprobe_hf.report.speed_figure import compared_shapes, speed_figure, tried_shapes
 
 # Imported where it draws: a run without pictures does not pay for it.
 if TYPE_CHECKING:
@@ -24,20 +23,22 @@ DENSE, PRUNED, INK, MUTED, ABSENT = "#9aa5b1", "#2f6f9f", "#1f2933", "#616e7c", 
 
 def save_plots(report: Report, directory: Path) -> list[Path]:
     """Write the PNG files that the card shows; returns their paths."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
     directory.mkdir(parents=True, exist_ok=True)
     figures = {"sparsity.png": sparsity_figure(report)}
     if has_perplexities(report):
         figures["perplexity.png"] = perplexity_figure(report)
     if report.speed is not None and report.structure is not None and report.structure["candidates"]:
-        figures["speed.png"] = speed_figure(_tried_shapes(report), "loss on held-out calibration text, nats")
-    paths = []
+        figures["speed.png"] = speed_figure(tried_shapes(report), "loss on held-out calibration text, nats")
+    return _save(figures, directory)
+
+
+def _save(figures: Mapping[str, Figure], directory: Path) -> list[Path]:
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
     for name, figure in figures.items():
         FigureCanvasAgg(figure)
         figure.savefig(directory / name, dpi=144)
-        paths.append(directory / name)
-    return paths
+    return [directory / name for name in figures]
 
 
 def has_perplexities(report: Report) -> bool:
@@ -146,49 +147,24 @@ def perplexity_figure(report: Report) -> Figure:
     return figure
 
 
-def _tried_shapes(report: Report) -> list[tuple[str, float, float]]:
-    """The dense model and the shapes that were tried for a budget, the one that was taken first."""
-    assert report.speed is not None, "asked for where there is one"
-    assert report.structure is not None, "it has shapes"
-    dense, *rows = report.speed["rows"]
-    losses = {shape_words(one["removed"]): one["loss"] for one in report.structure["candidates"]}
-    shown = [(dense, report.structure["dense_loss"]), *((row, losses[row["model"]]) for row in rows)]
-    return [(row["model"], times_as_fast(report.speed, row), loss) for row, loss in shown if loss is not None]
+def save_comparison(
+    rows: Sequence[Mapping[str, Any]],
+    dense: Mapping[str, Any],
+    source: str,
+    directory: Path,
+    speed: Mapping[str, Any] | None = None,
+) -> list[Path]:
+    """Write `comparison.png`, and `speed.png` where speed was measured; returns their paths."""
+    figures = {"comparison.png": comparison_figure(rows, dense, source)}
+    if speed is not None:
+        key = _compared(dense)
+        figures["speed.png"] = speed_figure(compared_shapes(rows, dense, speed, key), f"{key} on {source}")
+    return _save(figures, directory)
 
 
-def speed_figure(points: Sequence[tuple[str, float, float]], measured: str) -> Figure:
-    """Loss against speed: down and to the right is better.
-
-    Args:
-        points: name, times as fast as the dense model, and loss; the dense model first, then what is marked.
-        measured: what the loss is.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-    axes = figure.add_subplot()
-    shown = [point for point in points if math.isfinite(point[2])]
-    colors = [INK if point is points[0] else PRUNED if point is points[1] else DENSE for point in shown]
-    axes.scatter([speed for _, speed, _ in shown], [loss for _, _, loss in shown], c=colors, s=36, zorder=2)
-    for name, speed, loss in shown:
-        axes.annotate(name, (speed, loss), xytext=(6, 4), textcoords="offset points", color=INK, fontsize=8)
-    axes.margins(x=0.35, y=0.18)
-    axes.set_title("Loss against speed, down and right is better", loc="left", color=INK, fontsize=11)
-    axes.set_xlabel("speed of a text, times the dense model's", color=MUTED, fontsize=8)
-    axes.set_ylabel(measured, color=MUTED, fontsize=8)
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def save_comparison(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], source: str, directory: Path) -> Path:
-    """Write `comparison.png`; returns its path."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    figure = comparison_figure(rows, dense, source)
-    FigureCanvasAgg(figure)
-    path = directory / "comparison.png"
-    figure.savefig(path, dpi=144)
-    return path
+def _compared(dense: Mapping[str, Any]) -> str:
+    """What a comparison is about."""
+    return "loss" if dense["perplexity"] is None else "perplexity"
 
 
 def comparison_figure(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], source: str) -> Figure:
@@ -196,7 +172,7 @@ def comparison_figure(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any
     apart."""
     from matplotlib.figure import Figure
 
-    key = "loss" if dense["perplexity"] is None else "perplexity"
+    key = _compared(dense)
     shown = [row for row in rows if row[key] is not None and math.isfinite(row[key])]
     values = [row[key] for row in shown]
     best = min(values, default=0.0)
