@@ -20,6 +20,7 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.report.card.build import set_options
 from tests import cases
 from tests.loopback_hub import TOKEN, Repository
 
@@ -156,8 +157,30 @@ def test_every_kind_of_run_has_a_card(options, said, checkpoint, tmp_path):
     assert "**not measured**" in text
     assert said in text
     assert (", pruned to 2:4\n" in text) == ("pattern" in options)
+    assert ("\nsparsity: 0.5\n" in text) == ("pattern" not in options)
+    blocks_are_alike = bool(options.keys() & {"pattern", "update", "score"})
+    assert ("| `model.layers.0` to `model.layers." in text) == blocks_are_alike
     assert ("Calibration.** None" in text) == (options.get("score") == "magnitude")
     assert not (tmp_path / "out" / "assets" / "perplexity.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ({}, {"sparsity": 0.5}),
+        ({"preset": "fast"}, {"sparsity": 0.5, "preset": "fast", "update": "none"}),
+        ({"pattern": "4:8", "num_samples": 64}, {"pattern": "4:8", "num_samples": 64}),
+        ({"structure": {"ffn": 64}}, {"structure": {"ffn": 64}}),
+        ({"structure": {"ffn": 64}, "damping": 0.01}, {"structure": {"ffn": 64}, "damping": 0.01}),
+        ({"structure": "auto", "params": 0.75, "seed": 3}, {"structure": "auto", "params": 0.75, "seed": 3}),
+        ({"rounds": (0.2, 0.4), "probes": 2}, {"sparsity": 0.4, "probes": 2, "update": "none", "rounds": [0.2, 0.4]}),
+    ],
+)
+def test_the_options_on_a_card_make_its_configuration_again(options, shown):
+    config = GradProbeConfig(**options)
+    found = yaml.safe_load(yaml.safe_dump(set_options(config)))
+    assert found == shown
+    assert GradProbeConfig.from_dict(found) == config
 
 
 def test_models_without_perplexity_have_a_card_too(tmp_path):

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.report.card.files import size_of_files
-from gradprobe_hf.report.card.matrices import changed_outside, unreached
+from gradprobe_hf.report.card.matrices import block_rows, changed_outside, unreached
 from gradprobe_hf.report.card.measured import chosen_by, eval_results, evaluation, metric_name, metric_row, rows_read
 from gradprobe_hf.report.card.method import describe_method
 from gradprobe_hf.report.card.recovery import recovery_paragraph
@@ -52,14 +52,14 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         structure=shape_tables(report, config),
         files=size_of_files(report),
         speed=report.speed and {"rows": measurements(report.speed), "protocol": protocol(report.speed)},
-        config=yaml.safe_dump(_set_options(config), sort_keys=False).strip(),
+        config=yaml.safe_dump(set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
         dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
         zeros=report.zeros,
         zeros_before=sum(row.zeros_before for row in report.matrices),
         weights=report.weights,
         matrices=len(report.matrices),
-        blocks=report.by("block"),
+        blocks=block_rows(report),
         versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
         seconds=sum(report.timings.values()),
         peak_gb=report.memory["peak_resident_bytes"] / 1e9,
@@ -114,8 +114,10 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
     )
 
 
-def _set_options(config: GradProbeConfig) -> dict[str, Any]:
-    """The options that differ from a default configuration's; what is unset follows from the others."""
-    default, values = GradProbeConfig().to_dict(), config.to_dict()
-    differing = {name: value for name, value in values.items() if value not in (None, default[name])}
-    return differing or {"sparsity": 0.5}
+def set_options(config: GradProbeConfig) -> dict[str, Any]:
+    """What is aimed at, and the options that are not what they are by default with that; both make it again."""
+    aims = ("structure", *BUDGETS) if config.structure is not None else ("pattern",) if config.group else ("sparsity",)
+    values = config.to_dict()
+    aimed = {name: values[name] for name in aims if values[name] is not None}
+    default = GradProbeConfig(**aimed).to_dict()
+    return aimed | {name: value for name, value in values.items() if value not in (None, default[name])}

@@ -1,9 +1,19 @@
-"""What a card says of matrices beside the pruned ones: those not reached, and what changed outside of them."""
+"""What a card says of the matrices: by block, those that are not reached, and what changed outside of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gradprobe_hf.model.families import stack_of
-from gradprobe_hf.report.report import Report
+from gradprobe_hf.report.report import Group, Report
+
+
+def block_rows(report: Report) -> list[Group]:
+    """A row for each block; where all are alike, as with a pattern, one that names the first and the last."""
+    blocks = report.by("block")
+    if len({(block.weights, block.zeros) for block in blocks}) > 1 or len(blocks) < 2:
+        return blocks
+    return [replace(blocks[0], label=f"{blocks[0].label}` to `{blocks[-1].label}")]  # the template quotes both ends
 
 
 def unreached(report: Report) -> str:
