@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,8 +22,10 @@ from transformers import Trainer
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
 from gradprobe_hf.profiling.findings import CHECKS, findings_of
+from gradprobe_hf.profiling.fixing.trial import run_trial
 from gradprobe_hf.profiling.observing.observation import Compilation
 from gradprobe_hf.profiling.observing.places import Place
+from gradprobe_hf.profiling.script import profile_script
 from tests import cases, planted, trainers
 
 HERE = Path(__file__)
@@ -63,7 +66,15 @@ def test_a_clean_loop_is_silent():
     assert "No finding takes 1% of a step." in report.markdown()
     assert (
         set(report.not_evaluable)
-        == {"padding", "float32 product", "float32 precision", "eager attention", "batch headroom", "idle device"}
+        == {
+            "padding",
+            "float32 product",
+            "float32 precision",
+            "eager attention",
+            "flash attention",
+            "batch headroom",
+            "idle device",
+        }
         | ONE_PROCESS
     )
     assert report.observation.complete
@@ -123,6 +134,29 @@ def test_steps_that_the_loop_marks_itself():
     assert report.shares["forward"] > report.shares["backward"] == 0
     assert "constant tensor" in kinds(report)
     assert report.not_evaluable["data loading"] == "no torch DataLoader was used in a step"
+
+
+def test_a_loop_that_profiles_itself_in_a_script(tmp_path, capsys):
+    """Its steps are the script's; alone it has its own report."""
+    path = tmp_path / "loop.py"
+    path.write_text(
+        "import torch\n"
+        "from gradprobe_hf.profiling import Schedule, profiled\n"
+        "model = torch.nn.Linear(8, 8)\n"
+        "with profiled(model, schedule=Schedule(1, 2, 1, 1)) as profiler:\n"
+        "    while not profiler.done:\n"
+        "        model(torch.ones(2, 8)).sum().backward()\n"
+        "        profiler.step()\n"
+        "print(len(profiler.report().observation.timed))\n"
+    )
+    schedule = Schedule(2, 3, 1, 1)
+    ended, whole = (profile_script(str(path), [], schedule, whole_run) for whole_run in (False, True))
+    assert len(ended.report.observation.timed) == len(whole.report.observation.timed) == 3
+    assert whole.report.shares["forward"] > 0
+    assert capsys.readouterr().out == "3\n"
+    assert len(run_trial(str(path), [], None, 2, 3).seconds) == 3
+    runpy.run_path(str(path))
+    assert capsys.readouterr().out == "2\n"
 
 
 def test_the_loop_knows_better_than_its_optimizer():

@@ -18,9 +18,11 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.profile_table import print_profile
 from gradprobe_hf.estimation.peak import begin_peak, peak_bytes, peak_resident_bytes
 from gradprobe_hf.profiling import ProfileReport, Schedule
+from gradprobe_hf.profiling.findings import CHECKS
+from gradprobe_hf.profiling.fixing import changes as changes_module
 from gradprobe_hf.profiling.fixing import fixes as fixes_module
 from gradprobe_hf.profiling.fixing.batch_sizes import expanded, try_batch_sizes, unknown_room, with_gains
-from gradprobe_hf.profiling.fixing.changes import CHANGES
+from gradprobe_hf.profiling.fixing.changes import CHANGES, MENDED
 from gradprobe_hf.profiling.fixing.fixes import in_processes, try_changes
 from gradprobe_hf.profiling.fixing.trial import Trial, run_trial
 from tests import planted
@@ -232,6 +234,32 @@ def test_loaders_with_workers_and_pinned_memory():
     assert CHANGES["prefetch"].needless(SEEN) == "it has no workers"
     assert CHANGES["pinning"].needless(SEEN) == "there is no accelerator to copy to"
     assert CHANGES["pinning"].needless(replace(SEEN, device="cuda:0")) is None
+
+
+def test_flash_attention_is_tried_where_it_can_be(monkeypatch):
+    needless = CHANGES["flash"].needless
+    assert needless(SEEN) == "no model of transformers with more than one implementation was seen"
+    setup = replace(SEEN.setup, attention={"sdpa": 2}, asked=None)
+    seen = replace(SEEN, setup=setup)
+    assert needless(seen) == "FlashAttention has kernels for CUDA alone, and this run is on cpu"
+    assert ProfileReport(seen).not_evaluable["flash attention"] == needless(seen)
+    assert "Attention: sdpa in 2 modules." in ProfileReport(seen).markdown()
+    on_cuda = replace(seen, device="cuda:0")
+    monkeypatch.setattr(changes_module, "is_flash_attn_2_available", lambda: False)
+    assert needless(on_cuda) == "the package flash-attn is not installed"
+    monkeypatch.setattr(changes_module, "is_flash_attn_2_available", lambda: True)
+    assert needless(on_cuda) == "FlashAttention computes in half precision, and this run does not"
+    assert needless(replace(on_cuda, setup=replace(setup, asked="bfloat16"))) is None
+
+
+def test_what_only_the_script_can_change():
+    """Findings for which there is no change from outside are named beside those that were tried."""
+    seen = planted.train("print").observation
+    report = ProfileReport(seen, try_changes(Trials({None: 1.0, "compile": 1.0}), seen, ["compile"], rounds=1).fixes)
+    (table,) = (rows for title, _, rows in report.tables() if title == "Only the script can change")
+    assert [row[:2] for row in table] == [["print", f"tests/planted.py:{planted.line_of('print')}"]]
+    assert "Only the script can change" not in ProfileReport(seen).markdown()
+    assert set(CHECKS) >= MENDED
 
 
 def test_compiling_is_tried_or_left_out():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -9,7 +10,10 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.utils import ProfileKwargs
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
@@ -230,3 +234,27 @@ def test_compiling_in_a_trainer(kind, tmp_path):
         assert 0 < found.share < 1
     assert not {one.kind for one in report.findings} & ({"graph break", "recompilation"} - {kind})
     torch._dynamo.reset()
+
+
+def test_an_accelerator_says_how_steps_are_traced(tmp_path):
+    """Its ProfileKwargs count, but for their schedule: shapes are recorded, and the trace of these steps is written."""
+    kwargs = ProfileKwargs(
+        activities=["cpu"], record_shapes=True, output_trace_dir=str(tmp_path), schedule_option={"wait": 9, "active": 1}
+    )
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[kwargs])
+    model = planted.Net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    model, optimizer, rows = accelerator.prepare(model, optimizer, DataLoader(planted.Rows(), 8))
+    with profiled(schedule=Schedule(1, 2, 2, 1)) as profiler:
+        for batch in rows:
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if profiler.done:
+                break
+    assert profiler.report().observation.operators
+    (path,) = tmp_path.iterdir()
+    events = json.loads(path.read_text())["traceEvents"]
+    assert sum(str(one.get("name", "")).startswith("Optimizer.step#") for one in events) == 2
+    assert any("Input Dims" in one.get("args", {}) for one in events)
+    accelerator.profile_handler = None  # or any later test would find it

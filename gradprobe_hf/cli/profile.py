@@ -48,8 +48,8 @@ def add_arguments(parser: VerbParser) -> None:
         nargs="*",
         metavar="CHANGE",
         help="try changes from outside, each in runs of its own beside the unchanged script: workers, prefetch, "
-        "pinning, batch-size, batch-size-4x (or another number), attention, precision, checkpointing, fused, compile, "
-        "no-compile, largest-batch (default: those that make sense for the run)",
+        "pinning, batch-size, batch-size-4x (or another number), attention, flash, precision, checkpointing, fused, "
+        "compile, no-compile, largest-batch (default: those that make sense for the run)",
     )
     parser.add_option("options", "rounds", type=int, metavar="COUNT", help="how often each is tried (default: 3)")
     parser.add_option(

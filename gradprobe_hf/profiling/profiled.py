@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
+from gradprobe_hf.profiling.observing.joined import Watch, watch_of_script
 from gradprobe_hf.profiling.observing.recorder import Recorder
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
@@ -19,21 +20,21 @@ logger = logging.getLogger(__name__)
 class Profiler:
     """What `profiled` gives to the loop."""
 
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
 
     def step(self) -> None:
         """A step has ended. Without it, a step ends with the optimizer's."""
-        self._recorder.step()
+        self._watch.step()
 
     @property
     def done(self) -> bool:
         """Whether all steps of the schedule were seen; nothing is observed any more."""
-        return self._recorder.phase is None
+        return self._watch.done
 
     def report(self) -> ProfileReport:
         """Of what was seen so far."""
-        return ProfileReport(self._recorder.observation())
+        return ProfileReport(self._watch.observation())
 
 
 @contextmanager
@@ -41,6 +42,9 @@ def profiled(
     model: nn.Module | None = None, *, schedule: Schedule | None = None, save: str | Path | None = None
 ) -> Iterator[Profiler]:
     """Find out where the time of a training loop goes.
+
+    In a script under `gradprobe profile script` the loop's steps count there, with the schedule of the command, and
+    nothing is saved here.
 
     Args:
         model: whose forward pass is a stage. Default: what holds the parameters of the first optimizer that steps.
@@ -65,6 +69,11 @@ def profiled(
         >>> list(profiler.report().shares)
         ['data loading', 'forward', 'backward', 'optimizer', 'other']
     """
+    if (script := watch_of_script()) is not None:
+        if model is not None:
+            script.follow(model)
+        yield Profiler(script)
+        return
     recorder = Recorder(schedule or Schedule(), model)
     profiler = Profiler(recorder)
     recorder.start()

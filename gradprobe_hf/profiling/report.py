@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Self
 
 from gradprobe_hf.profiling.findings.finding import Finding
 from gradprobe_hf.profiling.findings.table import findings_of
+from gradprobe_hf.profiling.fixing.changes import MENDED
 from gradprobe_hf.profiling.fixing.fix import Fix
 from gradprobe_hf.profiling.observing.observation import MemorySample, Observation
 from gradprobe_hf.profiling.page import page
@@ -176,6 +177,9 @@ class ProfileReport:
             lines.append(f"{' and '.join(told)} a second.")
         if seen.busy is not None:
             lines.append(f"The device is busy in {seen.busy:.1%} of a traced step.")
+        if seen.setup and seen.setup.attention:
+            told = (f"{name} in {count} modules" for name, count in seen.setup.attention.items())
+            lines.append(f"Attention: {', '.join(told)}.")
         if seen.memory:
             lines.append(_memory(seen.memory))
         if self.slowdown is not None and self.slowdown >= 1:  # less where timed steps had to compile, say
@@ -221,6 +225,11 @@ class ProfileReport:
                 "Changes that were tried",
                 ["change", "gain", "rounds", "loss", "memory", "verdict", "how"],
                 [_tried(one) for one in self.fixes],
+            ),
+            (
+                "Only the script can change",
+                ["kind", "line", "remedy"],
+                _only_inside(self.findings) if self.fixes else [],
             ),
             (
                 "Options by these measurements",
@@ -270,6 +279,12 @@ def _tried(fix: Fix) -> list[str]:
     rounds = " ".join(f"{gain:.2f}" for gain in fix.gains)
     memory = "-" if fix.memory is None else f"{fix.memory:.2f}"
     return [fix.change, f"{fix.gain:.2f}", rounds, fix.loss, memory, fix.verdict, f"{fix.done}: {fix.remedy}"]
+
+
+def _only_inside(findings: Sequence[Finding]) -> list[list[str]]:
+    """A row for each finding that no change from outside may mend."""
+    inside = [one for one in findings if one.kind not in MENDED]
+    return [[one.kind, f"{one.file}:{one.line}" if one.file else "-", one.remedy] for one in inside]
 
 
 def _batches(seen: Observation) -> list[list[str]]:

@@ -13,6 +13,7 @@ from gradprobe_hf.profiling.as_main import Observed, as_main
 from gradprobe_hf.profiling.fixing.batch_sizes import BatchSizes, expanded, try_batch_sizes, unknown_room, with_gains
 from gradprobe_hf.profiling.fixing.changes import LARGEST
 from gradprobe_hf.profiling.fixing.fixes import in_processes, try_changes
+from gradprobe_hf.profiling.observing.joined import watching
 from gradprobe_hf.profiling.observing.recorder import Recorder
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
@@ -44,7 +45,7 @@ def profile_script(path: str, arguments: Sequence[str], schedule: Schedule, whol
         raise FileNotFoundError(f"there is no script {path!r}.")
     recorder = Recorder(schedule, finished=None if whole_run else _end)
     code, interrupted = 0, False
-    with as_main(path, arguments):
+    with as_main(path, arguments), watching(recorder):
         recorder.start()
         try:
             runpy.run_path(path, run_name="__main__")

@@ -126,6 +126,18 @@ def _has_attention(seen: Observation) -> str | None:
     return None if known else "no model of transformers with more than one implementation was seen"
 
 
+def _flash(seen: Observation) -> str | None:
+    """Always some reason, but where it is in use: what it would take is known when it was tried."""
+    if reason := _has_attention(seen):
+        return reason
+    assert seen.setup is not None
+    if any(name.startswith("flash") for name in seen.setup.attention):
+        return None
+    if seen.device.partition(":")[0] != "cuda":
+        return f"FlashAttention has kernels for CUDA alone, and this run is on {seen.device}"
+    return "what it would take is known when it was tried: gradprobe profile script ... --fix flash"
+
+
 LINES = {
     "synchronization": Check("Python waits for a value on the device", located, _SYNCHRONIZATION.find),
     "print": Check("a tensor is formatted as text", located, _PRINT.find),
@@ -134,5 +146,6 @@ LINES = {
     "cast of a weight": Check("a weight is cast in each step", located, _CASTS.find),
     "float32 product": Check("matrices are multiplied in float32 in a run in half precision", _asked, _FLOAT32.find),
     "eager attention": Check("attention in plain PyTorch", _has_attention, _ATTENTION.find),
+    "flash attention": Check("what FlashAttention would take", _flash, lambda _: []),
     "zeroed gradients": Check("gradients are zeroed, not dropped", located, _ZEROING.find),
 }

@@ -21,11 +21,13 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from transformers import PreTrainedModel
+from transformers.utils import is_flash_attn_2_available
 
 from gradprobe_hf.profiling.observing.observation import Observation
 
 Done = list[str]
 _WORKERS = 2
+_FLASH = "flash_attention_2"
 _PREFETCHED = 8  # batches of each worker; torch's default is 2
 _WAITS = 0.01  # share of a step from which on workers are worth a try
 
@@ -36,12 +38,14 @@ class Change:
     needless: why there is nothing to try in a run that was observed; None if there is.
     made: the change, while it is entered.
     remedy: how to make it in the script.
+    kinds: of findings that it may mend.
     same_batches: whether each step has the batch that it had, so that losses are comparable.
     """
 
     needless: Callable[[Observation], str | None]
     made: Callable[[], AbstractContextManager[Done]]
     remedy: str
+    kinds: tuple[str, ...] = ()
     same_batches: bool = True
 
 
@@ -177,12 +181,12 @@ def _first_called(change: Callable[[nn.Module], str | None]) -> Iterator[Done]:
         handle.remove()
 
 
-def _sdpa(module: nn.Module) -> str | None:
+def _attention(implementation: str, module: nn.Module) -> str | None:
     models = [one for one in module.modules() if isinstance(one, PreTrainedModel)]
-    if not models or models[0].config._attn_implementation == "sdpa":
+    if not models or models[0].config._attn_implementation == implementation:
         return None
-    models[0].set_attn_implementation("sdpa")
-    return "attn_implementation='sdpa'"
+    models[0].set_attn_implementation(implementation)
+    return f"attn_implementation={implementation!r}"
 
 
 def _checkpointing(module: nn.Module) -> str | None:
@@ -246,6 +250,22 @@ def _no_eager(seen: Observation) -> str | None:
     return None if seen.setup and seen.setup.attention.get("eager") else "attention is not eager"
 
 
+def _flash_is_missing(seen: Observation) -> str | None:
+    """Why FlashAttention cannot be measured; None if it can."""
+    if seen.device.partition(":")[0] != "cuda":
+        return f"FlashAttention has kernels for CUDA alone, and this run is on {seen.device}"
+    if not is_flash_attn_2_available():
+        return "the package flash-attn is not installed"
+    half = seen.setup is not None and seen.setup.asked
+    return None if half else "FlashAttention computes in half precision, and this run does not"
+
+
+def _no_flash(seen: Observation) -> str | None:
+    if not seen.setup or not seen.setup.attention:
+        return "no model of transformers with more than one implementation was seen"
+    return "it is in use" if set(seen.setup.attention) == {_FLASH} else _flash_is_missing(seen)
+
+
 def _no_float32(seen: Observation) -> str | None:
     return f"the run is in {seen.setup.asked}" if seen.setup and seen.setup.asked else None
 
@@ -273,32 +293,68 @@ _ARGUMENTS = "in TrainingArguments"
 
 def _batch(times: int) -> Change:
     remedy = f"{times} times the batch; the learning rate may need a change"
-    return Change(_no_loader, partial(_larger_batch, times), remedy, same_batches=False)
+    kinds = ("batch headroom", "idle device")
+    return Change(_no_loader, partial(_larger_batch, times), remedy, kinds, same_batches=False)
 
 
+_LOADING = ("data loading",)
 CHANGES: dict[str, Change] = {
     "workers": Change(
         _no_lone_loader,
         _workers,
         f"DataLoader(num_workers=2); dataloader_num_workers=2 {_ARGUMENTS}. Random rows are others there",
+        _LOADING,
     ),
     "prefetch": Change(
-        _no_workers, _prefetch, f"DataLoader(prefetch_factor=8); dataloader_prefetch_factor=8 {_ARGUMENTS}"
+        _no_workers, _prefetch, f"DataLoader(prefetch_factor=8); dataloader_prefetch_factor=8 {_ARGUMENTS}", _LOADING
     ),
     "pinning": Change(
-        _no_copies, _pinned, "DataLoader(pin_memory=True) and .to(device, non_blocking=True); the Trainer does both"
+        _no_copies,
+        _pinned,
+        "DataLoader(pin_memory=True) and .to(device, non_blocking=True); the Trainer does both",
+        _LOADING,
     ),
     "batch-size": _batch(2),
     "batch-size-4x": _batch(4),
-    "attention": Change(_no_eager, partial(_first_called, _sdpa), "attn_implementation='sdpa' in from_pretrained"),
-    "precision": Change(_no_float32, _autocast, f"torch.autocast(device, torch.bfloat16); bf16=True {_ARGUMENTS}"),
-    "checkpointing": Change(
-        _no_transformers, partial(_first_called, _checkpointing), f"gradient_checkpointing {_ARGUMENTS}"
+    "attention": Change(
+        _no_eager,
+        partial(_first_called, partial(_attention, "sdpa")),
+        "attn_implementation='sdpa' in from_pretrained",
+        ("eager attention",),
     ),
-    "fused": Change(_no_loop, _fused, f"fused=True; optim='adamw_torch_fused' {_ARGUMENTS}"),
-    "compile": Change(_compiled, partial(_first_called, _compile), f"model.compile(); torch_compile=True {_ARGUMENTS}"),
-    "no-compile": Change(_eager, _not_compiled, f"leave torch.compile out; torch_compile=False {_ARGUMENTS}"),
+    "flash": Change(
+        _no_flash,
+        partial(_first_called, partial(_attention, _FLASH)),
+        f"attn_implementation={_FLASH!r} in from_pretrained",
+        ("eager attention", "flash attention"),
+    ),
+    "precision": Change(
+        _no_float32,
+        _autocast,
+        f"torch.autocast(device, torch.bfloat16); bf16=True {_ARGUMENTS}",
+        ("float32 precision",),
+    ),
+    "checkpointing": Change(
+        _no_transformers,
+        partial(_first_called, _checkpointing),
+        f"gradient_checkpointing {_ARGUMENTS}",
+        ("checkpointing",),
+    ),
+    "fused": Change(_no_loop, _fused, f"fused=True; optim='adamw_torch_fused' {_ARGUMENTS}", ("optimizer",)),
+    "compile": Change(
+        _compiled,
+        partial(_first_called, _compile),
+        f"model.compile(); torch_compile=True {_ARGUMENTS}",
+        ("idle device",),
+    ),
+    "no-compile": Change(
+        _eager,
+        _not_compiled,
+        f"leave torch.compile out; torch_compile=False {_ARGUMENTS}",
+        ("recompilation", "graph break"),
+    ),
 }
+MENDED = frozenset(kind for row in CHANGES.values() for kind in row.kinds)  # kinds that something from outside may mend
 LARGEST = "largest-batch"  # which one that is, batch_sizes.py finds out
 _LARGER = re.compile(r"batch-size-([1-9]\d{0,3})x")
 

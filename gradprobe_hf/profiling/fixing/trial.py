@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradprobe_hf.estimation.machine import available_bytes, compute_device, process_bytes
@@ -21,6 +21,8 @@ from gradprobe_hf.estimation.peak import begin_peak, peak_bytes
 from gradprobe_hf.profiling.as_main import Observed, run_as_main
 from gradprobe_hf.profiling.fixing.changes import change_named
 from gradprobe_hf.profiling.observing.batch_contents import contents_of
+from gradprobe_hf.profiling.observing.joined import watching
+from gradprobe_hf.profiling.observing.observation import Observation
 from gradprobe_hf.profiling.observing.stages import StageClock, Wait, marked_stages
 
 
@@ -45,7 +47,8 @@ class Trial:
 
 @dataclass
 class _Watch:
-    """Counts steps of the first optimizer that takes one, and ends the script behind the last."""
+    """Counts steps of the first optimizer that takes one, or those that a loop says, and ends the script behind the
+    last."""
 
     warmup: int
     timed: int
@@ -56,6 +59,7 @@ class _Watch:
     _steps: int = 0
     _samples: list[int | None] = field(default_factory=list)
     _optimizer: Optimizer | None = None
+    _says_steps_itself: bool = False
     _since: float = 0.0
 
     def waited(self, _: Wait, batch: Any) -> None:
@@ -67,8 +71,25 @@ class _Watch:
     def stepped(self, optimizer: Optimizer) -> None:
         if self._optimizer is None:
             self._optimizer = optimizer
-        if optimizer is not self._optimizer:
-            return
+        if optimizer is self._optimizer and not self._says_steps_itself:
+            self._end_step()
+
+    def step(self) -> None:
+        """A loop that says itself where its steps end."""
+        self._says_steps_itself = True
+        self._end_step()
+
+    @property
+    def done(self) -> bool:
+        return len(self.seconds) == self.timed
+
+    def follow(self, model: nn.Module) -> None:
+        """Nothing is asked of it."""
+
+    def observation(self) -> Observation:
+        raise Observed  # a loop that ends by itself, with a report: a trial has none
+
+    def _end_step(self) -> None:
         self._steps += 1
         if self._steps > self.warmup:
             self.seconds.append(time.perf_counter() - self._since)
@@ -76,7 +97,7 @@ class _Watch:
             begin_peak(compute_device())
         else:
             self.memory = peak_bytes(compute_device())
-        if len(self.seconds) == self.timed:
+        if self.done:
             self.room = _room()
             raise Observed
         self._since = time.perf_counter()
@@ -91,7 +112,8 @@ def run_trial(script: str, arguments: list[str], change: str | None, warmup: int
     watch = _Watch(warmup, timed)
     row = change_named(change) if change else None
     made = row.made() if row else nullcontext([])
-    with made as done, _kept_losses(watch.losses), marked_stages(StageClock(), watch.waited, watch.stepped):
+    marks = marked_stages(StageClock(), watch.waited, watch.stepped)
+    with made as done, _kept_losses(watch.losses), marks, watching(watch):
         run_as_main(script, arguments)
     return Trial(done, watch.seconds, watch.samples(), [float(one) for one in watch.losses], watch.memory, watch.room)
 

@@ -13,7 +13,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.profiler import profile
 
 from gradprobe_hf.profiling.observing.batch_contents import added, contents_of
 from gradprobe_hf.profiling.observing.call_watch import CallWatch, Seen, Trained, summed
@@ -38,6 +37,7 @@ from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.observing.setup import SetupWatch, parameters_of
 from gradprobe_hf.profiling.observing.stages import STAGES, StageClock, Wait, marked_forward, marked_stages, models_of
 from gradprobe_hf.profiling.observing.traced_events import busy_seconds, collective_seconds
+from gradprobe_hf.profiling.observing.tracer import Tracer
 
 Phase = Literal["warmup", "timed", "traced", "located"]
 _ORDER: tuple[Phase, ...] = ("warmup", "timed", "traced", "located")
@@ -135,6 +135,11 @@ class Recorder:
             self._setup_watch.begin_again()
             self._steps_with_contents = 0
             self._open("warmup")
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing is observed any more."""
+        return self.phase is None
 
     @property
     def has_timed(self) -> bool:
@@ -274,7 +279,7 @@ class Recorder:
             self._missing["imbalance between ranks"] = f"another process told nothing: {str(error).splitlines()[0]}"
 
     def _start_trace(self) -> None:
-        trace = profile()
+        trace = Tracer()
         try:
             trace.start()
         except RuntimeError as error:  # only one profiler can run
@@ -282,11 +287,11 @@ class Recorder:
         else:
             self._of_phase.callback(self._end_trace, trace)
 
-    def _end_trace(self, trace: profile) -> None:
-        trace.stop()
+    def _end_trace(self, tracer: Tracer) -> None:
+        tracer.stop()
         if len(self._seconds["traced"]) < self.schedule.traced:
             return  # a part of a step would count as one
-        on_device = self._device.startswith("cuda")
+        trace, on_device = tracer.profiler, self._device.startswith("cuda")
 
         def seconds(row: Any) -> float:
             return float(row.self_device_time_total if on_device else row.self_cpu_time_total) / 1e6

@@ -42,6 +42,7 @@ _UNTOLD = {
     "float32 precision": "a trace does not hold torch's settings",
     "checkpointing": "a trace does not say which operators are computed again",
     "eager attention": "a trace does not name the modules that operators belong to",
+    "flash attention": "a trace does not name the modules that operators belong to",
     "imbalance between ranks": _ONE_PROCESS,
     "slowdown": "all steps of a trace are under the profiler",
 }
