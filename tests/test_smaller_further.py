@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, pipeline
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
@@ -51,6 +51,42 @@ def loaded(path):
 
 def shapes(model):
     return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+
+def test_transformers_generates_from_it_and_a_pipeline_does(folder):
+    pipe = pipeline("text-generation", model=str(folder / "smaller"), device="cpu")
+    made = pipe("Some words", max_new_tokens=5, min_new_tokens=5, do_sample=False, return_full_text=False)
+    ids = cases.tokenizer()("Some words", return_tensors="pt").input_ids
+    asked = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
+    smaller = loaded(folder / "smaller")
+    wanted = smaller.generate(ids, **asked)[0, ids.shape[1] :]
+    assert made[0]["generated_text"] == pipe.tokenizer.decode(wanted, skip_special_tokens=True)
+    # A cache of its shapes: step by step as without one.
+    assert torch.equal(smaller.generate(ids, **asked, use_cache=False), smaller.generate(ids, **asked))
+
+
+def test_a_trainer_trains_it(folder, tmp_path):
+    model = loaded(folder / "smaller")
+    before = cases.bits(model)
+    options = TrainingArguments(
+        tmp_path, max_steps=2, learning_rate=1e-2, report_to="none", disable_tqdm=True, dataloader_pin_memory=False
+    )
+    rows = [{"input_ids": one, "labels": one} for batch in cases.batches("llama") for one in batch["input_ids"]]
+    Trainer(model, options, train_dataset=rows).train()
+    assert cases.changed(model, before) == list(before)
+    model.save_pretrained(tmp_path / "trained")
+    assert shapes(loaded(tmp_path / "trained")) == shapes(model)
+
+
+def test_adapters_are_trained_on_it_and_merged(folder):
+    peft = pytest.importorskip("peft")
+    model, batch = loaded(folder / "smaller"), cases.batches("llama")[0]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "o_proj", "down_proj"]))
+    torch.nn.init.normal_(adapted.get_parameter("base_model.model.model.layers.0.mlp.down_proj.lora_B.default.weight"))
+    adapted(**batch, labels=batch["input_ids"]).loss.backward()
+    assert all(one.grad is not None for name, one in adapted.named_parameters() if "lora" in name)
+    logits = adapted.eval()(**batch).logits
+    torch.testing.assert_close(adapted.merge_and_unload()(**batch).logits, logits)
 
 
 def test_zeros_go_on_top(folder):

@@ -35,10 +35,13 @@ def _candidates(report: Report) -> list[tuple[str, str, str, str]]:
     if not tried:
         return []
     faster = {row["model"]: f"{times_as_fast(speed, row):.2f} x" for row in speed["rows"]} if speed else {}
-    dense = ("nothing", found["parameters"]["before"], found["dense_loss"], faster.get("dense", ""))
+    dense = ("nothing", found["parameters"]["before"], found.get("dense_loss"), faster.get("dense", ""))
     words = ((shape_words(one["removed"]), one) for one in tried)
     rows = [(name, one["parameters"], one["loss"], faster.get(name, "")) for name, one in words]
-    return [(name, f"{count:,}", f"{loss:.4f}", fast) for name, count, loss, fast in (dense, *rows)]
+    # A report of before has no loss of the dense model.
+    return [
+        (name, f"{count:,}", "-" if loss is None else f"{loss:.4f}", fast) for name, count, loss, fast in (dense, *rows)
+    ]
 
 
 def saved(structure: dict[str, Any]) -> float:
