@@ -24,7 +24,7 @@ from gradprobe_hf.model.offload_store import check_store_room
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
 from gradprobe_hf.recovery.of_pruning import recovered_weights
-from gradprobe_hf.report.build import build_report
+from gradprobe_hf.report.build import build_report, foreseen_warnings
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
@@ -146,6 +146,9 @@ def prune_pretrained(
     with open_run(written(context), rows=rows) as context:
         context = replace(context, snapshots=_snapshots(context, resume_dir))
         context = reachable(context)
+        foreseen = foreseen_warnings(context)
+        for warning in foreseen:
+            logger.warning(warning)
         decision = decide_pruning(context, judge)
         measured, metric = _measured(context, decision), _task_metric(context, decision)
         speed = _speed(context, decision)
@@ -155,7 +158,7 @@ def prune_pretrained(
         measured = recovered.measured
     report = build_report(context, decision, measured, metric)
     report = replace(report, speed=speed, recovery=None if recovered is None else recovered.described)
-    for warning in report.warnings:
+    for warning in report.warnings[len(foreseen) :]:
         logger.warning(warning)
     result = PruneResult(
         context.model,

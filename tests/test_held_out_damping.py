@@ -93,6 +93,20 @@ def test_a_run_chooses_for_itself():
     assert GradProbeConfig.from_dict(found[0].config.to_dict()) == found[0].config
 
 
+def test_it_is_said_before_any_work(monkeypatch, caplog):
+    """What text there is is known then; and nothing can be held out of one batch."""
+    monkeypatch.setattr("gradprobe_hf.pruning.decide_pruning", lambda *_: pytest.fail("work began"))
+    few, one = cases.batches("llama", rows=8, batch_size=2), cases.batches("llama", rows=4, batch_size=4)
+    for text, options, wanted in (
+        (few, {"damping": 0.01}, "Give more num_samples, or damping='auto'"),
+        (one, {}, "none can be held out to choose the damping by, and 0.01 is taken"),
+    ):
+        caplog.clear()
+        with pytest.raises(pytest.fail.Exception):
+            cases.prune(cases.build("llama"), structure={"ffn": 8}, calibration=text, **options)
+        assert wanted in caplog.text
+
+
 def test_enough_text_is_no_warning():
     text = cases.batches("llama", rows=80, batch_size=16)
     tokens = sum(batch["input_ids"].numel() for batch in text)

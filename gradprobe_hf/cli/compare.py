@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> None:
     else:
         print_comparison(found.rows, found.dense, found.evaluation, found.speed)
         if options.output:
-            console().print(f"{options.output}/{RESULT_NAME}, figure {options.output}/comparison.png")
+            console().print(f"{options.output}/{RESULT_NAME}, figures {options.output}/*.png")
 
 
 def _note(options: argparse.Namespace, found: Compared) -> None:

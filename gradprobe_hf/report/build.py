@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.config import LEAST_DAMPING, GradProbeConfig
 from gradprobe_hf.data.batches import Batches, shared_rows
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.estimation.peak import peak_resident_bytes
@@ -31,6 +31,10 @@ from gradprobe_hf.structures.shapes import shape_values
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 
 ENOUGH = 10  # tokens for each input of a matrix; with 3, damping="auto" is 13% better (make bench-structure-options)
+_ONE_BATCH = (
+    "The calibration has one batch for each process: none can be held out to choose the damping by, and "
+    f"{LEAST_DAMPING} is taken. Give more num_samples, or a smaller batch_size."
+)
 TOLERATED = 1.05  # times the latency that was asked for, before a report warns
 
 
@@ -68,8 +72,7 @@ def build_report(
         execution=context.notes,
         versions=versions(),
         warnings=[
-            *_about_data(context),
-            *_about_tokens(context),
+            *foreseen_warnings(context),
             *_about_evidence(decision, len(targets)),
             *_about_damping(decision, config),
             *_about_latency(decision, config),
@@ -204,6 +207,11 @@ def _selection(
     }
 
 
+def foreseen_warnings(context: RunContext) -> list[str]:
+    """What is known of the data before any work."""
+    return [*_about_data(context), *_about_tokens(context)]
+
+
 def _about_data(context: RunContext) -> list[str]:
     evaluation = context.evaluation
     shared = shared_rows(context.calibration, evaluation)
@@ -217,8 +225,10 @@ def _about_tokens(context: RunContext) -> list[str]:
     """Where least squares has so little text that it fits that alone."""
     config, tokens = context.config, context.calibration.tokens
     is_text = context.model.main_input_name == "input_ids"  # what an image has in place of tokens is not counted
-    if not (config.structures and config.update_row.chooses_damping and is_text) or config.holds_out:
+    if not (config.structures and config.update_row.chooses_damping and is_text):
         return []
+    if config.holds_out:
+        return [_ONE_BATCH] * (len(context.calibration) <= context.processes.count)
     widest = max(context.targets, key=lambda target: target.shape[1])
     inputs = widest.shape[1]
     if tokens >= ENOUGH * inputs:
