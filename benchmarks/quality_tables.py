@@ -18,6 +18,7 @@ SHOWN_COLUMNS = sorted(COLUMNS, key=lambda column: (":" in column, column))
 THOUSANDS = 1e3
 BROKEN = 1e5  # a vocabulary is not much larger: a perplexity beyond it is worse than guessing
 NEGLIGIBLE = 1e-4  # of the weights: two rows of so nearly the same sparsity are compared
+ROUNDED = 5e-3  # of the weights: a sparsity that is farther from its column's is no rounding of it
 # What the presets are in the benchmark: the method without a pattern, and the one with an n:m pattern.
 PRESETS = {
     "fast": ("one probe", "sparsegpt"),
@@ -332,13 +333,15 @@ def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str]) -> 
             shares = theirs if method in PEERS else zeros
             shares.setdefault((column, row["seed"]), []).append(row["zeros"] / row["weights"])
     apart = max((max(found) - min(found) for found in zeros.values()), default=0.0)
-    alike = "; every column has one number of zeros" if apart < NEGLIGIBLE else ""
-    if alike and apart:  # a weight that was zero already is one where it is kept, too
-        alike += f", to {apart:.5%} of the weights"
+    if apart < NEGLIGIBLE:
+        alike = "; every column has one number of zeros"
+        alike += f", to {apart:.5%} of the weights" if apart else ""  # one that was zero already may be kept, too
+    else:
+        alike = f"; numbers of zeros that are compared are up to {apart:.3%} of the weights apart"
     rounded = [
-        f"{column_title(column)} is {found[0]:.2%}"
+        f"{column_title(column)} is {_range(found)}"
         for (column, _), found in sorted(zeros.items())
-        if alike and ":" not in column and abs(found[0] - float(column)) > NEGLIGIBLE
+        if ":" not in column and NEGLIGIBLE < abs(found[0] - float(column)) < ROUNDED
     ]
     if rounded:
         alike += f" (Wanda rounds its budget in every row: {', '.join(dict.fromkeys(rounded))})"
@@ -367,6 +370,15 @@ def _are_alone(results: dict[str, Any]) -> bool:
 
 def _commits(results: dict[str, Any]) -> list[str]:
     return sorted({str(row.get("commit")) for row in results["rows"]})
+
+
+def _range(shares: Sequence[float]) -> str:
+    """
+    >>> _range([0.6006, 0.6006]), _range([0.70119, 0.70149])
+    ('60.06%', '70.12 to 70.15%')
+    """
+    low, high = min(shares), max(shares)
+    return f"{low:.2%}" if high - low < NEGLIGIBLE else f"{100 * low:.2f} to {high:.2%}"
 
 
 def _mixture(results: dict[str, Any]) -> str:
