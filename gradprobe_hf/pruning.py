@@ -272,7 +272,8 @@ def _speed(context: RunContext, decision: PruningDecision) -> dict[str, Any] | N
     if not context.config.measure_speed:
         return None
     with context.stopwatch("speed"):
-        return speed_of_decision(context, decision).to_dict()
+        found = speed_of_decision(context, decision)
+    return None if found is None else found.to_dict()
 
 
 def _task_metric(context: RunContext, decision: PruningDecision) -> dict[str, Any] | None:

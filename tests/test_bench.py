@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import sys
 import time
 import zlib
+from importlib.machinery import ModuleSpec
 from statistics import median
+from types import ModuleType
 
 import pytest
 import torch
@@ -257,6 +260,27 @@ def test_speed_that_cannot_be_measured_is_refused_before_any_work(monkeypatch):
         pruned(GradProbeConfig(structure={"ffn": 8}, measure_speed=True))
     with pytest.raises(ValueError, match="measure_speed=True has no effect here: it belongs to structure"):
         GradProbeConfig(measure_speed=True)
+
+
+def test_speed_that_fails_costs_no_result(monkeypatch, tmp_path, caplog):
+    def fail(*_):
+        raise RuntimeError("the process of dense ended with exit code -9")
+
+    monkeypatch.setattr("gradprobe_hf.bench.of_shapes.started", fail)
+    result = pruned(GradProbeConfig(structure={"ffn": 8}, update="none", measure_speed=True), tmp_path / "made")
+    assert result.report.speed is None
+    assert "speed was not measured: RuntimeError: the process of dense ended with exit code -9" in caplog.text
+    assert (tmp_path / "made" / "model.safetensors").exists()
+
+
+def test_another_release_of_the_hubs_client_costs_no_checkpoint(tmp_path, monkeypatch):
+    path = tmp_path / "model.safetensors"
+    save_file({"weight": torch.ones(64)}, path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    other = ModuleType("hf_xet", "Without what this one has.")
+    other.__spec__ = ModuleSpec("hf_xet", None)
+    monkeypatch.setitem(sys.modules, "hf_xet", other)
+    assert FileSizes.of([path]).hub is None
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ How long a model takes does not depend on its weights. So each shape is made of 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,6 +22,7 @@ from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import smaller_config
 from gradprobe_hf.structures.table import shape_words
 
+logger = logging.getLogger(__name__)
 _REMEDY = "leave measure_speed out, and measure the checkpoint with gradprobe bench."
 
 
@@ -35,22 +37,29 @@ def check_measurable(model: PreTrainedModel) -> None:
         )
 
 
-def speed_of_decision(context: RunContext, decision: PruningDecision) -> BenchResult:
-    """The dense model, what is left of it, and the other shapes that were tried."""
+def speed_of_decision(context: RunContext, decision: PruningDecision) -> BenchResult | None:
+    """The dense model, what is left of it, and the other shapes that were tried; None where that failed."""
     assert decision.removal is not None, "whole structures go"
     tried = [one["removed"] for one in decision.diagnostics.shapes if one["loss"] is not None]
     others = [Removal.example(Plan.of(context.model, context.targets, going)) for going in tried[1:]]
     return bench_shapes(context, {shape_words(one.plan.going): one for one in (decision.removal, *others)})
 
 
-def bench_shapes(context: RunContext, removals: Mapping[str, Removal]) -> BenchResult:
+def bench_shapes(context: RunContext, removals: Mapping[str, Removal]) -> BenchResult | None:
     """The dense model, and what is left without each of these; measured by the main process.
+
+    All the work is done by then. So a failure is a warning, and None in all processes: no result is lost by it.
 
     Args:
         removals: by the names of their rows.
     """
-    found = _measured(context, removals) if context.processes.is_main else None
-    result: BenchResult = context.processes.broadcast(found)
+    found = None
+    if context.processes.is_main:
+        try:
+            found = _measured(context, removals)
+        except Exception as error:
+            logger.warning("speed was not measured: %s: %s", type(error).__name__, error)
+    result: BenchResult | None = context.processes.broadcast(found)
     return result
 
 

@@ -212,7 +212,8 @@ def compare_pretrained(
                 on_row(found)
         if measures_speed:
             with context.stopwatch("speed"):
-                found = replace(found, speed=bench_shapes(context, comparison.removals).to_dict())
+                speed = bench_shapes(context, comparison.removals)
+            found = replace(found, speed=None if speed is None else speed.to_dict())
     if not found.rows:
         raise ValueError("this model could be pruned in none of these ways; the log says why.")
     return found
