@@ -61,6 +61,8 @@ def in_flags(message: str, names: Collection[str]) -> str:
     '--score fisher needs a probe: set --probes 1, got --probes 0.'
     >>> in_flags("sparsity must be a fraction. Choose another resume_dir (--resume-dir).", ["sparsity", "resume_dir"])
     '--sparsity must be a fraction. Choose another --resume-dir.'
+    >>> in_flags("structure={'ffn': 704, 'blocks': 4} is the nearest, or structure={'ffn': ...}.", ["structure"])
+    '--structure ffn=704,blocks=4 is the nearest, or --structure ffn=....'
     """
     known = "|".join(sorted(map(re.escape, {*names, *_CALLED}), key=len, reverse=True))
     long = "|".join(name for name in known.split("|") if "_" in name) or "(?!)"
@@ -90,9 +92,11 @@ _VALUE = r"'[^']*'|\"[^\"]*\"|\([^)]*\)|\[[^]]*\]|\{[^}]*\}|[\w.+-]*[\w%]"
 
 
 def _typed(value: str) -> str:
-    """`'2:4'` is typed 2:4, `['q_proj']` q_proj, `(0.2, 0.5)` 0.2,0.5, and True is the flag alone."""
+    """`'2:4'` is typed 2:4, `['q_proj']` q_proj, `{'ffn': 7}` ffn=7, `(0.2, 0.5)` 0.2,0.5; True is the flag alone."""
     if value in ("True", "False"):
         return ""
+    if re.fullmatch(r"\{('\w+': [^,]+(, )?)+\}", value):
+        return re.sub(r"'([^']*)': ", r"\1=", value[1:-1]).replace(", ", ",")
     if value[0] in "([" and value[-1] in ")]":
         return ",".join(_typed(part.strip()) for part in value[1:-1].split(",") if part.strip())
     if value[0] in "'\"" and not re.search(r"[\s'\"]", value[1:-1]) and len(value) > 2:

@@ -800,7 +800,7 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     ),
     "measure_speed": (
         lambda c: c.structure is not None,
-        "structure: zeros are stored, and computed with, like any weight",
+        "structure",
     ),
     "damping": (lambda c: c.updates or c.weighs_inputs, "a weight update (update='admm', ...)"),
     "recovery_learning_rate": (lambda c: c.recovery_steps > 0, "recovery_steps"),
