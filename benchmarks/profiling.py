@@ -1,6 +1,6 @@
 """What profiling costs, and what each finding is worth in the examples: one change at a time.
 
-usage: python -m benchmarks.profiling [--rounds 3] [--only cost slow_training slow_probing masked_training]
+usage: python -m benchmarks.profiling [--rounds 3] [--only cost slow_training slow_probing masked_training fixes]
 
 Every figure is a ratio of runs side by side, in several rounds, and seconds are those that the processor worked for
 this process: what else the machine does is in none of them. What is not made anew stays in the file.
@@ -15,6 +15,9 @@ import json
 import os
 import runpy
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
@@ -25,7 +28,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from gradprobe_hf.profiling import Schedule, profiled
+from gradprobe_hf.profiling import ProfileReport, Schedule, profiled
+from gradprobe_hf.profiling.fixing.changes import MENDED
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "profiling.json"
@@ -121,6 +125,36 @@ EXAMPLES = {
         Schedule(warmup=1, timed=6, traced=1, located=1),
     ),
 }
+
+# What `--fix` is asked for in each example, with the options of the profile before it.
+_FEW = ("--warmup", "3", "--timed", "9", "--traced", "1", "--located", "1")  # the compiler is at work in most steps
+FIXES: dict[str, tuple[str, ...]] = {
+    "slow_training": ("--fix", "workers", "batch-size"),
+    "slow_probing": ("--fix", "checkpointing", "precision", "fused"),
+    "masked_training": (*_FEW, "--fix", "no-compile"),
+}
+
+
+def fixes(name: str, rounds: int) -> dict[str, Any]:
+    """What `--fix` says of an example, by the command that a user types."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "gradprobe_hf", "profile", "script", f"examples/{name}.py"]
+        subprocess.run(
+            [*command, "--json", str(path), *FIXES[name], "--rounds", str(rounds)],
+            check=True,
+            cwd=ROOT,
+            stdout=subprocess.DEVNULL,
+        )
+        return told(ProfileReport.read(path))
+
+
+def told(report: ProfileReport) -> dict[str, Any]:
+    """Of a report: the changes that were tried, and the kinds of findings that none of them may mend."""
+    kept = ("change", "gains", "loss", "memory", "verdict", "untried")
+    inside = sorted({one.kind for one in report.findings} - MENDED)
+    changes = [{name: one.to_dict()[name] for name in kept} for one in report.fixes]
+    return {"changes": changes, "inside": inside}
 
 
 def cost(rounds: int) -> dict[str, Any]:
@@ -228,11 +262,31 @@ def worth_table(results: dict[str, Any]) -> str:
     for example, changes in results["examples"].items():
         for name, row in changes.items():
             share = "" if row["share"] is None else f", {row['share']:.1%}"
-            lines.append(f"| `{example}` | `{name}` | {row['kind']}{share} | {_median_of(row['gains'])} |")
+            gains, of = row["gains"], f"{row['kind']}{share}"
+            told = "" if min(gains) > 1 or max(gains) < 1 else ", no difference that all rounds agree on"
+            lines.append(f"| `{example}` | `{name}` | {of} | {_median_of(gains)}{told} |")
     note = (
         "Tokens a second of the processor (`slow_probing`: windows times layers) with this change alone / without, "
         "beside unchanged runs before and behind, or with and without it after others; the median, and each round. "
         f"C++ compilers that torch.compile starts are not in it. {_made(results)}"
+    )
+    return "\n".join([*lines, "", note])
+
+
+def fixes_table(results: dict[str, Any]) -> str:
+    """For the page."""
+    lines = ["| example | change | gain (rounds) | memory | loss | verdict |", "|---|---|---:|---:|---|---|"]
+    for example, found in results["fixes"].items():
+        for one in found["changes"]:
+            if one["untried"] is None:
+                figures = f"{_median_of(one['gains'])} | {one['memory']:.2f} | {one['loss']} | {one['verdict']}"
+            else:
+                figures = f"- | - | - | not tried: {one['untried']}"
+            lines.append(f"| `{example}` | `{one['change']}` | {figures} |")
+    inside = "; ".join(f"`{example}`: {', '.join(found['inside'])}" for example, found in results["fixes"].items())
+    note = (
+        "`gradprobe profile script examples/NAME.py --fix ...`, in turns with the unchanged script; by the clock of a "
+        f"machine that does other things, too. What only the script can change: {inside}. {_made(results)}"
     )
     return "\n".join([*lines, "", note])
 
@@ -246,10 +300,13 @@ def _made(results: dict[str, Any]) -> str:
     return f"{settings['threads']} CPU thread, torch {settings['torch']}. Made by `make bench-profiling`."
 
 
+PARTS = ["cost", *EXAMPLES, "fixes"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", nargs="*", default=["cost", *EXAMPLES], choices=["cost", *EXAMPLES])
+    parser.add_argument("--only", nargs="*", default=PARTS, choices=PARTS)
     options = parser.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     torch.set_num_threads(1)
@@ -259,6 +316,8 @@ def main() -> None:
         print(f"{name} ...", flush=True)
         if name == "cost":
             found["cost"] = cost(options.rounds)
+        elif name == "fixes":
+            found["fixes"] = {example: fixes(example, options.rounds) for example in FIXES}
         else:
             found["examples"][name] = worth(EXAMPLES[name], options.rounds)
         RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -20,7 +20,7 @@ from benchmarks.candidate_sums import candidate_sums_table
 from benchmarks.choices import choices_table
 from benchmarks.matching import matching_table
 from benchmarks.mixtures_table import mixtures_table
-from benchmarks.profiling import profiling_cost_table, worth_table
+from benchmarks.profiling import fixes_table, profiling_cost_table, worth_table
 from benchmarks.quality_tables import (
     calibrated_on_c4,
     divergence_table,
@@ -337,6 +337,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
     "training cost": (("training",), cost_table),
     "profiling cost": (("profiling",), profiling_cost_table),
     "worth": (("profiling",), worth_table),
+    "fixes": (("profiling",), fixes_table),
     "candidate sums": (("candidate_sums",), candidate_sums_table),
 }
 FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  # on a page that asks for them

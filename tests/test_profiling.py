@@ -23,6 +23,7 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
 from gradprobe_hf.profiling.findings import CHECKS, findings_of
 from gradprobe_hf.profiling.fixing.trial import run_trial
+from gradprobe_hf.profiling.observing import recorder
 from gradprobe_hf.profiling.observing.observation import Compilation
 from gradprobe_hf.profiling.observing.places import Place
 from gradprobe_hf.profiling.script import profile_script
@@ -121,6 +122,16 @@ def test_the_schedule_is_kept_and_the_rest_unobserved():
     assert (len(seen.timed), len(seen.traced), seen.located) == (2, 3, 4)
     with pytest.raises(ValueError, match=r"warmup must be a number of steps, at least 1, got 0\."):
         Schedule(warmup=0)
+
+
+def test_a_trace_is_bounded(monkeypatch):
+    """It ends with the step in which it becomes too large; that step counts."""
+    grown = iter(range(0, 10 * 2**30, 2**29))
+    monkeypatch.setattr(recorder, "process_bytes", lambda: next(grown))
+    report = planted.train(schedule=Schedule(1, 2, 50, 2))
+    seen = report.observation
+    assert (len(seen.traced), seen.located, seen.complete) == (3, 2, True)
+    assert next(one.count for one in seen.operators if one.name == "aten::addmm") == 3 * 3
 
 
 def test_steps_that_the_loop_marks_itself():
@@ -396,8 +407,9 @@ def test_a_script_that_fails_or_is_interrupted(tmp_path, capsys):
     assert "ValueError: mine" in errors
     assert "Traceback" in errors
     assert not report.observation.complete
-    code, said, _, report = profile(tmp_path, capsys, fault="if step == 6: raise KeyboardInterrupt")
+    code, said, errors, report = profile(tmp_path, capsys, fault="if step == 6: raise KeyboardInterrupt")
     assert code == 130
+    assert "interrupted; the report is of what was seen until then" in errors
     assert len(report.observation.timed) == 4  # steps 3 to 6
     assert "before all steps" in said
 

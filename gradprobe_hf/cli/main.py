@@ -53,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = read(sys.argv[1:] if arguments is None else arguments)
         with _logging(quiet=getattr(options, "quiet", False)):
             options.run(options)
-    except KeyboardInterrupt:
-        print("\ngradprobe: interrupted; no unfinished checkpoint is left behind", file=sys.stderr)
+    except KeyboardInterrupt as stopped:  # of a verb that says itself what is left, or of Ctrl-C
+        left = str(stopped) or "no unfinished checkpoint is left behind"
+        print(f"\ngradprobe: interrupted; {left}", file=sys.stderr)
         return INTERRUPTED
     except _expected_errors() as error:
         print(f"gradprobe: error: {said(error, options)}", file=sys.stderr)

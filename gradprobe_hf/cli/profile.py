@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
             path.write_text(getattr(report, name)(), encoding="utf-8")
         print_profile(report)
     if interrupted:
-        raise KeyboardInterrupt
+        raise KeyboardInterrupt("the report is of what was seen until then")
     if code:
         sys.exit(code)
 

@@ -310,12 +310,14 @@ def _row(cells: list[str]) -> str:
 
 def _memory(samples: tuple[MemorySample, ...]) -> str:
     """The fullest step's end."""
-    process = f"Process {_gib(max(one.process for one in samples))}, {_gib(min(one.free for one in samples))} free"
+    process = max(one.process for one in samples)  # 0 in a trace, which does not tell
+    held = f"the process has {_gib(process)} of memory, and " if process else ""
+    words = f"At the end of the fullest step {held}{_gib(min(one.free for one in samples))} are free"
     if samples[-1].allocated is None:
-        return f"{process}."
+        return f"{words}."
     allocated = max(one.allocated or 0 for one in samples)
     peak, reserved = max(one.peak or 0 for one in samples), max(one.reserved or 0 for one in samples)
-    return f"{process} on the device; allocated {_gib(allocated)}, at its peak {_gib(peak)}, reserved {_gib(reserved)}."
+    return f"{words} on the device; allocated {_gib(allocated)}, at its peak {_gib(peak)}, reserved {_gib(reserved)}."
 
 
 def _gib(count: int) -> str:

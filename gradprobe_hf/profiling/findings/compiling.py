@@ -27,7 +27,8 @@ def _graph_breaks(seen: Observation) -> list[Finding]:
             "graph break",
             one.place,
             None,
-            f"torch.compile ended {one.count} graphs here: {one.reason}. It has no seconds of its own",
+            f"torch.compile ended {one.count} {'graph' if one.count == 1 else 'graphs'} here: {one.reason}. It has no "
+            "seconds of its own",
             "take the line out of the compiled function, or run it once in a while; torch.compile(fullgraph=True) "
             "makes each break an error",
         )

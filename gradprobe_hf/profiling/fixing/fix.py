@@ -35,14 +35,16 @@ class Fix:
 
     @property
     def pays(self) -> bool:
-        """In each round."""
-        return bool(self.gains) and min(self.gains) > 1
+        """In each of several rounds."""
+        return len(self.gains) > 1 and min(self.gains) > 1
 
     @property
     def verdict(self) -> str:
-        """It paid, or it cost, only if all rounds say so."""
+        """It paid, or it cost, only if all of several rounds say so."""
         if self.untried is not None:
             return "not tried"
+        if len(self.gains) == 1:
+            return "one round alone does not tell"
         if self.pays:
             return "pays"
         return "costs" if max(self.gains) < 1 else "no difference that all rounds agree on"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import subprocess
 import sys
 import tempfile
@@ -155,7 +156,11 @@ def _ended(command: list[str]) -> tuple[int, str]:
     """
     host = torch.device("cpu")
     least = _LEAST_FREE * available_bytes(host)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
+    # What an earlier trial has compiled would make a later one faster, and not for its change.
+    environment = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             while True:
                 try:

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradprobe_hf.estimation.machine import process_bytes
 from gradprobe_hf.profiling.observing.batch_contents import added, contents_of
 from gradprobe_hf.profiling.observing.call_watch import CallWatch, Seen, Trained, summed
 from gradprobe_hf.profiling.observing.compilations import breaks_since, compiled_frames, graph_ends, since
@@ -42,6 +43,7 @@ from gradprobe_hf.profiling.observing.tracer import Tracer
 Phase = Literal["warmup", "timed", "traced", "located"]
 _ORDER: tuple[Phase, ...] = ("warmup", "timed", "traced", "located")
 _OPERATORS = 20  # that are kept
+_LARGEST_TRACE = 2**30  # bytes that the process grows by under torch.profiler; then the trace ends with its step
 _PICTURED = 3  # steps of which every stretch is kept
 
 
@@ -75,7 +77,7 @@ class Recorder:
         self._step_contents: list[Contents] = []
         self._steps_with_contents = 0
         self._calls: list[list[Seen]] = []
-        self._trace = _Traced()
+        self._trace, self._is_whole, self._before_trace = _Traced(), False, 0
         self._compiled: list[Any] = []
         self._compilations: tuple[Compilation, ...] = ()
         self._graph_ends: list[Any] = []
@@ -197,9 +199,13 @@ class Recorder:
         seconds.append(time.perf_counter() - self._began)
         self._keep_step(self.phase, first=len(seconds) == 1)
         self._memory.append(memory_now(self._device))
-        if len(seconds) == getattr(self.schedule, self.phase):
+        if len(seconds) == getattr(self.schedule, self.phase) or self._trace_is_full():
+            self._is_whole = True
             self._next()
         self._drop_step()
+
+    def _trace_is_full(self) -> bool:
+        return self.phase == "traced" and process_bytes() - self._before_trace > _LARGEST_TRACE
 
     def _keep_step(self, phase: Phase, first: bool) -> None:
         """What was seen in a step counts once the step has come to its end."""
@@ -265,7 +271,7 @@ class Recorder:
             timed = self._seconds["timed"]
             self._spans = self.clock.spans_since(self._begins[0]) if self._begins else ()
             self._ranks.tell({stage: seconds / len(timed) for stage, seconds in self._stages.items()} if timed else {})
-        elif self.phase == "traced" and len(self._seconds["traced"]) == self.schedule.traced:
+        elif self.phase == "traced" and self._is_whole:
             self._ask_ranks()
         elif self.phase == "located" and self._setup is not None:
             self._setup = replace(self._setup, asked=self._setup.asked or self._watch.autocast)
@@ -279,6 +285,7 @@ class Recorder:
             self._missing["imbalance between ranks"] = f"another process told nothing: {str(error).splitlines()[0]}"
 
     def _start_trace(self) -> None:
+        self._is_whole, self._before_trace = False, process_bytes()
         trace = Tracer()
         try:
             trace.start()
@@ -289,7 +296,7 @@ class Recorder:
 
     def _end_trace(self, tracer: Tracer) -> None:
         tracer.stop()
-        if len(self._seconds["traced"]) < self.schedule.traced:
+        if not self._is_whole:
             return  # a part of a step would count as one
         trace, on_device = tracer.profiler, self._device.startswith("cuda")
 
