@@ -20,10 +20,11 @@ from pathlib import Path
 import pytest
 
 import gradprobe_hf
-from gradprobe_hf import GradProbeConfig
+from gradprobe_hf import GradProbeConfig, RecoveryConfig
 from gradprobe_hf.cli.config_options import HEADINGS, configuration, help_of
 from gradprobe_hf.cli.main import VERBS, main, parser, read
 from gradprobe_hf.cli.options import OPTIONS
+from gradprobe_hf.data.text_options import TEXT_OPTIONS
 from gradprobe_hf.model import loading
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.scores.table import SCORES
@@ -133,7 +134,7 @@ def test_logs_are_as_before(checkpoint, gradprobe):
 def test_every_option_has_the_spelling_that_was_promised():
     line = (
         "prune m --output o --preset best --sparsity 0.5 --pattern 2:4 --structure ffn=0.3,blocks=4 "
-        "--params 0.75 --memory 200MB --latency 0.7 --importance obs --structure-rounds 5 "
+        "--params 0.75 --memory 200MB --latency 0.7 --measure-speed on --importance obs --structure-rounds 5 "
         "--score fisher --probes 2 --rule budget "
         "--scope global --fisher blend --update admm --dense-target 0.25 --damping 0.01 --refinement blocks "
         "--recovery-steps 4 --recovery-learning-rate 1e-4 "
@@ -179,6 +180,14 @@ def test_every_field_is_one_option_with_a_sentence_and_its_default():
             assert f"(default: {field.default})" in sentence
     assert "(default: 0.5, or what --pattern implies)" in said
     assert "(default: the preset's; without one 2 with --score fisher, else 0)" in said
+
+
+def test_an_option_of_texts_is_the_same_for_pruning_and_for_recovery():
+    of_pruning, of_recovery = ({one.name: one for one in fields(c)} for c in (GradProbeConfig, RecoveryConfig))
+    for name in TEXT_OPTIONS:
+        assert of_pruning[name].default == of_recovery[name].default
+        short, whole = help_of(of_recovery[name], RecoveryConfig), help_of(of_pruning[name])
+        assert whole.startswith(short.partition(" (default")[0])
 
 
 def parser_of(verb):

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradprobe_hf.cli.config_options import add_fields
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given, shows_progress
 from gradprobe_hf.cli.values import at_least, names
-from gradprobe_hf.data.text_options import TextOptions
+from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
 
 if TYPE_CHECKING:
     from gradprobe_hf.data.batches import Batches
     from gradprobe_hf.tasks.table import Task
 
-TEXT_OPTIONS = tuple(field.name for field in fields(TextOptions))
 TASK_OPTIONS = ("task", "label_column", "metric")
 PAPER_OPTIONS = ("text_column", "add_special_tokens")  # those that a text of consecutive windows has a use for
 SAMPLES, LENGTH, BATCH = 20, 512, 4

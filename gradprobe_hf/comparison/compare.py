@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from gradprobe_hf.comparison.baselines import (
 )
 from gradprobe_hf.comparison.rows import ComparedRow, Comparison
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
-from gradprobe_hf.data.windows import TextOptions
+from gradprobe_hf.data.text_options import TEXT_OPTIONS
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.loss import LossFunction
@@ -39,7 +39,6 @@ from gradprobe_hf.runtime.option_checks import check_callable
 logger = logging.getLogger(__name__)
 
 # What all configurations of a comparison have in common.
-_TEXT = tuple(field.name for field in fields(TextOptions))
 _SHARED = (
     "num_samples",
     "sequence_length",
@@ -51,7 +50,7 @@ _SHARED = (
     "label_column",
     "metric",
     "evaluation_protocol",
-    *_TEXT,
+    *TEXT_OPTIONS,
 )
 
 RESULT_NAME = "comparison.json"

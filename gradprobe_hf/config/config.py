@@ -36,7 +36,7 @@ from gradprobe_hf.config.values import (
     Order,
     check_values,
 )
-from gradprobe_hf.data.text_options import DEFAULT_LENGTH, template_columns
+from gradprobe_hf.data.text_options import DEFAULT_LENGTH, TextOptions
 from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
 from gradprobe_hf.decisions.table import DECISIONS, Decision
 from gradprobe_hf.runtime.names_elsewhere import unknown_option
@@ -283,19 +283,7 @@ class GradProbeConfig:
     def _check_types(self) -> None:
         """Values that are wrong by themselves."""
         check_values({name: getattr(self, name) for name in _DEFAULTS}, _DEFAULTS)
-        self._check_columns()
-
-    def _check_columns(self) -> None:
-        if self.text_column is not None and self.text_template is not None:
-            raise ValueError(
-                f"text_column={self.text_column!r} and text_template={self.text_template!r} both say what the text is; "
-                "leave one of them unset."
-            )
-        if self.text_template is not None and not template_columns(self.text_template):
-            raise ValueError(
-                "text_template must name columns in braces, like '{instruction} {output}', got "
-                f"{self.text_template!r}."
-            )
+        TextOptions.of(self)  # refuses what is wrong in it
 
     def _preset_values(self) -> dict[str, Any]:
         """What the preset comes to, beside the options that are given."""

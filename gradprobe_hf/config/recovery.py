@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.values import LARGEST_SEED
-from gradprobe_hf.data.text_options import template_columns
+from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
 from gradprobe_hf.runtime.option_checks import number, whole
 
 EVALUATIONS = 10  # of the held-out text in a run, where no distance was asked for
@@ -30,7 +30,6 @@ _WHOLE = {  # the least of each
     "save_steps": 1,
     "seed": 0,
 }
-_SWITCHES = ("gradient_checkpointing", "assistant_only_loss", "packing", "add_special_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,28 +106,12 @@ class RecoveryConfig:
         if self.seed > LARGEST_SEED:
             raise ValueError(f"seed must be at most {LARGEST_SEED}, got {self.seed}.")
         number("learning_rate", self.learning_rate, "a number > 0, like 2e-4", lambda x: x > 0)
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}.")
+        if not isinstance(self.gradient_checkpointing, bool):
+            raise ValueError(f"gradient_checkpointing must be True or False, got {self.gradient_checkpointing!r}.")
         if self.bf16 != "auto" and not isinstance(self.bf16, bool):
             raise ValueError(f"bf16 must be True, False or 'auto', got {self.bf16!r}.")
-        self._check_columns()
+        TextOptions.of(self)  # refuses what is wrong in it
         self._check_batches()
-
-    def _check_columns(self) -> None:
-        for name in ("text_column", "text_template", "document_separator"):
-            if not isinstance(getattr(self, name), (str, type(None))):
-                raise ValueError(f"{name} must be a text, got {getattr(self, name)!r}.")
-        if self.text_column is not None and self.text_template is not None:
-            raise ValueError(
-                f"text_column={self.text_column!r} and text_template={self.text_template!r} both say what the text is; "
-                "leave one of them unset."
-            )
-        if self.text_template is not None and not template_columns(self.text_template):
-            raise ValueError(
-                "text_template must name columns in braces, like '{instruction} {output}', got "
-                f"{self.text_template!r}."
-            )
 
     def _check_batches(self) -> None:
         if self.batch_size % self.gradient_accumulation_steps:
@@ -156,20 +139,10 @@ class RecoveryConfig:
     @classmethod
     def of_pruning(cls, config: GradProbeConfig) -> RecoveryConfig:
         """That of `recovery_steps`, on text as the calibration's."""
-        same = (
-            "sequence_length",
-            "text_column",
-            "text_template",
-            "assistant_only_loss",
-            "packing",
-            "document_separator",
-            "add_special_tokens",
-            "seed",
-        )
         return cls(
             steps=config.recovery_steps,
             learning_rate=config.recovery_learning_rate,
-            **{name: getattr(config, name) for name in same},
+            **{name: getattr(config, name) for name in ("sequence_length", *TEXT_OPTIONS, "seed")},
         )
 
     def to_dict(self) -> dict[str, Any]:

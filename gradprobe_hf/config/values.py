@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import NoneType
 from typing import Any, Literal, get_args
 
 from gradprobe_hf.config.presets import Preset
@@ -46,8 +45,7 @@ CHOICES: dict[str, Sequence[Any] | Mapping[str, Any]] = {
     "accumulator_device": get_args(AccumulatorDevice),
     "evaluation_protocol": get_args(EvaluationProtocol),
 }
-SWITCHES = ("add_special_tokens", "assistant_only_loss", "measure_speed", "packing")
-TEXTS = ("text_column", "text_template", "document_separator")
+SWITCHES = ("measure_speed",)  # those of texts are checked by `TextOptions`
 WHOLE = {  # the least of each
     "num_samples": 1,
     "evaluation_samples": 1,
@@ -80,9 +78,6 @@ def check_values(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> None
     for name in SWITCHES:
         if not isinstance(values[name], bool):
             raise ValueError(f"{name} must be True or False, got {values[name]!r}.")
-    for name in TEXTS:
-        if not isinstance(values[name], (str, NoneType)):
-            raise ValueError(f"{name} must be a text, got {values[name]!r}.")
     if values["checkpointing"] != "auto" and not isinstance(values["checkpointing"], bool):
         raise ValueError(f"checkpointing must be True, False or 'auto', got {values['checkpointing']!r}.")
     for name, least in WHOLE.items():

@@ -1,9 +1,10 @@
-"""Text options: how rows become texts, and texts windows. They are options of `GradProbeConfig`, of the same names."""
+"""Text options: how rows become texts, and texts windows. The configurations have options of the same names."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from string import Formatter
+from types import NoneType
 
 BLANK_LINE = "\n\n"
 EOS = "eos"
@@ -22,6 +23,9 @@ class TextOptions:
         packing: whether windows are cut from all documents joined; otherwise a document is a window, and padded.
         document_separator: what is between packed documents, or `"eos"`; None: a blank line, and nothing between chats.
         add_special_tokens: whether each window begins as the tokenizer begins a text.
+
+    Raises:
+        ValueError: a value of another type, a template without columns, or two options that both say what the text is.
     """
 
     text_column: str | None = None
@@ -30,6 +34,32 @@ class TextOptions:
     packing: bool = True
     document_separator: str | None = None
     add_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            value = getattr(self, one.name)
+            if isinstance(one.default, bool) and not isinstance(value, bool):
+                raise ValueError(f"{one.name} must be True or False, got {value!r}.")
+            if one.default is None and not isinstance(value, (str, NoneType)):
+                raise ValueError(f"{one.name} must be a text, got {value!r}.")
+        if self.text_column is not None and self.text_template is not None:
+            raise ValueError(
+                f"text_column={self.text_column!r} and text_template={self.text_template!r} both say what the text is; "
+                "leave one of them unset."
+            )
+        if self.text_template is not None and not template_columns(self.text_template):
+            raise ValueError(
+                "text_template must name columns in braces, like '{instruction} {output}', got "
+                f"{self.text_template!r}."
+            )
+
+    @classmethod
+    def of(cls, config: object) -> TextOptions:
+        """Those of a configuration, which has them among others."""
+        return cls(**{name: getattr(config, name) for name in TEXT_OPTIONS})
+
+
+TEXT_OPTIONS = tuple(one.name for one in fields(TextOptions))
 
 
 def template_columns(template: str) -> list[str]:

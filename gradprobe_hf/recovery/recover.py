@@ -22,6 +22,7 @@ from gradprobe_hf.data.batch_checks import check_batches
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.self_generated import KeptText
+from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.data.windows import SELF, WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
 from gradprobe_hf.model.loading import load, load_processing_class
@@ -31,7 +32,7 @@ from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_alike, check_models, check_pruned, check_texts, check_trainable
 from gradprobe_hf.recovery.distil import Workplace, check_top_k, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.result import RecoverResult, described_recovery, recovered_report, report_without_pruning
-from gradprobe_hf.recovery.text import Reading, read_text, text_options
+from gradprobe_hf.recovery.text import Reading, read_text
 from gradprobe_hf.report.report import REPORT_NAME, Report
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.snapshots import weights_fingerprint
@@ -232,7 +233,7 @@ def _evaluation(source: Any, config: RecoveryConfig, model: PreTrainedModel, pro
     if source is False or source is None:
         return Batches.none()
     length = window_length(config.sequence_length, model)
-    spec = WindowSpec(config.evaluation_samples, length, MEASURED_AT_ONCE, text=text_options(config))
+    spec = WindowSpec(config.evaluation_samples, length, MEASURED_AT_ONCE, text=TextOptions.of(config))
     found = load_batches(source, spec, part="evaluation", model=model, processing_class=processing_class)
     check_batches(model, found, "evaluation", needs_loss=True)
     check_evidence(model, found, "evaluation")

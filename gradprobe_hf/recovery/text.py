@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -124,7 +124,7 @@ def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> Recovery
     length = window_length(config.sequence_length, model)
     batches = load_batches(
         source,
-        WindowSpec(samples, length, 1, config.seed, text_options(config), at_most=True),
+        WindowSpec(samples, length, 1, config.seed, TextOptions.of(config), at_most=True),
         part="calibration",
         model=model,
         processing_class=reading.processing_class,
@@ -138,11 +138,6 @@ def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> Recovery
     if epochs > 1:
         logger.info("the text has %d windows to train on, which is %.1f epochs", len(found.rows), epochs)
     return found
-
-
-def text_options(config: RecoveryConfig) -> TextOptions:
-    """The options that say how a text becomes windows."""
-    return TextOptions(**{field.name: getattr(config, field.name) for field in fields(TextOptions)})
 
 
 def _is_written(source: Any) -> bool:

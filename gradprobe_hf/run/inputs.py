@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,7 @@ def _read(request: RunRequest, source: Any, *, samples: int, **more: Any) -> Bat
     config = request.config
     batch_size = 4 if config.batch_size == "auto" else config.batch_size
     length = window_length(config.sequence_length, more["model"])
-    windows = WindowSpec(samples, length, batch_size, config.seed, text_options(config))
+    windows = WindowSpec(samples, length, batch_size, config.seed, TextOptions.of(config))
     model, part = more["model"], more["part"]
     if is_plain_text(source):
         check_reads_text(model, part)
@@ -192,11 +192,6 @@ def _kept_text(
         return None
     path = folder_of(Path(request.resume_dir), processes) / "own_text.safetensors"
     return KeptText(path, weights_fingerprint(model, targets), processes)
-
-
-def text_options(config: GradProbeConfig) -> TextOptions:
-    """The options of a configuration that say how a text becomes windows."""
-    return TextOptions(**{field.name: getattr(config, field.name) for field in fields(TextOptions)})
 
 
 def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:

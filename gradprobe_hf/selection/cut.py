@@ -68,7 +68,7 @@ def find_cut(stream: Callable[[], Iterable[Tensor]], budget: int, processes: Pro
     counts = torch.zeros(_HIGH_BINS, dtype=torch.int64)
     for keys in stream():
         counts += torch.bincount(keys.flatten() >> _LOW_BITS, minlength=_HIGH_BINS).cpu()
-    high, rank = _bin_of(together.sum_(counts), budget)
+    high, rank = _bin_of(together.sum_(counts), budget)  # the same in all processes, so no key has to be sent
     counts = torch.zeros(_LOW_BINS, dtype=torch.int64)
     for keys in stream():
         inside = keys[keys >> _LOW_BITS == high] & (_LOW_BINS - 1)

@@ -67,6 +67,6 @@ def score_keys(score: Tensor, weight: Tensor, name: str) -> Tensor:
 
 def key_range(keys: Tensor) -> tuple[float, float]:
     """The lowest and highest score behind sortable keys; a weight that was zero already counts as a score of 0."""
-    bits = torch.stack(torch.aminmax(keys)).sub(1).clamp_(min=0)
+    bits = torch.stack(torch.aminmax(keys)).sub(1).clamp_(min=0)  # key 0 has no bits: its score is 0.0
     lowest, highest = bits.view(torch.float32).tolist()
     return lowest, highest

@@ -74,7 +74,7 @@ def _select_unit(
     counted = unit if sharded else processes.mine(unit)
     cut = find_cut(lambda: (part for target in counted for part in keys(target)), budget, processes)
     before = _ties_before(unit, keys, cut, processes) if sharded else None
-    below = Below(cut)
+    below = Below(cut)  # one for all matrices: it counts the ties that are left to take
     for index, target in enumerate(unit):
         if before is not None:
             below.ties_left = max(0, cut.ties - before[index])

@@ -52,6 +52,7 @@ def revise(system: LeastSquares, mask: Tensor, project: Projection) -> tuple[Ten
     dtype = system.weight.dtype
     kept, between = system.weight * kept_of(mask, dtype), torch.zeros_like(system.weight)
     for _ in range(ROUNDS):
+        # `between` becomes V + U in one product. That of Z is used up as workspace: it is made anew two lines below.
         between += kept.sub_(between).mul_(PENALTY).add_(system.wanted) @ inverse
         mask = project(between)
         kept = between * kept_of(mask, dtype)
@@ -76,7 +77,7 @@ def in_rows(mask: Tensor) -> Projection:
     counts = mask.sum(1, keepdim=True)
 
     def project(values: Tensor) -> Tensor:
-        order = values.abs().argsort(dim=1, stable=True)
+        order = values.abs().argsort(dim=1, stable=True)  # of equal ones the first goes, on every device
         goes = torch.arange(values.shape[1], device=values.device) < counts
         return torch.empty_like(mask).scatter_(1, order, goes)
 
@@ -90,6 +91,7 @@ def in_matrix(mask: Tensor, fisher: Tensor | None = None) -> Projection:
         fisher: mean Fisher information of the weights of each row, `[out]`; rows count alike without it.
     """
     budget = int(mask.sum())
+    # A row that no gradient reached keeps its order: times an exact zero all of its weights would be equal.
     importance = None if fisher is None else fisher.clamp_min(torch.finfo(fisher.dtype).tiny) ** IMPORTANCE_POWER
 
     def project(values: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ class LeastSquares:
         self, weight: Tensor, hessian: Tensor, drift: Tensor | None = None, share: float = 0.0, damping: float = DAMPING
     ) -> None:
         whole = damped(hessian, damping)
+        # S H = (W + share W D H^-1) H: the inverse cancels.
         wanted = weight @ whole if drift is None else weight @ (whole + share * drift)
         self.unit = whole.diagonal().sqrt()
         self.gram = whole.div_(self.unit[:, None]).div_(self.unit)
@@ -64,13 +65,14 @@ class LeastSquares:
         return found.masked_fill_(mask, 0)  # products leave negative zeros
 
     def _solved(self, rows: slice, kept: Tensor, start: Tensor, steps: int) -> Tensor:
+        # Rows keep unlike inputs. With what goes held at zero, one product with the whole H serves all their systems.
         values = start * kept
         residual = (self.wanted[rows] - values @ self.gram).mul_(kept)
         direction, tiny = residual.clone(), torch.finfo(values.dtype).tiny
         left = residual.square().sum(1, keepdim=True)
         for _ in range(steps):
             image = (direction @ self.gram).mul_(kept)
-            length = left / (direction * image).sum(1, keepdim=True).clamp_min(tiny)
+            length = left / (direction * image).sum(1, keepdim=True).clamp_min(tiny)  # of a row that is done 0, not NaN
             values.addcmul_(length, direction)
             residual.addcmul_(length, image, value=-1)
             before, left = left, residual.square().sum(1, keepdim=True)
@@ -108,6 +110,7 @@ def held_out_damping(problem: MatrixProblem, mask: Tensor) -> float:
     def error(damping: float) -> float:
         """The squared error of the outputs that are held out, less what is the same for all."""
         found = LeastSquares.of(replace(rest, damping=damping)).solved(mask)
+        # tr(V H V^T) - 2 tr(S H V^T): without tr(S H S^T), for which S itself would be needed.
         return float(((found @ held - 2 * wanted) * found).sum())
 
     return min(DAMPINGS, key=error)

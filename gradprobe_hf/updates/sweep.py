@@ -65,7 +65,7 @@ def sweep(weight: Tensor, factor: Tensor, choose: Choose, columns_at_once: int =
     mask = torch.zeros(swept.shape, dtype=torch.bool, device=swept.device)
     for start in range(0, len(swept), step):
         stop = min(start + step, len(swept))
-        errors = torch.zeros_like(swept[start:stop])
+        errors = torch.zeros_like(swept[start:stop])  # kept for the inputs behind, which take them in one product
         for column in range(start, stop):
             if (column - start) % columns_at_once == 0:
                 some = slice(column, min(column + columns_at_once, stop))
@@ -75,7 +75,7 @@ def sweep(weight: Tensor, factor: Tensor, choose: Choose, columns_at_once: int =
             errors[column - start] = error
         swept[stop:].addmm_(factor[start:stop, stop:].t(), errors, alpha=-1)
     mask = mask.t().contiguous()
-    return swept.t().to(weight.dtype).masked_fill(mask, 0), mask
+    return swept.t().to(weight.dtype).masked_fill(mask, 0), mask  # rounding leaves w - (w / u) u beside zero
 
 
 def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, float]:
