@@ -10,7 +10,7 @@ import time
 import zlib
 from importlib.machinery import ModuleSpec
 from statistics import median
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -180,6 +180,8 @@ def test_zeros_are_seen_by_the_hub(tmp_path, monkeypatch):
             patch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
             sizes.append(FileSizes.of([path], scratch))
             assert file_sizes._transferred([tmp_path / "none"], scratch) is None  # no error: a checkpoint is finished
+            patch.setattr(file_sizes.shutil, "disk_usage", lambda _: SimpleNamespace(free=path.stat().st_size))
+            assert FileSizes.of([path], scratch).hub is None
         assert list(scratch.iterdir()) == []
     dense, sparse = sizes
     assert 0.8 * dense.stored < dense.hub < dense.stored

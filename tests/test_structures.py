@@ -351,6 +351,34 @@ def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(
     assert cases.changed(model, dense) == []
 
 
+def test_an_interrupt_at_any_pass_leaves_everything_as_it_was(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
+    model, passes, stops = build("llama"), [0], [None]
+
+    def count(*_):
+        passes[0] += 1
+        if passes[0] == stops[0]:
+            raise KeyboardInterrupt
+
+    model.register_forward_pre_hook(count)
+    dense, hooks = cases.bits(model), hooks_of(model)
+    config = GradProbeConfig(structure=ALL)
+    text = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False}
+    prune_pretrained(model, config, **text, apply=False, output_dir=tmp_path / "whole")
+    made = passes[0]
+    for stops[0] in (1, made // 2, made):  # the last is of the check of what was written
+        passes[0] = 0
+        with pytest.raises(KeyboardInterrupt):
+            prune_pretrained(model, config, **text, output_dir=tmp_path / "made")
+        assert cases.changed(model, dense) == []
+        assert hooks_of(model) == hooks
+        assert [one.name for one in tmp_path.iterdir()] == ["whole"]
+
+
+def hooks_of(model):
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
 def test_the_command_line_prunes_whole_structures(tmp_path, capsys):
     model = build("llama")
     model.save_pretrained(tmp_path / "dense")

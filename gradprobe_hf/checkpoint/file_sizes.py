@@ -10,6 +10,7 @@ is asked of the library that does it, `hf_xet`: files are uploaded into a folder
 from __future__ import annotations
 
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from gradprobe_hf.checkpoint.inspect import weight_files
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'gradprobe_hf[zstd]'"
+ROOM = 2  # times the largest file has to be free, to try what the Hub transfers
 PORTION = 2**22  # bytes that are read at once
 
 
@@ -86,6 +88,9 @@ def _transferred(files: Sequence[Path], scratch: Path | None) -> int | None:
     if constants.HF_HUB_DISABLE_XET or find_spec("hf_xet") is None:
         return None
     try:
+        room = shutil.disk_usage(scratch or tempfile.gettempdir()).free
+        if room < ROOM * max((file.stat().st_size for file in files), default=0):
+            raise OSError(f"{room:,} bytes are free")  # before others on this disk run out of it
         return sum(_uploaded(file, scratch) for file in files)
     except Exception as error:  # another release of hf_xet, a full disk, ...: none may cost a finished checkpoint
         logger.debug("what the Hub transfers was not measured: %s", error)
