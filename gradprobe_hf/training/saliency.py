@@ -6,8 +6,8 @@ with v about 5e-10, as in fine-tuning, sqrt(v) is 2e-5, but with v below 1e-16 s
 the saliency becomes another. No saliency is negative, because the selection sorts by bits: see `nonnegative`.
 
 Sources: magnitude, Han et al. 2015 (arXiv:1506.02626); Fisher, Theis et al. 2018 (arXiv:1801.05787), with AdamW's v for
-the mean squared gradient; movement, Sanh et al. 2020 (arXiv:2005.07683), with m for the gradient. The others are those
-of the state-based pruning study that this package starts from.
+the mean squared gradient; movement, Sanh et al. 2020 (arXiv:2005.07683), with m for the gradient. The others are
+heuristics of the notes that this package began with; we know of no paper that has them.
 """
 
 from __future__ import annotations
