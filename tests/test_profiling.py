@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import runpy
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from xml.etree import ElementTree
 
 import pytest
@@ -451,10 +454,16 @@ def test_the_share_of_a_slow_loader(share):
 
 @pytest.mark.slow
 def test_what_profiling_costs():
-    """Steps under torch.profiler take less than twice as long, where a step takes milliseconds."""
-    made = [torch.rand(1024, planted.WIDTH)] * 60
-    report = planted.train(rows=made, batch_size=None, schedule=Schedule(3, 20, 20, 3))
-    assert report.slowdown < 2
+    """Steps under torch.profiler take less than twice as long, where a step takes milliseconds.
+
+    In seconds of the processor, which no other program's are.
+    """
+    made, reached = [torch.rand(1024, planted.WIDTH)] * 60, []
+    schedule = Schedule(3, 20, 20, 3)
+    planted.train(rows=made, batch_size=None, schedule=schedule, at_end=lambda _: reached.append(time.process_time()))
+    seconds = [after - before for before, after in itertools.pairwise(reached)]  # of step 1 and on
+    timed, traced = seconds[2:21], seconds[22:41]  # a phase begins and ends within the last step of another
+    assert median(traced) < 2 * median(timed)
 
 
 def test_accumulated_batches_are_one_step():
