@@ -34,6 +34,7 @@ from benchmarks.quality_tables import (
     rule_table,
     spread_table,
     variants_table,
+    whole_columns,
 )
 from benchmarks.structured_speed import speed_of_shapes
 from benchmarks.structured_table import structured_table
@@ -312,7 +313,7 @@ EVERY_ROW = ("wikitext",)
 
 def presets_of_both(results: dict[str, Any]) -> str:
     """Seconds and memory are those of every row's results; perplexities those of both calibrations."""
-    return presets_table(results, results_of(("c4",), has_headline))
+    return presets_table(results, results_of(("c4",), whole_columns))
 
 
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  # marker -> result files, table
@@ -361,11 +362,11 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
 }
 ELSEWHERE = ("structures",)  # markers of what tests/structure_page.py writes
 # What is shown once all of its cells are made: results are written cell by cell.
-NEEDS: dict[str, Callable[[dict[str, Any]], bool]] = {"headline": has_headline, "c4": has_headline}
+NEEDS: dict[str, Callable[[dict[str, Any]], object]] = {"headline": has_headline, "c4": whole_columns}
 
 
 def results_of(
-    files: Iterable[str], suffice: Callable[[dict[str, Any]], bool] = lambda _: True
+    files: Iterable[str], suffice: Callable[[dict[str, Any]], object] = lambda _: True
 ) -> dict[str, Any] | None:
     """The first of these results that there is and that suffices, with its name."""
     for path in (RESULTS / f"{file}.json" for file in files):
