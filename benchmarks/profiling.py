@@ -1,6 +1,6 @@
 """What profiling costs, and what each finding is worth in the examples: one change at a time.
 
-usage: python -m benchmarks.profiling [--rounds 3] [--only cost slow_training slow_probing masked_training fixes]
+usage: python -m benchmarks.profiling [--rounds 3] [--only cost slow_training fix-slow_training ...]
 
 Every figure is a ratio of runs side by side, in several rounds, and seconds are those that the processor worked for
 this process: what else the machine does is in none of them. What is not made anew stays in the file.
@@ -276,7 +276,8 @@ def worth_table(results: dict[str, Any]) -> str:
 def fixes_table(results: dict[str, Any]) -> str:
     """For the page."""
     lines = ["| example | change | gain (rounds) | memory | loss | verdict |", "|---|---|---:|---:|---|---|"]
-    for example, found in results["fixes"].items():
+    for example in (name for name in FIXES if name in results["fixes"]):
+        found = results["fixes"][example]
         for one in found["changes"]:
             if one["untried"] is None:
                 figures = f"{_median_of(one['gains'])} | {one['memory']:.2f} | {one['loss']} | {one['verdict']}"
@@ -300,7 +301,8 @@ def _made(results: dict[str, Any]) -> str:
     return f"{settings['threads']} CPU thread, torch {settings['torch']}. Made by `make bench-profiling`."
 
 
-PARTS = ["cost", *EXAMPLES, "fixes"]
+FIX = "fix-"  # before the name of an example
+PARTS = ["cost", *EXAMPLES, *(FIX + name for name in EXAMPLES)]
 
 
 def main() -> None:
@@ -316,8 +318,9 @@ def main() -> None:
         print(f"{name} ...", flush=True)
         if name == "cost":
             found["cost"] = cost(options.rounds)
-        elif name == "fixes":
-            found["fixes"] = {example: fixes(example, options.rounds) for example in FIXES}
+        elif name.startswith(FIX):
+            example = name.removeprefix(FIX)
+            found.setdefault("fixes", {})[example] = fixes(example, options.rounds)
         else:
             found["examples"][name] = worth(EXAMPLES[name], options.rounds)
         RESULT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

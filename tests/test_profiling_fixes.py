@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader
 
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.profile_table import print_profile
-from gradprobe_hf.estimation.peak import begin_peak, peak_bytes, peak_resident_bytes
+from gradprobe_hf.estimation import peak as peak_module
+from gradprobe_hf.estimation.peak import begin_peak, peak_allocated_bytes, peak_bytes, peak_resident_bytes
 from gradprobe_hf.profiling import ProfileReport, Schedule
 from gradprobe_hf.profiling.findings import CHECKS
 from gradprobe_hf.profiling.fixing import changes as changes_module
@@ -367,6 +368,16 @@ def test_the_peak_of_a_stretch():
     held = torch.ones(2**23)
     assert held.nbytes * 0.9 < peak_bytes(device) - before < held.nbytes * 2
     assert peak_resident_bytes() >= whole > before
+
+
+def test_a_peak_of_cuda_that_was_counted_anew_is_not_forgotten(monkeypatch):
+    """As if there were a device."""
+    counted = [700]
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda *_: counted[-1])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda *_: counted.append(10))
+    monkeypatch.setattr(peak_module, "_highest", {})
+    assert begin_peak(torch.device("cuda", 0))
+    assert (peak_bytes(torch.device("cuda", 0)), peak_allocated_bytes()) == (10, 700)
 
 
 @pytest.mark.parametrize(

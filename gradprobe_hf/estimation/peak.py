@@ -9,21 +9,26 @@ import torch
 
 STATUS = Path("/proc/self/status")  # proc(5)
 _CLEAR = Path("/proc/self/clear_refs")
-_highest = 0  # that was forgotten to count anew
+_CPU = torch.device("cpu")
+_highest: dict[str, int] = {}  # type of a device -> what was forgotten to count anew
 
 
 def peak_resident_bytes() -> int:
     """Resident memory of this process at its highest, since it began."""
-    return max(_highest, _counted())
+    return max(_highest.get("cpu", 0), peak_bytes(_CPU))
+
+
+def peak_allocated_bytes() -> int:
+    """Allocated memory of the first CUDA device at its highest, since the process began."""
+    return max(_highest.get("cuda", 0), torch.cuda.max_memory_allocated())
 
 
 def begin_peak(device: torch.device) -> bool:
     """Count a device's highest point from here on anew. False: this system does not count the CPU's anew."""
-    global _highest
+    _highest[device.type] = max(_highest.get(device.type, 0), peak_bytes(device))
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True
-    _highest = peak_resident_bytes()
     try:
         _CLEAR.write_text("5")  # proc(5): the peak begins at what is resident now
     except OSError:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.config.config import LEAST_DAMPING, GradProbeConfig
 from gradprobe_hf.data.batches import Batches, shared_rows
 from gradprobe_hf.decisions.search import allowed
-from gradprobe_hf.estimation.peak import peak_resident_bytes
+from gradprobe_hf.estimation.peak import peak_allocated_bytes, peak_resident_bytes
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
@@ -102,7 +102,7 @@ def peak_memory() -> dict[str, int]:
     """Bytes at the highest point so far: resident memory of this process, and allocated memory of a CUDA device."""
     peaks = {"peak_resident_bytes": peak_resident_bytes()}
     if torch.cuda.is_available():
-        peaks["peak_cuda_bytes"] = torch.cuda.max_memory_allocated()
+        peaks["peak_cuda_bytes"] = peak_allocated_bytes()
     return peaks
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from gradprobe_hf.estimation.machine import available_bytes, process_bytes
+from gradprobe_hf.estimation.peak import begin_peak
 from gradprobe_hf.profiling.observing.observation import MemorySample
 
 
@@ -17,5 +18,5 @@ def memory_now(device: str) -> MemorySample:
     if here.type == "cpu":
         return sample
     used = torch.cuda.memory_allocated(here), torch.cuda.memory_reserved(here), torch.cuda.max_memory_allocated(here)
-    torch.cuda.reset_peak_memory_stats(here)
+    begin_peak(here)
     return MemorySample(sample.process, sample.free, *used)
