@@ -10,7 +10,7 @@ import torch
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.hessians import BlockHessians
-from gradprobe_hf.reconstruction.reconstruct import _is_held_out
+from gradprobe_hf.reconstruction.steps import held_rows
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.updates.least_squares import DAMPINGS, held_out_damping, solve_least_squares
@@ -63,21 +63,45 @@ def test_it_is_the_one_that_serves_the_held_out_rows_best(tokens, noise, share):
     assert held_out_damping(none, mask) == 0.02  # an expert that no held-out token was sent to
 
 
-def test_held_out_sums_are_those_of_their_batches():
+def test_held_out_sums_are_those_of_their_rows():
+    """Of H, and of D where the dense model runs beside; without padding."""
     model = cases.build("llama")
     (target, *_) = cases.prune(model, cases.batches("llama"), sparsity=0.5, probes=1).targets
-    collected = BlockHessians(model, Processes(), has_drift=False)
-    inputs = [torch.randn(2, 6, 16) for _ in range(4)]
-    for number, one in enumerate(inputs):
-        collected.start_batch({"input_ids": torch.zeros(2, 6, dtype=torch.long)})
-        collected.is_held_out = _is_held_out(number, 4)
+    collected = BlockHessians(model, Processes(), has_drift=True)
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    inputs, dense = torch.randn(2, 4, 2, 6, 16).unbind()
+    for one, other, rows in zip(inputs, dense, held_rows([2, 2, 2, 2]), strict=True):
+        collected.start_batch({"input_ids": torch.zeros(2, 6, dtype=torch.long), "attention_mask": mask})
+        collected.held_rows = rows
+        with collected.as_dense():
+            collected.add(target, target.sites[0], other)
         collected.add(target, target.sites[0], one)
-    held, _ = collected.held_out(target)
-    torch.testing.assert_close(held, inputs[3].flatten(0, 1).T @ inputs[3].flatten(0, 1))
-    whole = torch.cat(inputs).flatten(0, 1)
-    torch.testing.assert_close(collected.of(target)[0], whole.T @ whole)
-    assert [number for number in range(20) if _is_held_out(number, 20)] == [7, 15]
-    assert not _is_held_out(0, 1)
+    held, drift = collected.held_out(target)
+    x, dense_x = inputs[3, 1, :4], dense[3, 1, :4]  # the eighth row, of which four tokens count
+    torch.testing.assert_close(held, x.T @ x)
+    torch.testing.assert_close(drift, (dense_x - x).T @ x)
+    whole, counts = inputs.flatten(0, 2), mask.bool().repeat(4, 1).flatten()
+    torch.testing.assert_close(collected.of(target)[0], whole[counts].T @ whole[counts])
+
+
+def test_an_eighth_of_the_rows_is_held_out_however_they_are_batched():
+    for counts in ([20], [4] * 5, [1] * 20, [3, 7, 10]):
+        found = zip(counts, held_rows(counts), strict=True)
+        flags = [flag for count, rows in found for flag in ([False] * count if rows is None else rows.tolist())]
+        assert [number for number, flag in enumerate(flags) if flag] == [7, 15]
+    assert held_rows([1]) == [None]
+    assert [rows is not None for rows in held_rows([2, 2])] == [False, True]
+
+
+def test_batches_have_no_part_in_it():
+    found = []
+    for batch_size in (1, 3, 8):
+        text = cases.batches("llama", rows=8, batch_size=batch_size)
+        model = cases.build("llama", torch.float64)
+        found.append(cases.prune(model, structure={"ffn": 8}, calibration=text).new_weights)
+    for name, values in found[0].items():
+        for other in found[1:]:
+            torch.testing.assert_close(other[name], values, rtol=1e-9, atol=1e-12)
 
 
 def test_a_run_chooses_for_itself():
@@ -94,9 +118,9 @@ def test_a_run_chooses_for_itself():
 
 
 def test_it_is_said_before_any_work(monkeypatch, caplog):
-    """What text there is is known then; and nothing can be held out of one batch."""
+    """What text there is is known then; and nothing can be held out of one row."""
     monkeypatch.setattr("gradprobe_hf.pruning.decide_pruning", lambda *_: pytest.fail("work began"))
-    few, one = cases.batches("llama", rows=8, batch_size=2), cases.batches("llama", rows=4, batch_size=4)
+    few, one = cases.batches("llama", rows=8, batch_size=2), cases.batches("llama", rows=1, batch_size=1)
     for text, options, wanted in (
         (few, {"damping": 0.01}, "Give more num_samples, or damping='auto'"),
         (one, {}, "none can be held out to choose the damping by, and 0.01 is taken"),

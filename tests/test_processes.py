@@ -64,9 +64,9 @@ CONFIGURATIONS = {
     "iterate": {"max_metric_drop": 0.0, "sparsity_step": 0.2},
     "sequential": {"order": "sequential"},
     "bounds": {"max_matrix_sparsity": 0.55},
-    "structures": {"structure": {"ffn": 8, "kv_groups": 1, "blocks": 1}, "damping": 0.01},
+    "structures": {"structure": {"ffn": 8, "kv_groups": 1, "blocks": 1}},
     "structures by gates": {"structure": {"ffn": 8}, "importance": "fisher", "update": "none"},
-    "structures for a budget": {"structure": "auto", "params": 0.9, "damping": 0.01},
+    "structures for a budget": {"structure": "auto", "params": 0.9},
 }
 
 # Rounding may turn which weight goes in a round of ADMM, and conjugate gradients end a step earlier or later.

@@ -117,7 +117,7 @@ class GradProbeConfig:
             0.25; 0.5 with `update="obs"`, 0 with `update="sparsegpt"`, as published.
         damping: what is added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
             `"auto"`, with `update="least_squares"`: for each matrix that of 0.01 to 1 with which its outputs on an
-            eighth of the calibration batches, held out from the others, are kept best; structures that go whole take
+            eighth of the calibration rows, held out from the others, are kept best; structures that go whole take
             that unless told otherwise.
         refinement: what is trained of a block behind the update of its matrices, under a mask that is fixed. `"none"`:
             nothing. `"blocks"`: its kept weights, the gains of its norms and its biases, until its outputs are those of
@@ -179,8 +179,7 @@ class GradProbeConfig:
             models of these shapes with random weights read and write a text in turns, as in `gradprobe bench`. With
             `"auto"` all shapes that were tried.
         seed: seed of calibration windows, random scores and generated text.
-        batch_size: windows in one forward pass: memory and speed, never the result, except where `damping="auto"` holds
-            out whole batches. `"auto"`: the largest that fits.
+        batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
         checkpointing: recompute each block in the backward pass instead of storing its activations. `"auto"`: where
             they would not fit in memory.
         accumulator_dtype: type that statistics are stored in: 4, 2 or about 1 byte per weight and term. `"int8"` is
@@ -561,7 +560,7 @@ class GradProbeConfig:
 
     @property
     def holds_out(self) -> bool:
-        """Whether the damping is chosen on batches that are held out from the others."""
+        """Whether the damping is chosen on rows that are held out from the others."""
         return self.damping == AUTO
 
     @property

@@ -84,6 +84,17 @@ class BatchLayout:
         mask = self.token_mask(site, x)
         return (x.flatten(0, 1) if mask is None else x[mask.bool()]).to(torch.promote_types(x.dtype, torch.float32))
 
+    def tokens_of(self, rows: Tensor, target: Target, site: Site, inputs: Tensor) -> Tensor:
+        """Which of the tokens of `unpadded_inputs` belong to some sequences, bool `[tokens]`.
+
+        Args:
+            rows: bool, `[sequences]`.
+        """
+        x = self.by_sequence(inputs, 1, target.name)
+        mask = self.token_mask(site, x)
+        belongs = rows.to(x.device)[:, None].expand(x.shape[:2])
+        return belongs.flatten() if mask is None else belongs[mask.bool()]
+
     def input_squares(self, target: Target, site: Site, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x^2 with padding at zero, `[sequences, tokens, in]`; for an embedding the count of each token, `[tokens]`."""
         mask = self.token_mask(site, x)

@@ -24,11 +24,16 @@ def own_steps(
     model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch], processes: Processes
 ) -> list[tuple[Batch, bool]]:
     """This process's batches in the order of every pass, each with whether it counts."""
+    return share(all_steps(targets, batches), processes, is_sharded(model))
+
+
+def all_steps(targets: Sequence[Target], batches: Iterable[Batch]) -> list[Batch]:
+    """The batches of all processes."""
     if is_routed(targets):
         # A router sends the tokens of all sequences to an expert in one tensor `[tokens, hidden]`, from which no
         # gradient of a single sequence could be told.
-        batches = [single for batch in batches for single in single_rows(batch)]
-    return share(list(batches), processes, is_sharded(model))
+        return [single for batch in batches for single in single_rows(batch)]
+    return list(batches)
 
 
 def share(batches: Sequence[Item], processes: Processes, in_step: bool) -> list[tuple[Item, bool]]:

@@ -33,7 +33,7 @@ class BlockHessians:
 
     def __init__(self, model: PreTrainedModel, processes: Processes, has_drift: bool) -> None:
         self.counts = True  # whether the batch does
-        self.is_held_out = False  # whether the batch is one of those that the damping is chosen by
+        self.held_rows: Tensor | None = None  # the rows of the batch that the damping is chosen by, bool
         self._held: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # of these H and D, once more
         self._layout = BatchLayout(sequences=0, tokens=0)
         self._model, self._processes, self._has_drift = model, processes, has_drift
@@ -43,7 +43,7 @@ class BlockHessians:
         self._is_dense = False
         # Queries, keys and values are given one and the same tensor: what was made of the last one is kept.
         self._last_dense: tuple[Tensor, Tensor] | None = None
-        self._last: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._last: tuple[Tensor, list[_Sums]] | None = None
 
     def start_batch(self, batch: Batch) -> None:
         self._layout = BatchLayout.of(batch, self._model.config.is_encoder_decoder)
@@ -67,13 +67,23 @@ class BlockHessians:
         others = self._dense.get(target.name)
         other = others.pop(0) if others else None
         known = self._last
-        if known is None or known[0] is not inputs or (known[2] is None) != (other is None):
-            x = self._layout.unpadded_inputs(target, site, inputs)
-            self._last = known = inputs, lower_gram(x), None if other is None else (other - x).t() @ x
-        for hessians, drifts in ((self._hessians, self._drifts), *([self._held] if self.is_held_out else [])):
-            _add(hessians, target.name, known[1])
-            if known[2] is not None:
-                _add(drifts, target.name, known[2])
+        if known is None or known[0] is not inputs or (known[1][0][1] is None) != (other is None):
+            self._last = known = inputs, self._products(target, site, inputs, other)
+        for (hessians, drifts), (hessian, drift) in zip(
+            ((self._hessians, self._drifts), self._held), known[1], strict=False
+        ):
+            _add(hessians, target.name, hessian)
+            if drift is not None:
+                _add(drifts, target.name, drift)
+
+    def _products(self, target: Target, site: Site, inputs: Tensor, other: Tensor | None) -> list[_Sums]:
+        """What a batch adds to H and D; and, if some of its rows are held out, what these add."""
+        x = self._layout.unpadded_inputs(target, site, inputs)
+        found = [_products(x, other)]
+        if self.held_rows is not None:
+            held = self._layout.tokens_of(self.held_rows, target, site, inputs)
+            found.append(_products(x[held], None if other is None else other[held]))
+        return found
 
     def _add_dense(self, target: Target, site: Site, inputs: Tensor) -> None:
         if not self._is_compared(target):
@@ -95,7 +105,7 @@ class BlockHessians:
         return hessian, self._sum(self._drifts, target) if self._is_compared(target) else None
 
     def held_out(self, target: Target) -> tuple[Tensor, Tensor | None]:
-        """What of these is of the batches that are held out. Collectives."""
+        """What of these is of the rows that are held out. Collectives."""
         hessians, drifts = self._held
         drift = self._sum(drifts, target) if self._is_compared(target) else None
         return mirrored_(self._sum(hessians, target)), drift
@@ -105,11 +115,19 @@ class BlockHessians:
 
     def _sum(self, sums: dict[str, Tensor], target: Target) -> Tensor:
         found = sums.pop(target.name, None)
-        if found is None:  # an expert that was sent nothing here, or a process without such a batch
+        if found is None:  # an expert that was sent nothing here, or a process without such a row
             dtype = torch.promote_types(self._model.dtype, torch.float32)
             device = execution_device(self._model, target.parameter)
             found = torch.zeros(target.shape[1], target.shape[1], dtype=dtype, device=device)
         return self._processes.sum_(found)
+
+
+_Sums = tuple[Tensor, Tensor | None]  # H and D; no D where the dense model does not run beside
+
+
+def _products(x: Tensor, other: Tensor | None) -> _Sums:
+    """Of some tokens. Args: `x`, `other`: inputs of the model and of the dense one, `[tokens, in]`."""
+    return lower_gram(x), None if other is None else (other - x).t() @ x
 
 
 def lower_gram(x: Tensor) -> Tensor:

@@ -27,7 +27,6 @@ from gradprobe_hf.model.routing import routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import instrumented, serving
 from gradprobe_hf.probe.serving import ServedWeights
-from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.reconstruction.block_matching import (
     BlockExamples,
     Matched,
@@ -40,11 +39,10 @@ from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.silenced_blocks import silent_biases
 from gradprobe_hf.reconstruction.solve import masked_block, solve_block
+from gradprobe_hf.reconstruction.steps import Step, own_steps
 from gradprobe_hf.reconstruction.task import FinishedBlock, Reconstruction
 from gradprobe_hf.runtime.stopwatch import return_free_memory
 from gradprobe_hf.selection.packed_masks import PackedMasks
-
-HELD_OUT = 8  # one batch of so many chooses the damping
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,8 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
     model, work = task.work.model, task.work
     config, refinement = task.config, task.config.refinement_row
     batches = in_step_sizes(work.batches, refinement) if config.refines else work.batches
-    steps = own_steps(model, task.targets, batches, work.processes)
-    own = [batch for batch, _ in steps]
+    steps = own_steps(task, batches)
+    own = [step.batch for step in steps]
     with resharded(model):
         blocks = BlockSequence.of(model, task.targets, own[0])
     pruned = BlockOutputCache(model, own, blocks)
@@ -101,7 +99,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
                 with instrumented(model, inside, ServedWeights()):
                     dense.advance([block])
         else:
-            made = _made(task, block, inside, pruned, dense, [counts for _, counts in steps])
+            made = _made(task, block, inside, pruned, dense, steps)
             return_free_memory()
         if not is_finished and task.after_block is not None:
             task.after_block(number, made)
@@ -120,10 +118,10 @@ def _made(
     inside: Sequence[Target],
     pruned: BlockOutputCache,
     dense: BlockOutputCache | None,
-    counted: Sequence[bool],
+    steps: Sequence[Step],
 ) -> FinishedBlock:
     """A block's matrices updated, then the whole of it trained, as far as either is asked for."""
-    collected, examples = _collect(task, block, inside, pruned, dense, counted)
+    collected, examples = _collect(task, block, inside, pruned, dense, steps)
     made = solve_block(task, inside, collected)
     del collected  # the Hessians: training has use for the memory
     return _refined(task, block, inside, examples, made) if task.config.refines else made
@@ -135,14 +133,11 @@ def _collect(
     inside: Sequence[Target],
     pruned: BlockOutputCache,
     dense: BlockOutputCache | None,
-    counted: Sequence[bool],
+    steps: Sequence[Step],
 ) -> tuple[BlockHessians, BlockExamples]:
     """The inputs of a block's matrices in the model as pruned so far, and in the dense one; that is then past it.
 
     Where blocks are trained, what the whole block is called with and should return, too.
-
-    Args:
-        counted: whether each batch counts; one that does not only keeps other processes company.
     """
     model, config = task.work.model, task.config
     collected = BlockHessians(model, task.work.processes, has_drift=bool(config.dense_target))
@@ -154,9 +149,8 @@ def _collect(
         stack.enter_context(instrumented(model, inside, ServedWeights(), on_input=on_input))
         if config.refines:
             stack.enter_context(examples.recording())
-        for number, counts in enumerate(counted):
-            collected.counts = counts
-            collected.is_held_out = config.holds_out and _is_held_out(number, len(counted))
+        for number, step in enumerate(steps):
+            collected.counts, collected.held_rows = step.counts, step.held_rows
             if dense is not None:
                 with collected.as_dense():
                     left.append(dense.run(number, block, collected.start_batch))
@@ -169,11 +163,6 @@ def _collect(
     if dense is not None:
         dense.finish([block], left)
     return collected, examples
-
-
-def _is_held_out(number: int, batches: int) -> bool:
-    """Whether the damping is chosen by this one of a process's batches: every eighth, or the last of fewer."""
-    return number % HELD_OUT == HELD_OUT - 1 or (1 < batches < HELD_OUT and number == batches - 1)
 
 
 def _silent(task: Reconstruction, block: str, inside: Sequence[Target]) -> FinishedBlock:

@@ -92,7 +92,7 @@ def _updated(
 
     Args:
         sums: H and D, of all processes.
-        held_out: of these what is of the batches that the damping is chosen by.
+        held_out: of these what is of the rows that the damping is chosen by.
         whole: the matrix and its mask, where this process has them in part.
     """
     config, solve = task.config, task.config.update_row.function

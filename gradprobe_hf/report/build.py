@@ -31,9 +31,9 @@ from gradprobe_hf.structures.shapes import shape_values
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 
 ENOUGH = 10  # tokens for each input of a matrix; with 3, damping="auto" is 13% better (make bench-structure-options)
-_ONE_BATCH = (
-    "The calibration has one batch for each process: none can be held out to choose the damping by, and "
-    f"{LEAST_DAMPING} is taken. Give more num_samples, or a smaller batch_size."
+_ONE_ROW = (
+    f"The calibration has one row: none can be held out to choose the damping by, and {LEAST_DAMPING} is taken. Give "
+    "more num_samples."
 )
 TOLERATED = 1.05  # times the latency that was asked for, before a report warns
 
@@ -228,7 +228,7 @@ def _about_tokens(context: RunContext) -> list[str]:
     if not (config.structures and config.update_row.chooses_damping and is_text):
         return []
     if config.holds_out:
-        return [_ONE_BATCH] * (len(context.calibration) <= context.processes.count)
+        return [_ONE_ROW] * (context.calibration.samples < 2)
     widest = max(context.targets, key=lambda target: target.shape[1])
     inputs = widest.shape[1]
     if tokens >= ENOUGH * inputs:

@@ -21,7 +21,7 @@ class MatrixProblem:
         damping: added to the diagonal of H, as a fraction of its mean.
         budget: for updates that choose or revise the mask.
         row_fisher: mean Fisher information of the weights of each row, `[out]`; None: unknown.
-        held_out: of H and D what is of the batches that are held out, to choose the damping by; None: it is given.
+        held_out: of H and D what is of the rows that are held out, to choose the damping by; None: it is given.
     """
 
     weight: Tensor

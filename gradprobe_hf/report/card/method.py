@@ -43,7 +43,7 @@ def _decision(config: GradProbeConfig) -> str:
 
 def _damping(config: GradProbeConfig) -> str:
     """Where it was chosen and not given."""
-    chosen = " How near they stay to what they were was chosen for each matrix on batches that were held out."
+    chosen = " How near they stay to what they were was chosen for each matrix on calibration rows that were held out."
     return chosen * config.holds_out
 
 
