@@ -307,7 +307,7 @@ def cells_of(results: dict[str, Any]) -> Cells:
     Raises:
         ValueError: several commits made them, and nobody said that they may stand in one table.
     """
-    commits = _commits(results)
+    commits = commits_of(results)
     if len(commits) > 1 and not results.get("mixed"):
         raise ValueError(f"cells of several commits, {', '.join(commits)}: make them again with --fresh.")
     cells: Cells = {}
@@ -361,7 +361,7 @@ def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str]) -> 
 
 def _command(results: dict[str, Any]) -> str:
     """What makes the results, and the code that made them: a target is called as its file is."""
-    commits = _commits(results)
+    commits = commits_of(results)
     at = f" at {commits[0]}" if len(commits) == 1 and commits != ["None"] else ""  # cells did not always note it
     return f"`make bench-{results['made_by']}`{at}"
 
@@ -376,7 +376,8 @@ def _are_alone(results: dict[str, Any]) -> bool:
     return all(row.get("commit") for row in results["rows"])
 
 
-def _commits(results: dict[str, Any]) -> list[str]:
+def commits_of(results: dict[str, Any]) -> list[str]:
+    """Of the code that made the cells."""
     return sorted({str(row.get("commit")) for row in results["rows"]})
 
 
@@ -390,7 +391,7 @@ def _range(shares: Sequence[float]) -> str:
 
 
 def _mixture(results: dict[str, Any]) -> str:
-    commits = _commits(results)
+    commits = commits_of(results)
     return f"; cells of several commits ({', '.join(commits)})" * (len(commits) > 1)
 
 

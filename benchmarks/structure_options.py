@@ -35,6 +35,7 @@ ROWS |= {
         "structure": {structure: count},
         "importance": "fisher",
         "structure_rounds": rounds,
+        "damping": 0.01,
     }
     for structure, count in (("ffn", 256), ("kv_groups", 2))
     for rounds in (1, 4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from benchmarks.quality_tables import Cells, cells_of, mean_of
+from benchmarks.quality_tables import Cells, cells_of, commits_of, mean_of
 
 
 def structured_table(results: dict[str, Any]) -> str:
@@ -41,7 +41,7 @@ def structured_table(results: dict[str, Any]) -> str:
         f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}, measured on {texts}; "
         f"{'one draw' if len(draws) == 1 else f'up to {len(draws)} draws'} of the calibration windows, in brackets the "
         f"perplexity of the largest over the smallest. Best in bold, trained rows apart. "
-        f"`make bench-{_target(results)}`."
+        f"`make bench-{_target(results)}`, at {', '.join(commits_of(results))}."
     )
     return "\n".join(lines)
 
