@@ -20,6 +20,7 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.memory.measured_passes import MeasuredPass
 from gradprobe_hf.profiling import ProfileReport, pruning_passes
 from gradprobe_hf.profiling.findings import CHECKS
+from gradprobe_hf.profiling.observing.observation import RunStage
 from gradprobe_hf.profiling.observing.places import Place, place_of
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.pruning_run import profile_pruning, shortened
@@ -89,6 +90,18 @@ def test_a_pruning_run_that_checkpoints():
     assert "--checkpointing auto" in found.remedy
 
 
+@pytest.fixture(scope="module")
+def ran():
+    """What was seen of a loop, a run's result, and a batch of it."""
+    rows = cases.batches("llama", rows=2, batch_size=1)
+    config = GradProbeConfig(probes=1, batch_size=1)
+    result = prune_pretrained(
+        cases.build("llama"), config, calibration=rows, evaluation=False, apply=False, progress=False
+    )
+    seen = planted.train().observation
+    return replace(seen, run=(RunStage("probe 0", 0.0, 1.0, seen.memory[0].process),)), result, rows[0]
+
+
 def made_pass(rows, checkpointing, each, seconds):
     taken = each * rows // (3 if checkpointing else 1)
     return MeasuredPass(rows, checkpointing, taken, seconds(rows) * (1.4 if checkpointing else 1))
@@ -108,7 +121,7 @@ def made_pass(rows, checkpointing, each, seconds):
         (True, 10, lambda rows: rows / 100, ["1, as it is", "off"], [1, 2, 4, 64]),
     ],
 )
-def test_what_passes_say_for_the_options(monkeypatch, own, each, seconds, options, times):
+def test_what_passes_say_for_the_options(monkeypatch, ran, own, each, seconds, options, times):
     class Passes:
         def __init__(self, *_):
             pass
@@ -119,7 +132,11 @@ def test_what_passes_say_for_the_options(monkeypatch, own, each, seconds, option
     monkeypatch.setattr(pruning_passes, "ProbePasses", Passes)
     monkeypatch.setattr(pruning_passes, "free_bytes", lambda _: 1000)
     monkeypatch.setattr(pruning_passes, "activation_bytes", lambda *_, **__: each)
-    report = pruning(checkpointing=own).report
+    seen, result, batch = ran
+    execution = {**result.report.execution, "checkpointing": "on, as asked" if own is True else "off"}
+    result = replace(result, report=replace(result.report, execution=execution))
+    seen = replace(seen, recomputed=0.2 * (own is True))
+    report = ProfileReport(pruning_passes.with_passes(seen, result, batch))
     seen = report.observation
     assert [one.value for one in seen.options][:2] == options
     assert [one.times for one in seen.batches] == times
