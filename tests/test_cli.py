@@ -87,7 +87,7 @@ def test_prune_from_disk_with_everything_small(checkpoint, tmp_path, gradprobe):
     first, second = json.loads(memory), json.loads(disk)
     assert second["execution"]["placement"] == "offloaded by Accelerate"
     assert second["execution"]["checkpointing"] == "on, as asked"
-    assert "tried" in first["execution"]["batch_size"]
+    assert any(words in first["execution"]["batch_size"] for words in ("passes of 1", "by estimate"))
     assert [row["zeros_after"] for row in first["matrices"]] == [row["zeros_after"] for row in second["matrices"]]
     assert not (tmp_path / "state").exists()
     assert not [path for path in (tmp_path / "off").rglob("*") if path.is_file()], "nothing is left in the folder"
