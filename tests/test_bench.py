@@ -19,11 +19,12 @@ from transformers import LlamaForCausalLM
 
 from gradprobe_hf import GradProbeConfig, bench_pretrained, prune_pretrained
 from gradprobe_hf.bench.bench import WARMUP, _prompt_length, measured_rounds
-from gradprobe_hf.bench.result import BenchRow, Timing
+from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
 from gradprobe_hf.bench.subject import Facts, Generated, Subject, Workload
 from gradprobe_hf.bench.worker import serve
 from gradprobe_hf.checkpoint import file_sizes
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
+from gradprobe_hf.cli.bench_table import print_bench
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.report.speed import times_as_fast
@@ -262,6 +263,17 @@ def test_speed_that_cannot_be_measured_is_refused_before_any_work(monkeypatch):
         pruned(GradProbeConfig(structure={"ffn": 8}, measure_speed=True))
     with pytest.raises(ValueError, match="measure_speed=True has no effect here: it belongs to structure"):
         GradProbeConfig(measure_speed=True)
+
+
+def test_no_figure_is_cut_where_models_are_many(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "80")
+    timing = Timing.of([1.2345] * 3)
+    rows = [BenchRow(f"model-{n}", "Llama", 10**9 + n, "float32", 10**9, timing, timing, timing) for n in range(6)]
+    print_bench(BenchResult([row.beside(rows[0]) for row in rows], 512, 32, 3, "cpu", 2, {}))
+    said = capsys.readouterr().out
+    assert "…" not in said
+    assert [said.count(f"model-{n}") for n in range(6)] == [said.count("parameters"), 1, 1, 1, 1, 1]
+    assert max(map(len, said.split("cpu,")[0].splitlines())) <= 80
 
 
 def test_speed_that_fails_costs_no_result(monkeypatch, tmp_path, caplog):
