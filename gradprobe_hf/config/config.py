@@ -177,7 +177,7 @@ class GradProbeConfig:
             tokens. The latter's default text is WikiText-2's raw test split.
         measure_speed: time what is left with `structure`, and its memory, beside the dense model, for report and card:
             models of these shapes with random weights read and write a text in turns, as in `gradprobe bench`. With
-            `"auto"` all shapes that were tried.
+            `"auto"` all shapes that were tried. It takes minutes.
         seed: seed of calibration windows, random scores and generated text.
         batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
         checkpointing: recompute each block in the backward pass instead of storing its activations. `"auto"`: where
