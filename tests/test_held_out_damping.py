@@ -149,6 +149,8 @@ def test_structures_take_it_unless_told_otherwise():
     told = GradProbeConfig(structure={"ffn": 8}, damping=0.01)
     assert told.damping == GradProbeConfig.from_dict(told.to_dict()).damping == told.varied(seed=1).damping == 0.01
     assert GradProbeConfig(structure={"ffn": 8}, update="none").damping == GradProbeConfig().damping == 0.01
+    assert whole.varied(update="none").damping == 0.01  # nobody asked for "auto", which is an error there
+    assert whole.varied(seed=1).damping == "auto"
 
 
 REFUSED = [

@@ -668,11 +668,16 @@ class GradProbeConfig:
         return Budget(sparsity, self.budget_scope, self.group, self.bounds)
 
     def varied(self, **changes: Any) -> GradProbeConfig:
-        """A copy with these changes; options that have no effect in it any more fall back to their defaults."""
+        """A copy with these changes.
+
+        Options that have no effect in it any more fall back to their defaults, and a damping that was a default is
+        decided anew: what serves one update is an error with another.
+        """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values = {name: value for name, value in values.items() if name not in _BELONGS} | changes
         plain = GradProbeConfig(**values)
         kept = {name for name, (has_effect, _) in _BELONGS.items() if has_effect(plain) and name not in changes}
+        kept -= {"damping"} - self.given
         found = replace(plain, **{name: getattr(self, name) for name in kept if getattr(self, name) is not None})
         object.__setattr__(found, "_given", self.given | _named(changes))
         return found
@@ -785,10 +790,7 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
         lambda c: c.weighs_gates or "experts" in c.amounts,
         "importance='fisher' or 'taylor', or structure={'experts': ...}",
     ),
-    "measure_speed": (
-        lambda c: c.structure is not None,
-        "structure",
-    ),
+    "measure_speed": (lambda c: c.structure is not None, "structure"),
     "damping": (lambda c: c.updates or c.weighs_inputs, "a weight update (update='admm', ...)"),
     "recovery_learning_rate": (lambda c: c.recovery_steps > 0, "recovery_steps"),
     "block_order": (lambda c: c.order == "sequential", "order='sequential'"),

@@ -1,4 +1,4 @@
-"""Growth: memory that was measured at a few sizes, into the largest size that fits."""
+"""Growth: memory that was measured at a few sizes, into that of others, and into the largest that fits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,14 @@ def most_that_fit(measured: Mapping[int, int], room: float, most: int) -> int:
         >>> most_that_fit({1: 300, 2: 400, 4: 600}, room=1000, most=64)
         8
     """
+    begin, slope = line_through(measured)
+    if slope <= 0:
+        return most if measured[max(measured)] <= room else 0
+    return max(0, min(most, int((room - begin) / slope)))
+
+
+def line_through(measured: Mapping[int, int]) -> tuple[float, float]:
+    """What the smallest and the largest size say that nothing would take, and what each further one takes."""
     smallest, largest = min(measured), max(measured)
     slope = (measured[largest] - measured[smallest]) / (largest - smallest)
-    if slope <= 0:
-        return most if measured[largest] <= room else 0
-    begin = measured[smallest] - slope * smallest
-    return max(0, min(most, int((room - begin) / slope)))
+    return measured[smallest] - slope * smallest, slope

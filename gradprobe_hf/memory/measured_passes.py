@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import row_count
-from gradprobe_hf.estimation.growth import most_that_fit
+from gradprobe_hf.estimation.growth import line_through, most_that_fit
 from gradprobe_hf.estimation.machine import available_bytes, process_bytes
 from gradprobe_hf.estimation.peak import begin_peak, peak_bytes
 from gradprobe_hf.memory.memory_errors import is_out_of_memory
@@ -122,8 +122,8 @@ def promised_rows(found: Iterable[MeasuredPass], room: int, most: int) -> int | 
 
 def promised_bytes(found: Iterable[MeasuredPass], rows: int) -> float | None:
     """What a batch takes without checkpointing, on the line through measured passes; None: they tell nothing."""
-    taken = sorted((one.rows, one.nbytes) for one in found if one.nbytes is not None and not one.checkpointing)
+    taken = {one.rows: one.nbytes for one in found if one.nbytes is not None and not one.checkpointing}
     if len(taken) < 2:
         return None
-    (least, first), (most, last) = taken[0], taken[-1]
-    return max(0.0, first + (last - first) / (most - least) * (rows - least))
+    begin, slope = line_through(taken)
+    return max(0.0, begin + slope * rows)

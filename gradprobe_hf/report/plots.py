@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from gradprobe_hf.model.families import stack_of, tower_names
+from gradprobe_hf.report.colors import ABSENT, DENSE, INK, MUTED, PRUNED
 from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
 from gradprobe_hf.report.speed_figure import compared_shapes, speed_figure, tried_shapes
 
 # Imported where it draws: a run without pictures does not pay for it.
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-DENSE, PRUNED, INK, MUTED, ABSENT = "#9aa5b1", "#2f6f9f", "#1f2933", "#616e7c", "#d5d9dd"
 
 
 def save_plots(report: Report, directory: Path) -> list[Path]:

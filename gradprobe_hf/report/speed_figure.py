@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from gradprobe_hf.report.colors import DENSE, INK, MUTED, PRUNED
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.report.speed import times_as_fast
 from gradprobe_hf.structures.table import shape_words
@@ -13,7 +14,6 @@ from gradprobe_hf.structures.table import shape_words
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DENSE, PRUNED, INK, MUTED = "#9aa5b1", "#2f6f9f", "#1f2933", "#616e7c"
 
 Point = tuple[str, float, float]  # name, times as fast as the dense model, loss
 
