@@ -21,7 +21,7 @@ from PIL import Image
 
 from benchmarks.quality_tables import SHOWN_COLUMNS, cells_of, column_title, mean_of
 from benchmarks.readme_table import EVERY_ROW, results_of
-from gradprobe_hf.report.plots import INK, MUTED
+from gradprobe_hf.report.colors import INK, MUTED
 
 PICTURE = Path(__file__).parent.parent / "docs" / "quality.png"
 DIGEST = "Source"  # a keyword that PNG's specification defines

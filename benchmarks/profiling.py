@@ -287,8 +287,8 @@ def fixes_table(results: dict[str, Any]) -> str:
     known = {example: found["inside"] for example, found in results["fixes"].items() if found["inside"]}
     inside = "; ".join(f"`{example}`: {', '.join(kinds)}" for example, kinds in known.items())
     note = (
-        "`gradprobe profile script examples/NAME.py --fix ...`, in turns with the unchanged script; by the clock of a "
-        f"machine that does other things, too. What only the script can change: {inside}. {_made(results)}"
+        "`gradprobe profile script examples/NAME.py --fix ...`, in turns with the unchanged script, by the clock. What "
+        f"only the script can change: {inside}. {_made(results)}"
     )
     return "\n".join([*lines, "", note])
 
