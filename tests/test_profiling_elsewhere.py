@@ -6,9 +6,11 @@ import gzip
 import json
 import sys
 import threading
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.profiler import profile, record_function
@@ -355,6 +357,62 @@ def test_a_trace_of_a_gpu(tmp_path):
     long = replace(seen, operators=(replace(seen.operators[0], name="k" * 900),))
     assert f"| {'k' * 87}... |" in ProfileReport(long).markdown()
     assert "k" * 900 in ProfileReport(long).json()
+
+
+TRACES = Path(__file__).parent / "traces"
+RECORDED = ("a100_synchronization", "mi250_training", "nccl_128_processes", "v100_training")
+
+
+def share_of_ticks(rows, step):
+    """The share of a step's ticks of a tenth of a microsecond in which one of these rows was under way."""
+    ticks = np.zeros(round(10 * step["dur"]), dtype=bool)
+    for row in rows:
+        begin = round(10 * (row["ts"] - step["ts"]))
+        ticks[begin : begin + round(10 * row["dur"])] = True
+    return ticks.mean()
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_trace_that_was_recorded_on_a_gpu(name):
+    """Against a time line of its raw rows, tick by tick."""
+    path = TRACES / f"{name}.json.gz"
+    trace = json.loads(gzip.decompress(path.read_bytes()))
+    rows = [row for row in trace["traceEvents"] if row.get("ph") == "X"]
+    step = next(
+        row
+        for row in rows
+        if row["name"] in ("ProfilerStep#1", "ProfilerStep#100", "ProfilerStep#103", "ProfilerStep#551")
+    )
+    inside = [row for row in rows if step["ts"] <= row["ts"] < step["ts"] + step["dur"]]
+    on_device = [row for row in inside if row["cat"] in ("kernel", "gpu_memcpy", "gpu_memset")]
+    collectives = [row for row in inside if row["name"].startswith(("nccl:", "ncclKernel", "ncclDevKernel"))]
+    seconds = Counter()
+    for row in on_device:
+        seconds[row["name"]] += row["dur"] * 1e-6
+
+    seen = read_trace(path)
+    assert seen.timed == pytest.approx((step["dur"] * 1e-6,))
+    assert seen.busy == pytest.approx(share_of_ticks(on_device, step), abs=1e-3)
+    assert (seen.collectives or 0.0) == pytest.approx(share_of_ticks(collectives, step), abs=1e-3)
+    (name, longest), *_ = seconds.most_common()
+    assert (seen.operators[0].name, seen.operators[0].seconds) == (name, pytest.approx(longest))
+
+
+def test_what_a_recorded_trace_says():
+    reports = {name: ProfileReport(read_trace(TRACES / f"{name}.json.gz")) for name in RECORDED}
+    kinds = {name: {one.kind for one in report.findings} for name, report in reports.items()}
+    assert kinds == {
+        "a100_synchronization": {"idle device", "synchronization"},
+        "mi250_training": {"idle device"},
+        "nccl_128_processes": {"idle device", "collectives", "synchronization"},
+        "v100_training": {"collectives"},
+    }
+    (exchanged,) = [one for one in reports["nccl_128_processes"].findings if one.kind == "collectives"]
+    assert exchanged.evidence.startswith("a collective of 128 processes was under way in 32.2%")
+    (unnumbered,) = [one for one in reports["v100_training"].findings if one.kind == "collectives"]
+    assert unnumbered.evidence.startswith("a collective was under way")
+    assert "does not say how many processes" in reports["mi250_training"].not_evaluable["collectives"]
+    assert reports["v100_training"].observation.device == "cuda (Tesla V100-SXM2-32GB)"
 
 
 def test_a_trace_without_steps(tmp_path):

@@ -19,7 +19,7 @@ def _collectives(seen: Observation) -> list[Finding]:
             "collectives",
             None,
             seen.collectives,
-            f"a collective of {seen.processes} processes was under way in {seen.collectives:.1%} of the traced steps; "
+            f"a collective{_of_processes(seen)} was under way in {seen.collectives:.1%} of the traced steps; "
             "backward hides a part of it",
             "accumulate batches without one (accelerator.accumulate, no_sync()); send gradients in half precision "
             "(a communication hook of DistributedDataParallel); make buckets larger (bucket_cap_mb)",
@@ -46,6 +46,11 @@ def _imbalance(seen: Observation) -> list[Finding]:
     ]
 
 
+def _of_processes(seen: Observation) -> str:
+    """A trace need not say how many there are."""
+    return f" of {seen.processes} processes" if seen.processes > 1 else ""
+
+
 def _own(rank: RankStages) -> float:
     return sum(rank.stages[stage] for stage in _BEFORE)
 
@@ -53,7 +58,7 @@ def _own(rank: RankStages) -> float:
 def _several(seen: Observation) -> str | None:
     if reason := traced(seen):
         return reason
-    return None if seen.processes > 1 else "there is one process"
+    return "there is one process" if seen.collectives is None else None
 
 
 def _all_told(seen: Observation) -> str | None:

@@ -1,4 +1,4 @@
-"""Events of a Chrome trace, as torch.profiler writes them. Times are seconds."""
+"""Events of a Chrome trace, as torch.profiler writes them. Times are seconds since its first event."""
 
 from __future__ import annotations
 
@@ -61,7 +61,9 @@ def read_events(path: str | Path) -> ChromeTrace:
         found = json.loads(text)
         rows = found["traceEvents"] if isinstance(found, dict) else found
         header = {name: value for name, value in found.items() if name != "traceEvents"} if rows is not found else {}
-        events = [_event(row) for row in rows if row.get("ph") == "X" and "dur" in row]
+        timed = [row for row in rows if row.get("ph") == "X" and "dur" in row]
+        first = min((row["ts"] for row in timed), default=0)
+        events = [_event(row, first) for row in timed]
         samples = [row["args"] for row in rows if row.get("name") == "[memory]"]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is no trace that torch.profiler's export_chrome_trace wrote: {error!r}.") from error
@@ -69,8 +71,9 @@ def read_events(path: str | Path) -> ChromeTrace:
     return ChromeTrace(sorted(events, key=lambda one: (one.begin, -one.end)), samples, header)
 
 
-def _event(row: Mapping[str, Any]) -> Event:
-    begin = float(row["ts"]) / 1e6
+def _event(row: Mapping[str, Any], first: float) -> Event:
+    # Older traces count from 1970: as a double of seconds, that would be off by a third of a microsecond.
+    begin = (row["ts"] - first) / 1e6
     thread = str(row.get("pid")), str(row.get("tid"))
     end = begin + float(row["dur"]) / 1e6
     return Event(str(row["name"]), str(row.get("cat", "")), thread, begin, end, row.get("args", {}))

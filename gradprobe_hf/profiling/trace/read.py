@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -68,11 +68,12 @@ def read_trace(path: str | Path) -> Observation:
 
 
 def _observation(trace: ChromeTrace, steps: list[Event]) -> Observation:
-    inside = _Inside(steps)
-    events = [one for one in trace.events if inside(one)]
+    spans = _Spans(steps)
+    events = [one for one in trace.events if spans(one)]
     seconds = tuple(one.seconds for one in steps)
     on_device = [one for one in events if one.kind in _ON_DEVICE]
     device = _device(trace.header) if on_device else "cpu"
+    collectives = [one for one in trace.events if is_collective(one.name)]
     processes = int(trace.header.get("distributedInfo", {}).get("world_size", 1))
     return Observation(
         warmup=0,
@@ -87,12 +88,12 @@ def _observation(trace: ChromeTrace, steps: list[Event]) -> Observation:
         contents=None,
         device=device,
         versions={},
-        missing=_UNTOLD | _missing(events) | _without_memory(trace),
+        missing=_UNTOLD | _missing(trace, events),
         complete=True,
         setup=_setup(events),
         memory=_memory(trace),
-        collectives=_share((one for one in events if is_collective(one.name)), seconds) if processes > 1 else None,
-        busy=_share(on_device, seconds) if on_device else None,
+        collectives=spans.share(collectives) if collectives or processes > 1 else None,
+        busy=spans.share(one for one in trace.events if one.kind in _ON_DEVICE) if on_device else None,
         processes=processes,
     )
 
@@ -107,8 +108,11 @@ def _steps(events: list[Event]) -> list[Event]:
     return [Event("step", "", after.thread, before.end, after.end, {}) for before, after in pairwise(ends)]
 
 
-class _Inside:
-    """Whether an event begins in one of the steps; on a device it may end behind it."""
+class _Spans:
+    """The spans of the steps: whether an event begins in one, and the share of them that some events take.
+
+    On a device, what begins in one step may end in the next.
+    """
 
     def __init__(self, steps: list[Event]) -> None:
         self._steps, self._begins = steps, [one.begin for one in steps]
@@ -118,6 +122,18 @@ class _Inside:
             return False
         at = bisect_right(self._begins, event.begin) - 1
         return at >= 0 and event.begin < self._steps[at].end
+
+    def share(self, events: Iterable[Event]) -> float:
+        """Of the time of the steps, that in which at least one of the events was under way."""
+        return covered(span for one in events for span in self._parts(one)) / sum(step.seconds for step in self._steps)
+
+    def _parts(self, event: Event) -> Iterator[tuple[float, float]]:
+        for at in range(max(0, bisect_right(self._begins, event.begin) - 1), len(self._steps)):
+            step = self._steps[at]
+            if step.begin >= event.end:
+                return
+            if step.end > event.begin:
+                yield max(step.begin, event.begin), min(step.end, event.end)
 
 
 def _named(events: Iterable[Event], begin: str) -> list[Event]:
@@ -208,17 +224,17 @@ def _memory(trace: ChromeTrace) -> tuple[MemorySample, ...]:
     return (MemorySample(0, max(0, total - reserved), allocated[-1], reserved, max(allocated)),)
 
 
-def _without_memory(trace: ChromeTrace) -> dict[str, str]:
-    recorded = bool(trace.samples)
-    return {} if recorded else {"batch headroom": "the trace was recorded without profile_memory=True"}
-
-
-def _missing(events: list[Event]) -> dict[str, str]:
+def _missing(trace: ChromeTrace, events: list[Event]) -> dict[str, str]:
     missing = {}
+    if not trace.samples:
+        missing["batch headroom"] = "the trace was recorded without profile_memory=True"
+    if "distributedInfo" not in trace.header and not any(is_collective(one.name) for one in events):
+        missing["collectives"] = "the trace has no collective, and does not say how many processes there were"
     if not any(_type(one) for one in events if one.name in _PRODUCTS):
         missing["float32 product"] = "the trace was recorded without record_shapes=True: products have no dtype"
     if not any(one.kind == "cpu_op" for one in events):
         missing |= dict.fromkeys(("synchronization", "zeroed gradients"), "no operator of the CPU was recorded")
+        missing["operators"] = "no operator was recorded"
     return missing
 
 
@@ -245,7 +261,3 @@ def _outside(events: list[Event], spans: list[Event]) -> list[Event]:
 
 def _covered(events: Iterable[Event]) -> float:
     return covered((one.begin, one.end) for one in events)
-
-
-def _share(events: Iterable[Event], steps: tuple[float, ...]) -> float:
-    return min(1.0, _covered(events) / sum(steps))
