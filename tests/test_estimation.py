@@ -67,11 +67,15 @@ def large(name, layers=None):
 
 @pytest.fixture(scope="module")
 def shallow():
-    """The large models with few layers, and what the defaults take of them."""
+    """The large models with few layers, and what the defaults take of them where memory is no matter."""
     found = {}
     for name in LARGE:
         model, targets = large(name, LAYERS)
-        found[name] = model, targets, estimate(model, targets, cases.config(), base=0, device=CPU)
+        found[name] = (
+            model,
+            targets,
+            estimate(model, targets, cases.config(accumulator_device="same"), base=0, device=CPU),
+        )
     return found
 
 
@@ -211,6 +215,17 @@ def test_it_fits_to_the_byte_and_a_mapped_file_makes_room():
     assert needed < 10**12 < footprint_of("resident", sizes, NOTHING, {"host": 0, "disk": 0}).peak("host")
     for short in (0, 1):
         assert footprint_of("resident", sizes, NOTHING, {"host": needed - short, "disk": 10**12}).fits == (not short)
+
+
+def test_accumulators_go_where_a_placement_fits():
+    here = sizes_with(AccumulatorSizes(10**9, "same"))
+    needed = footprint_of("resident", here, NOTHING, {"host": 0, "disk": 0}).needed("host")
+    sizes = sizes_with(AccumulatorSizes(10**9, "auto"))
+    for short, where in ((0, "host"), (1, "disk")):
+        room = {"host": needed - short, "disk": 10**12}
+        found = footprint_of("resident", sizes, NOTHING, room)
+        (item,) = [item for item in found.stages[1].items if item.label == "accumulators"]
+        assert (found.fits, item.device) == (True, where)
 
 
 def real_pass(model, targets, batch):

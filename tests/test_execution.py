@@ -10,8 +10,9 @@ import torch
 
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.data.batches import Batches, from_iterable
-from gradprobe_hf.memory import accumulator_files, batch_size, measured_passes
+from gradprobe_hf.memory import accumulator_files, accumulator_place, batch_size, measured_passes
 from gradprobe_hf.memory import checkpointing as checkpointing_choice
+from gradprobe_hf.memory.accumulator_place import ChosenPlace, choose_place
 from gradprobe_hf.memory.batch_size import largest_batch
 from gradprobe_hf.memory.checkpointing import choose_checkpointing
 from gradprobe_hf.memory.measured_passes import MeasuredPass
@@ -212,8 +213,71 @@ def test_auto_batches_have_all_statistics_beside_them(monkeypatch, rule, shares_
     targets = find_targets(model)
     config = cases.config(batch_size="auto", rule=rule, fisher="sequence")
     batches = from_iterable(cases.batches("llama", rows=8), "rows")
-    largest_batch(RunContext(model, None, targets, config, batches, Batches.none()), shares_probe)
+    context = RunContext(model, None, targets, config, batches, Batches.none())
+    largest_batch(context, ChosenPlace("same"), shares_probe)
     assert set(sizes) == {kept * 4 * sum(target.numel for target in targets)}
+
+
+def placed(monkeypatch, room, host=0, device="cpu", **options):
+    """Where statistics of a thousand bytes go, beside passes of 150 bytes for a row."""
+    taking(monkeypatch, each=100, room=room)
+    monkeypatch.setattr(accumulator_place, "free_bytes", lambda _: room)
+    monkeypatch.setattr(accumulator_place, "available_bytes", lambda _: host)
+    monkeypatch.setattr(accumulator_place, "accumulator_bytes", lambda *_: 1000)
+    monkeypatch.setattr(accumulator_place, "input_device", lambda _: torch.device(device))
+    model = cases.build("llama")
+    batches = from_iterable(cases.batches("llama", rows=8), "rows").in_batches_of(4)
+    config = cases.config(**options)
+    return choose_place(RunContext(model, None, find_targets(model), config, batches, Batches.none()))
+
+
+@pytest.mark.parametrize(
+    ("device", "room", "host", "chosen", "held"),
+    [
+        ("cpu", 4000, 0, "same", 1000),  # a quarter: no pass is measured
+        ("cpu", 2000, 0, "same", 1000),  # 1000 + 4 x 150 of 0.8 x 2000
+        ("cpu", 1999, 0, "disk", 0),
+        ("cuda", 2000, 0, "same", 1000),
+        ("cuda", 1999, 1250, "cpu", 0),
+        ("cuda", 1999, 1249, "disk", 0),
+    ],
+)
+def test_statistics_are_in_the_first_place_that_has_room(monkeypatch, device, room, host, chosen, held):
+    found = placed(monkeypatch, room, host, device)
+    assert (found.device, found.held) == (chosen, held)
+    assert found.why.startswith(f"{chosen}: they take 1e-06 GB, ")
+    assert ("a pass of 4 takes 6e-07 GB" in found.why) is (room != 4000)
+
+
+def test_a_batch_that_is_chosen_later_may_be_as_small_as_one_row(monkeypatch):
+    assert placed(monkeypatch, 1438, batch_size="auto").device == "same"  # 1000 + 150 of 0.8 x 1438
+    assert placed(monkeypatch, 1437, batch_size="auto").device == "disk"
+
+
+@pytest.mark.parametrize("place", ["same", "cpu", "disk"])
+def test_a_place_that_was_asked_for(monkeypatch, place):
+    found = placed(monkeypatch, 10, accumulator_device=place)
+    assert found == ChosenPlace(place, f"{place}: as asked", 0 if place == "disk" else 1000)
+
+
+def test_a_place_with_little_room_changes_no_mask(monkeypatch):
+    wanted = prune()
+    assert wanted.report.execution["accumulators"].startswith("same: they take")
+    monkeypatch.setattr(accumulator_place, "free_bytes", lambda _: 1000)
+    found = prune()
+    assert re.fullmatch(
+        r"disk: they take [\d.e-]+ GB, a pass of 2 takes [\d.e-]+ GB, and 1e-06 GB are free",
+        found.report.execution["accumulators"],
+    )
+    assert all(torch.equal(found.masks[name], mask) for name, mask in wanted.masks.items())
+    assert "accumulators" not in prune(score="magnitude", update="none").report.execution
+
+
+def test_checkpointing_counts_what_statistics_will_take(monkeypatch):
+    monkeypatch.setattr(checkpointing_choice, "available_bytes", lambda _: 10**9)
+    monkeypatch.setattr(accumulator_place, "accumulator_bytes", lambda *_: 10**9)
+    assert prune().report.execution["checkpointing"].startswith("on")
+    assert prune(accumulator_device="disk").report.execution["checkpointing"].startswith("off")
 
 
 def test_rows_that_do_not_fit_together_stay_as_they_are():
@@ -284,7 +348,7 @@ def test_the_page_cache_is_left_to_the_model_where_both_do_not_fit(from_disk, tm
     fits = files / accumulator_files.CACHE_SHARE
     for free, forgets in ((0.99 * fits, True), (1.01 * fits, False)):
         monkeypatch.setattr(accumulator_files, "available_bytes", lambda device, free=free: free)
-        with accumulator_files.accumulator_files(loaded, targets, config, tmp_path) as storage:
+        with accumulator_files.accumulator_files(loaded, targets, config, tmp_path, "disk") as storage:
             assert (storage.page_cache is not None) is forgets
             assert storage.folder.is_dir()
         assert not storage.folder.exists()

@@ -185,7 +185,7 @@ class GradProbeConfig:
         accumulator_dtype: type that statistics are stored in: 4, 2 or about 1 byte per weight and term. `"int8"` is
             block-scaled and logarithmic (1.03 bytes); it and `"bfloat16"` are rounded stochastically.
         accumulator_device: where statistics are stored: with the weights (`"same"`), in host memory (`"cpu"`), or in
-            files (`"disk"`).
+            files (`"disk"`). `"auto"`: the first of them that has room beside a pass.
         save_every: batches between two snapshots of a run with `resume_dir`.
     """
 
@@ -246,7 +246,7 @@ class GradProbeConfig:
     batch_size: int | Literal["auto"] = 4
     checkpointing: bool | Literal["auto"] = "auto"
     accumulator_dtype: AccumulatorDtype = "float32"
-    accumulator_device: AccumulatorDevice = "same"
+    accumulator_device: AccumulatorDevice | Literal["auto"] = "auto"
     save_every: int = 16
 
     def __new__(cls, *values: Any, **options: Any) -> GradProbeConfig:

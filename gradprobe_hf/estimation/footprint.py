@@ -8,10 +8,10 @@ two models, and `save` the originals of pruned weights.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
-from gradprobe_hf.config.values import AccumulatorDevice
+from gradprobe_hf.config.values import PLACES
 from gradprobe_hf.estimation.sizes import FLOAT32_BYTES, BatchSizes, ReconstructionSizes, Sizes
 from gradprobe_hf.model.saving import LARGEST_SHARD, SHARDS, SMALLEST_SHARD
 from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS
@@ -92,11 +92,19 @@ class Placement:
 
 
 def footprint_of(name: PlacementName, sizes: Sizes, batch: BatchSizes, room: dict[Device, int]) -> Placement:
-    """The footprint of one placement.
+    """The footprint of one placement. Statistics that go where there is room are in the first place that fits.
 
     Args:
         room: free bytes of each device; a model computes on the accelerator where there is one.
     """
+    if sizes.accumulators.device != "auto":
+        return _footprint(name, sizes, batch, room)
+    places = [replace(sizes.accumulators, device=place) for place in PLACES]
+    found = [_footprint(name, replace(sizes, accumulators=one), batch, room) for one in places]
+    return next((one for one in found if one.fits), found[-1])
+
+
+def _footprint(name: PlacementName, sizes: Sizes, batch: BatchSizes, room: dict[Device, int]) -> Placement:
     stages = _Stages(name == "offloaded", sizes, batch, "accelerator" if "accelerator" in room else "host")
     weigh = (stages.weigh(sizes.weighing),) if sizes.weighing else ()
     reconstruct = (stages.reconstruct(sizes.reconstruction),) if sizes.reconstruction else ()
@@ -195,7 +203,7 @@ class _Stages:
         return Item("Python, libraries, tokenizer", "host", process), Item("weights", self.where, held)
 
     def _accumulators(self) -> Item:
-        devices: dict[AccumulatorDevice, Device] = {"same": self.where, "cpu": "host", "disk": "disk"}
+        devices: dict[str, Device] = {"same": self.where, "cpu": "host", "disk": "disk"}
         accumulators = self.sizes.accumulators
         return Item("accumulators", devices[accumulators.device], accumulators.bytes)
 

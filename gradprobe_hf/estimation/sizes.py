@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -46,10 +47,11 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class AccumulatorSizes:
-    """Attributes: `bytes` of the statistics `[out, in]` of the whole run, and the `device` that they are kept on."""
+    """Attributes: `bytes` of the statistics `[out, in]` of the whole run, and the `device` that they are kept on, or
+    "auto"."""
 
     bytes: int
-    device: AccumulatorDevice
+    device: AccumulatorDevice | Literal["auto"]
 
 
 @dataclass(frozen=True)

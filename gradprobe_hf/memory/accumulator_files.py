@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.values import AccumulatorDevice
 from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.sizes import accumulator_bytes
 from gradprobe_hf.model.parameters import is_on_disk
@@ -24,15 +25,23 @@ CACHE_SHARE = 0.7  # of free memory: a run takes some itself
 
 @contextmanager
 def accumulator_files(
-    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, folder: Path | None
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    config: GradProbeConfig,
+    folder: Path | None,
+    device: AccumulatorDevice,
 ) -> Iterator[AccumulatorStorage]:
     """How accumulators are kept; their files, if they are on disk, are gone afterwards.
+
+    Args:
+        folder: for the files; None: a temporary one.
+        device: where they are kept: what `accumulator_device="auto"` has come to.
 
     Raises:
         OSError: the folder cannot be written.
     """
-    if config.accumulator_device != "disk":
-        yield AccumulatorStorage(config.accumulator_dtype, config.accumulator_device)
+    if device != "disk":
+        yield AccumulatorStorage(config.accumulator_dtype, device)
         return
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

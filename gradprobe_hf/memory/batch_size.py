@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
-from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.passes import activation_bytes
 from gradprobe_hf.memory.accumulator_files import accumulator_files
+from gradprobe_hf.memory.accumulator_place import ChosenPlace
 from gradprobe_hf.memory.checkpointing import ACTIVATIONS_SHARE, choose_checkpointing
 from gradprobe_hf.memory.measured_passes import MeasuredPass, ProbePasses, free_bytes, leaves_room, promised_rows
 from gradprobe_hf.model.fsdp import is_sharded, plain_class
@@ -36,20 +35,24 @@ class ChosenBatch:
     measured: tuple[MeasuredPass, ...] = ()
 
 
-def largest_batch(context: RunContext, shares_probe: bool = False) -> ChosenBatch:
+def largest_batch(context: RunContext, place: ChosenPlace, shares_probe: bool = False) -> ChosenBatch:
     """The same rows in the largest batches that one pass has memory for, alike in all processes.
 
     Passes of one, two and four rows are measured, and what they promise is tried: half of it where it does not fit.
+
+    Args:
+        place: of the statistics.
+        shares_probe: the first probe's statistics are kept for other configurations, beside those of each.
 
     Raises:
         MemoryError: there is not even room for one sequence.
     """
     model, config, batches, processes = context.model, context.config, context.calibration, context.processes
     if is_sharded(model):  # a process that runs out of memory would leave the others waiting for its shards
-        start = int(processes.min_(torch.tensor(first_guess(model, config, batches.samples, batches.longest))))
+        start = int(processes.min_(torch.tensor(first_guess(context, place.held))))
         return ChosenBatch(batches.in_batches_of(start), f"{start} (by estimate)")
     # Everything is in memory that the probe will have there.
-    with accumulator_files(model, context.targets, config, context.folder) as storage:
+    with accumulator_files(model, context.targets, config, context.folder, place.device) as storage:
         passes = _Passes(context, storage, shares_probe)
         passes.measure()
         start = int(processes.min_(torch.tensor(passes.promised())))
@@ -101,7 +104,7 @@ class _Passes:
             return self._ran
         batches = self._context.calibration
         if self.measured[0].nbytes is None:
-            return first_guess(self._context.model, self._context.config, batches.samples, batches.longest)
+            return first_guess(self._context)  # the statistics are there
         most = promised_rows(self.measured, self.room, min(batches.samples, LARGEST_BATCH)) or 1
         return max(self._ran, 1 << most.bit_length() - 1)
 
@@ -137,16 +140,23 @@ class _Passes:
         return found
 
 
-def first_guess(model: PreTrainedModel, config: GradProbeConfig, samples: int, length: int) -> int:
-    """The largest power of two whose activations fit by estimate: a CPU does not fail to allocate, it is killed."""
-    free = ACTIVATIONS_SHARE * available_bytes(input_device(model))
+def first_guess(context: RunContext, held: int = 0) -> int:
+    """The largest power of two whose activations fit by estimate: a CPU does not fail to allocate, it is killed.
+
+    Args:
+        held: bytes that are free now, and will not be.
+    """
+    model, config, batches = context.model, context.config, context.calibration
+    free = ACTIVATIONS_SHARE * (available_bytes(input_device(model)) - held)
     recomputed = config.checkpointing is True or is_offloaded(model)
 
     def fits(rows: int) -> bool:
-        taken = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=recomputed)
+        taken = activation_bytes(
+            model.config, plain_class(model), rows, batches.longest, model.dtype, checkpointed=recomputed
+        )
         return taken is not None and taken <= free
 
     size = 1
-    while 2 * size <= min(samples, LARGEST_BATCH) and fits(2 * size):
+    while 2 * size <= min(batches.samples, LARGEST_BATCH) and fits(2 * size):
         size *= 2
     return size

@@ -18,13 +18,19 @@ ACTIVATIONS_SHARE = 0.6  # of free memory: the rest is for temporaries, and for 
 
 
 def choose_checkpointing(
-    model: PreTrainedModel, config: GradProbeConfig, rows: int, length: int, measured: Sequence[MeasuredPass] = ()
+    model: PreTrainedModel,
+    config: GradProbeConfig,
+    rows: int,
+    length: int,
+    measured: Sequence[MeasuredPass] = (),
+    held: int = 0,
 ) -> tuple[bool, str]:
     """Whether to recompute blocks, and why.
 
     Args:
         rows, length: sequences in a batch, tokens in a sequence.
         measured: passes of this run; without any an estimate decides.
+        held: bytes that are free now, and will not be: those of the statistics.
 
     Raises:
         ValueError: it was asked for, and no layer of the model can be recomputed.
@@ -39,7 +45,7 @@ def choose_checkpointing(
         return False, f"off: {reason}"
     if config.checkpointing is True:
         return True, "on, as asked"
-    free = available_bytes(input_device(model))
+    free = max(0, available_bytes(input_device(model)) - held)
     needed, share, about = promised_bytes(measured, rows), SHARE, "by measured passes"
     if needed is None:
         needed = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=False)

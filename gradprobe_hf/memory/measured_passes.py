@@ -53,6 +53,7 @@ class ProbePasses:
     Args:
         storage: where accumulators are kept.
         shares_probe: the first probe's statistics are kept for other configurations, beside those of each.
+        terms: that are measured in place of the configuration's.
     """
 
     def __init__(
@@ -63,10 +64,12 @@ class ProbePasses:
         storage: AccumulatorStorage,
         loss_fn: LossFunction | None = None,
         shares_probe: bool = False,
+        terms: frozenset[Term] | None = None,
     ) -> None:
-        row, terms = config.decision_row, config.needs.terms
+        row = config.decision_row
         # A second probe that keeps its own, or a shared first one that the others add to in a copy.
-        second: frozenset[Term] = frozenset(row.terms if row.keeps_second else ())
+        second: frozenset[Term] = frozenset(row.terms if row.keeps_second and terms is None else ())
+        terms = config.needs.terms if terms is None else terms
         self._model, self._targets, self._loss_fn = model, targets, loss_fn
         self._statistics = Statistics(targets, terms, model, storage)
         self._beside = Statistics(targets, terms if shares_probe else second, model, storage)

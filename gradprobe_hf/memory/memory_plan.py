@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.values import AccumulatorDevice
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.memory.accumulator_files import accumulator_files
+from gradprobe_hf.memory.accumulator_place import choose_place
 from gradprobe_hf.memory.batch_size import largest_batch
 from gradprobe_hf.memory.checkpointing import choose_checkpointing
 from gradprobe_hf.memory.measured_passes import MeasuredPass
@@ -30,12 +32,14 @@ class MemoryPlan:
 
     Attributes:
         calibration: the batches in their final sizes; empty when nothing is read.
+        accumulator_device: where statistics are kept.
         checkpointing: whether blocks are recomputed in backward.
         notes: what was chosen and why, for the report.
         remedies: what would take less memory, the cheapest first.
     """
 
     calibration: Batches
+    accumulator_device: AccumulatorDevice
     checkpointing: bool
     notes: dict[str, str]
     remedies: list[str]
@@ -60,7 +64,9 @@ def open_run(
     plan = plan_memory(planned, rows, shares_probe)
     with (
         memory_errors(context.stopwatch, plan.remedies),
-        accumulator_files(context.model, context.targets, context.config, context.folder) as storage,
+        accumulator_files(
+            context.model, context.targets, context.config, context.folder, plan.accumulator_device
+        ) as storage,
     ):
         yield replace(
             context,
@@ -77,14 +83,19 @@ def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool
     batches, offloaded = context.calibration, is_offloaded(model)
     notes = {"placement": _placement(model), "processes": str(processes.count)}
     if not batches:
-        return MemoryPlan(batches, False, notes, remedies_for(config, 1, False, offloaded))
+        return MemoryPlan(batches, "same", False, notes, remedies_for(config, 1, False, offloaded))
+    remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)
+    with memory_errors(context.stopwatch, remedies):
+        place = choose_place(context, shares_probe)
+    if place.why:
+        notes["accumulators"] = place.why
+        logger.info("accumulators are kept in: %s", place.why)
     measured: tuple[MeasuredPass, ...] = ()
     if rows is not None:
         batches, notes["batch_size"] = batches.in_batches_of(rows), f"{rows} (as before)"
     elif config.batch_size == "auto" and config.needs.probes:
-        remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)
         with memory_errors(context.stopwatch, remedies), context.stopwatch("batch size"):
-            chosen = largest_batch(context, shares_probe)
+            chosen = largest_batch(context, place, shares_probe)
         batches, notes["batch_size"], measured = chosen.calibration, chosen.why, chosen.measured
     passes = batches.samples if is_routed(context.targets) else len(batches)
     if passes < processes.count:
@@ -95,9 +106,11 @@ def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool
     most = max(map(row_count, batches))
     checkpointing = False
     if config.needs.probes:
-        checkpointing, notes["checkpointing"] = choose_checkpointing(model, config, most, batches.longest, measured)
+        checkpointing, notes["checkpointing"] = choose_checkpointing(
+            model, config, most, batches.longest, measured, place.held
+        )
         logger.info("checkpointing is %s", notes["checkpointing"])
-    return MemoryPlan(batches, checkpointing, notes, remedies_for(config, most, checkpointing, offloaded))
+    return MemoryPlan(batches, place.device, checkpointing, notes, remedies_for(config, most, checkpointing, offloaded))
 
 
 def _placement(model: PreTrainedModel) -> str:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.checkpoint.result import PruneResult
-from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.estimation.passes import activation_bytes
 from gradprobe_hf.memory.accumulator_files import accumulator_files
@@ -26,7 +25,7 @@ from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import checkpointed_layers
 from gradprobe_hf.profiling.findings.finding import gigabytes
 from gradprobe_hf.profiling.observing.observation import BatchSize, Observation, RunOption
-from gradprobe_hf.report.against_estimate import Expectation
+from gradprobe_hf.report.against_estimate import Expectation, planned
 
 _TIMES = (1, 2, 4)
 _ROUNDS = 2
@@ -46,7 +45,9 @@ def with_passes(seen: Observation, result: PruneResult, batch: Mapping[str, Any]
     config, model = result.config, result.model
     if not config.needs.probes or is_sharded(model) or not _is_stackable(batch):
         return seen
-    with accumulator_files(model, result.targets, config, None) as storage:
+    place = planned(result.report).accumulator_device
+    # "auto" still: the run kept no statistics of single weights.
+    with accumulator_files(model, result.targets, config, None, "same" if place == "auto" else place) as storage:
         own = result.report.execution["checkpointing"].startswith("on")
         without = _estimated(result, batch, row_count(batch), checkpointing=False)
         passes = _Passes(ProbePasses(model, result.targets, config, storage), batch, input_device(model), without)
@@ -191,7 +192,8 @@ def _options(seen: Observation, result: PruneResult, passes: _Passes) -> tuple[R
     return (
         _batch_option(seen, passes),
         *_checkpointing_option(seen),
-        _storage_option(seen, result.config, passes.rows, seen.checkpointing is True, is_offloaded(result.model)),
+        *_accumulator_option(result),
+        _placement_option(seen, result, passes.rows),
     )
 
 
@@ -220,16 +222,20 @@ def _checkpointing_option(seen: Observation) -> list[RunOption]:
     return [RunOption("--checkpointing", then if better else f"{now}, as it is", f"{now}: {memory}")]
 
 
-def _storage_option(
-    seen: Observation, config: GradProbeConfig, rows: int, checkpointing: bool, offloaded: bool
-) -> RunOption:
-    """Accumulators and placement: as they are, unless the run left hardly any memory."""
+def _accumulator_option(result: PruneResult) -> list[RunOption]:
+    place, _, why = result.report.execution.get("accumulators", "").partition(": ")
+    return [RunOption("--accumulator-device", f"{place}, as it is", why)] if place else []
+
+
+def _placement_option(seen: Observation, result: PruneResult, rows: int) -> RunOption:
+    """As it is, unless the run left hardly any memory."""
     free = min(one.free for one in seen.memory)
     total = max(one.free + (one.reserved or one.process) for one in seen.memory)
-    what, why = "accumulators, placement", f"{_size(free)} of {_size(total)} were free at the fullest"
+    what, why = "placement", f"{_size(free)} of {_size(total)} were free at the fullest"
     if free >= _SHORT * total:
-        return RunOption(what, "as they are", why)
-    return RunOption(what, remedies_for(config, rows, checkpointing, offloaded)[0], why)
+        return RunOption(what, f"{result.report.execution['placement']}, as it is", why)
+    remedies = remedies_for(result.config, rows, seen.checkpointing is True, is_offloaded(result.model))
+    return RunOption(what, remedies[0], why)
 
 
 def _size(count: int | None) -> str:

@@ -30,11 +30,13 @@ class Expectation:
 
 
 def planned(report: Report) -> GradProbeConfig:
-    """The configuration of a run, with the batch size that it chose, if it was to choose one."""
-    config = GradProbeConfig.from_dict(report.config)
-    if config.batch_size != "auto" or "batch_size" not in report.execution:
-        return config
-    return config.varied(batch_size=int(report.execution["batch_size"].split()[0]))
+    """The configuration of a run, with the batch size and the place of statistics that it chose, if it was to."""
+    config, chosen = GradProbeConfig.from_dict(report.config), report.execution
+    if config.batch_size == "auto" and "batch_size" in chosen:
+        config = config.varied(batch_size=int(chosen["batch_size"].split()[0]))
+    if config.accumulator_device == "auto" and "accumulators" in chosen:
+        config = config.varied(accumulator_device=chosen["accumulators"].partition(":")[0])
+    return config
 
 
 def placement_of(execution: Mapping[str, str]) -> PlacementName:
