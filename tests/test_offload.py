@@ -21,6 +21,8 @@ import gradprobe_hf.checkpoint.write as hub
 import gradprobe_hf.model.offload_store as store
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.estimation.estimate import estimate
+from gradprobe_hf.model.loading import load_config, skeleton
 from gradprobe_hf.model.parameters import aliases, input_device, is_offloaded, read_weight
 from gradprobe_hf.model.shard_files import join
 from gradprobe_hf.model.targets import find_targets
@@ -29,6 +31,7 @@ from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.compatibility import check_editable
+from gradprobe_hf.run.weight_limits import weight_limits
 from tests import cases
 from tests.grids import grid, some
 
@@ -316,6 +319,37 @@ def test_a_model_from_disk_ends_as_one_in_memory(name, saved, tmp_path):
     # what is in memory afterwards is the pruned model
     target = found.targets[0]
     assert (target.matrix(found.model)[found.masks[target.name]] == 0).all()
+
+
+def test_a_plan_leaves_room_for_the_run(saved, tmp_path, monkeypatch):
+    """Weights may take what an offloaded run leaves, where a resident one does not fit."""
+    wanted = prune(saved("llama"), tmp_path / "whole", device_map="auto")
+    assert not is_offloaded(wanted.model)
+    monkeypatch.setattr("gradprobe_hf.estimation.footprint.SMALLEST_SHARD", 1)  # it is more than all of this model
+    bare = skeleton(load_config(saved("llama")))
+    on_disk = wanted.config.varied(accumulator_device="disk")  # statistics leave before weights do
+    found = estimate(bare, find_targets(bare), on_disk, base=0, device=torch.device("cpu"))
+    beside = found.placements[-1].beside_weights("host")
+    weights = sum(value.nbytes for value in wanted.model.parameters())
+    monkeypatch.setattr("gradprobe_hf.run.weight_limits.process_bytes", lambda: 0)
+    for left in (weights * 9 // 10, 0):
+        monkeypatch.setattr("gradprobe_hf.estimation.estimate.available_bytes", lambda _, left=left: beside + left)
+        assert weight_limits(bare, wanted.config)["cpu"] == pytest.approx(left, abs=1000)
+        found = prune(saved("llama"), tmp_path / str(left), device_map="auto")
+        places = set(found.model.hf_device_map.values())
+        assert places == ({"cpu", "disk"} if left else {"disk"})
+        for key in wanted.masks:
+            assert torch.equal(found.masks[key], wanted.masks[key])
+
+
+def test_limits_that_were_given_are_kept(saved, tmp_path, monkeypatch):
+    def never(*_, **__):
+        raise AssertionError
+
+    monkeypatch.setattr("gradprobe_hf.run.inputs.weight_limits", never)
+    found = prune(saved("llama"), tmp_path / "given", device_map="auto", max_memory={"cpu": 10_000})
+    assert is_offloaded(found.model)
+    assert not is_offloaded(prune(saved("llama"), tmp_path / "named", device_map="cpu").model)  # no plan
 
 
 def test_shards_are_written_one_at_a_time(saved, tmp_path, monkeypatch):

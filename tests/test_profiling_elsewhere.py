@@ -76,7 +76,12 @@ def test_a_pruning_run():
     assert all(one.failed is None and one.room > 2**20 for one in seen.batches)
     assert seen.checkpointing is False
     assert seen.other_checkpointing.gain > 0
-    assert [one.option for one in seen.options] == ["--batch-size", "--checkpointing", "--accumulator-device", "placement"]
+    assert [one.option for one in seen.options] == [
+        "--batch-size",
+        "--checkpointing",
+        "--accumulator-device",
+        "placement",
+    ]
     assert (by_name["activations of 4 sequences"].estimated or 0) > by_name["activations of 1 sequences"].estimated
     assert "| 1x, checkpointing on |" in report.markdown()
     assert {"Options by these measurements", "Batch sizes"} <= {title for title, _, _ in report.tables()}

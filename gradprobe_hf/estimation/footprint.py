@@ -20,6 +20,7 @@ Device = Literal["host", "accelerator", "disk"]
 PlacementName = Literal["resident", "checkpointed", "offloaded"]
 
 DEVICES: tuple[Device, ...] = get_args(Device)
+WEIGHTS = "weights"  # the label of their item
 
 WEIGHTS_PER_MASK_BYTE = 8
 # Folding and selection go through a matrix in chunks of rows, with about this many float32 temporaries of one chunk.
@@ -80,6 +81,17 @@ class Placement:
     def needed(self, device: Device) -> int:
         """The least memory, in bytes, that the run can do with."""
         return max(stage.bytes_on(device, needed=True) for stage in self.stages)
+
+    def beside_weights(self, device: Device) -> int:
+        """What the run takes of a device besides the weights that are there, and what can make room."""
+        return max(
+            sum(
+                one.bytes
+                for one in stage.items
+                if one.device == device and not one.reclaimable and one.label != WEIGHTS
+            )
+            for stage in self.stages
+        )
 
     @property
     def fits(self) -> bool:
@@ -200,7 +212,7 @@ class _Stages:
         process = self.sizes.process + FIRST_USE_BYTES + model.vocabulary * TOKENIZER_BYTES_PER_TOKEN
         # Offloaded: the embedding or the output head, and one block after the other.
         held = min(model.weights, model.block + model.ends) if self.offloaded else model.weights
-        return Item("Python, libraries, tokenizer", "host", process), Item("weights", self.where, held)
+        return Item("Python, libraries, tokenizer", "host", process), Item(WEIGHTS, self.where, held)
 
     def _accumulators(self) -> Item:
         devices: dict[str, Device] = {"same": self.where, "cpu": "host", "disk": "disk"}

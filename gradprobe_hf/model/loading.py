@@ -8,7 +8,7 @@ import re
 import shutil
 import tempfile
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ from gradprobe_hf.model.adapters import (
 )
 from gradprobe_hf.model.families import names_causal_class, text_attribute
 from gradprobe_hf.model.loading_checks import (
+    PLANS,
     WEIGHTS,
     check_dtype,
     check_placement,
@@ -56,6 +57,7 @@ DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch
 
 # Our own key in config.json: `quantization_config` would make other libraries refuse the model.
 CONFIG_KEY = "gradprobe"
+Limits: TypeAlias = Callable[[PreTrainedModel], Mapping[int | str, int] | None] | None
 
 # The arguments of `from_pretrained` that say where files come from: configuration and tokenizer need the same.
 SOURCE_KWARGS = ("revision", "subfolder", "cache_dir", "token", "local_files_only", "trust_remote_code", "gguf_file")
@@ -95,6 +97,7 @@ def load(
     auto_classes: Sequence[Any] = (),
     merge_adapters: bool = False,
     allow_missing_weights: bool = False,
+    limits: Limits = None,
     **from_pretrained_kwargs: Any,
 ) -> Loaded:
     """A loaded model as it is, or `from_pretrained` with the class the checkpoint asks for.
@@ -109,6 +112,7 @@ def load(
             model in memory into a copy of it.
         allow_missing_weights: take weights that the checkpoint does not have, or in another size, as they are
             initialised.
+        limits: the model without its weights -> `max_memory`, where a device map is planned and none is given.
 
     Raises:
         ValueError: arguments for loading given with a loaded model, a device map that names no module, adapters that
@@ -128,14 +132,14 @@ def load(
     if adapter is None:
         if merge_adapters:
             raise ValueError(f"merge_adapters=True has no effect here: {name!r} is no adapter. Leave it out.")
-        model, stored_as = _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes)
+        model, stored_as = _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes, limits)
         return Loaded(model, model.name_or_path, stored_as=stored_as)
     base_kwargs = {key: value for key, value in from_pretrained_kwargs.items() if key not in ("revision", "subfolder")}
     if adapter.base_revision is not None:
         base_kwargs["revision"] = adapter.base_revision
     base_name = check_mergeable(adapter, merge_adapters)
     classes = auto_classes or adapter.auto_classes
-    base, stored_as = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, adapter.brings)
+    base, stored_as = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, adapter.brings)
     tokenizer = _stored_tokenizer(adapter)
     model = merge_stored(base, adapter, None if tokenizer is None else len(tokenizer))
     return Loaded(model, model.name_or_path if tokenizer is None else name, adapter=name, stored_as=stored_as)
@@ -179,6 +183,7 @@ def _load_checkpoint(
     allow_missing: bool,
     from_pretrained_kwargs: dict[str, Any],
     auto_classes: Sequence[Any],
+    limits: Limits,
     brought: Collection[str] = (),
 ) -> tuple[PreTrainedModel, str | None]:
     """A model from its checkpoint, and the quantised type that its weights were stored in, if it was one.
@@ -192,6 +197,10 @@ def _load_checkpoint(
         check_dtype(from_pretrained_kwargs.get("dtype"), getattr(config, "dtype", None))
         if (device_map := from_pretrained_kwargs.get("device_map")) is not None:
             from_pretrained_kwargs["device_map"] = device_map = _checked_map(config, device_map)
+            if device_map in PLANS and limits is not None and from_pretrained_kwargs.get("max_memory") is None:
+                cls = chosen_class(config, auto_classes)
+                bare = skeleton(config, cls, dtype=from_pretrained_kwargs.get("dtype"))
+                from_pretrained_kwargs["max_memory"] = limits(bare)
             if from_pretrained_kwargs.get("offload_folder") is None and device_map != {"": "cpu"}:
                 # transformers writes there what it cannot read from the checkpoint as it is, such as fused experts.
                 scratch = from_pretrained_kwargs["offload_folder"] = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))

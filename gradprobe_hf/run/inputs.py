@@ -41,6 +41,7 @@ from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.snapshots import folder_of, weights_fingerprint
+from gradprobe_hf.run.weight_limits import weight_limits
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.tasks.table import auto_classes, task_for
@@ -204,7 +205,8 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
         # transformers writes there what it has to convert: each process in a folder of its own
         kwargs["offload_folder"] = Path(kwargs["offload_folder"]) / f"process-{processes.rank}"
     auto = auto_classes(request.config.task)
-    loaded = load(request.model_or_id, auto_classes=auto, **kwargs)
+    limits = None if isinstance(request.model_or_id, nn.Module) else partial(weight_limits, config=request.config)
+    loaded = load(request.model_or_id, auto_classes=auto, limits=limits, **kwargs)
     unload_leftovers(loaded.model)
     found = request.processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)
     return loaded, found
