@@ -258,3 +258,18 @@ def test_an_accelerator_says_how_steps_are_traced(tmp_path):
     assert sum(str(one.get("name", "")).startswith("Optimizer.step#") for one in events) == 2
     assert any("Input Dims" in one.get("args", {}) for one in events)
     accelerator.profile_handler = None  # or any later test would find it
+
+
+def test_the_accelerator_of_a_trainer_says_how_steps_are_traced(tmp_path):
+    class Told(Trainer):
+        def create_accelerator_and_postprocess(self):
+            super().create_accelerator_and_postprocess()
+            traces = str(tmp_path / "traces")
+            self.accelerator.profile_handler = ProfileKwargs(record_shapes=True, output_trace_dir=traces)
+            accelerators.append(self.accelerator)
+
+    accelerators = []
+    run(Told, tmp_path, llama(), Batches(), Schedule(1, 2, 1, 1))
+    accelerators[0].profile_handler = None
+    (path,) = (tmp_path / "traces").iterdir()
+    assert any("Input Dims" in one.get("args", {}) for one in json.loads(path.read_text())["traceEvents"])
