@@ -78,6 +78,19 @@ def test_the_shapes_are_all_that_meet_the_budget_and_give_nothing_in_vain(share)
     assert all(one.bytes == 4 * one.parameters for one in found)
 
 
+def test_the_probes_of_experts_are_announced_with_the_other_passes(monkeypatch, caplog):
+    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 1)
+    caplog.set_level("INFO", "gradprobe_hf.run.shape_search")
+    config = GradProbeConfig(structure="auto", params=0.85)
+    result = prune_pretrained(
+        cases.build("mixtral"), config, calibration=cases.batches("mixtral", rows=8), evaluation=False, progress=False
+    )
+    assert any("experts" in one["removed"] for one in result.report.structure["candidates"])
+    passes = result.report.passes
+    (announced,) = re.findall(r"about (\d+) passes", caplog.text)
+    assert int(announced) == pytest.approx(passes["forward"] + 2 * passes["backward"], rel=0.3)
+
+
 def test_what_the_model_cannot_do_without_is_in_no_shape():
     model = deep("gpt2")
     shapes = budget_shapes(model, find_targets(model), GradProbeConfig(structure="auto", params=0.8))

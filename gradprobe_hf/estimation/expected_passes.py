@@ -12,6 +12,8 @@ from gradprobe_hf.reconstruction.reconstruct import reconstruction_passes
 from gradprobe_hf.structures.budgets import BUDGETS
 from gradprobe_hf.structures.table import FEWER_BLOCKS, WINDOWS_WITHOUT
 
+FORWARDS_A_PROBE = 3  # backward has two products for each of forward's
+
 
 class Passes(NamedTuple):
     """Walks over the calibration set. Attributes: `trained`: those of both kinds that train blocks."""
@@ -55,6 +57,8 @@ def search_passes(
 ) -> float:
     """Forward passes of a run that looks for a shape: about as many, before it is known which of them are tried.
 
+    A probe counts as the forward passes that take as long.
+
     Args:
         rows: of the calibration set.
         blocks: number of blocks that hold targets.
@@ -63,12 +67,16 @@ def search_passes(
         probed: shapes whose loss is measured on a few rows beforehand, and the model as it is.
     """
     few, every = min(1.0, WINDOWS_WITHOUT / rows), list[int]()
+    beforehand = FORWARDS_A_PROBE * any("experts" in going for going in shapes)
     for going in shapes:
         fixed = config.varied(structure=dict(going), **dict.fromkeys(BUDGETS))
-        every.append(fixed.weighs_inputs + reconstruction_passes(fixed) * fixed.reconstructs)
+        probes = (fixed.drops_experts + fixed.weighs_gates) * fixed.structure_rounds
+        every.append(
+            fixed.weighs_inputs + reconstruction_passes(fixed) * fixed.reconstructs + FORWARDS_A_PROBE * probes
+        )
     # The order in which blocks go is measured once for all shapes, and the first step of it beforehand.
     further = max(_tried_blocks(going.get("blocks", 0), blocks) for going in shapes) - _tried_blocks(1, blocks)
-    return few * (probed + max(0, further)) + (tried + 1) * sum(every) / len(every)
+    return beforehand + few * (probed + max(0, further)) + (tried + 1) * sum(every) / len(every)
 
 
 def attempts_of(config: GradProbeConfig) -> int:
