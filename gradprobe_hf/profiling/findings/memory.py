@@ -93,7 +93,7 @@ def _measured_headroom(seen: Observation) -> list[Finding]:
             None,
             f"samples a second, as times those of this batch: {gains}. The largest that fits is {largest.times}x"
             f"{taken}; {seen.batch_limit}",
-            _LARGER_IN_RUN
+            f"batch_size={best.samples:g} (--batch-size {best.samples:g}), which was fastest"
             if seen.run
             else f"a batch {best.times} times as large was fastest; another batch is another training: the learning "
             "rate may need a change",
