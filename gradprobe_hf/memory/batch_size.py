@@ -26,7 +26,7 @@ FIRST = (1, 2, 4)  # rows that memory is measured at
 class ChosenBatch:
     """Attributes:
     calibration: the same rows, in batches of that size.
-    why: how it was chosen, for the report.
+    why: how it was chosen, for the report; "": nothing had to be.
     measured: passes whose memory has decided, the smallest first; empty: an estimate has.
     """
 

@@ -13,10 +13,9 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.values import AccumulatorDevice
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.memory.accumulator_files import accumulator_files
-from gradprobe_hf.memory.accumulator_place import choose_place
-from gradprobe_hf.memory.batch_size import largest_batch
+from gradprobe_hf.memory.accumulator_place import ChosenPlace, choose_place
+from gradprobe_hf.memory.batch_size import ChosenBatch, largest_batch
 from gradprobe_hf.memory.checkpointing import choose_checkpointing
-from gradprobe_hf.memory.measured_passes import MeasuredPass
 from gradprobe_hf.memory.memory_errors import memory_errors, remedies_for
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
@@ -79,38 +78,48 @@ def open_run(
 
 def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool = False) -> MemoryPlan:
     """Decide from memory alone; arguments and errors are those of `open_run`."""
-    model, config, processes = context.model, context.config, context.processes
-    batches, offloaded = context.calibration, is_offloaded(model)
-    notes = {"placement": _placement(model), "processes": str(processes.count)}
-    if not batches:
-        return MemoryPlan(batches, "same", False, notes, remedies_for(config, 1, False, offloaded))
+    model, config, offloaded = context.model, context.config, is_offloaded(context.model)
+    notes = {"placement": _placement(model), "processes": str(context.processes.count)}
     remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)
+    if not context.calibration:
+        return MemoryPlan(context.calibration, "same", False, notes, remedies)
+    # Statistics first, then the batch beside them, then whether to recompute what is left no room.
     with memory_errors(context.stopwatch, remedies):
         place = choose_place(context, shares_probe)
-    if place.why:
-        notes["accumulators"] = place.why
-        logger.info("accumulators are kept in: %s", place.why)
-    measured: tuple[MeasuredPass, ...] = ()
-    if rows is not None:
-        batches, notes["batch_size"] = batches.in_batches_of(rows), f"{rows} (as before)"
-    elif config.batch_size == "auto" and config.needs.probes:
-        with memory_errors(context.stopwatch, remedies), context.stopwatch("batch size"):
-            chosen = largest_batch(context, place, shares_probe)
-        batches, notes["batch_size"], measured = chosen.calibration, chosen.why, chosen.measured
-    passes = batches.samples if is_routed(context.targets) else len(batches)
-    if passes < processes.count:
-        raise ValueError(
-            f"{processes.count} processes and {passes} calibration batches: every process needs one. Set a "
-            "smaller batch_size, a larger num_samples, or start fewer processes."
-        )
-    most = max(map(row_count, batches))
+        batch = _portioned(context, place, rows, shares_probe)
+    _check_share(context, batch.calibration)
+    notes |= {name: why for name, why in (("accumulators", place.why), ("batch_size", batch.why)) if why}
+    most, longest = max(map(row_count, batch.calibration)), batch.calibration.longest
     checkpointing = False
     if config.needs.probes:
         checkpointing, notes["checkpointing"] = choose_checkpointing(
-            model, config, most, batches.longest, measured, place.held
+            model, config, most, longest, batch.measured, place.held
         )
-        logger.info("checkpointing is %s", notes["checkpointing"])
-    return MemoryPlan(batches, place.device, checkpointing, notes, remedies_for(config, most, checkpointing, offloaded))
+    for what in ("accumulators", "checkpointing"):
+        if what in notes:
+            logger.info("%s: %s", what, notes[what])
+    return MemoryPlan(
+        batch.calibration, place.device, checkpointing, notes, remedies_for(config, most, checkpointing, offloaded)
+    )
+
+
+def _portioned(context: RunContext, place: ChosenPlace, rows: int | None, shares_probe: bool) -> ChosenBatch:
+    if rows is not None:
+        return ChosenBatch(context.calibration.in_batches_of(rows), f"{rows} (as before)")
+    if context.config.batch_size != "auto" or not context.config.needs.probes:
+        return ChosenBatch(context.calibration, "")
+    with context.stopwatch("batch size"):
+        return largest_batch(context, place, shares_probe)
+
+
+def _check_share(context: RunContext, batches: Batches) -> None:
+    """Raise ValueError for fewer batches than processes."""
+    passes, count = batches.samples if is_routed(context.targets) else len(batches), context.processes.count
+    if passes < count:
+        raise ValueError(
+            f"{count} processes and {passes} calibration batches: every process needs one. Set a "
+            "smaller batch_size, a larger num_samples, or start fewer processes."
+        )
 
 
 def _placement(model: PreTrainedModel) -> str:
