@@ -120,6 +120,7 @@ def written(model: PreTrainedModel, text: RecoveryText, how: Writing) -> Written
             _write(arrays, part, live, how.k)
         for array in arrays.values():
             array.flush()
+        # Said only once all have written theirs: a run that ends before makes everything anew, and reads no zeros.
         how.processes.barrier()
         if how.processes.is_main:
             (how.folder / _DONE).write_text(json.dumps(done), encoding="utf-8")

@@ -104,6 +104,7 @@ def decide_pruning(context: RunContext, judge: Judge | None = None) -> PruningDe
     snapshots = context.snapshots
     known = snapshots.latest() if snapshots else None
     decided = Step.of("decision")
+    # Whatever came before the decision is in its masks: a run that was resumed behind it makes no probe again.
     if snapshots is not None and known is not None and known >= decided:
         masks = _recall(snapshots, diagnostics)
         context = _with_chosen_shape(context, diagnostics)
@@ -154,6 +155,7 @@ def decide_masks(context: RunContext, diagnostics: Diagnostics, judge: Judge | N
         measured = _Measured(context, diagnostics, judge)
         dense = measured(PackedMasks()) if judge is None else measured.sign * judge.dense
         masks = search(context, diagnostics, measured, dense)
+        # A search wants less of what it measures; what it found is told as the user's metric has it.
         for point in diagnostics.curve:
             point |= {name: measured.sign * point[name] for name in ("metric", "limit")}
     else:

@@ -46,6 +46,7 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
         diagnostics.blocks_without = [dict(one) for one in gone]
         removal = Removal(plan, frozenset(one["block"] for one in gone))
     config = context.config
+    # Units are weighed behind a router that passes over the experts that went: what goes first decides what is left.
     for share in _shares(config.structure_rounds) if plan.experts else ():
         with routed(context.model, removal.routes):
             removal = replace(removal, experts=_experts_going(context, removal, share, diagnostics))

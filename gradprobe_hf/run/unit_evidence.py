@@ -80,6 +80,8 @@ def removed_blocks(context: RunContext, removal: Removal) -> tuple[list[Target],
 def _by_inputs(context: RunContext, removal: Removal) -> Iterator[Weighed]:
     """One walk from block to block: H of the matrices that read units."""
     model = context.model
+    # Inputs are those of a model without the blocks and experts that went, but with all of its units: which of these go
+    # is decided for every block alike, and least squares follow on the stream of what is left.
     own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
     cache = BlockOutputCache(model, own, BlockSequence.of(model, context.targets, own[0]))
     gone, masks, biases = removed_blocks(context, removal)
@@ -95,7 +97,7 @@ def _by_inputs(context: RunContext, removal: Removal) -> Iterator[Weighed]:
             squares = hessian.diagonal().clone()
             factor, _ = inverse_factor(hessian, context.config.fixed_damping)
             evidence = _evidence(context, units, inverse=factor.t() @ factor, input_sq=squares)
-            del hessian, factor
+            del hessian, factor  # each is [in, in], as is the inverse: three of them would be the run's highest point
             yield Weighed(name, units, evidence)
 
 
@@ -126,6 +128,7 @@ def expert_fisher(context: RunContext, removal: Removal, diagnostics: Diagnostic
     """
     staying = [one for one in removal.plan.experts if one.mixture.block not in removal.blocks]
     readers = [(expert[-1], 1) for one in staying for expert in one.matrices]
+    # One probe for all experts of all blocks: their gates cost two vectors each.
     sums = iter(_gates(context, readers, removal, diagnostics))
     return {
         one.mixture.router: torch.cat([next(sums).squares.cpu() for _ in range(one.mixture.count)]) for one in staying

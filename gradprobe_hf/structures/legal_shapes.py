@@ -58,6 +58,7 @@ def shapes_within(
     sizes = table or _Sizes.of(model, targets, budget, list(axes))
     limit = budget.most(sizes.dense)
     allowed = [going for going in _largest(axes, sizes, limit) if any(going.values())]
+    # Pareto: what gives less of one thing and no more of another loses less, so that the other need not be tried.
     best = [going for going in allowed if not any(_is_better(other, going) for other in allowed)]
     found = [_shape(model, targets, going, table) for going in best]
     if not found:

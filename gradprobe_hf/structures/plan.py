@@ -44,6 +44,7 @@ class Units:
 
     def rows(self, maker: Target, parts: int, units: Tensor) -> Tensor:
         """Rows of a maker, bool `[out]`, for units, bool `[count]`."""
+        # Gate and up in one matrix lie one below the other: all units of the one, then all of the other.
         return units.repeat_interleave(maker.shape[0] // (parts * self.count)).repeat(parts)
 
 
@@ -121,6 +122,7 @@ class Plan:
 
     def most(self, name: str) -> int:
         """How many of them can go at most."""
+        # A model wants a width of one, its first and last block, and as many experts as a token is sent to.
         kept = {"units": 1, "blocks": 2, "experts": self.experts[0].chosen if self.experts else 1}
         return self.there(name) - kept[STRUCTURES[name].takes]
 
@@ -217,6 +219,7 @@ def _units(model: PreTrainedModel, name: str, block: str, roles: Mapping[str, Ta
             f"{', '.join(roles)}. Leave {name!r} out; there are also {others}."
         )
     reader, makers = roles[found[0]], tuple((roles[role], parts) for role, parts in found[1].items())
+    # The query heads of a group are side by side in what `o_proj` reads: a group is a stretch of its columns.
     heads = key_value_heads(model.config) if name == "kv_groups" else 0
     return Units(reader, makers, heads or reader.shape[1])
 

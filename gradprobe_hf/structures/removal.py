@@ -52,6 +52,7 @@ class Removal:
     @classmethod
     def of_masks(cls, plan: Plan, masks: Mapping[str, Tensor], targets: Sequence[Target]) -> Removal:
         """The removal that these masks are of."""
+        # Masks are all that snapshots, processes and comparisons pass on: what went whole is read off them again.
         empty = {target.name for target in targets if bool(masks[target.name].all())}
         staying = {target.block for target in targets if target.name not in empty}
         units = {}
@@ -98,6 +99,7 @@ class Removal:
             return name
         if block in self.blocks:
             return None
+        # `from_pretrained` makes as many blocks as the configuration says, numbered without gaps.
         stack = stack_of(block)
         kept = [one for one in self.plan.blocks if stack_of(one) == stack and one not in self.blocks]
         return f"{stack}.{kept.index(block)}{name[len(block) :]}"
@@ -118,6 +120,7 @@ class Removal:
 
     def _left(self, model: nn.Module) -> Iterator[tuple[int, int]]:
         """Of each parameter that is left how many values, and the bytes of one."""
+        # By shapes alone: before any weight is read, sizes are asked of a model on the meta device.
         for name, parameter in model.named_parameters():
             if self.name(name) is not None:
                 shape = list(parameter.shape)
@@ -160,6 +163,7 @@ class Removal:
             )
             for maker, parts in one.makers:
                 rows = one.rows(maker, parts, kept).nonzero()[:, 0]
+                # Makers lose outputs, with their biases; the reader loses inputs, and its bias stays whole.
                 found.setdefault(maker.parameter, []).append((1 if maker.transposed else 0, rows))
                 found.setdefault(f"{maker.parameter.rpartition('.')[0]}.bias", []).append((0, rows))
         routes = self.routes
