@@ -60,6 +60,8 @@ def test_the_folder_is_complete(written):
     assert "quantization_config" not in config
     assert GradProbeConfig.from_pretrained(folder) == written[0].config
     assert [path.name for path in folder.parent.iterdir()] == [folder.name]
+    modes = {path.stat().st_mode for path in folder.iterdir() if path.is_file()}
+    assert len(modes) == 1  # whoever may read the configuration may read the weights
 
 
 def test_it_loads_and_the_card_s_snippet_runs_where_this_package_is_not(written):

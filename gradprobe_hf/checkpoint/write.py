@@ -25,6 +25,7 @@ from gradprobe_hf.model.loading import CONFIG_KEY
 from gradprobe_hf.model.offload_store import existing_parent
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.saving import save_in_shards
+from gradprobe_hf.model.shard_files import open_to_all
 from gradprobe_hf.report.card.base_model import base_metadata
 from gradprobe_hf.report.card.build import build_card, build_recovered_card
 from gradprobe_hf.report.plots import save_plots
@@ -146,6 +147,8 @@ def save_weights(folder: Path, model: PreTrainedModel, removal: Removal | None =
         save_in_shards(folder, model)
     else:
         model.save_pretrained(folder)
+        for path in folder.glob("*.safetensors"):
+            open_to_all(path)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ def name_files(folder: Path, files: Sequence[tuple[Path, Mapping[str, int]]]) ->
     """
     total = sum(size for _, sizes in files for size in sizes.values())
     for path, _ in files:
-        _open_to_all(path)
+        open_to_all(path)
     if len(files) == 1:
         files[0][0].rename(folder / SAFE_WEIGHTS_NAME)
     elif total <= LARGEST_FILE and shutil.disk_usage(folder).free > 2 * total:  # both are there for a while
@@ -38,7 +38,7 @@ def name_files(folder: Path, files: Sequence[tuple[Path, Mapping[str, int]]]) ->
         _index(folder, files, total)
 
 
-def _open_to_all(path: Path) -> None:
+def open_to_all(path: Path) -> None:
     """Give a file the mode that any file is made with: safetensors makes them for their owner alone (0600)."""
     plain = path.with_suffix(".mode")
     plain.touch()
