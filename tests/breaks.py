@@ -39,17 +39,17 @@ class Break:
 
 BREAKS = [
     Break(
-        "statistics that are placed as if a pass took nothing",
+        "statistics that are placed as if one process made passes",
         "memory/accumulator_place.py",
-        "if beside + taken <= SHARE * free:",
-        "if beside <= SHARE * free:",
+        "taken * _sharing(context, device))",
+        "taken)",
         "test_execution.py",
     ),
     Break(
         "weights that leave no room for the run",
         "run/weight_limits.py",
-        'placement.room["host"] - placement.beside_weights("host")',
-        'placement.room["host"]',
+        'found["offloaded"].beside_weights(device) for device',
+        "0 for device",
         "test_offload.py",
     ),
     Break(

@@ -23,6 +23,7 @@ from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.runtime.processes import Processes
 from tests import cases
 
 OUT_OF_MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
@@ -218,40 +219,71 @@ def test_auto_batches_have_all_statistics_beside_them(monkeypatch, rule, shares_
     assert set(sizes) == {kept * 4 * sum(target.numel for target in targets)}
 
 
-def placed(monkeypatch, room, host=0, device="cpu", **options):
-    """Where statistics of a thousand bytes go, beside passes of 150 bytes for a row."""
+def placed(monkeypatch, room, host=0, disk=10**9, devices=("cpu",), rows=None, count=1, shares_probe=False, **options):
+    """Where statistics of a thousand bytes on each device go, beside passes of 50 bytes, and 100 for each row."""
     taking(monkeypatch, each=100, room=room)
-    monkeypatch.setattr(accumulator_place, "free_bytes", lambda _: room)
-    monkeypatch.setattr(accumulator_place, "available_bytes", lambda _: host)
-    monkeypatch.setattr(accumulator_place, "accumulator_bytes", lambda *_: 1000)
-    monkeypatch.setattr(accumulator_place, "input_device", lambda _: torch.device(device))
     model = cases.build("llama")
+    targets = find_targets(model)
+    on = {target.parameter: torch.device(devices[number % len(devices)]) for number, target in enumerate(targets)}
+    monkeypatch.setattr(accumulator_place, "free_bytes", lambda device: room[device.type] if host else room)
+    monkeypatch.setattr(accumulator_place, "available_bytes", lambda _: host)
+    monkeypatch.setattr(accumulator_place, "free_disk_bytes", lambda _: disk)
+    monkeypatch.setattr(accumulator_place, "accumulator_bytes", lambda *_: 1000)
+    monkeypatch.setattr(accumulator_place, "execution_device", lambda _, name: on[name])
+    monkeypatch.setattr(accumulator_place, "input_device", lambda _: torch.device(devices[0]))
+    monkeypatch.setattr(Processes, "max_", lambda _, tensor: tensor)
     batches = from_iterable(cases.batches("llama", rows=8), "rows").in_batches_of(4)
-    config = cases.config(**options)
-    return choose_place(RunContext(model, None, find_targets(model), config, batches, Batches.none()))
+    context = RunContext(model, None, targets, cases.config(**options), batches, Batches.none())
+    return choose_place(dataclasses.replace(context, processes=Processes(0, count)), rows, shares_probe)
 
 
 @pytest.mark.parametrize(
-    ("device", "room", "host", "chosen", "held"),
+    ("room", "more", "chosen", "held"),
     [
-        ("cpu", 4000, 0, "same", 1000),  # a quarter: no pass is measured
-        ("cpu", 2000, 0, "same", 1000),  # 1000 + 4 x 150 of 0.8 x 2000
-        ("cpu", 1999, 0, "disk", 0),
-        ("cuda", 2000, 0, "same", 1000),
-        ("cuda", 1999, 1250, "cpu", 0),
-        ("cuda", 1999, 1249, "disk", 0),
+        (4000, {}, "same", 1000),  # a quarter: no pass is measured
+        (2000, {}, "same", 1000),  # 1000 + 4 x 150 of 0.8 x 2000
+        (1999, {}, "disk", 0),
+        (1999, {"disk": 1249}, "same", 1000),  # no room there either: what was always done
+        (1438, {"batch_size": "auto"}, "same", 1000),  # 1000 + 150 of 0.8 x 1438: a batch may be as small as one row
+        (1437, {"batch_size": "auto"}, "disk", 0),
+        (1438, {"batch_size": "auto", "rows": 4}, "disk", 0),  # but not where its size is known
+        (3250, {"shares_probe": True}, "same", 2000),  # kept twice
+        (3249, {"shares_probe": True}, "disk", 0),
+        (4000, {"count": 2}, "same", 2000),  # two processes: 2 x 1000 + 2 x 600 of 0.8 x 4000
+        (3999, {"count": 2}, "disk", 0),
     ],
 )
-def test_statistics_are_in_the_first_place_that_has_room(monkeypatch, device, room, host, chosen, held):
-    found = placed(monkeypatch, room, host, device)
+def test_statistics_are_in_the_first_place_that_has_room(monkeypatch, room, more, chosen, held):
+    found = placed(monkeypatch, room, **more)
     assert (found.device, found.held) == (chosen, held)
-    assert found.why.startswith(f"{chosen}: they take 1e-06 GB, ")
-    assert ("a pass of 4 takes 6e-07 GB" in found.why) is (room != 4000)
+    assert found.why.startswith(f"{chosen}: they take ")
 
 
-def test_a_batch_that_is_chosen_later_may_be_as_small_as_one_row(monkeypatch):
-    assert placed(monkeypatch, 1438, batch_size="auto").device == "same"  # 1000 + 150 of 0.8 x 1438
-    assert placed(monkeypatch, 1437, batch_size="auto").device == "disk"
+@pytest.mark.parametrize(
+    ("first", "second", "host", "chosen"),
+    [(2000, 2000, 1, "same"), (10**6, 1999, 2500, "cpu"), (1999, 10**6, 2499, "disk"), (10**6, 10**6, 1, "same")],
+)
+def test_every_device_has_to_have_room_for_its_own_statistics(monkeypatch, first, second, host, chosen):
+    room = {"cuda": first, "xpu": second}
+    found = placed(monkeypatch, room, host=host, devices=("cuda", "xpu"))
+    assert (found.device, found.held) == (chosen, 1000 if chosen == "same" else 0)
+
+
+def test_a_pass_that_nobody_can_tell_has_half_of_the_memory(monkeypatch):
+    monkeypatch.setattr(accumulator_place, "activation_bytes", lambda *_, **__: None)
+    monkeypatch.setattr(accumulator_place, "is_sharded", lambda _: True)
+    assert placed(monkeypatch, 3334).device == "same"  # 1000 + 1667 of 0.8 x 3334
+    found = placed(monkeypatch, 3332)
+    assert (found.device, "what a pass takes cannot be told" in found.why) == ("disk", True)
+
+
+def test_the_longest_row_is_the_one_that_is_measured(monkeypatch):
+    seen = []
+    real = measured_passes.run_probe
+    monkeypatch.setattr(measured_passes, "run_probe", lambda work, one: seen.append(work.batches[0]) or real(work, one))
+    monkeypatch.setattr(accumulator_place, "free_bytes", lambda _: 1000)
+    prune(parts=[{"input_ids": torch.arange(n)[None]} for n in (5, 9, 7)])
+    assert {batch["input_ids"].numel() for batch in seen} == {9}
 
 
 @pytest.mark.parametrize("place", ["same", "cpu", "disk"])
@@ -266,7 +298,7 @@ def test_a_place_with_little_room_changes_no_mask(monkeypatch):
     monkeypatch.setattr(accumulator_place, "free_bytes", lambda _: 1000)
     found = prune()
     assert re.fullmatch(
-        r"disk: they take [\d.e-]+ GB, a pass of 2 takes [\d.e-]+ GB, and 1e-06 GB are free",
+        r"disk: they take [\d.e-]+ GB, a pass [\d.e-]+ GB, and 1e-06 GB are free; [\d.]+ GB on the disk",
         found.report.execution["accumulators"],
     )
     assert all(torch.equal(found.masks[name], mask) for name, mask in wanted.masks.items())
@@ -275,6 +307,7 @@ def test_a_place_with_little_room_changes_no_mask(monkeypatch):
 
 def test_checkpointing_counts_what_statistics_will_take(monkeypatch):
     monkeypatch.setattr(checkpointing_choice, "available_bytes", lambda _: 10**9)
+    monkeypatch.setattr(accumulator_place, "free_bytes", lambda _: 10**10)
     monkeypatch.setattr(accumulator_place, "accumulator_bytes", lambda *_: 10**9)
     assert prune().report.execution["checkpointing"].startswith("on")
     assert prune(accumulator_device="disk").report.execution["checkpointing"].startswith("off")

@@ -332,6 +332,10 @@ def test_a_plan_leaves_room_for_the_run(saved, tmp_path, monkeypatch):
     beside = found.placements[-1].beside_weights("host")
     weights = sum(value.nbytes for value in wanted.model.parameters())
     monkeypatch.setattr("gradprobe_hf.run.weight_limits.process_bytes", lambda: 0)
+    resident = found.placements[1].needed("host")
+    monkeypatch.setattr("gradprobe_hf.estimation.estimate.available_bytes", lambda _: resident)
+    assert weight_limits(bare, wanted.config)["cpu"] == resident  # all fit, and Accelerate wants room for a layer
+    assert weight_limits(bare, wanted.config, processes=2)["cpu"] < resident // 2  # in half of it they do not
     for left in (weights * 9 // 10, 0):
         monkeypatch.setattr("gradprobe_hf.estimation.estimate.available_bytes", lambda _, left=left: beside + left)
         assert weight_limits(bare, wanted.config)["cpu"] == pytest.approx(left, abs=1000)
@@ -340,6 +344,15 @@ def test_a_plan_leaves_room_for_the_run(saved, tmp_path, monkeypatch):
         assert places == ({"cpu", "disk"} if left else {"disk"})
         for key in wanted.masks:
             assert torch.equal(found.masks[key], wanted.masks[key])
+
+
+def test_devices_that_nothing_is_known_of_are_left_to_accelerate(saved, monkeypatch):
+    """Limits would leave them out, and the model would go to the CPU."""
+    bare = skeleton(load_config(saved("llama")))
+    assert weight_limits(bare, cases.config())
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("mps"))
+    assert weight_limits(bare, cases.config()) is None
 
 
 def test_limits_that_were_given_are_kept(saved, tmp_path, monkeypatch):

@@ -9,10 +9,12 @@ import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import profile, record_function
 from torch.utils.data import DataLoader
 
@@ -25,6 +27,7 @@ from gradprobe_hf.profiling.findings import CHECKS
 from gradprobe_hf.profiling.observing.observation import BatchSize, RunStage
 from gradprobe_hf.profiling.observing.places import Place, place_of
 from gradprobe_hf.profiling.observing.schedule import Schedule
+from gradprobe_hf.profiling.observing.traced_events import busy_seconds
 from gradprobe_hf.profiling.pruning_run import profile_pruning, shortened
 from gradprobe_hf.profiling.trace import events, read_trace
 from gradprobe_hf.runtime.stopwatch import _listeners
@@ -343,10 +346,9 @@ def test_a_trace_of_a_gpu(tmp_path):
     shares = {"data loading": 0.2, "backward": 0.2, "optimizer": 0.15, "forward and other": 0.45}
     assert report.shares == pytest.approx(shares)
     by_kind = {(one.kind, one.evidence.split(",")[0]): one for one in report.findings}
-    assert by_kind["synchronization", ".item() and the like"].share == pytest.approx(0.3)
-    assert (
-        "waits there until the device has done all its work" in by_kind["synchronization", "a copy to the CPU"].evidence
-    )
+    read = by_kind["synchronization", ".item() and the like"]
+    assert read.share == pytest.approx(0.3)
+    assert "waits there until the device has done all its work" in read.evidence
     assert by_kind["float32 product", "products"].share == pytest.approx(0.05)
     kinds = {one.kind for one in report.findings}
     assert {"data loading", "batch headroom", "collectives", "idle device"} <= kinds
@@ -418,6 +420,58 @@ def test_what_a_recorded_trace_says():
     assert unnumbered.evidence.startswith("a collective was under way")
     assert "does not say how many processes" in reports["mi250_training"].not_evaluable["collectives"]
     assert reports["v100_training"].observation.device == "cuda (Tesla V100-SXM2-32GB)"
+
+
+def traced(tmp_path, events):
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps(events))
+    return ProfileReport(read_trace(path))
+
+
+def test_a_value_that_is_read_is_told_once(tmp_path):
+    """Its copy is part of it; one to pinned memory need not be waited for."""
+    copies = ("Memcpy DtoH (Device -> Pageable)", "Memcpy DtoH (Device -> Pinned)")
+    report = traced(
+        tmp_path,
+        [
+            event("ProfilerStep#1", 0, 100, "user_annotation"),
+            event("aten::_local_scalar_dense", 10, 40),
+            event(copies[0], 35, 39, "gpu_memcpy", tid=7),
+            event(copies[0], 60, 65, "gpu_memcpy", tid=7),
+            event(copies[1], 70, 90, "gpu_memcpy", tid=7),
+        ],
+    )
+    found = {one.evidence.split(",")[0]: one.share for one in report.findings if one.kind == "synchronization"}
+    assert found == {".item() and the like": pytest.approx(0.3), "a copy to the CPU": pytest.approx(0.05)}
+
+
+def test_steps_of_batches_that_accumulate_count(tmp_path):
+    steps = [event(f"ProfilerStep#{n}", 100 * n, 100 * n + 100, "user_annotation") for n in range(5)]
+    stepping = [event("Optimizer.step#AdamW.step", at, at + 50, "user_annotation") for at in (150, 350)]
+    report = traced(tmp_path, [*steps, *stepping])
+    assert len(report.observation.timed) == 4  # the last one begins where the loop ends
+    assert report.shares["optimizer"] == pytest.approx(0.25)
+
+
+def test_nothing_is_said_of_an_optimizer_of_another_library(tmp_path):
+    report = traced(
+        tmp_path,
+        [
+            event("ProfilerStep#1", 0, 100, "user_annotation"),
+            event("Optimizer.step#Adam8bit.step", 50, 95, "user_annotation"),
+        ],
+    )
+    assert "optimizer" not in {one.kind for one in report.findings}
+    assert report.not_evaluable["optimizer"] == "Adam8bit does not say how it steps its tensors"
+
+
+def test_a_device_is_not_busy_where_a_program_has_named_a_region():
+    def on_device(begin, end, is_user_annotation):
+        times = SimpleNamespace(start=begin, end=end)
+        return SimpleNamespace(time_range=times, device_type=DeviceType.CUDA, is_user_annotation=is_user_annotation)
+
+    events = [on_device(0, 10, False), on_device(90, 100, False), on_device(0, 100, True)]
+    assert busy_seconds(events) == pytest.approx(20e-6)
 
 
 def test_a_trace_without_steps(tmp_path):

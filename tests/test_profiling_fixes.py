@@ -327,7 +327,7 @@ def test_batch_headroom_is_what_was_measured():
     fixes = try_changes(Trials(seconds), SEEN, names, rounds=2).fixes
     report = ProfileReport(with_gains(sizes, fixes, SEEN), fixes)
     (found,) = (one for one in report.findings if one.kind == "batch headroom")
-    assert "2x 1.11, 4x 2.00, 16x 1.67. The largest that fits is 16x" in found.evidence
+    assert "2x 1.11, 4x 2.00, 16x 1.67. The largest that was tried is 16x" in found.evidence
     assert found.remedy.startswith("a batch 4 times as large was fastest")
     assert "| 16x | 64 | 1.67 |" in report.markdown()
     assert ProfileReport.from_dict(json.loads(report.json())).markdown() == report.markdown()

@@ -85,7 +85,7 @@ def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool
         return MemoryPlan(context.calibration, "same", False, notes, remedies)
     # Statistics first, then the batch beside them, then whether to recompute what is left no room.
     with memory_errors(context.stopwatch, remedies):
-        place = choose_place(context, shares_probe)
+        place = choose_place(context, rows, shares_probe)
         batch = _portioned(context, place, rows, shares_probe)
     _check_share(context, batch.calibration)
     notes |= {name: why for name, why in (("accumulators", place.why), ("batch_size", batch.why)) if why}

@@ -219,6 +219,8 @@ def _checkpointing_option(seen: Observation) -> list[RunOption]:
         f"{_size(own.memory)} a pass; {then}: {_size(other.memory)}, {other.gain:.2f} times as many sequences a second"
     )
     better = other.pays and other.gain >= _FASTER
+    if other.gain >= _FASTER and not other.pays:
+        memory += ", but not in all rounds"
     return [RunOption("--checkpointing", then if better else f"{now}, as it is", f"{now}: {memory}")]
 
 

@@ -205,7 +205,7 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
         # transformers writes there what it has to convert: each process in a folder of its own
         kwargs["offload_folder"] = Path(kwargs["offload_folder"]) / f"process-{processes.rank}"
     auto = auto_classes(request.config.task)
-    limits = None if isinstance(request.model_or_id, nn.Module) else partial(weight_limits, config=request.config)
+    limits = partial(weight_limits, config=request.config, processes=processes.count)
     loaded = load(request.model_or_id, auto_classes=auto, limits=limits, **kwargs)
     unload_leftovers(loaded.model)
     found = request.processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.estimate import estimate
-from gradprobe_hf.estimation.footprint import Placement
+from gradprobe_hf.estimation.footprint import Device
 from gradprobe_hf.estimation.machine import available_bytes, process_bytes
 from gradprobe_hf.model.targets import find_targets
 
@@ -21,16 +21,19 @@ logger = logging.getLogger(__name__)
 Limits = dict[int | str, int]
 
 
-def weight_limits(model: PreTrainedModel, config: GradProbeConfig) -> Limits | None:
-    """Bytes of weights for each GPU, by its number, and for `"cpu"`; None: nothing is computed beside them.
+def weight_limits(model: PreTrainedModel, config: GradProbeConfig, processes: int = 1) -> Limits | None:
+    """Bytes of weights for each GPU, by its number, and for `"cpu"`; None: Accelerate's own limits will do.
 
     Weights are read before anything can be measured: this is the estimate's part. Where all of them have room beside
-    what a resident run takes, they get it; else what an offloaded run leaves, which takes less.
+    what a resident run takes, nothing has to be left free; else what an offloaded run takes, which is less.
 
     Args:
         model: on the meta device, in the dtype it will be loaded in.
+        processes: that have weights each, in one memory.
     """
-    if config.needs.passes == "none":
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    # Limits name every device there is, and of others than CUDA's nothing is known: Accelerate would leave them out.
+    if config.needs.passes == "none" or (accelerator is not None and accelerator.type != "cuda"):
         return None
     if config.shape_budget is not None:  # its shapes are found on the way; the run takes as much for each
         config = config.varied(structure={"blocks": 1}, params=None, memory=None, latency=None)
@@ -39,15 +42,13 @@ def weight_limits(model: PreTrainedModel, config: GradProbeConfig) -> Limits | N
     targets = find_targets(model, config.include, config.exclude)
     found = {one.name: one for one in estimate(model, targets, config, base=process_bytes()).placements}
     whole = found["resident" if config.checkpointing is False else "checkpointed"]
-    limits = _limits(whole if whole.fits else found["offloaded"])
+    memories: list[Device] = [device for device in whole.room if device != "disk"]
+    if all(whole.needed(device) <= whole.room[device] // processes for device in memories):
+        beside = dict.fromkeys(memories, 0)  # Accelerate keeps room for the largest layer besides
+    else:
+        beside = {device: found["offloaded"].beside_weights(device) for device in memories}
+    limits: Limits = {"cpu": max(0, whole.room["host"] // processes - beside["host"])}
+    for index in range(torch.cuda.device_count()):
+        limits[index] = max(0, available_bytes(torch.device("cuda", index)) - beside["accelerator"])
     logger.info("weights may take %s", ", ".join(f"{size / 1e9:.3g} GB of {place}" for place, size in limits.items()))
-    return limits
-
-
-def _limits(placement: Placement) -> Limits:
-    limits: Limits = {"cpu": max(0, placement.room["host"] - placement.beside_weights("host"))}
-    if "accelerator" in placement.room:
-        beside = placement.beside_weights("accelerator")
-        for index in range(torch.cuda.device_count()):
-            limits[index] = max(0, available_bytes(torch.device("cuda", index)) - beside)
     return limits

@@ -91,7 +91,7 @@ def _measured_headroom(seen: Observation) -> list[Finding]:
             "batch headroom",
             None,
             None,
-            f"samples a second, as times those of this batch: {gains}. The largest that fits is {largest.times}x"
+            f"samples a second, as times those of this batch: {gains}. The largest that was tried is {largest.times}x"
             f"{taken}; {seen.batch_limit}",
             f"batch_size={best.samples:g} (--batch-size {best.samples:g}), which was fastest"
             if seen.run

@@ -37,7 +37,7 @@ from gradprobe_hf.profiling.observing.ranks import Ranks
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.observing.setup import SetupWatch, parameters_of
 from gradprobe_hf.profiling.observing.stages import STAGES, StageClock, Wait, marked_forward, marked_stages, models_of
-from gradprobe_hf.profiling.observing.traced_events import busy_seconds, collective_seconds
+from gradprobe_hf.profiling.observing.traced_events import busy_seconds, collective_seconds, is_mark
 from gradprobe_hf.profiling.observing.tracer import Tracer
 
 Phase = Literal["warmup", "timed", "traced", "located"]
@@ -304,7 +304,8 @@ class Recorder:
             return float(row.self_device_time_total if on_device else row.self_cpu_time_total) / 1e6
 
         rows = sorted(trace.key_averages(), key=lambda row: (-seconds(row), row.key))
-        named = [row for row in rows if not row.key.startswith(("Optimizer.", "enumerate(", "ProfilerStep"))]
+        marks = ("Optimizer.", "enumerate(", "ProfilerStep")
+        named = [row for row in rows if not (is_mark(row) or row.key.startswith(marks))]
         operators = tuple(Operator(row.key, row.count, seconds(row)) for row in named[:_OPERATORS])
         events = trace.events() or []
         self._trace = _Traced(operators, collective_seconds(events), busy_seconds(events))

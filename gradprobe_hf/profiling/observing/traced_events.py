@@ -34,7 +34,13 @@ def collective_seconds(events: Iterable[Any]) -> float:
 
 def busy_seconds(events: Iterable[Any]) -> float:
     """In which the device had anything to do."""
-    return covered(_span(one) for one in events if one.device_type == DeviceType.CUDA)
+    on_device = [one for one in events if one.device_type == DeviceType.CUDA and not is_mark(one)]
+    return covered(map(_span, on_device))
+
+
+def is_mark(event: Any) -> bool:
+    """Whether it is a region that a program has named, of which a device has a copy: it covers the idle time inside."""
+    return bool(getattr(event, "is_user_annotation", False))
 
 
 def _span(event: Any) -> tuple[float, float]:

@@ -9,6 +9,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gradprobe_hf.profiling.observing.observation import (
     Call,
     LoaderWait,
@@ -102,9 +104,10 @@ def _steps(events: list[Event]) -> list[Event]:
     annotations = [one for one in events if one.kind == "user_annotation"]
     ends = [one for one in annotations if one.name.startswith("Optimizer.step#")]
     if marked := [one for one in annotations if one.name.startswith("ProfilerStep")]:
-        # The last one may begin where the loop ends.
-        whole = [one for one in marked if any(end.is_in(one) for end in ends)]
-        return whole or marked
+        *others, last = marked
+        # The last one may begin where the loop ends. Any other without an optimizer is of a batch that accumulates.
+        is_whole = any(end.is_in(last) for end in ends) or not any(end.is_in(one) for end in ends for one in others)
+        return marked if is_whole else others
     return [Event("step", "", after.thread, before.end, after.end, {}) for before, after in pairwise(ends)]
 
 
@@ -157,6 +160,7 @@ def _loaders(events: list[Event]) -> tuple[LoaderWait, ...]:
 def _calls(events: list[Event], steps: int) -> tuple[Call, ...]:
     optimizer = _host(_named(events, "Optimizer.step#"))
     outside = _outside(events, optimizer)
+    reads = [one for one in outside if one.name == "aten::_local_scalar_dense"]
     zeroing = [
         one
         for span in _host(_named(events, "Optimizer.zero_grad#"))
@@ -166,10 +170,11 @@ def _calls(events: list[Event], steps: int) -> tuple[Call, ...]:
     types = {id(one): _type(one) for one in events if one.name in _PRODUCTS}
     groups: dict[tuple[Any, str], list[Event]] = {
         # Those of an optimizer are its step counts, which are on the CPU.
-        ("synchronization", ".item() and the like"): [
-            one for one in outside if one.name == "aten::_local_scalar_dense"
+        ("synchronization", ".item() and the like"): reads,
+        # Copies to pinned memory need not be waited for; those of `.item()` are in its own seconds.
+        ("synchronization", "a copy to the CPU"): [
+            one for one in _outside(outside, reads) if one.name.startswith("Memcpy DtoH") and "Pinned" not in one.name
         ],
-        ("synchronization", "a copy to the CPU"): [one for one in outside if one.name.startswith("Memcpy DtoH")],
         ("zeroing", "zero_grad(set_to_none=False)"): zeroing,
         ("matmul", "products"): [one for one in events if types.get(id(one)) == "float"],
     }
@@ -192,17 +197,18 @@ def _operators(events: list[Event]) -> tuple[Operator, ...]:
 def _setup(events: list[Event]) -> Setup | None:
     spans = _host(_named(events, "Optimizer.step#"))
     inner = {one.name for one in events if one.name.startswith("aten::_f") and any(one.is_in(span) for span in spans)}
-    steps_by = "one by one"
+    optimizer = spans[0].name.partition("#")[2].partition(".")[0] if spans else None
+    # An optimizer of another library may be fused in a kernel of its own: nothing is known of it.
+    steps_by = "one by one" if optimizer and hasattr(torch.optim, optimizer) else None
     for how in ("fused", "foreach"):
         if any(name.startswith(f"aten::_{how}_") for name in inner):
             steps_by = how
             break
     types = Counter(_type(one) for one in events if one.name in _PRODUCTS)
     asked = next((_HALF[name] for name, _ in types.most_common() if name in _HALF), None)
-    optimizer = spans[0].name.partition("#")[2].partition(".")[0] if spans else None
     return Setup(
         optimizer=optimizer,
-        steps_by=steps_by if spans else None,
+        steps_by=steps_by,
         has_fused=optimizer in ("Adam", "AdamW", "SGD", "Adagrad"),
         stepped_at=None,
         tensors=None,
