@@ -130,7 +130,7 @@ EXAMPLES = {
 _FEW = ("--warmup", "3", "--timed", "9", "--traced", "1", "--located", "1")  # the compiler is at work in most steps
 FIXES: dict[str, tuple[str, ...]] = {
     "slow_training": ("--fix", "workers", "batch-size"),
-    "slow_probing": ("--fix", "checkpointing", "precision", "fused"),
+    "slow_probing": ("--fix", "largest-batch", "checkpointing", "precision", "fused"),
     "masked_training": (*_FEW, "--fix", "no-compile"),
 }
 

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from gradprobe_hf.profiling import Schedule, profiled
@@ -40,7 +42,7 @@ def probe(model: PreTrainedModel, changes: Collection[str]) -> Iterator[int]:
     if "checkpointing" not in changes:
         model.gradient_checkpointing_enable()
     rows = 4 if "windows" in changes else 1
-    text = torch.randint(VOCABULARY, (WINDOWS, LENGTH))
+    text: Any = torch.randint(VOCABULARY, (WINDOWS, LENGTH))
     layers = list(model.model.layers)
     sums: dict[int, object] = {}
     while True:
@@ -49,7 +51,7 @@ def probe(model: PreTrainedModel, changes: Collection[str]) -> Iterator[int]:
             model.requires_grad_("unfrozen" in changes)
             for layer in probed:
                 layer.requires_grad_(True)
-            for ids in text.split(rows):
+            for ids in DataLoader(text, batch_size=rows):
                 model(input_ids=ids, labels=ids).loss.backward()
                 for parameter in (one for layer in probed for one in layer.parameters()):
                     squares = parameter.grad.square().sum()

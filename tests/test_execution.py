@@ -313,6 +313,26 @@ def test_checkpointing_counts_what_statistics_will_take(monkeypatch):
     assert prune(accumulator_device="disk").report.execution["checkpointing"].startswith("off")
 
 
+@pytest.mark.parametrize(
+    ("free", "estimated", "on"),
+    [
+        (2000, 1000, True),  # close: a pass of 7 rows is measured to take 50 + 300 x 7
+        (3000, 2900, False),  # close: by estimate alone it would be on
+        (2000, 499, False),  # less than a fourth of what is free: nothing is measured
+        (2000, 8001, True),
+    ],
+)
+def test_checkpointing_is_measured_where_an_estimate_is_close(monkeypatch, free, estimated, on):
+    taking(monkeypatch, each=300, room=10**6)
+    for module in (batch_size, checkpointing_choice):
+        monkeypatch.setattr(module, "available_bytes", lambda _: free)
+        monkeypatch.setattr(module, "activation_bytes", lambda *given, **_: estimated * given[2] // 7)
+    monkeypatch.setattr(accumulator_place, "accumulator_bytes", lambda *_: 0)
+    said = prune(parts=cases.batches("llama", rows=7, batch_size=7)).report.execution["checkpointing"]
+    assert said.startswith("on" if on else "off")
+    assert ("by measured passes" in said) is (estimated in (1000, 2900))
+
+
 def test_rows_that_do_not_fit_together_stay_as_they_are():
     parts = [{"input_ids": torch.arange(n)[None]} for n in (5, 9)]
     batches = from_iterable(parts, "parts")

@@ -20,6 +20,7 @@ from gradprobe_hf.run.context import RunContext
 
 LARGEST_BATCH = 64
 FIRST = (1, 2, 4)  # rows that memory is measured at
+_CLOSE = 4  # times as much as is free, or a fourth of it: where an estimate lies between, passes are measured
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,28 @@ def largest_batch(context: RunContext, place: ChosenPlace, shares_probe: bool = 
         fits = int(processes.min_(torch.tensor(passes.largest(start))))
     portioned = batches.in_batches_of(fits)
     return ChosenBatch(portioned, f"{row_count(portioned.items[0])} ({passes.told()})", tuple(passes.measured))
+
+
+def passes_that_tell(context: RunContext, place: ChosenPlace, shares_probe: bool = False) -> tuple[MeasuredPass, ...]:
+    """Passes of a few rows, where by estimate it is close whether a batch of the given size fits as it is.
+
+    Arguments and errors are those of `largest_batch`.
+    """
+    model, config, batches = context.model, context.config, context.calibration
+    if config.checkpointing != "auto" or is_sharded(model) or is_offloaded(model):
+        return ()
+    free = available_bytes(input_device(model)) - place.held
+    rows = max(map(row_count, batches))
+    expected = activation_bytes(
+        model.config, plain_class(model), rows, batches.longest, model.dtype, checkpointed=False
+    )
+    if expected is None or not 1 / _CLOSE <= expected / max(1, free) <= _CLOSE:
+        return ()
+    with accumulator_files(model, context.targets, config, context.folder, place.device) as storage:
+        passes = _Passes(context, storage, shares_probe)
+        with context.stopwatch("batch size"):
+            passes.measure()
+    return tuple(passes.measured)
 
 
 class _Passes:

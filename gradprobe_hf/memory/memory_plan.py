@@ -14,7 +14,7 @@ from gradprobe_hf.config.values import AccumulatorDevice
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.memory.accumulator_files import accumulator_files
 from gradprobe_hf.memory.accumulator_place import ChosenPlace, choose_place
-from gradprobe_hf.memory.batch_size import ChosenBatch, largest_batch
+from gradprobe_hf.memory.batch_size import ChosenBatch, largest_batch, passes_that_tell
 from gradprobe_hf.memory.checkpointing import choose_checkpointing
 from gradprobe_hf.memory.memory_errors import memory_errors, remedies_for
 from gradprobe_hf.model.fsdp import is_sharded
@@ -106,8 +106,10 @@ def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool
 def _portioned(context: RunContext, place: ChosenPlace, rows: int | None, shares_probe: bool) -> ChosenBatch:
     if rows is not None:
         return ChosenBatch(context.calibration.in_batches_of(rows), f"{rows} (as before)")
-    if context.config.batch_size != "auto" or not context.config.needs.probes:
+    if not context.config.needs.probes:
         return ChosenBatch(context.calibration, "")
+    if context.config.batch_size != "auto":
+        return ChosenBatch(context.calibration, "", passes_that_tell(context, place, shares_probe))
     with context.stopwatch("batch size"):
         return largest_batch(context, place, shares_probe)
 
