@@ -208,7 +208,7 @@ def test_one_process_is_profiled():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["graph break", "recompilation"])
 def test_compiling_in_a_trainer(kind, tmp_path):
-    def scaled(x, by):
+    def scaled(x, by):  # recompilation
         if kind == "graph break" and by > 0:
             print("a break")  # graph break
         return x * by
@@ -231,6 +231,7 @@ def test_compiling_in_a_trainer(kind, tmp_path):
         assert found.line == line_of("graph break")
         assert found.share is None
     else:
+        assert found.line == line_of("recompilation")
         assert 0 < found.share < 1
     assert not {one.kind for one in report.findings} & ({"graph break", "recompilation"} - {kind})
     torch._dynamo.reset()
