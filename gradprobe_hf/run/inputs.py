@@ -199,7 +199,7 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
     kwargs = {name: value for name, value in request.from_pretrained_kwargs.items() if value is not None}
     if isinstance(request.model_or_id, nn.Module):  # then the folder is for accumulators alone
         kwargs.pop("offload_folder", None)
-    elif request.config.accumulator_device in ("auto", "disk") and kwargs.get("device_map") is None:
+    elif request.config.accumulator_device == "disk" and kwargs.get("device_map") is None:
         kwargs.pop("offload_folder", None)  # it is for accumulators alone here too
     elif "offload_folder" in kwargs and processes.count > 1:
         # transformers writes there what it has to convert: each process in a folder of its own
