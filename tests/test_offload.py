@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import gradprobe_hf.checkpoint.write as hub
 import gradprobe_hf.model.offload_store as store
-from gradprobe_hf import prune_pretrained
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.estimation.estimate import estimate
 from gradprobe_hf.model.loading import load_config, skeleton
@@ -344,6 +344,25 @@ def test_a_plan_leaves_room_for_the_run(saved, tmp_path, monkeypatch):
         assert places == ({"cpu", "disk"} if left else {"disk"})
         for key in wanted.masks:
             assert torch.equal(found.masks[key], wanted.masks[key])
+
+
+@pytest.mark.parametrize(
+    ("options", "asked"),
+    [
+        ({}, True),
+        ({"score": "wanda"}, True),  # no probe, and no statistics of weights
+        ({"update": "sparsegpt"}, True),
+        ({"score": "magnitude"}, False),
+        ({"structure": "auto", "params": 0.75}, False),
+    ],
+)
+@pytest.mark.parametrize("name", ["llama", "mixtral", "bert", "t5", "vit"])
+def test_whatever_is_pruned_has_a_plan_or_none(name, options, asked):
+    model = cases.build(name)
+    bare = skeleton(model.config, type(model))
+    limits = weight_limits(bare, GradProbeConfig(**options))
+    assert (limits is not None) is asked
+    assert limits is None or limits["cpu"] > 0
 
 
 def test_devices_that_nothing_is_known_of_are_left_to_accelerate(saved, monkeypatch):

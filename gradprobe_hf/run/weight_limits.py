@@ -33,11 +33,13 @@ def weight_limits(model: PreTrainedModel, config: GradProbeConfig, processes: in
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     # Limits name every device there is, and of others than CUDA's nothing is known: Accelerate would leave them out.
-    if config.needs.passes == "none" or (accelerator is not None and accelerator.type != "cuda"):
+    is_known = accelerator is None or accelerator.type == "cuda"
+    # What structure="auto" takes is found out on the way: no estimate is made of it.
+    if config.needs.passes == "none" or config.shape_budget is not None or not is_known:
         return None
-    if config.shape_budget is not None:  # its shapes are found on the way; the run takes as much for each
-        config = config.varied(structure={"blocks": 1}, params=None, memory=None, latency=None)
-    if config.accumulator_device == "auto":  # statistics leave before weights do: they are read less often
+    if (
+        config.accumulator_device == "auto" and config.needs.accumulates
+    ):  # statistics leave before weights do: they are read less often
         config = config.varied(accumulator_device="disk")
     targets = find_targets(model, config.include, config.exclude)
     found = {one.name: one for one in estimate(model, targets, config, base=process_bytes()).placements}

@@ -173,7 +173,7 @@ def _calls(events: list[Event], steps: int) -> tuple[Call, ...]:
         ("synchronization", ".item() and the like"): reads,
         # Copies to pinned memory need not be waited for; those of `.item()` are in its own seconds.
         ("synchronization", "a copy to the CPU"): [
-            one for one in _outside(outside, reads) if one.name.startswith("Memcpy DtoH") and "Pinned" not in one.name
+            one for one in _outside(_named(outside, "Memcpy DtoH"), reads) if "Pinned" not in one.name
         ],
         ("zeroing", "zero_grad(set_to_none=False)"): zeroing,
         ("matmul", "products"): [one for one in events if types.get(id(one)) == "float"],
