@@ -92,6 +92,11 @@ def _become(folder: Path, environment: Mapping[str, str | None], cwd: str | Path
         if value is not None:
             os.environ[name] = value
     os.chdir(cwd)
+    if "torch" in sys.modules:
+        import torch
+
+        # The first call in a fork replaces PyTorch's pool of threads; two threads that are first together find none.
+        torch.set_num_threads(torch.get_num_threads())
     if "accelerate" in sys.modules:  # what it found out about the parent's variables
         from accelerate.state import AcceleratorState, GradientState
 
