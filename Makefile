@@ -8,7 +8,7 @@ READY := $(VENV)/.installed
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
 	bench-refined bench-refined-stories bench-variants bench-stories bench-structured bench-structured-stories \
 	bench-structured-smollm2 bench-structured-speed bench-structure-options bench-rivals bench-matching \
-	bench-choices bench-texts bench-mixtures bench-demo bench-accumulators bench-speed \
+	bench-gradient-admm bench-choices bench-texts bench-mixtures bench-demo bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
 	bench-chat table clean
 
@@ -122,6 +122,9 @@ REFINED_STORIES := sparsegpt "sparsegpt + blocks" "sparsegpt + recovery" "sparse
 bench-refined-stories: $(READY)  ## the same training behind SparseGPT and behind one probe, on the model of 15M
 	$(STORIES15M) --seed 0 --methods $(REFINED_STORIES) --columns 0.5 0.6 0.7 2:4 \
 		--output benchmarks/results/refined-stories.json $(FLAGS)
+
+bench-gradient-admm: $(READY)  ## ADMM in training (ELSA) beside one probe and recovery, at 70, 80 and 90%: a day on 2 cores
+	$(BIN)/python -m benchmarks.gradient_admm --model $(STORIES) $(SPLIT_STORIES) --evaluation-samples 48 $(FLAGS)
 
 bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on the model of 15M
 	$(STORIES15M) --seed 0 --methods $(EQUALS) $(RIVALS) --columns 0.5 0.6 0.7 2:4 \

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import rivals
+from benchmarks.gradient_admm import BETAS, GradientAdmm
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.inputs import load_inputs
 from gradprobe_hf.scores.table import SCORES
+from gradprobe_hf.training import attached
 from gradprobe_hf.updates.table import UPDATES
 from tests import cases
 
@@ -134,3 +139,31 @@ def test_an_update_in_budgets_prunes_as_many_of_each_matrix_and_chooses_which(mo
 def test_rows_share_what_does_not_divide():
     scores = torch.tensor([[3.0, 1.0, 2.0], [1.0, 2.0, 3.0]])
     assert rivals.spread_over_rows(scores, 3).tolist() == [[False, True, True], [True, False, False]]
+
+
+def test_gradient_admm_is_a_loop_over_single_weights():
+    model, steps, kept, penalty, rate = nn.Linear(3, 2, bias=False).double(), 7, 2, 0.3, 0.05
+    curvature = torch.tensor([[1.0, 4.0, 0.5], [2.0, 0.1, 3.0]], dtype=torch.float64)
+    begun = model.weight.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), rate, BETAS)
+    with attached(GradientAdmm({"weight": kept}, penalty, distance=2), model, optimizer):
+        for _ in range(steps):
+            (curvature * (model.weight - 1).square()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    w, c = begun.flatten().tolist(), curvature.flatten().tolist()
+    z, u, m, v = list(w), [0.0] * 6, [0.0] * 6, [0.0] * 6
+    for step in range(1, steps + 1):
+        for i in range(6):
+            gradient = 2 * c[i] * (w[i] - 1) + (penalty * (w[i] - z[i] + u[i]) if step > 2 else 0)
+            m[i] = BETAS[0] * m[i] + (1 - BETAS[0]) * gradient
+            v[i] = BETAS[1] * v[i] + (1 - BETAS[1]) * gradient**2
+            w[i] -= rate * m[i] / (1 - BETAS[0] ** step) / (math.sqrt(v[i] / (1 - BETAS[1] ** step)) + 1e-8)
+        if step % 2 == 0:
+            moved = [a + b for a, b in zip(w, u, strict=True)]
+            best = sorted(range(6), key=lambda i: -v[i] * moved[i] ** 2)[:kept]
+            z = [moved[i] if i in best else 0.0 for i in range(6)]
+            u = [a - b for a, b in zip(moved, z, strict=True)]
+    assert model.weight.count_nonzero() == kept
+    torch.testing.assert_close(model.weight.flatten(), torch.tensor(z, dtype=torch.float64))
