@@ -45,6 +45,8 @@ ROWS = DENSE, PRUNED, KL, LABELS, DENSE_LABELS, OWN
 class Labels:
     """A teacher that is certain of the text: the divergence from it is cross-entropy."""
 
+    identity = "labels"
+
     def predictions(self, batch: Mapping[str, Tensor]) -> TopPredictions:
         ids = batch["shift_labels"].flatten().clamp(min=0)[:, None]
         return TopPredictions(torch.zeros(ids.shape), ids, torch.full(ids.shape[:1], -torch.inf))
@@ -159,7 +161,7 @@ class Bench:
             arguments.eval_on_start = True
             masks = [SparsityCallback("from-zeros")] if keeps_zeros else []
             rows = {"train_dataset": text.trained, "eval_dataset": text.kept_back}
-            RecoveryTrainer(model, arguments, Labels(), **rows, callbacks=[*masks, best]).train()
+            RecoveryTrainer(model, arguments, Labels(), Processes(), **rows, callbacks=[*masks, best]).train()
             best.load(model)
         return model.eval()
 
@@ -243,7 +245,6 @@ def main() -> None:
     parser.add_argument("--num-samples", type=int, default=32, help="windows to probe on")
     parser.add_argument("--evaluation-samples", type=int, default=20)
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-4, 1e-3])
-    parser.add_argument("--bf16", action="store_true", help="compute the recovery in bfloat16, with float32 weights")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         if args.split:

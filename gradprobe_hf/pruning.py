@@ -23,7 +23,8 @@ from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.model.offload_store import check_store_room
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
-from gradprobe_hf.recovery.of_pruning import recovered_weights
+from gradprobe_hf.recovery.distil import check_own
+from gradprobe_hf.recovery.of_pruning import FOLDER, recovered_weights
 from gradprobe_hf.report.build import build_report, foreseen_warnings
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.compatibility import check_resumable
@@ -114,6 +115,8 @@ def prune_pretrained(
     if resume_dir is not None:
         check_folder("resume_dir", resume_dir)
         check_resumable(config, f"resume_dir={str(resume_dir)!r}")
+        if config.recovery_steps:
+            check_own(Path(resume_dir) / FOLDER)
     request = RunRequest(
         model_or_id,
         config,

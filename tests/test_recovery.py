@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import re
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from gradprobe_hf.recovery.distil import distil, teacher_of, workplace
 from gradprobe_hf.recovery.divergence import SummedDivergence, TopPredictions, WholePredictions
 from gradprobe_hf.recovery.teacher import LiveTeacher
 from gradprobe_hf.recovery.text import RecoveryText, collated
+from gradprobe_hf.recovery.trainer import BestState
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
@@ -168,6 +170,31 @@ def test_a_model_gets_nearer_to_the_dense_one_with_its_zeros(options):
     assert weights(student).keys() == before.keys()
 
 
+@pytest.mark.parametrize("parts", [1, 4])
+def test_what_is_held_out_is_measured_by_token_however_it_is_batched(parts):
+    dense = cases.build(DENSE)
+    student, _ = half_pruned()
+    rows = text((12, 3, 3, 12, 5, 4) * 9, held_out=5)
+    wanted, _ = kl_of(dense, student, collated(rows.kept_back))
+    found = trained(student, dense, rows, steps=1, batch_size=4, gradient_accumulation_steps=parts)
+    assert found.held_out[0] == pytest.approx(wanted.item(), rel=1e-5)
+
+
+def test_windows_without_a_token_that_counts_are_left_out():
+    whole = text(held_out=1).rows
+    silent = {3, len(whole) - 1}  # one of those that are trained on, and one that would be held out
+    labels = [
+        torch.full_like(row["input_ids"], -100) if n in silent else row["input_ids"] for n, row in enumerate(whole)
+    ]
+    batches = [
+        {"input_ids": row["input_ids"][None], "labels": one[None]} for row, one in zip(whole, labels, strict=True)
+    ]
+    rows = RecoveryText.of(Batches(tuple(batches), "chats", len(batches), 0, "chats"), 1)
+    assert len(rows.rows) == len(whole) - 2
+    found = trained(half_pruned()[0], cases.build(DENSE), rows, batch_size=1)
+    assert all(map(math.isfinite, found.held_out.values()))
+
+
 def test_dropout_is_off_and_types_are_their_own():
     dense = cases.build("gpt2", torch.bfloat16)
     student, masks = half_pruned("gpt2", torch.bfloat16)
@@ -232,6 +259,34 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(tmp_path, monkeypatch,
     assert not (tmp_path / "run").exists()
 
 
+def test_a_run_that_was_killed_behind_its_last_step_takes_no_more(tmp_path, monkeypatch):
+    dense = cases.build(DENSE)
+    student, _ = half_pruned()
+    first, second = copy.deepcopy(student), copy.deepcopy(student)
+    options = {"steps": 9, "learning_rate": 0.05, "eval_steps": 1, "save_steps": 1, "early_stopping_patience": 2}
+    whole = trained(student, dense, folder=tmp_path / "whole", **options)
+    assert whole.steps < 9, "it stops early"
+    with monkeypatch.context() as patched:
+        patched.setattr(BestState, "load", None)
+        with pytest.raises(TypeError):
+            trained(first, dense, folder=tmp_path / "run", **options)
+    resumed = trained(second, dense, folder=tmp_path / "run", **options)
+    assert (resumed.steps, resumed.held_out) == (whole.steps, whole.held_out)
+    assert all(torch.equal(value, weights(student)[name]) for name, value in weights(second).items())
+
+
+def test_a_folder_with_other_files_is_refused_and_they_stay(tmp_path):
+    folder, model = tmp_path / "recovery", cases.build(DENSE)
+    (folder / "checkpoint-7").mkdir(parents=True)  # of a Trainer of the user's own
+    with pytest.raises(ValueError, match=r"holds checkpoint-7, which no recovery wrote"):
+        recover_pretrained(model, model, resume_dir=folder, progress=False)
+    (folder / "notes.txt").write_text("mine")
+    config = GradProbeConfig(recovery_steps=1)
+    with pytest.raises(ValueError, match=r"holds checkpoint-7, notes.txt, which no recovery wrote"):
+        prune_pretrained(model, config, resume_dir=tmp_path, progress=False)
+    assert (folder / "notes.txt").read_text() == "mine"
+
+
 def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):
     dense = cases.build(DENSE)
     with monkeypatch.context() as patched:
@@ -240,6 +295,8 @@ def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):
             trained(half_pruned()[0], dense, folder=tmp_path / "run", steps=2, save_steps=1)
     with pytest.raises(ValueError, match=r"state of another run: steps, weights differ \(2 there, 4 here\)"):
         trained(half_pruned(seed=1)[0], dense, folder=tmp_path / "run", save_steps=1)
+    with pytest.raises(ValueError, match=r"state of another run: teacher differ\. Go on"):
+        trained(half_pruned()[0], cases.build(DENSE, seed=3), folder=tmp_path / "run", steps=2)
 
 
 def test_rows_that_are_held_out_are_never_trained_on():
@@ -247,7 +304,7 @@ def test_rows_that_are_held_out_are_never_trained_on():
     ids = [{tuple(row["input_ids"].tolist()) for row in part} for part in (rows.trained, rows.kept_back)]
     assert (len(ids[0]), len(ids[1])) == (12, 1), "at most a tenth"
     assert not ids[0] & ids[1]
-    with pytest.raises(ValueError, match="1 different rows, and one is held out"):
+    with pytest.raises(ValueError, match="1 different rows with a token that counts, and one is held out"):
         RecoveryText.of(Batches(({"input_ids": torch.ones(4, 3).long()},), "same", 4, 12, ""), 1)
 
 

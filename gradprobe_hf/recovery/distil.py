@@ -15,13 +15,15 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel, TrainerCallback, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.memory.memory_errors import memory_errors
@@ -29,6 +31,7 @@ from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
 from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.recovery.trainer import (
+    BEST_NAME,
     BestState,
     ProgressBar,
     RecoveryTrainer,
@@ -49,6 +52,8 @@ from gradprobe_hf.training.sparsity import SparsityCallback
 logger = logging.getLogger(__name__)
 
 IDENTITY_NAME = "recovery.json"
+PREDICTIONS = "teacher"
+_OWN = (IDENTITY_NAME, BEST_NAME, PREDICTIONS, "own_text-*", "checkpoint-*")  # all that a recovery writes in its folder
 _LORA_ALPHA = 2  # times the rank: the scale of the product
 
 
@@ -90,6 +95,21 @@ class Trained:
         return asdict(self)
 
 
+def check_own(folder: Path) -> None:
+    """Raise ValueError where a folder holds what no recovery wrote: it is removed when a recovery is done.
+
+    A Trainer's own checkpoints have the names of ours: those without our identity beside them are not.
+    """
+    inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    own = [pattern for pattern in _OWN if pattern != "checkpoint-*" or IDENTITY_NAME in inside]
+    if others := sorted(name for name in inside if not any(fnmatch(name, pattern) for pattern in own)):
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise ValueError(
+            f"resume_dir (--resume-dir): {folder} holds {shown}, which no recovery wrote, and is removed when one is "
+            "done. Choose a folder of its own."
+        )
+
+
 @contextmanager
 def workplace(
     resume_dir: Path | None, processes: Processes, stopwatch: Stopwatch, progress: bool
@@ -121,9 +141,8 @@ def teacher_of(model: PreTrainedModel, text: RecoveryText, config: RecoveryConfi
     if k is None:
         return LiveTeacher(model)
     check_top_k(model, k)
-    targets = find_targets(model, include=["*"])
-    identity = f"{weights_fingerprint(model, targets)} {text.described['fingerprint']}"
-    how = Writing(place.folder / "teacher", k, config.batch_size, identity, place.processes, place.progress)
+    identity = f"{LiveTeacher(model).identity} {text.described['fingerprint']}"
+    how = Writing(place.folder / PREDICTIONS, k, config.batch_size, identity, place.processes, place.progress)
     with memory_errors(place.stopwatch, remedies(config)), place.stopwatch("dense model's predictions"):
         return written(model, text, how)
 
@@ -154,7 +173,9 @@ def distil(
     began = time.perf_counter()
     bf16 = student.dtype == torch.bfloat16 if config.bf16 == "auto" else config.bf16
     targets, masks = _masks(student)
-    checkpoint = _checkpoint_to_resume(student, targets, text, config, place)
+    weights = weights_fingerprint(student, targets)
+    of = {"weights": weights, "teacher": teacher.identity, "text": text.described["fingerprint"]}
+    checkpoint = _checkpoint_to_resume(of, config, place)
     with (
         memory_errors(place.stopwatch, remedies(config)),
         place.stopwatch("recovery"),
@@ -185,11 +206,15 @@ def distil(
             trains,
             arguments,
             teacher,
+            place.processes,
             train_dataset=_whole_steps(text.trained, config.batch_size),
             eval_dataset=text.kept_back,
             callbacks=[*callbacks, best],
         )
-        trainer.train(resume_from_checkpoint=checkpoint)
+        if (ended := _ended(checkpoint, config, best)) is not None:
+            trainer.state = ended
+        else:
+            trainer.train(resume_from_checkpoint=checkpoint)
         place.processes.barrier()
         if config.gradient_checkpointing:
             _stop_recomputing(student)
@@ -284,14 +309,11 @@ def _with_adapters(student: PreTrainedModel, targets: tuple[Target, ...], rank: 
     return get_peft_model(student, adapters)
 
 
-def _checkpoint_to_resume(
-    student: PreTrainedModel,
-    targets: tuple[Target, ...],
-    text: RecoveryText,
-    config: RecoveryConfig,
-    place: Workplace,
-) -> str | None:
+def _checkpoint_to_resume(of: Mapping[str, str], config: RecoveryConfig, place: Workplace) -> str | None:
     """The last whole checkpoint in the folder, after a check that it is of this run; None: there is none.
+
+    Args:
+        of: fingerprints of what the run is of.
 
     Raises:
         ValueError: it is of another run.
@@ -299,30 +321,34 @@ def _checkpoint_to_resume(
     if not place.resumable:
         return None
     options = {name: value for name, value in config.to_dict().items() if name != "save_steps"}
-    identity = {
-        **options,
-        "weights": weights_fingerprint(student, targets),
-        "text": text.described["fingerprint"],
-        "processes": place.processes.count,
-    }
+    identity = {**options, **of, "processes": place.processes.count}
     path, found = place.folder / IDENTITY_NAME, None
 
     def check() -> None:
         if path.exists():
-            _check_identity(path, identity)
+            _check_identity(path, identity, of)
         else:
             path.write_text(json.dumps(identity), encoding="utf-8")
 
     place.processes.on_main(check)
     if place.processes.is_main:
         # Trainer writes its state last: what has none was being written when the run was killed.
-        whole = [one for one in place.folder.glob("checkpoint-*") if (one / "trainer_state.json").exists()]
+        whole = [one for one in place.folder.glob("checkpoint-*") if (one / TRAINER_STATE_NAME).exists()]
         found = max(whole, key=lambda one: int(one.name.split("-")[-1]), default=None)
     chosen = place.processes.broadcast(found)
     return None if chosen is None else str(chosen)
 
 
-def _check_identity(path: Path, identity: Mapping[str, Any]) -> None:
+def _ended(checkpoint: str | None, config: RecoveryConfig, best: BestState) -> TrainerState | None:
+    """The state in a checkpoint behind which nothing is trained, where it is that; Trainer would take one more step."""
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    is_last = state.global_step >= config.steps or best.has_waited(held_out(state.log_history))
+    return state if is_last else None
+
+
+def _check_identity(path: Path, identity: Mapping[str, Any], of: Mapping[str, str]) -> None:
     try:
         kept = dict(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, TypeError) as error:
@@ -330,7 +356,7 @@ def _check_identity(path: Path, identity: Mapping[str, Any]) -> None:
     differing = [name for name, value in identity.items() if kept.get(name) != value]
     if differing:
         name = differing[0]
-        shown = f" ({kept.get(name)!r} there, {identity[name]!r} here)" if name not in ("weights", "text") else ""
+        shown = "" if name in of else f" ({kept.get(name)!r} there, {identity[name]!r} here)"
         raise ValueError(
             f"{path.parent} holds the state of another run: {', '.join(differing)} differ{shown}. Go on with the same "
             "arguments, or choose another resume_dir (--resume-dir)."

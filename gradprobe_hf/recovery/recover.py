@@ -30,7 +30,7 @@ from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_alike, check_models, check_pruned, check_texts, check_trainable
-from gradprobe_hf.recovery.distil import Workplace, check_top_k, distil, teacher_of, weights_of, workplace
+from gradprobe_hf.recovery.distil import Workplace, check_own, check_top_k, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.result import RecoverResult, described_recovery, recovered_report, report_without_pruning
 from gradprobe_hf.recovery.text import Reading, read_text
 from gradprobe_hf.report.report import REPORT_NAME, Report
@@ -103,6 +103,7 @@ def recover_pretrained(
             processes.on_main(partial(check_destination, output_dir, _name_of(model), overwrite))
     if resume_dir is not None:
         check_folder("resume_dir", resume_dir)
+        check_own(Path(resume_dir))
     with stopwatch("load"):
         student = _Student.of(pruned, from_pretrained_kwargs, processing_class)
         dense = _Dense(teacher, from_pretrained_kwargs, student.model)

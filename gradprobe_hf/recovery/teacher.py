@@ -26,8 +26,10 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.loss import next_token_logits
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.divergence import Predictions, TopPredictions, WholePredictions
 from gradprobe_hf.recovery.text import WINDOW, RecoveryText, collated
+from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -37,6 +39,10 @@ _FILES = {"log_p": np.float16, "ids": np.int32, "log_rest": np.float32}
 
 
 class Teacher(Protocol):
+    @property
+    def identity(self) -> str:
+        """What tells it from others."""
+
     def predictions(self, batch: Mapping[str, Tensor]) -> Predictions:
         """Those for every token of a batch that `text.collated` made."""
 
@@ -46,6 +52,10 @@ class LiveTeacher:
     """The dense model, run on each batch."""
 
     model: PreTrainedModel
+
+    @property
+    def identity(self) -> str:
+        return weights_fingerprint(self.model, find_targets(self.model, include=["*"]))
 
     @torch.no_grad()
     def predictions(self, batch: Mapping[str, Tensor]) -> Predictions:
@@ -64,9 +74,11 @@ class WrittenTeacher:
 
     Attributes:
         arrays: mapped files: `log_p` and `ids` `[rows, tokens, k]`, `log_rest` `[rows, tokens]`.
+        identity: of model and text.
     """
 
     arrays: Mapping[str, np.memmap[Any, Any]]
+    identity: str
 
     def predictions(self, batch: Mapping[str, Tensor]) -> Predictions:
         ids = batch["input_ids"]
@@ -125,7 +137,7 @@ def written(model: PreTrainedModel, text: RecoveryText, how: Writing) -> Written
         if how.processes.is_main:
             (how.folder / _DONE).write_text(json.dumps(done), encoding="utf-8")
         how.processes.barrier()
-    return WrittenTeacher(_mapped(how.folder, shape, "r"))
+    return WrittenTeacher(_mapped(how.folder, shape, "r"), how.identity)
 
 
 def _write(arrays: Mapping[str, Any], part: list[dict[str, Any]], live: LiveTeacher, k: int) -> None:

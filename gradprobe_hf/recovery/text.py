@@ -50,7 +50,8 @@ class RecoveryText:
     """Rows of token ids.
 
     Attributes:
-        rows: `input_ids` `[tokens]` of each, and what else belongs to its tokens; no two are the same.
+        rows: `input_ids` `[tokens]` of each, and what else belongs to its tokens; no two are the same, and each has a
+            token that counts.
         held_out: how many of the last are never trained on.
         described: the text, as reports have it.
     """
@@ -70,11 +71,12 @@ class RecoveryText:
             raise ValueError(
                 f"{batches.source}: recovery compares predictions of next tokens, and these batches have no input_ids."
             )
-        rows = list({row["input_ids"].numpy().tobytes(): row for row in _rows(batches)}.values())
+        # A chat's window without a word of the assistant has nothing to learn from, and a step of such alone no mean.
+        rows = list({row["input_ids"].numpy().tobytes(): row for row in _rows(batches) if _predicts(row)}.values())
         if len(rows) < 2:
             raise ValueError(
-                f"{batches.source} holds {len(rows)} different rows, and one is held out. Give more text, or shorter "
-                "windows (sequence_length, --sequence-length)."
+                f"{batches.source} holds {len(rows)} different rows with a token that counts, and one is held out. "
+                "Give more text, or shorter windows (sequence_length, --sequence-length)."
             )
         return cls(rows, min(held_out, max(1, len(rows) // LARGEST_HELD_OUT)), batches.describe())
 
@@ -164,6 +166,11 @@ def collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         "shift_labels": next_token_labels({**batch, **labels}),
         WINDOW: torch.tensor([row[WINDOW] for row in rows]),
     }
+
+
+def _predicts(row: Row) -> bool:
+    """Whether a token of a row counts."""
+    return bool((next_token_labels({name: values[None] for name, values in row.items()}) != IGNORED).any())
 
 
 def _stacked(parts: list[Tensor], fill: int) -> Tensor:

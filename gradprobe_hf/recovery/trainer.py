@@ -30,6 +30,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_utils import EvalLoopOutput
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.recovery.divergence import SummedDivergence
@@ -101,9 +102,11 @@ def training_arguments(
 class RecoveryTrainer(Trainer):
     """A Trainer whose loss is the divergence from a teacher, a mean over the tokens that count of a whole step."""
 
-    def __init__(self, model: nn.Module, args: TrainingArguments, teacher: Teacher, **options: Any) -> None:
+    def __init__(
+        self, model: nn.Module, args: TrainingArguments, teacher: Teacher, processes: Processes, **options: Any
+    ) -> None:
         super().__init__(model, args, data_collator=collated, **options)
-        self.teacher = teacher
+        self.teacher, self.processes = teacher, processes
         self.model_accepts_loss_kwargs = True  # then Trainer counts `shift_labels` over a step and all processes
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             self.remove_callback(callback)
@@ -126,13 +129,22 @@ class RecoveryTrainer(Trainer):
         loss = summed * (1 if num_items_in_batch is None else self.accelerator.num_processes) / terms
         return (loss, {}) if return_outputs else loss
 
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The loss of a batch of held-out rows."""
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            return self.compute_loss(model, inputs).detach(), None, None
+    @torch.no_grad()
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+        """The mean divergence of a token of the held-out rows, however they are batched and dealt to the processes.
+
+        Trainer's own is a mean over batches of their means, and counts a row twice where the processes' shares differ.
+        """
+        rows, size = self.eval_dataset, self.args.per_device_eval_batch_size
+        self.model.eval()  # a training step switches it back
+        sums = torch.zeros(2, dtype=torch.float64)
+        for part in self.processes.mine([rows[first : first + size] for first in range(0, len(rows), size)]):
+            batch = self._prepare_inputs(collated(part))
+            terms = int((batch["shift_labels"] != IGNORED).sum())
+            with self.compute_loss_context_manager():
+                sums += torch.tensor([float(self.compute_loss(self.model, batch)) * terms, terms])
+        total, terms = self.processes.sum_(sums).tolist()
+        return EvalLoopOutput(None, None, {HELD_OUT: total / terms}, len(rows))
 
 
 class BestState(TrainerCallback):
@@ -155,8 +167,13 @@ class BestState(TrainerCallback):
             logger.info("step %d: KL %.4f on held-out text", state.global_step, measured[state.global_step])
             if best == state.global_step:
                 save_file(_trainable(kwargs["model"]), self.path)
-        if sum(step > best for step in measured) >= self.patience:
+        if self.has_waited(measured):
             control.should_training_stop = True
+
+    def has_waited(self, measured: Mapping[int, float]) -> bool:
+        """Whether there were so many measurements without a better one that training stops."""
+        best = best_step(measured)
+        return sum(step > best for step in measured) >= self.patience
 
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
