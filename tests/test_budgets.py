@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.main import main
@@ -23,6 +23,7 @@ from gradprobe_hf.run.shape_search import budget_shapes
 from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.importance import made_up_for
 from tests import cases
+from tests.test_structures import MIXTURE, SIZES
 
 BLOCKS = 4
 
@@ -55,6 +56,16 @@ def built_parameters(model, going):
         }
     )
     return type(model)(smaller).num_parameters()
+
+
+def test_a_mixture_whose_first_block_has_no_experts_meets_the_budget():
+    torch.manual_seed(0)
+    sizes = {**SIZES, **MIXTURE, "num_experts": 16, "num_hidden_layers": 8, "mlp_only_layers": [0]}
+    model = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes)).eval()
+    for share in (0.7, 0.5):
+        found = budget_shapes(model, find_targets(model), GradProbeConfig(structure="auto", params=share))
+        assert any({"experts", "blocks"} <= one.going.keys() for one in found)
+        assert max(one.parameters for one in found) <= share * model.num_parameters()
 
 
 @pytest.mark.parametrize("share", [0.9, 0.75, 0.66])
@@ -269,6 +280,9 @@ def test_a_budget_that_the_model_cannot_meet_is_refused_before_any_work(monkeypa
 def test_budgets_are_read_as_they_are_written():
     assert ShapeBudget.of(params="0.75").share == 0.75
     assert ShapeBudget.of(params="1.2B").limit == 1_200_000_000
+    assert ShapeBudget.of(params="0.267B").limit == 267_000_000
+    assert ShapeBudget.of(params="1.001M").limit == 1_001_000
+    assert ShapeBudget.of(memory="1.7MiB").limit == 1_782_579
     assert ShapeBudget.of(params=5000).limit == 5000
     assert ShapeBudget.of(memory="1.5 GB").limit == 1_500_000_000
 

@@ -238,6 +238,9 @@ def test_values_are_read_by_their_types():
         '{"*.mlp.*": 0.5, "*": 0}': {"*.mlp.*": 0.5, "*": 0},
     }.items():
         assert configured("--rule", "threshold", "--gradient-threshold", text).gradient_threshold == value
+    assert configured("--structure", "ffn=0.3, blocks=4").structure == {"ffn": 0.3, "blocks": 4}
+    with pytest.raises(SystemExit):
+        configured("--structure", "ffn=8,ffn=16")
     options = parser("prune").parse_args([*PRUNE, "--device-map", '{"model": 0}', "--max-memory", '{"0": "1GiB"}'])
     assert options.device_map == {"model": 0}
     assert options.max_memory == {0: "1GiB"}

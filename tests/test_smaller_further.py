@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, pipel
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.report import Report
 from tests import cases
 
@@ -100,6 +101,28 @@ def test_zeros_go_on_top(folder):
     assert said["structure"] == {"ffn": 8, "kv_groups": 1, "blocks": 1}
     assert said["pattern"] == "2:4"
     assert result.report.structure is None
+
+
+def test_a_smaller_model_is_made_smaller_again(folder):
+    texts = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False}
+    made = folder / "again"
+    prune_pretrained(folder / "smaller", GradProbeConfig(structure={"ffn": 4}), **texts, output_dir=made)
+    assert loaded(made).config.intermediate_size == 12
+    # Of the dense model, as what is made of it will say.
+    said = json.loads((made / "config.json").read_text())["gradprobe"]
+    assert said["structure"] == {"ffn": 12, "kv_groups": 1, "blocks": 1}
+
+
+def test_zeros_that_are_filled_again_are_a_warning(folder):
+    texts = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False, "apply": False}
+    zeros = cases.build("llama")
+    for target in find_targets(zeros):
+        target.matrix(zeros).data[:, ::2] = 0
+    cut = prune_pretrained(zeros, GradProbeConfig(structure={"ffn": 8}, update="none"), **texts)
+    assert cut.report.warnings == []
+    filled = prune_pretrained(zeros, GradProbeConfig(structure={"ffn": 8}), **texts)
+    assert filled.report.zeros < cut.report.zeros
+    assert re.search(r"had 50\.0% zeros, and has .*update='none'", " ".join(filled.report.warnings))
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForSequenceClassification,
     MistralConfig,
     MistralForCausalLM,
     Olmo2Config,
@@ -44,6 +46,7 @@ from gradprobe_hf.run.structured import packed
 from gradprobe_hf.structures.importance import least_missed, unit_errors
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.shapes import smaller_config
 from tests import cases
 
 SIZES = {
@@ -58,6 +61,11 @@ SIZES = {
 WINDOWS = {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 8}
 MIXTURE = {"moe_intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 2}
 MIXTURE |= {"shared_expert_intermediate_size": 8}
+# Two blocks without experts, of which one goes: fewer lead, and the configuration counts them.
+LEADING = {**SIZES, "num_hidden_layers": 5, "num_key_value_heads": 4, "moe_intermediate_size": 8}
+LEADING |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
+LEADING |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+LAYERS = {"max_window_layers": 2, "use_sliding_window": True, "sliding_window": 8}
 MORE = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)),
     "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
@@ -65,6 +73,13 @@ MORE = {
     "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **WINDOWS)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWS)),
     "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES)),
+    "numbered": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**{**SIZES, **MIXTURE, "num_hidden_layers": 5, "mlp_only_layers": [0, 3]})
+    ),
+    "leading": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**LEADING)),
+    "windows": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, **LAYERS, "num_hidden_layers": 4})),
+    "wide": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "intermediate_size": 100})),
+    "single": lambda: MistralForCausalLM(MistralConfig(**{**SIZES, "num_key_value_heads": 1})),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
     # Shared experts, router weights that do not sum to one, and a first block without experts.
     "mixture": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **MIXTURE, mlp_only_layers=[0])),
@@ -79,6 +94,9 @@ LOADABLE = {  # together; alone, and of more families, in tests/structure_page.p
     "vit": {"ffn": 7, "kv_groups": 1},
     "mixtral": {"kv_groups": 1, "experts": 2},
     "mixture": {"kv_groups": 1, "experts": 3, "blocks": 1},
+    "leading": {"experts": 2, "blocks": 2},
+    "numbered": {"experts": 3, "blocks": 1},
+    "windows": {"blocks": 1},
 }
 
 
@@ -129,6 +147,23 @@ def test_the_smaller_model_computes_what_the_masked_one_does(name, amounts, tmp_
     assert again.blocks == removal.blocks
     kept = [one.reader for every in plan.units.values() for one in every if one.reader.block not in removal.blocks]
     assert all(torch.equal(again.units[reader.name], removal.units[reader.name]) for reader in kept)
+
+
+def test_a_count_of_leading_blocks_is_of_those_that_stay():
+    """As what does not read `layer_types` reads it."""
+    model = build("windows")
+    removal = Removal.example(Plan.of(model, find_targets(model), {"blocks": 1}))
+    assert model.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
+    made = smaller_config(model.config, removal)
+    assert (made.layer_types, made.max_window_layers) == (["full_attention"] + ["sliding_attention"] * 2, 1)
+
+
+def test_a_classifier_without_a_padding_token_is_looked_at(tmp_path):
+    torch.manual_seed(0)
+    model = perturbed(LlamaForSequenceClassification(LlamaConfig(**{**SIZES, "pad_token_id": None})))
+    rows = [{"input_ids": batch["input_ids"][:1], "labels": torch.tensor([0])} for batch in cases.batches("llama")]
+    cases.prune(model, rows, structure={"ffn": 8}, update="none", output_dir=tmp_path / "made")
+    assert AutoConfig.from_pretrained(tmp_path / "made").intermediate_size == 16
 
 
 def test_a_whole_run_from_the_configuration_to_the_checkpoint(tmp_path):
@@ -290,7 +325,9 @@ REFUSED = [
     ("llama", {"kv_groups": 2}, "2 of 2 key-value heads cannot go: 1 to 1 can"),
     ("llama", {"ffn": 24}, "24 of 24 FFN channels cannot go"),
     ("llama", {"ffn": 0.3}, "a multiple of 64 is kept, is all of them. Give how many go, 7 say"),
+    ("wide", {"ffn": 0.01}, "a share of 0.01 of 100 FFN channels, of which a multiple of 64 is kept, is none of them"),
     ("llama", {"blocks": 2}, "the first and the last stay: 1 to 1 can"),
+    ("single", {"kv_groups": 1}, "1 of 1 key-value head cannot go: none can"),
     ("gpt2", {"kv_groups": 1}, "no key-value heads in transformer.h.0 of GPT2LMHeadModel"),
     ("gpt2", {"blocks": 1}, "none can"),
     ("opt", {"kv_groups": 1}, "OPTForCausalLM cannot do without 1 of its 4 key-value heads; leave 'kv_groups' out"),

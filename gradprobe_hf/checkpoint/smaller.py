@@ -23,7 +23,7 @@ from gradprobe_hf.model.saving import Smaller, save_in_shards
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import smaller_config
 
-ROWS, TOKENS = 2, 16
+ROWS, TOKENS = 1, 32  # one: without a padding token, a classifier of sequences takes no more
 # How far apart the outputs of the two models may be, relative to their size: sums over fewer terms round otherwise.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 OF_HALF_PRECISION = 0.1

@@ -187,6 +187,15 @@ def _swap(scratch: Path, path: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def _gone_whole(made: Checkpoint, before: dict[str, Any]) -> dict[str, int]:
+    """Structure -> how many of the dense model's are gone: in this run, and in those that `before` tells of."""
+    known = before.get("structure", {})
+    if made.removal is None:  # zeros on top, or a recovery
+        return dict(known or (made.report.structure or {}).get("removed", {}))
+    now = made.removal.plan.going
+    return {name: known.get(name, 0) + now.get(name, 0) for name in {**known, **now}}
+
+
 def _add_own_key(path: Path, made: Checkpoint) -> None:
     report, config = made.report, made.config
     values = json.loads(path.read_text(encoding="utf-8"))
@@ -194,9 +203,9 @@ def _add_own_key(path: Path, made: Checkpoint) -> None:
     named: tuple[str, ...] = ("pattern", "score", "probes", "update", "refinement")
     what: dict[str, Any] = {"sparsity": report.sparsity}
     if report.structure is not None:
-        named, what = ("update", "refinement"), {"structure": report.structure["removed"]}
-    elif isinstance(before, dict) and "structure" in before:  # zeros on top of a smaller model
-        what["structure"] = before["structure"]
+        named, what = ("update", "refinement"), {}
+    if gone := _gone_whole(made, before if isinstance(before, dict) else {}):
+        what["structure"] = gone
     how = {} if config is None else {name: getattr(config, name) for name in named}
     values[CONFIG_KEY] = {**what, **how, "version": report.versions["gradprobe_hf"]}
     if report.recovery is not None:

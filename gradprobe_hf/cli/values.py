@@ -102,7 +102,10 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 def _amounts(text: str) -> dict[str, int | float]:
     found = [part.split("=") for part in text.split(",")]
-    return {name.strip(): int(value) if value.strip().isdigit() else float(value) for name, value in found}
+    amounts = {name.strip(): int(value) if value.strip().isdigit() else float(value) for name, value in found}
+    if len(amounts) < len(found):
+        raise ValueError("a name stands there twice")
+    return amounts
 
 
 KINDS: dict[Any, Kind] = {
@@ -111,7 +114,7 @@ KINDS: dict[Any, Kind] = {
     str: Kind(str, ("text",), "TEXT"),
     bool: Kind({"on": True, "off": False}.__getitem__, ("'on'", "'off'"), "on|off"),
     Sequence[float]: Kind(_numbers, ("a list of numbers, like 0.2,0.35",), "X,X,..."),
-    Mapping[str, int | float]: Kind(_amounts, ("names and amounts, like ffn=0.3,blocks=4",), "NAME=X,..."),
+    Mapping[str, int | float]: Kind(_amounts, ("names and amounts, each once, like ffn=0.3,blocks=4",), "NAME=X,..."),
     Mapping[str, float]: Kind(json_object, ("a JSON object",), "JSON"),
 }
 

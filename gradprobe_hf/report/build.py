@@ -35,6 +35,7 @@ _ONE_ROW = (
     f"The calibration has one row: none can be held out to choose the damping by, and {LEAST_DAMPING} is taken. Give "
     "more num_samples."
 )
+SPARSE = 0.05  # zeros of a model's weights with which somebody has pruned it
 TOLERATED = 1.05  # times the latency that was asked for, before a report warns
 
 
@@ -77,6 +78,7 @@ def build_report(
             *_about_damping(decision, config),
             *_about_latency(decision, config),
             *_about_budget(rows, config, decision),
+            *_about_zeros(rows, config),
             *_about_search(config, decision),
             *_about_promise(context, measured, metric),
         ],
@@ -287,6 +289,20 @@ def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, decision: Prun
             f"{asked:.4%}."
         ]
     return []
+
+
+def _about_zeros(rows: list[MatrixRow], config: GradProbeConfig) -> list[str]:
+    """Where what is made smaller was sparse, and what makes up for it is not."""
+    before, weights = sum(row.zeros_before for row in rows), sum(row.weights for row in rows)
+    pruned, left = sum(row.pruned for row in rows), sum(row.zeros_after - row.pruned for row in rows)
+    kept = before * (1 - pruned / weights)  # about as many, had none of them been changed
+    if config.structure is None or before < SPARSE * weights or left >= kept / 2:
+        return []
+    return [
+        f"The model had {before / weights:.1%} zeros, and has {left / weights:.1%} beside what went whole: the "
+        "weights that stay were changed to make up for that, zeros too. Make the dense model smaller and prune that, "
+        "or set update='none'."
+    ]
 
 
 def _about_promise(context: RunContext, measured: PairedMeasurement | None, metric: dict[str, Any] | None) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
@@ -99,7 +100,9 @@ def _read(option: str, value: Any) -> float | int | None:
         found = re.fullmatch(r"(\d+(?:\.\d+)?) *([a-z]*)", value.strip(), re.IGNORECASE)
         if found is None or found[2].upper() not in suffixes:
             return None
-        value = float(found[1]) * suffixes[found[2].upper()]
+        # Exactly: 0.267 times 10**9 is no whole number as a float. Of 1.7 MiB there is a part of a byte, and no more.
+        factor = suffixes[found[2].upper()]
+        value = float(found[1]) if factor == 1 else math.floor(Fraction(found[1]) * factor)
     if not math.isfinite(value):
         return None
     if 0 < value < 1:

@@ -108,29 +108,35 @@ class _Sizes:
     Attributes:
         dense: of the model.
         block: of one block.
-        units: structure -> what one of its units takes in a block.
-        blocks: how many there are.
+        units: structure -> what one of its units takes in a block, and how many blocks have it: the first blocks of a
+            mixture may have no experts.
     """
 
     dense: int
     block: float
-    units: Mapping[str, float]
-    blocks: int
+    units: Mapping[str, tuple[float, int]]
 
     @classmethod
     def of(cls, model: PreTrainedModel, targets: Sequence[Target], budget: ShapeBudget, names: Sequence[str]) -> _Sizes:
-        every = len({target.block for target in targets})
         count = attrgetter(budget.unit)
         dense = count(_shape(model, targets, {}))
         saved = {name: dense - count(_shape(model, targets, {name: 1})) for name in names}
-        inside = {name: saved[name] / every for name in names if STRUCTURES[name].takes != "blocks"}
-        whole = next((saved[name] for name in names if STRUCTURES[name].takes == "blocks"), 0)
-        return cls(dense, whole, inside, every)
+        inside = {}
+        for name in names:
+            plan = Plan.of(model, targets, {name: 1})
+            holding = len(plan.experts) or len(plan.blocks)
+            if STRUCTURES[name].takes != "blocks":
+                inside[name] = saved[name] / holding, holding
+        whole = next((saved[name] for name in names if name not in inside), 0)
+        return cls(dense, whole, inside)
 
     def __call__(self, going: Mapping[str, int]) -> float:
         gone = sum(count for name, count in going.items() if name not in self.units)
-        unit = sum(self.units[name] * count for name, count in going.items() if name in self.units)
-        return self.dense - gone * self.block - (self.blocks - gone) * unit
+        left = self.dense - gone * self.block
+        for name, (unit, holding) in self.units.items():
+            # Blocks that go are among those that have it: where others go, less is left than this.
+            left -= max(0, holding - gone) * unit * going.get(name, 0)
+        return left
 
 
 def _largest(

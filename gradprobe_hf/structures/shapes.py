@@ -7,7 +7,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from gradprobe_hf.model.families import PER_BLOCK, config_key, experts_key, feed_forward_keys, key_value_heads
+from gradprobe_hf.model.families import (
+    BLOCK_NUMBERS,
+    LEADING_BLOCKS,
+    PER_BLOCK,
+    config_key,
+    experts_key,
+    feed_forward_keys,
+    key_value_heads,
+)
 from gradprobe_hf.model.loading import skeleton
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
@@ -37,6 +45,12 @@ def shape_values(config: PreTrainedConfig, removal: Removal) -> dict[str, Any]:
         for key in PER_BLOCK:
             if isinstance(values.get(key), (list, tuple)) and len(values[key]) == len(plan.blocks):
                 found[key] = [values[key][number] for number in removal.kept_blocks]
+        for key in LEADING_BLOCKS:
+            if values.get(key) and values[key] <= len(plan.blocks):
+                found[key] = sum(number < values[key] for number in removal.kept_blocks)
+        for key in BLOCK_NUMBERS:
+            if values.get(key):
+                found[key] = [new for new, number in enumerate(removal.kept_blocks) if number in values[key]]
     return found
 
 

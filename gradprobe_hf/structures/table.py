@@ -60,10 +60,11 @@ class Structure:
         if 0 < gone < there:
             return gone
         if isinstance(amount, int):
-            raise ValueError(f"{amount} of {there} {self.units} cannot go: 1 to {there - 1} can.")
+            can = f"1 to {there - 1} can" if there > 1 else "none can"
+            raise ValueError(f"{amount} of {there} {self.units if there > 1 else self.unit} cannot go: {can}.")
         kept = "" if self.rounded_to == 1 else f", of which a multiple of {self.rounded_to} is kept,"
         raise ValueError(
-            f"a share of {amount:g} of {there} {self.units}{kept} is {'none' if gone == 0 else 'all'} of them. Give "
+            f"a share of {amount:g} of {there} {self.units}{kept} is {'none' if gone <= 0 else 'all'} of them. Give "
             f"how many go, {max(1, round(amount * there))} say."
         )
 
