@@ -34,7 +34,7 @@ from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.run.snapshots import Snapshots, batch_identity, check_begun, rows_at_once, run_identity
-from gradprobe_hf.runtime.option_checks import check_callable, check_folder
+from gradprobe_hf.runtime.option_checks import check_callable, check_resume_dir
 from gradprobe_hf.runtime.processes import join_processes
 
 logger = logging.getLogger(__name__)
@@ -113,10 +113,10 @@ def prune_pretrained(
     out = _Destination(output_dir, overwrite, _repository(push_to_hub, output_dir), hub_private_repo)
     out.check(_name_of(model_or_id))
     if resume_dir is not None:
-        check_folder("resume_dir", resume_dir)
+        check_resume_dir(resume_dir, output_dir)
         check_resumable(config, f"resume_dir={str(resume_dir)!r}")
         if config.recovery_steps:
-            check_own(Path(resume_dir) / FOLDER)
+            check_own(Path(resume_dir) / FOLDER, output_dir)
     request = RunRequest(
         model_or_id,
         config,
@@ -158,7 +158,7 @@ def prune_pretrained(
     recovered = None
     if config.recovery_steps:
         recovered = recovered_weights(context, decision, calibration, measured, resume_dir)
-        measured = recovered.measured
+        measured, metric = recovered.measured, metric and {**metric, "pruned": recovered.metric}
     report = build_report(context, decision, measured, metric)
     report = replace(report, speed=speed, recovery=None if recovered is None else recovered.described)
     for warning in report.warnings[len(foreseen) :]:

@@ -195,6 +195,26 @@ def test_windows_without_a_token_that_counts_are_left_out():
     assert all(map(math.isfinite, found.held_out.values()))
 
 
+def test_adapters_of_a_model_without_zeros_are_on_all_blocks():
+    dense = cases.build(DENSE)
+    student = copy.deepcopy(dense)
+    with torch.no_grad():
+        student.model.embed_tokens.weight[258] = 0  # as that of a padding token is made
+        student.model.layers[0].self_attn.q_proj.weight.mul_(2)
+    before = weights(student)
+    trained(student, dense, steps=2, eval_steps=1, lora_r=2, warmup_steps=0, learning_rate=1e-3)
+    changed = {name for name, value in weights(student).items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if ".layers." in name and "norm" not in name}
+
+
+def test_batches_whose_rows_are_more_than_tokens_are_refused():
+    model, dense = half_pruned()[0], cases.build(DENSE)
+    ids = torch.randint(256, (4, 16))
+    batches = [{"input_ids": ids, "position_ids": torch.arange(8).repeat(4, 2)}]
+    with pytest.raises(ValueError, match="without the position_ids of these batches"):
+        recover_pretrained(model, dense, text=batches, evaluation=False, progress=False)
+
+
 def test_dropout_is_off_and_types_are_their_own():
     dense = cases.build("gpt2", torch.bfloat16)
     student, masks = half_pruned("gpt2", torch.bfloat16)
@@ -285,6 +305,12 @@ def test_a_folder_with_other_files_is_refused_and_they_stay(tmp_path):
     with pytest.raises(ValueError, match=r"holds checkpoint-7, notes.txt, which no recovery wrote"):
         prune_pretrained(model, config, resume_dir=tmp_path, progress=False)
     assert (folder / "notes.txt").read_text() == "mine"
+    state = tmp_path / "state"
+    for out, said in ((state, "is, or is in"), (state / "out", "is removed when the recovery is done")):
+        with pytest.raises(ValueError, match=said):
+            recover_pretrained(model, model, resume_dir=state, output_dir=out, progress=False)
+    with pytest.raises(ValueError, match="is, or is in"):
+        prune_pretrained(model, config, resume_dir=state / "in", output_dir=state, progress=False)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):
@@ -434,6 +460,28 @@ def test_pruning_with_recovery(checkpoint, text_file, tmp_path):
     wet.save_pretrained(tmp_path / "again")
     again = load_file(tmp_path / "again" / "model.safetensors")
     assert all(torch.equal(again[name], value) for name, value in written[0].items())
+
+
+def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):
+    options = {"sparsity": 0.5, "score": "magnitude", "num_samples": 4, "sequence_length": 16}
+    recovery = {"recovery_steps": 4, "recovery_learning_rate": 5e-3}
+    ids = torch.randint(256, (4, 16), generator=torch.Generator().manual_seed(2))
+    given = {"calibration": str(text_file), "evaluation": [{"input_ids": ids}], "processing_class": cases.tokenizer()}
+
+    def sizes(model, batch):
+        return model(input_ids=batch["input_ids"]).logits.square().sum()
+
+    def measured(loss_fn=None, **more):
+        model, config = cases.build(DENSE), GradProbeConfig(**options, **recovery, **more)
+        result = prune_pretrained(model, config, **given, loss_fn=loss_fn, progress=False)
+        return model, result.report.evaluation
+
+    model, found = measured(metric="accuracy")
+    right = model(input_ids=ids).logits[:, :-1].argmax(-1) == ids[:, 1:]
+    assert found["metric"]["pruned"] == pytest.approx(right.float().mean().item())
+    model, found = measured(sizes)
+    wanted = [sizes(one, given["evaluation"][0]).item() for one in (model, cases.build(DENSE))]
+    assert found["pruned"]["loss"] / found["dense"]["loss"] == pytest.approx(wanted[0] / wanted[1])
 
 
 @pytest.mark.parametrize(

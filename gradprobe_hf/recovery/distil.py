@@ -42,10 +42,10 @@ from gradprobe_hf.recovery.trainer import (
     without_dropout,
 )
 from gradprobe_hf.run.snapshots import weights_fingerprint
+from gradprobe_hf.runtime.option_checks import is_within
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
-from gradprobe_hf.training.keeper import resolve_masks
 from gradprobe_hf.training.lora import masked_adapters, merge_with_masks
 from gradprobe_hf.training.sparsity import SparsityCallback
 
@@ -95,8 +95,8 @@ class Trained:
         return asdict(self)
 
 
-def check_own(folder: Path) -> None:
-    """Raise ValueError where a folder holds what no recovery wrote: it is removed when a recovery is done.
+def check_own(folder: Path, output_dir: str | Path | None) -> None:
+    """Raise ValueError where a folder holds what no recovery wrote, or is to: it is removed when a recovery is done.
 
     A Trainer's own checkpoints have the names of ours: those without our identity beside them are not.
     """
@@ -107,6 +107,11 @@ def check_own(folder: Path) -> None:
         raise ValueError(
             f"resume_dir (--resume-dir): {folder} holds {shown}, which no recovery wrote, and is removed when one is "
             "done. Choose a folder of its own."
+        )
+    if is_within(output_dir, folder):
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} (--output) is in {folder}, which is removed when the recovery is done: "
+            "choose another one, or another resume_dir (--resume-dir)."
         )
 
 
@@ -272,18 +277,22 @@ def _stop_recomputing(model: Any) -> None:
     getattr(model, name if hasattr(model, name) else "gradient_checkpointing_disable")()
 
 
-def _masks(student: PreTrainedModel) -> tuple[tuple[Target, ...], Mapping[str, Tensor]]:
-    """The matrices with zeros and their masks; where none is zero those of the blocks, and masks without any."""
-    if any(bool((target.matrix(student) == 0).any()) for target in find_targets(student, include=["*"])):
-        return resolve_masks(student, "from-zeros")
-    targets, masks = find_targets(student), PackedMasks()
-    for target in targets:
-        masks.add(target.name, [torch.zeros(target.shape, dtype=torch.bool)])
-    return targets, masks
+def _masks(student: PreTrainedModel) -> tuple[tuple[Target, ...], PackedMasks]:
+    """The matrices of the blocks, and others with zeros, and their masks; of one without zeros it is empty.
+
+    Where whole structures are gone, a few weights, or the row of a padding token, may be zero all the same.
+    """
+    inside, masks = {target.name for target in find_targets(student)}, PackedMasks()
+    every = find_targets(student, include=["*"])
+    for target in every:
+        zero = target.matrix(student) == 0
+        if target.name in inside or bool(zero.any()):
+            masks.add(target.name, [zero])
+    return tuple(target for target in every if target.name in masks), masks
 
 
 def _with_adapters(student: PreTrainedModel, targets: tuple[Target, ...], rank: int) -> nn.Module:
-    """The model with LoRA adapters on every pruned matrix that is one of a linear module.
+    """The model with LoRA adapters on every matrix that has a mask and is one of a linear module.
 
     Raises:
         ImportError: PEFT is not installed.
@@ -302,8 +311,8 @@ def _with_adapters(student: PreTrainedModel, targets: tuple[Target, ...], rank: 
     ]
     if not modules:
         raise ValueError(
-            f"lora_r={rank}: no pruned matrix of this {type(student).__name__} is one of a linear module; leave lora_r "
-            "unset."
+            f"lora_r={rank}: no matrix of the blocks of this {type(student).__name__} is one of a linear module; leave "
+            "lora_r unset."
         )
     adapters = LoraConfig(r=rank, lora_alpha=_LORA_ALPHA * rank, lora_dropout=0.0, target_modules=modules)
     return get_peft_model(student, adapters)

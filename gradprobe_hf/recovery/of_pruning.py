@@ -7,14 +7,14 @@ copy is float32 while it trains, so that 16 bytes for each parameter are needed 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
-from gradprobe_hf.probe.engine import Workload
+from gradprobe_hf.evaluation.task_metric import measure_metric
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.result import described_recovery
@@ -36,11 +36,13 @@ class RecoveredWeights:
         parameters: parameter name -> its new values.
         described: the section of the report.
         measured: the dense and the recovered model on the evaluation, where there is one.
+        metric: the recovered model's, of the task, where there is one.
     """
 
     parameters: NewWeights
     described: dict[str, Any]
     measured: PairedMeasurement | None
+    metric: float | None
 
 
 def recovered_weights(
@@ -71,10 +73,11 @@ def recovered_weights(
             student = copy.deepcopy(dense)
         trained = distil(student, teacher_of(dense, text, config, place), text, config, place)
         measured = None if before is None else _measured(context, student)
+        metric = None if context.metric is None else _metric(context, student)
         weights = NewWeights()
         for name, values in weights_of(student).items():
             weights.add(name, values)
-    return RecoveredWeights(weights, described_recovery(trained, text, config, before), measured)
+    return RecoveredWeights(weights, described_recovery(trained, text, config, before), measured, metric)
 
 
 def _reading(context: RunContext, place: Workplace) -> Reading:
@@ -87,6 +90,12 @@ def _reading(context: RunContext, place: Workplace) -> Reading:
 
 def _measured(context: RunContext, student: Any) -> PairedMeasurement:
     dense = context.workload_on(context.evaluation)
-    pruned = Workload(student, context.evaluation, processes=context.processes, progress=context.progress)
     with context.stopwatch("evaluate"):
-        return measure_pair(dense, pruned, label="evaluation of what was recovered")
+        return measure_pair(dense, replace(dense, model=student), label="evaluation of what was recovered")
+
+
+def _metric(context: RunContext, student: Any) -> float:
+    assert context.metric is not None, "asked for where there is one"
+    work = replace(context.workload_on(context.evaluation), model=student)
+    with context.stopwatch("evaluate recovered"):
+        return measure_metric(work, context.metric, "evaluation (recovered)")

@@ -36,7 +36,7 @@ from gradprobe_hf.recovery.text import Reading, read_text
 from gradprobe_hf.report.report import REPORT_NAME, Report
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.snapshots import weights_fingerprint
-from gradprobe_hf.runtime.option_checks import check_folder
+from gradprobe_hf.runtime.option_checks import check_resume_dir
 from gradprobe_hf.runtime.paths import looks_like_path
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
@@ -102,8 +102,8 @@ def recover_pretrained(
         for model in (pruned, teacher):
             processes.on_main(partial(check_destination, output_dir, _name_of(model), overwrite))
     if resume_dir is not None:
-        check_folder("resume_dir", resume_dir)
-        check_own(Path(resume_dir))
+        check_resume_dir(resume_dir, output_dir)
+        check_own(Path(resume_dir), output_dir)
     with stopwatch("load"):
         student = _Student.of(pruned, from_pretrained_kwargs, processing_class)
         dense = _Dense(teacher, from_pretrained_kwargs, student.model)

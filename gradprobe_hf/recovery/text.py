@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ Row = dict[str, Tensor]
 OWN_WINDOWS = 512
 
 LARGEST_HELD_OUT = 10  # one row in so many, where the text is short
+READ = {"input_ids", "attention_mask", "labels"}  # of batches as they are given
 WINDOW = "window"  # the number of a row in the text
 
 
@@ -135,11 +137,22 @@ def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> Recovery
     )
     check_batches(model, batches, "text", needs_loss=True)
     check_evidence(model, batches, "text")
+    _check_read(model, batches)
     found = RecoveryText.of(batches, config.held_out_samples)
     epochs = config.steps * config.batch_size / (len(found.rows) - found.held_out)
     if epochs > 1:
         logger.info("the text has %d windows to train on, which is %.1f epochs", len(found.rows), epochs)
     return found
+
+
+def _check_read(model: PreTrainedModel, batches: Batches) -> None:
+    """Raise ValueError for what is part of a batch and no part of a row here."""
+    taken = set(inspect.signature(model.forward).parameters) - READ
+    if others := sorted({name for batch in batches for name in batch} & taken):
+        raise ValueError(
+            f"text: recovery reads {', '.join(sorted(READ))}, and the model would be called without the "
+            f"{', '.join(others)} of these batches. Leave that out, or give rows that need none."
+        )
 
 
 def _is_written(source: Any) -> bool:

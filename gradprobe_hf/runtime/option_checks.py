@@ -89,6 +89,25 @@ def check_folder(name: str, value: object) -> None:
         raise NotADirectoryError(f"{name}={str(value)!r}: {there} is a file; choose another folder.")
 
 
+def check_resume_dir(resume_dir: object, output_dir: object) -> None:
+    """Raise as `check_folder`, and ValueError where the state would be in the way of the checkpoint, which is renamed
+    into its place when it is whole."""
+    check_folder("resume_dir", resume_dir)
+    if is_within(resume_dir, output_dir):
+        raise ValueError(
+            f"resume_dir={str(resume_dir)!r} is, or is in, the folder that the checkpoint is to be in "
+            f"({str(output_dir)!r}): choose another one (--resume-dir)."
+        )
+
+
+def is_within(folder: Any, other: Any) -> bool:
+    """Whether a folder is another one, or anywhere in it; not where one of them is None."""
+    if folder is None or other is None:
+        return False
+    inner, outer = Path(folder).resolve(), Path(other).resolve()
+    return outer in (inner, *inner.parents)
+
+
 def check_callable(name: str, value: object, called_with: tuple[str, ...]) -> None:
     """Raise ValueError unless it is None, or a function of so many arguments."""
     if value is None:
