@@ -103,6 +103,14 @@ def test_zeros_go_on_top(folder):
     assert result.report.structure is None
 
 
+def test_a_card_says_how_much_went_and_not_what_was_asked(tmp_path):
+    """A share of channels is rounded, of a narrow network by far."""
+    model = cases.build("llama")
+    model = type(model)(type(model.config)(**{**model.config.to_dict(), "intermediate_size": 100}))
+    cases.prune(model, cases.batches("llama"), structure={"ffn": 0.1}, update="none", output_dir=tmp_path / "made")
+    assert "removed: 36 channels of each feed-forward network." in (tmp_path / "made" / "README.md").read_text()
+
+
 def test_a_smaller_model_is_made_smaller_again(folder):
     texts = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False}
     made = folder / "again"

@@ -43,9 +43,9 @@ _WIDTHS = (
 # Lists in a configuration that have one element for each block.
 PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size")
 # Numbers in a configuration up to which blocks are of another kind: full attention, no experts.
-LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace")
+LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
 # Lists in a configuration with the numbers of some blocks.
-BLOCK_NUMBERS = ("mlp_only_layers",)
+BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs")
 # Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
 _READ_BY_PARENT = {
     "MambaMixer": ("dt_proj",),

@@ -94,8 +94,8 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
 
 
 def _as_decided(report: Report, config: GradProbeConfig) -> GradProbeConfig:
-    """With the shape that was chosen, where a budget was given."""
-    if config.shape_budget is None or report.structure is None:
+    """With how many of each structure went: a budget chose them, and a share of channels is rounded."""
+    if report.structure is None:
         return config
     return config.varied(structure=report.structure["removed"], **dict.fromkeys(BUDGETS))
 

@@ -49,11 +49,7 @@ def _damping(config: GradProbeConfig) -> str:
 
 def _structures(config: GradProbeConfig) -> str:
     """What went whole, and why that."""
-    amounts = config.amounts
-    named = [
-        STRUCTURES[name].sentence.format(count=f"{amount:.0%} of the" if isinstance(amount, float) else amount)
-        for name, amount in amounts.items()
-    ]
+    named = [STRUCTURES[name].sentence.format(count=amount) for name, amount in config.amounts.items()]
     said = [f"Whole structures were removed: {'; '.join(named)}."]
     if config.drops_blocks:
         said.append("Blocks went one after the other, each time the one without which the calibration loss was lowest.")
