@@ -393,6 +393,10 @@ def test_the_command_writes_a_checkpoint_that_says_how_it_was_made(pruned, check
     # A second recovery goes on from there; a table is printed without --json
     assert main([*arguments[:1], str(out), *arguments[2:], "--overwrite", *OPTIONS]) == 1  # its own folder
     assert "is the model that is to be" in capsys.readouterr().err
+    other = tmp_path / "other"
+    assert main([arguments[0], str(out), *arguments[2:5], str(other), *arguments[6:], *OPTIONS, "--quiet"]) == 0
+    assert "It had been trained so before, in 6 steps." in (other / "README.md").read_text()
+    assert json.loads((other / "config.json").read_text())["gradprobe"]["recovery_steps"] == 12
 
 
 def test_models_in_memory_and_those_that_something_else_has_pruned(checkpoint, text_file, tmp_path):

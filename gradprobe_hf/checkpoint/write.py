@@ -209,7 +209,8 @@ def _add_own_key(path: Path, made: Checkpoint) -> None:
     how = {} if config is None else {name: getattr(config, name) for name in named}
     values[CONFIG_KEY] = {**what, **how, "version": report.versions["gradprobe_hf"]}
     if report.recovery is not None:
-        values[CONFIG_KEY]["recovery_steps"] = report.recovery["steps"]
+        earlier = report.recovery.get("earlier_steps", 0)
+        values[CONFIG_KEY]["recovery_steps"] = report.recovery["steps"] + earlier
     if "stored_as" in report.model:  # still true of what is made of this checkpoint
         values[CONFIG_KEY]["stored_as"] = report.model["stored_as"]
     # json.dumps, not the configuration's own writer: transformers sorts keys and so do we, which keeps diffs small.

@@ -99,6 +99,8 @@ def recovered_report(
         replace(row, zeros_after=int((targets[row.name].matrix(model) == 0).sum())) if row.name in targets else row
         for row in report.matrices
     ]
+    if (earlier := report.recovery) is not None:
+        recovery = {**recovery, "earlier_steps": earlier["steps"] + earlier.get("earlier_steps", 0)}
     measured = None
     if after is not None:
         measured = {**evaluation.describe(), "rows": "windows", "term": "tokens", **after.to_dict(), "metric": None}

@@ -14,11 +14,12 @@ def recovery_paragraph(report: Report) -> str:
         return ""
     options, held_out, text = recovery["options"], recovery["held_out"], recovery["text"]
     first, best = held_out["0"], held_out[str(recovery["best_step"])]
+    earlier = f" It had been trained so before, in {n} steps." if (n := recovery.get("earlier_steps")) else ""
     stayed = " Every zero stayed." if report.zeros and report.structure is None else ""
     said = [
         f"**Recovery.** After pruning, {_trained(options)} towards the dense model's predictions, in "
         f"{recovery['steps']} steps ({recovery['tokens']:,} tokens of {text['source']}; {text['protocol']}; "
-        f"fingerprint `{text['fingerprint'][:16]}`).{stayed}",
+        f"fingerprint `{text['fingerprint'][:16]}`).{earlier}{stayed}",
         f"What was minimised is the mean KL divergence of {_predictions(options)}, with AdamW at a learning rate of "
         f"{options['learning_rate']:g}. On {recovery['held_out_windows']} windows of that text that were never trained "
         f"on it went from {first:.4f} to {best:.4f} nats per token, at step {recovery['best_step']}, whose state was "
