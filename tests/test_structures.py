@@ -13,10 +13,14 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
@@ -78,6 +82,12 @@ MORE = {
     ),
     "leading": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**LEADING)),
     "windows": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, **LAYERS, "num_hidden_layers": 4})),
+    "scaled": lambda: GPT2LMHeadModel(
+        GPT2Config(**cases.CAUSAL, n_embd=16, n_layer=4, n_head=4, scale_attn_by_inverse_layer_idx=True)
+    ),
+    "every other": lambda: Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(**{**SIZES, **MIXTURE, "num_hidden_layers": 6, "decoder_sparse_step": 2})
+    ),
     "wide": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "intermediate_size": 100})),
     "single": lambda: MistralForCausalLM(MistralConfig(**{**SIZES, "num_key_value_heads": 1})),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
@@ -330,6 +340,8 @@ REFUSED = [
     ("single", {"kv_groups": 1}, "1 of 1 key-value head cannot go: none can"),
     ("gpt2", {"kv_groups": 1}, "no key-value heads in transformer.h.0 of GPT2LMHeadModel"),
     ("gpt2", {"blocks": 1}, "none can"),
+    ("scaled", {"blocks": 1}, "(with its scale_attn_by_inverse_layer_idx a block depends on how many are before it)"),
+    ("every other", {"blocks": 2}, "leave 'blocks' out of structure. (with its decoder_sparse_step"),
     ("opt", {"kv_groups": 1}, "OPTForCausalLM cannot do without 1 of its 4 key-value heads; leave 'kv_groups' out"),
     ("olmo2", {"kv_groups": 1}, "cannot do without 1 of its 2 key-value heads"),
     ("bert5", {"blocks": 1}, "does not hand on what it is given"),
@@ -365,11 +377,10 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
 
 
 def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(tmp_path):
-    model, batches = cases.build("gpt2"), cases.batches("gpt2")
-    # Attention is scaled by the number of its block, which changes when one before it goes: no shape tells that.
-    config = {**model.config.to_dict(), "n_layer": 4, "scale_attn_by_inverse_layer_idx": True}
+    batches = cases.batches("llama")
+    # A constant of attention grows with the number of its block, which changes when one before it goes.
     torch.manual_seed(0)
-    model = type(model)(type(model.config)(**config)).eval()
+    model = DiffLlamaForCausalLM(DiffLlamaConfig(**{**SIZES, "num_hidden_layers": 4})).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -46,6 +46,9 @@ PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_s
 LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
 # Lists in a configuration with the numbers of some blocks.
 BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs")
+# What blocks do by their own numbers, which change when one before them goes: attention is scaled by it (GPT-2), every
+# n-th has experts.
+_BY_NUMBER = ("scale_attn_by_inverse_layer_idx", "decoder_sparse_step", "moe_layer_interval")
 # Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
 _READ_BY_PARENT = {
     "MambaMixer": ("dt_proj",),
@@ -245,6 +248,12 @@ def key_value_heads(config: PreTrainedConfig) -> int:
 def config_key(config: PreTrainedConfig, name: str) -> str:
     """What the family's configuration file calls a value: GPT-2 has `n_layer` for `num_hidden_layers`."""
     return str(config.attribute_map.get(name, name))
+
+
+def told_by_number(config: PreTrainedConfig) -> str | None:
+    """The name of a value in a configuration by which blocks differ with their numbers; None if there is none."""
+    values = ((name, getattr(config, name, None)) for name in _BY_NUMBER)
+    return next((name for name, value in values if value is True or (value or 0) > 1), None)
 
 
 def feed_forward_keys(values: dict[str, Any], width: int) -> tuple[str, ...]:

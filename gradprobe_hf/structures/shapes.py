@@ -15,6 +15,7 @@ from gradprobe_hf.model.families import (
     experts_key,
     feed_forward_keys,
     key_value_heads,
+    told_by_number,
 )
 from gradprobe_hf.model.loading import skeleton
 from gradprobe_hf.structures.plan import Plan
@@ -92,6 +93,8 @@ def unfit(model: PreTrainedModel, plan: Plan) -> str | None:
     """Why a model of the smaller shape cannot be made; None if it can. It is built without weights."""
     if spanning := _over_all_heads(model, plan):
         return f"its {spanning} is over all heads together"
+    if "blocks" in plan.going and (name := told_by_number(model.config)):
+        return f"with its {name} a block depends on how many are before it"
     removal = Removal.example(plan)
     try:
         made = skeleton(smaller_config(model.config, removal), type(model))
