@@ -417,6 +417,18 @@ def test_models_in_memory_and_those_that_something_else_has_pruned(checkpoint, t
     assert all(torch.equal(written[name], value) for name, value in model.state_dict().items() if name in written)
 
 
+@torch.no_grad()
+def test_documents_of_their_own_measured_on_the_manual_wherever_it_is_called(text_file):
+    texts = [f"{number} {sentence}." for number, sentence in enumerate(text_file.read_text().split(".")[:12])]
+    config = RecoveryConfig(steps=2, batch_size=2, sequence_length=16, evaluation_samples=2, packing=False)
+    options = {"processing_class": cases.tokenizer(), "progress": False}
+    with torch.enable_grad():
+        model, _ = half_pruned()
+    report = recover_pretrained(model, cases.build(DENSE), config, text=texts, **options).report
+    assert "2 windows of 16 tokens" in report.evaluation["protocol"]
+    assert "documents, a row each" in report.recovery["text"]["protocol"]
+
+
 def test_a_model_in_memory_has_its_bits_when_saving_fails(checkpoint, text_file, tmp_path, monkeypatch):
     dense = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     model, _ = half_pruned()

@@ -185,6 +185,7 @@ def distil(
         memory_errors(place.stopwatch, remedies(config)),
         place.stopwatch("recovery"),
         generators_kept(),
+        torch.enable_grad(),
         _trainable(student),
         without_dropout(student),
         ExitStack() as adapted,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from gradprobe_hf.runtime.paths import looks_like_path
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 
+MANUAL = "pydoc"
 MEASURED_AT_ONCE = 4  # windows of the evaluation in one pass
 
 
@@ -50,7 +51,7 @@ def recover_pretrained(
     config: RecoveryConfig | None = None,
     *,
     text: Any = SELF,
-    evaluation: Any = "pydoc",
+    evaluation: Any = MANUAL,
     processing_class: Any = None,
     output_dir: str | Path | None = None,
     overwrite: bool = False,
@@ -234,7 +235,10 @@ def _evaluation(source: Any, config: RecoveryConfig, model: PreTrainedModel, pro
     if source is False or source is None:
         return Batches.none()
     length = window_length(config.sequence_length, model)
-    spec = WindowSpec(config.evaluation_samples, length, MEASURED_AT_ONCE, text=TextOptions.of(config))
+    text = TextOptions.of(config)
+    if source == MANUAL:  # one document, of which windows are cut whatever is done with those that are trained on
+        text = replace(text, packing=True)
+    spec = WindowSpec(config.evaluation_samples, length, MEASURED_AT_ONCE, text=text)
     found = load_batches(source, spec, part="evaluation", model=model, processing_class=processing_class)
     check_batches(model, found, "evaluation", needs_loss=True)
     check_evidence(model, found, "evaluation")
