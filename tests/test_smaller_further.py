@@ -212,6 +212,14 @@ def test_what_does_not_go_together_says_so(folder):
     result = cases.prune(model, cases.batches("llama"), structure={"ffn": 8}, update="none")
     with pytest.raises(ValueError, match=r"save it .* and recover the checkpoint"):
         recover_pretrained(result, model, STEPS, text=TEXT, progress=False)
+    with result.applied():
+        pass
+    # The model itself keeps its shapes: what is pruned of it now would be its zeros once more.
+    for options in ({"structure": {"ffn": 8}}, {"sparsity": 0.5}):
+        with pytest.raises(ValueError, match=r"has lost whole structures.* go on from the checkpoint"):
+            cases.prune(result.model, cases.batches("llama"), **options)
+    with pytest.raises(ValueError, match=r"has lost whole structures.* go on from the checkpoint"):
+        recover_pretrained(result.model, cases.build("llama"), STEPS, text=TEXT, processing_class=cases.tokenizer())
     for option in ({"sparsity": 0.5}, {"pattern": "2:4"}):
         with pytest.raises(ValueError, match="prune the smaller checkpoint once more: zeros go on top"):
             GradProbeConfig(structure={"ffn": 8}, **option)

@@ -21,7 +21,7 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.report.report import Report
-from gradprobe_hf.run.apply import applied, replaced
+from gradprobe_hf.run.apply import applied, mark_smaller, replaced
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.structures.removal import Removal
 
@@ -72,6 +72,8 @@ class PruneResult:
             yield
         if keep:
             self.new_weights.clear()
+            if self.removal is not None:
+                mark_smaller(self.model)
 
     def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
         """Write the pruned checkpoint, whole or not at all; with `apply=False` the model in memory stays as it is.

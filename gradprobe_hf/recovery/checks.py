@@ -15,6 +15,7 @@ from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.run.apply import check_whole
 from gradprobe_hf.run.request_checks import check_paths
 
 
@@ -73,6 +74,7 @@ def check_trainable(model: PreTrainedModel, option: str) -> None:
     Args:
         option: what asks for it.
     """
+    check_whole(model)
     if not is_causal(model):
         raise ValueError(
             f"{option} compares predictions of next tokens, and a {type(model).__name__} is no causal language model. "

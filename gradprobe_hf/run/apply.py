@@ -26,6 +26,22 @@ from gradprobe_hf.selection.masked_values import SavedValues
 from gradprobe_hf.selection.packed_masks import rows_of
 
 Change = Callable[[Tensor], Tensor]
+_LOST = "_gradprobe_lost_structures"  # an attribute of a model in memory that did
+
+
+def mark_smaller(model: nn.Module) -> None:
+    """Note that whole structures of a model are zero now, and gone in its files alone."""
+    setattr(model, _LOST, True)
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raise ValueError for a model that has lost whole structures in memory: it would be taken for a dense one."""
+    # Its zeros would go once more, or be trained, and its routers be written as they were before.
+    if getattr(model, _LOST, False):
+        raise ValueError(
+            f"this {type(model).__name__} has lost whole structures, and is smaller once it is saved: save the result "
+            "(save_pretrained), and go on from the checkpoint."
+        )
 
 
 @contextmanager

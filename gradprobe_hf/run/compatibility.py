@@ -15,6 +15,7 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading_checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
+from gradprobe_hf.run.apply import check_whole
 from gradprobe_hf.run.shape_search import check_budget
 from gradprobe_hf.run.structured import check_hands_on, check_routing
 from gradprobe_hf.selection.published_rule import thresholds
@@ -82,7 +83,8 @@ def _check_removable(model: nn.Module, targets: Sequence[Target], config: GradPr
 
 
 def check_editable(model: nn.Module, targets: Sequence[Target]) -> None:
-    """Raise ValueError for the first matrix whose weights cannot be edited: quantized, or not in memory."""
+    """Raise ValueError for the first matrix whose weights cannot be edited: lost, quantized, or not in memory."""
+    check_whole(model)
     tied = aliases(model)
     users: dict[str, list[str]] = {}
     for name, module in model.named_modules():
