@@ -321,8 +321,8 @@ BREAKS = [
     Break(
         "chosen and reported by the same half",
         "data/batches.py",
-        "self._part(parts, drawn[middle:], words[1])",
-        "self._part(parts, drawn[:middle], words[1])",
+        "self._part(parts, drawn[count:], words[1])",
+        "self._part(parts, drawn[:count], words[1])",
         "test_metric_drop.py",
     ),
     Break(

@@ -25,7 +25,7 @@ from gradprobe_hf.recovery.distil import distil, teacher_of, workplace
 from gradprobe_hf.recovery.divergence import SummedDivergence, TopPredictions, WholePredictions
 from gradprobe_hf.recovery.teacher import LiveTeacher
 from gradprobe_hf.recovery.text import RecoveryText, collated
-from gradprobe_hf.recovery.trainer import BestState
+from gradprobe_hf.recovery.trainer import BestState, without_dropout
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
@@ -237,6 +237,16 @@ def test_dropout_is_off_and_types_are_their_own():
     finally:
         Trainer.training_step = trainer_step
     assert seen[0] < 1e-2
+
+
+def test_routers_and_layers_are_those_of_evaluation():
+    model, ids = cases.build("mixtral"), torch.arange(12)[None]
+    for block in model.model.layers:
+        block.mlp.jitter_noise = 0.5
+    with torch.no_grad(), without_dropout(model):
+        wanted = model.eval()(input_ids=ids).logits
+        assert torch.equal(model.train()(input_ids=ids).logits, wanted)
+    assert model.model.layers[0].mlp.jitter_noise == 0.5
 
 
 def test_the_best_state_is_kept_and_the_beginning_is_one(caplog):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 HELD_OUT = "eval_loss"  # what Trainer calls the loss on its evaluation data, which here is the held-out text
 BEST_NAME = "best.safetensors"
 BETAS = (0.9, 0.95)
+# What numbers are called that make a model random in training. PhiMoE's `router_jitter_noise` has a part in evaluation.
+_RANDOM = re.compile(r"dropout|layerdrop|^(input_)?jitter_noise$")
 
 
 def training_arguments(
@@ -225,13 +228,14 @@ class ProgressBar(TrainerCallback):
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """No dropout, though the model is in training mode: the teacher's predictions are made without.
+    """No dropout, though the model is in training mode: the teacher's predictions are made without. Nor is a layer left
+    out, or the input of a router noisy.
 
     Modules have it as an `nn.Dropout`, or as a number that they pass on.
     """
     with ExitStack() as undo:
         for module in model.modules():
-            names = ["p"] if isinstance(module, nn.Dropout) else [name for name in vars(module) if "dropout" in name]
+            names = ["p"] if isinstance(module, nn.Dropout) else list(filter(_RANDOM.search, vars(module)))
             for name in names:
                 if isinstance(value := getattr(module, name), float):
                     undo.callback(setattr, module, name, value)
