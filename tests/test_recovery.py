@@ -439,6 +439,15 @@ def test_documents_of_their_own_measured_on_the_manual_wherever_it_is_called(tex
     assert "documents, a row each" in report.recovery["text"]["protocol"]
 
 
+def test_a_pruned_model_without_a_tokenizer_has_the_teachers(checkpoint, text_file, tmp_path):
+    half_pruned()[0].save_pretrained(tmp_path / "bare")
+    config = RecoveryConfig(steps=1, batch_size=2, sequence_length=16)
+    found = recover_pretrained(
+        tmp_path / "bare", str(checkpoint), config, text=str(text_file), evaluation=False, progress=False
+    )
+    assert found.processing_class.get_vocab() == cases.tokenizer().get_vocab()
+
+
 def test_a_model_in_memory_has_its_bits_when_saving_fails(checkpoint, text_file, tmp_path, monkeypatch):
     dense = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     model, _ = half_pruned()

@@ -109,6 +109,8 @@ def recover_pretrained(
         student = _Student.of(pruned, from_pretrained_kwargs, processing_class)
         dense = _Dense(teacher, from_pretrained_kwargs, student.model)
         student.check(dense, config)
+        if student.processing_class is None:
+            student = replace(student, processing_class=load_processing_class(dense.model, **from_pretrained_kwargs))
         if output_dir is not None:
             processes.on_main(partial(check_room, output_dir, student.model))
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
