@@ -131,6 +131,7 @@ def check_pruned(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
         if bool(((target.matrix(pruned) == 0) & (dense_matrix != 0).to(target.matrix(pruned).device)).any()):
             return
     raise ValueError(
-        "no weight is zero in the pruned model that is not zero in the teacher too: prune it first, and give the dense "
-        "model that it was pruned from as the teacher (teacher, --teacher)."
+        "no weight is zero in the pruned model that is not zero in the teacher too: prune it first (of apply=False, "
+        "save the result and recover the checkpoint), and give the dense model that it was pruned from as the teacher "
+        "(teacher, --teacher)."
     )
