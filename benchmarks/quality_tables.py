@@ -52,6 +52,7 @@ def has_headline(results: dict[str, Any]) -> bool:
 
 def headline_table(results: dict[str, Any]) -> str:
     """Four rows, every text in each cell."""
+    results = even(results, {method for methods in HEADLINE.values() for method in methods})
     cells, texts = cells_of(results), list(results["dense"])
     dense = " / ".join(_shown(results["dense"][text]) for text in texts)
     lines = [
@@ -78,6 +79,7 @@ def presets_table(results: dict[str, Any], other: dict[str, Any] | None = None) 
         other: the same calibrated on another text: a column of its perplexities, as far as they are made.
     """
     cells, texts = cells_of(results), list(results["dense"])
+    other = None if other is None else even(other, {method for methods in PRESETS.values() for method in methods})
     beside = {} if other is None else cells_of(other)
     lines = [
         f"| | preset | passes forward, backward | seconds | peak memory | {' / '.join(texts)} |",
@@ -111,7 +113,7 @@ def presets_table(results: dict[str, Any], other: dict[str, Any] | None = None) 
 def calibrated_on_c4(results: dict[str, Any]) -> str:
     """A section of the results: what the README shows, with its ratios, intervals and divergences; whole columns."""
     columns = whole_columns(results)
-    results = {**results, "rows": [row for row in results["rows"] if row["column"] in columns]}
+    results = even({**results, "rows": [row for row in results["rows"] if row["column"] in columns]})
     said = (
         "The README's rows and others, calibrated on C4 as in the literature. Neither WikiText-2's test split nor "
         "pydoc is part of it."
@@ -316,6 +318,22 @@ def cells_of(results: dict[str, Any]) -> Cells:
     return cells
 
 
+def even(results: dict[str, Any], methods: Iterable[str] = ()) -> dict[str, Any]:
+    """The results with only those draws of each column that all of its rows have: means of others do not compare.
+
+    Args:
+        methods: whose rows are looked at; default: all.
+    """
+    wanted = set(methods) or {row["method"] for row in results["rows"]}
+    seeds: dict[str, dict[str, set[int]]] = {}
+    for row in results["rows"]:
+        if row["method"] in wanted:
+            seeds.setdefault(row["column"], {}).setdefault(row["method"], set()).add(row["seed"])
+    common = {column: set.intersection(*found.values()) for column, found in seeds.items()}
+    rows = [row for row in results["rows"] if row["seed"] in common.get(row["column"], {row["seed"]})]
+    return {**results, "rows": rows}
+
+
 def _methods(cells: Cells) -> list[str]:
     """Those that have the sparsity of their column, in the benchmark's order."""
     found = {method for method, _ in cells if method not in RULE_ROWS}
@@ -408,13 +426,25 @@ def _setting(results: dict[str, Any]) -> str:
 def _draws(results: dict[str, Any]) -> str:
     """How many draws of the calibration windows the rows are means of, where they do not all have the same."""
     found = cells_of(results)
+    by_column = {column: {len(rows) for (_, c), rows in found.items() if c == column} for _, column in found}
+    if all(len(counts) == 1 for counts in by_column.values()):
+        return _draws_by_column({column: next(iter(counts)) for column, counts in by_column.items()})
     counts = {method: max(len(rows) for (name, _), rows in found.items() if name == method) for method, _ in found}
     most, several = max(counts.values()), [method for method, count in counts.items() if count > 1]
-    if most == 1:
-        return "1 draw"
     if len(several) == len(counts):
-        return f"{most} draws"
+        return f"up to {most} draws"
     return f"1 draw, {most} draws of {', '.join(several)}"
+
+
+def _draws_by_column(counts: dict[str, int]) -> str:
+    """
+    >>> _draws_by_column({"0.5": 1, "0.6": 3, "2:4": 2})
+    '1 draw (3 at 60%, 2 at 2:4)'
+    """
+    least = min(counts.values())
+    more = [column for column in SHOWN_COLUMNS if counts.get(column, least) > least]
+    shown = ", ".join(f"{counts[column]} at {column_title(column)}" for column in more)
+    return f"{least} draw{'s' * (least > 1)}" + f" ({shown})" * bool(more)
 
 
 def _quality_cell(cells: Cells, text: str, method: str, column: str, best: float) -> str:

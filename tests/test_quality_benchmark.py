@@ -170,6 +170,9 @@ def test_draws_are_counted_and_ratios_are_of_the_same_draws(bench):
     (text,) = results["dense"]
     wanda, first, _ = (row["perplexity"][text] for row in results["rows"])
     assert f"({wanda / first:.2f})" in grid.replace("**", "")
+    fair = quality_tables.even(results)
+    assert [(row["method"], row["seed"]) for row in fair["rows"]] == [("wanda", 0), ("sparsegpt", 0)]
+    assert quality_tables.even(results, ["sparsegpt"]) == results
 
 
 @pytest.mark.slow
