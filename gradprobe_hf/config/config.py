@@ -102,7 +102,8 @@ class GradProbeConfig:
         fisher: estimate of the squared gradient. `"sequence"`, `"token"`, `"factored"`, or `"blend"`, the geometric
             mean of sequence and factored.
         importance: which channels and heads go with `structure`. `"obs"`: those that the others can make up for best.
-            `"fisher"`: those whose gate has the least Fisher information. `"wanda"`, `"taylor"` and `"random"` are
+            `"fisher"`: those whose gate has the least Fisher information. `"obs+fisher"`: both, an error that
+            the others leave weighted by how much the loss depends on it. `"wanda"`, `"taylor"` and `"random"` are
             baselines. Default: `"obs"`.
         structure_rounds: in how many portions experts go, and channels and heads by `importance="fisher"` or
             `"taylor"`; before each the gates are measured anew, in the model without those that went before.
@@ -586,12 +587,12 @@ class GradProbeConfig:
     @property
     def weighs_inputs(self) -> bool:
         """Whether units go by what the inputs of their matrices say, which takes a walk from block to block."""
-        return self.weighs_units and self.unit_score.measured == "inputs"
+        return self.weighs_units and "inputs" in self.unit_score.measured
 
     @property
     def weighs_gates(self) -> bool:
         """Whether units go by what a probe says of their gates."""
-        return self.weighs_units and self.unit_score.measured == "gradients"
+        return self.weighs_units and "gradients" in self.unit_score.measured
 
     @property
     def drops_experts(self) -> bool:
@@ -787,7 +788,7 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
     "importance": (lambda c: c.weighs_units, "structure={'ffn': ...} or {'kv_groups': ...}"),
     "structure_rounds": (
-        lambda c: c.weighs_gates or "experts" in c.amounts,
+        lambda c: (c.weighs_units and c.unit_score.takes_rounds) or "experts" in c.amounts,
         "importance='fisher' or 'taylor', or structure={'experts': ...}",
     ),
     "measure_speed": (lambda c: c.structure is not None, "structure"),

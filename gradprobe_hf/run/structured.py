@@ -50,7 +50,7 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
     for share in _shares(config.structure_rounds) if plan.experts else ():
         with routed(context.model, removal.routes):
             removal = replace(removal, experts=_experts_going(context, removal, share, diagnostics))
-    for share in _shares(config.structure_rounds if config.weighs_gates else 1) if plan.units else ():
+    for share in _shares(config.structure_rounds if config.unit_score.takes_rounds else 1) if plan.units else ():
         with context.stopwatch("units"), routed(context.model, removal.routes), torch.no_grad():
             removal = replace(removal, units=_units_going(context, removal, share, diagnostics))
     return packed(removal, context.targets)

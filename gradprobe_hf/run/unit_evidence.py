@@ -6,7 +6,7 @@ measured in the model that is left of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -27,6 +27,7 @@ from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.structures.importance import outputs_squared
 from gradprobe_hf.structures.plan import Units
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.unit_scores import UnitEvidence
@@ -47,15 +48,19 @@ def weighed_units(context: RunContext, removal: Removal, diagnostics: Diagnostic
 
     Every process gets the same. What is measured of a block is freed with the next one.
     """
-    measured = context.config.unit_score.measured
-    if measured == "inputs":
-        yield from _by_inputs(context, removal)
-        diagnostics.count("forward", 1)
-    elif measured == "gradients":
-        yield from _by_gates(context, removal, diagnostics)
-    else:
-        for name, units in units_that_stay(removal):
-            yield Weighed(name, units, _evidence(context, units))
+    measured, staying = context.config.unit_score.measured, units_that_stay(removal)
+    gates: dict[str, GateSums] = {}
+    if "gradients" in measured:
+        found = _gates(context, [(units.reader, units.count) for _, units in staying], removal, diagnostics)
+        gates = {units.reader.name: sums for (_, units), sums in zip(staying, found, strict=True)}
+    if "inputs" not in measured:
+        for name, units in staying:
+            gone = removal.units.get(units.reader.name)
+            yield Weighed(name, units, _with_gates(_evidence(context, units), gates, gone))
+        return
+    for one in _by_inputs(context, removal):
+        yield replace(one, evidence=_with_gates(one.evidence, gates))
+    diagnostics.count("forward", 1)
 
 
 def units_that_stay(removal: Removal) -> list[tuple[str, Units]]:
@@ -95,8 +100,9 @@ def _by_inputs(context: RunContext, removal: Removal) -> Iterator[Weighed]:
         for name, units in here:
             hessian, _ = collected.of(units.reader)
             squares = hessian.diagonal().clone()
+            outputs = outputs_squared(units.reader.matrix(model).to(hessian), hessian, units.count)
             factor, _ = inverse_factor(hessian, context.config.fixed_damping)
-            evidence = _evidence(context, units, inverse=factor.t() @ factor, input_sq=squares)
+            evidence = _evidence(context, units, inverse=factor.t() @ factor, input_sq=squares, output_sq=outputs)
             del hessian, factor  # each is [in, in], as is the inverse: three of them would be the run's highest point
             yield Weighed(name, units, evidence)
 
@@ -110,13 +116,12 @@ def _collect(context: RunContext, cache: BlockOutputCache, block: str, readers: 
     return collected
 
 
-def _by_gates(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> Iterator[Weighed]:
-    """The derivatives of the loss in a gate on each unit."""
-    staying = units_that_stay(removal)
-    found = _gates(context, [(units.reader, units.count) for _, units in staying], removal, diagnostics)
-    for (name, units), sums in zip(staying, found, strict=True):
-        evidence = _evidence(context, units, gate_squares=sums.squares, gate_total=sums.total)
-        yield Weighed(name, units, replace(evidence, gone=removal.units.get(units.reader.name)))
+def _with_gates(evidence: UnitEvidence, gates: Mapping[str, GateSums], gone: Tensor | None = None) -> UnitEvidence:
+    """What is known beside it of the derivatives of the loss in a gate on each unit, and which went already."""
+    sums = gates.get(evidence.name)
+    if sums is None:
+        return replace(evidence, gone=gone)
+    return replace(evidence, gate_squares=sums.squares, gate_total=sums.total, gone=gone)
 
 
 def expert_fisher(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Tensor]:

@@ -8,6 +8,10 @@ outputs without them, the other columns changed to make up for it, is
 Removing units changes this of the others: H^-1 loses what they explained, and W is what makes up for them. So they go
 in a few portions, each followed by that update (the block form of Gaussian elimination).
 
+An error of the outputs matters as much as the loss depends on it. So s_U may be weighted by a unit's own share in that,
+which its gate tells: `sqrt(g_U / sum_t ||W_U x_t,U||^2)`, with g_U the Fisher information of a factor on the unit. With
+the power 1 and without the update this would be the Fisher information of what the others cannot make up for.
+
 Source: Hassibi and Stork 1993; for units LeCun et al. 1990 and Kurtic et al. 2023, ZipLM (arXiv:2302.04089).
 """
 
@@ -19,7 +23,7 @@ from torch import Tensor
 PORTIONS = 16  # in which units go; each costs products of `[in, in]`
 
 
-def least_missed(weight: Tensor, inverse: Tensor, units: int, going: int) -> Tensor:
+def least_missed(weight: Tensor, inverse: Tensor, units: int, going: int, factors: Tensor | None = None) -> Tensor:
     """Which units go, bool `[units]`.
 
     Args:
@@ -27,6 +31,7 @@ def least_missed(weight: Tensor, inverse: Tensor, units: int, going: int) -> Ten
         inverse: `H^-1`, `[in, in]`, of the same dtype.
         units: each of `in / units` consecutive columns.
         going: how many go.
+        factors: what an error of each unit counts, `[units]`; None: all the same.
 
     >>> least_missed(torch.tensor([[3.0, 1.0, 2.0]]), torch.eye(3), 3, 1)
     tensor([False,  True, False])
@@ -35,7 +40,8 @@ def least_missed(weight: Tensor, inverse: Tensor, units: int, going: int) -> Ten
     gone = torch.zeros(units, dtype=torch.bool, device=weight.device)
     while left := going - int(gone.sum()):
         portion = min(left, max(1, -(-going // PORTIONS)))
-        scores = unit_errors(weight, inverse, units).masked_fill_(gone, torch.inf)
+        errors = unit_errors(weight, inverse, units)
+        scores = (errors if factors is None else errors * factors).masked_fill_(gone, torch.inf)
         now = torch.zeros_like(gone).index_fill_(0, scores.argsort(stable=True)[:portion], True)
         gone |= now
         if portion < left:
@@ -52,6 +58,15 @@ def unit_errors(weight: Tensor, inverse: Tensor, units: int) -> Tensor:
     own = torch.stack([squares[unit, :, unit] for unit in range(units)])  # (H^-1)_UU, [units, width, width]
     columns = weight.unflatten(1, (units, width)).movedim(1, 0)  # W_U, [units, out, width]
     return (torch.linalg.solve(own, columns.mT) * columns.mT).sum((1, 2))
+
+
+def outputs_squared(weight: Tensor, hessian: Tensor, units: int) -> Tensor:
+    """`sum_t ||W_U x_t,U||^2 = tr(W_U H_UU W_U^T)` of each unit, `[units]`."""
+    width = weight.shape[1] // units
+    if width == 1:
+        return weight.square().sum(0) * hessian.diagonal()
+    parts = [slice(unit * width, (unit + 1) * width) for unit in range(units)]
+    return torch.stack([((weight[:, own] @ hessian[own, own]) * weight[:, own]).sum() for own in parts])
 
 
 def made_up_for(weight: Tensor, inverse: Tensor, gone: Tensor) -> Tensor:
