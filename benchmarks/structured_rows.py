@@ -161,6 +161,8 @@ CUT: dict[str, Any] = {"update": "none"}
 ROWS = {
     "auto": Row("auto"),
     "channels, OBS + least squares": Row("ffn"),
+    "channels, Fisher + least squares": Row("ffn", {"importance": "fisher"}),
+    "channels, OBS x Fisher + least squares": Row("ffn", {"importance": "obs+fisher"}),
     "channels, Wanda-sp": Row("ffn", {"importance": "wanda", **CUT}),
     "channels, FLAP's score": Row("ffn", CUT, channels=flap_scores),
     "channels, GISP's score": Row("ffn", CUT, channels=gisp_scores),
