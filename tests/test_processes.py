@@ -66,6 +66,7 @@ CONFIGURATIONS = {
     "bounds": {"max_matrix_sparsity": 0.55},
     "structures": {"structure": {"ffn": 8, "kv_groups": 1, "blocks": 1}},
     "structures by gates": {"structure": {"ffn": 8}, "importance": "fisher", "update": "none"},
+    "structures by both": {"structure": {"ffn": 8, "kv_groups": 1}, "importance": "obs+fisher", "update": "none"},
     "structures for a budget": {"structure": "auto", "params": 0.9},
 }
 

@@ -17,9 +17,10 @@ from torch import Tensor
 from gradprobe_hf.scores.random import random_score
 from gradprobe_hf.structures.importance import least_missed
 
-NOTHING: frozenset[Literal["inputs", "gradients"]] = frozenset()
-INPUTS: frozenset[Literal["inputs", "gradients"]] = frozenset({"inputs"})
-GRADIENTS: frozenset[Literal["inputs", "gradients"]] = frozenset({"gradients"})
+Measured = frozenset[Literal["inputs", "gradients"]]
+NOTHING: Measured = frozenset()
+INPUTS: Measured = frozenset({"inputs"})
+GRADIENTS: Measured = frozenset({"gradients"})
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class UnitScore:
     """
 
     chosen: Callable[[UnitEvidence, int], Tensor]
-    measured: frozenset[Literal["inputs", "gradients"]]
+    measured: Measured
     sentence: str
     source: str
 
