@@ -123,7 +123,7 @@ bench-refined-stories: $(READY)  ## the same training behind SparseGPT and behin
 	$(STORIES15M) --seed 0 --methods $(REFINED_STORIES) --columns 0.5 0.6 0.7 2:4 \
 		--output benchmarks/results/refined-stories.json $(FLAGS)
 
-bench-gradient-admm: $(READY)  ## ADMM in training (ELSA) beside one probe and recovery, at 70, 80 and 90%: a day on 2 cores
+bench-gradient-admm: $(READY)  ## ADMM in training (ELSA) beside one probe and recovery, at 70, 80 and 90%: hours
 	$(BIN)/python -m benchmarks.gradient_admm --model $(STORIES) $(SPLIT_STORIES) --evaluation-samples 48 $(FLAGS)
 
 bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on the model of 15M

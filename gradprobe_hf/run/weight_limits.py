@@ -37,9 +37,8 @@ def weight_limits(model: PreTrainedModel, config: GradProbeConfig, processes: in
     # What structure="auto" takes is found out on the way: no estimate is made of it.
     if config.needs.passes == "none" or config.shape_budget is not None or not is_known:
         return None
-    if (
-        config.accumulator_device == "auto" and config.needs.accumulates
-    ):  # statistics leave before weights do: they are read less often
+    # Statistics leave before weights do: they are read less often.
+    if config.accumulator_device == "auto" and config.needs.accumulates:
         config = config.varied(accumulator_device="disk")
     targets = find_targets(model, config.include, config.exclude)
     found = {one.name: one for one in estimate(model, targets, config, base=process_bytes()).placements}
