@@ -117,7 +117,7 @@ def _collect(context: RunContext, cache: BlockOutputCache, block: str, readers: 
 
 
 def _with_gates(evidence: UnitEvidence, gates: Mapping[str, GateSums], gone: Tensor | None = None) -> UnitEvidence:
-    """What is known beside it of the derivatives of the loss in a gate on each unit, and which went already."""
+    """The evidence, with what a probe found at the gates of its units if there was one, and which went already."""
     sums = gates.get(evidence.name)
     if sums is None:
         return replace(evidence, gone=gone)
