@@ -24,6 +24,7 @@ RESULTS = Path(__file__).parent / "results"
 ROWS: dict[str, dict[str, Any]] = {
     f"ffn 256, {windows} windows, damping {damping}": {
         "structure": {"ffn": 256},
+        "importance": "obs",
         "num_samples": windows,
         "damping": damping,
     }

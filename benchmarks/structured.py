@@ -27,17 +27,18 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 
 RESULTS = Path(__file__).parent / "results"
+OBS = {"importance": "obs"}
 ROWS: dict[str, dict[str, Any]] = {
-    "ffn 1/3": {"structure": {"ffn": 1 / 3}},
-    "ffn 1/3, no update": {"structure": {"ffn": 1 / 3}, "update": "none"},
-    "ffn 1/3, block matching": {"structure": {"ffn": 1 / 3}, "refinement": "blocks"},
-    "kv_groups 2": {"structure": {"kv_groups": 2}},
-    "kv_groups 2, no update": {"structure": {"kv_groups": 2}, "update": "none"},
+    "ffn 1/3": {**OBS, "structure": {"ffn": 1 / 3}},
+    "ffn 1/3, no update": {**OBS, "structure": {"ffn": 1 / 3}, "update": "none"},
+    "ffn 1/3, block matching": {**OBS, "structure": {"ffn": 1 / 3}, "refinement": "blocks"},
+    "kv_groups 2": {**OBS, "structure": {"kv_groups": 2}},
+    "kv_groups 2, no update": {**OBS, "structure": {"kv_groups": 2}, "update": "none"},
     "blocks 1": {"structure": {"blocks": 1}},
     "blocks 1, no update": {"structure": {"blocks": 1}, "update": "none"},
-    "ffn 1/3, blocks 1": {"structure": {"ffn": 1 / 3, "blocks": 1}},
+    "ffn 1/3, blocks 1": {**OBS, "structure": {"ffn": 1 / 3, "blocks": 1}},
 }
-# The ways to tell which units go, each with and without an update; the default one has its rows above.
+# The ways to tell which units go, each with and without an update; that of OBS has its rows above.
 ROWS |= {
     f"{what}, {importance}{', no update' if update == 'none' else ''}": {
         "structure": structure,

@@ -160,9 +160,9 @@ def _hooked(model: nn.Module, hooks: Mapping[str, Hook]) -> Iterator[None]:
 CUT: dict[str, Any] = {"update": "none"}
 ROWS = {
     "auto": Row("auto"),
-    "channels, OBS + least squares": Row("ffn"),
+    "channels, OBS + least squares": Row("ffn", {"importance": "obs"}),
     "channels, Fisher + least squares": Row("ffn", {"importance": "fisher"}),
-    "channels, OBS x Fisher + least squares": Row("ffn", {"importance": "obs+fisher"}),
+    "channels, OBS x Fisher + least squares": Row("ffn"),
     "channels, Wanda-sp": Row("ffn", {"importance": "wanda", **CUT}),
     "channels, FLAP's score": Row("ffn", CUT, channels=flap_scores),
     "channels, GISP's score": Row("ffn", CUT, channels=gisp_scores),
@@ -174,7 +174,7 @@ ROWS = {
     "blocks, greedy by loss": Row("blocks", CUT),
     "blocks, greedy by loss + least squares": Row("blocks"),
 }
-TRAINED = ("auto", "channels, OBS + least squares", "channels, FLAP's score", "blocks, greedy by loss")
+TRAINED = ("auto", "channels, OBS x Fisher + least squares", "channels, FLAP's score", "blocks, greedy by loss")
 ROWS |= {
     f"{name}, recovered": Row(row.axis, row.options, row.channels, row.blocks, recovered=True)
     for name, row in ROWS.items()

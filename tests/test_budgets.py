@@ -13,15 +13,17 @@ from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausal
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.data.batches import from_iterable
+from gradprobe_hf.data.batches import Batches, from_iterable
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run import block_order, decide
-from gradprobe_hf.run.context import BlockOrder
+from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.decide import conclude
+from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.shape_search import budget_shapes
 from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.importance import made_up_for
+from gradprobe_hf.structures.plan import Plan
 from tests import cases
 from tests.test_structures import MIXTURE, SIZES
 
@@ -129,7 +131,8 @@ def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budg
     assert len(tried) == 2 < len(found["candidates"])
     # What it takes was said in advance: a pass is one over all rows, and the search has seven eighths of them.
     (announced,) = re.findall(r"about (\d+) passes", caplog.text)
-    assert int(announced) == pytest.approx(result.report.passes["forward"], rel=0.25)
+    passes = result.report.passes
+    assert int(announced) == pytest.approx(passes["forward"] + 2 * passes["backward"], rel=0.25)
     assert f"{len(found['candidates'])} shapes meet params=0.75; 2 are pruned" in caplog.text
     assert min(tried, key=lambda one: one["loss"]) == found["candidates"][0]
     assert found["removed"] == found["candidates"][0]["removed"]
@@ -211,11 +214,11 @@ def test_an_estimate_is_the_loss_without_what_goes(monkeypatch):
 def test_later_blocks_are_looked_for_among_the_best_of_the_time_before(monkeypatch):
     cost, tried = {"a": 9, "b": 3, "c": 1, "d": 4, "e": 2, "f": 5, "g": 9}, []
 
-    def loss_without(_context, _plan, blocks, _diagnostics):
-        tried.append(blocks)
-        return sum(cost[block] for block in blocks)
+    def losses_without(_context, _plan, gone, blocks, _diagnostics):
+        tried.extend(gone | {block} for block in blocks)
+        return {block: sum(cost[one] for one in gone | {block}) for block in blocks}
 
-    monkeypatch.setattr(block_order, "loss_without", loss_without)
+    monkeypatch.setattr(block_order, "losses_without", losses_without)
     monkeypatch.setattr(block_order, "FEWER_BLOCKS", 2)
     context = SimpleNamespace(block_order=BlockOrder(), progress=False)
     plan = SimpleNamespace(blocks=tuple(cost))  # of which the first and the last stay
@@ -225,6 +228,30 @@ def test_later_blocks_are_looked_for_among_the_best_of_the_time_before(monkeypat
     assert tried[5:] == [{"c", "e"}, {"c", "b"}, {"c", "e", "b"}, {"c", "e", "d"}]
     assert block_order.blocks_going(context, plan, 2, None) == found[:2]
     assert len(tried) == 9  # what is known is not measured again
+
+
+@pytest.mark.parametrize("gone", [set(), {2}])
+def test_the_losses_without_each_block_are_those_of_whole_passes(gone):
+    model = deep()
+    batches = cases.batches("llama", rows=8)
+    found = from_iterable(batches, "batches")
+    context = RunContext(model, None, find_targets(model), GradProbeConfig(), found, Batches.none(), progress=False)
+    plan = Plan.of(model, context.targets, {"blocks": 1})
+    names, diagnostics = [f"model.layers.{number}" for number in range(BLOCKS)], Diagnostics()
+    tried = [name for number, name in enumerate(names) if number not in gone]
+    before = {names[number] for number in gone}
+    found = block_order.losses_without(context, plan, before, tried[::-1], diagnostics)
+    assert set(found) == set(tried)
+    layers = model.model.layers
+    for name in tried:
+        model.model.layers = torch.nn.ModuleList(
+            layer for layer, own in zip(layers, names, strict=True) if own not in {*before, name}
+        )
+        sums = [summed_loss(model, batch) for batch in batches]
+        whole = sum(float(loss.detach()) for loss, _ in sums) / sum(int(terms) for _, terms in sums)
+        assert found[name] == pytest.approx(whole, rel=1e-5)
+    # Each begins in front of the block that is left out.
+    assert diagnostics.passes["forward"] == pytest.approx(sum(1 - names.index(name) / BLOCKS for name in tried))
 
 
 def test_what_makes_up_for_columns_is_least_squares():

@@ -25,6 +25,38 @@ def test_the_kept_weights_are_those_of_the_normal_equations():
     assert not found[mask].signbit().any(), "negative zeros are other bits in the file"
 
 
+def test_where_rows_keep_the_same_inputs_they_are_solved_together(monkeypatch):
+    monkeypatch.setattr(LeastSquares, "_solved", None)  # no conjugate gradients
+    weight, hessian, mask = problem()
+    mask[:] = mask[0]
+    mask[3] = True  # an output that goes
+    drift = 0.1 * problem(seed=1)[1]
+    whole = damped(hessian, DAMPING)
+    start = weight + 0.3 * torch.linalg.solve(whole, (weight @ drift).t()).t()
+    found = LeastSquares(weight, hessian, drift, 0.3, DAMPING).solved(mask)
+    torch.testing.assert_close(found, normal_equations(start, whole, mask), rtol=1e-8, atol=1e-10)
+    assert not found[mask].signbit().any()
+
+
+def test_fewer_tokens_than_inputs_are_solved_together_in_float32():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(48, 96, generator=generator, dtype=torch.float64) + 2
+    weight = torch.randn(24, 96, generator=generator, dtype=torch.float64)
+    mask = (torch.arange(96) % 3 == 0).expand(24, 96)
+    whole = damped(x.t() @ x, DAMPING)
+    best = error(weight, normal_equations(weight, whole, mask), whole)
+    system = LeastSquares(weight.float(), (x.t() @ x).float(), damping=DAMPING)
+    found = error(weight, system.solved(mask).double(), whole)
+    assert abs(found - best) < 1e-3 * best
+
+
+def test_inputs_that_are_all_the_same_are_left_to_conjugate_gradients():
+    weight, _, mask = problem()
+    mask[:] = mask[0]
+    found = LeastSquares(weight, torch.ones(12, 12, dtype=torch.float64), damping=0.0).solved(mask)
+    torch.testing.assert_close(found.sum(1), weight.sum(1))  # what the outputs are
+
+
 def test_few_steps_from_a_revised_mask_leave_as_little_error_as_the_normal_equations():
     """Fewer tokens than inputs, and inputs that have much in common: where conjugate gradients take longest."""
     generator = torch.Generator().manual_seed(0)

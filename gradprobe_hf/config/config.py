@@ -47,7 +47,7 @@ from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.table import SCORES, Score
 from gradprobe_hf.structures.budgets import BUDGETS, ShapeBudget
 from gradprobe_hf.structures.table import AUTO, STRUCTURES, checked
-from gradprobe_hf.structures.unit_scores import UNIT_SCORES, UnitScore
+from gradprobe_hf.structures.unit_scores import DEFAULT_IMPORTANCE, UNIT_SCORES, UnitScore
 from gradprobe_hf.tasks.table import TASKS
 from gradprobe_hf.updates.refinement import REFINEMENTS, Refinement
 from gradprobe_hf.updates.table import UPDATES, WeightUpdate
@@ -104,7 +104,7 @@ class GradProbeConfig:
         importance: which channels and heads go with `structure`. `"obs"`: those that the others can make up for best.
             `"fisher"`: those whose gate has the least Fisher information. `"obs+fisher"`: both, an error that
             the others leave weighted by how much the loss depends on it. `"wanda"`, `"taylor"` and `"random"` are
-            baselines. Default: `"obs"`.
+            baselines. Default: `"obs+fisher"`.
         structure_rounds: in how many portions experts go, and channels and heads by `importance="fisher"` or
             `"taylor"`; before each the gates are measured anew, in the model without those that went before.
         update: how the kept weights change to preserve each matrix's outputs on the calibration inputs. `"none"`: not
@@ -369,7 +369,7 @@ class GradProbeConfig:
                     f"{self._refusal('recovery_steps', 'structure', why)}; leave recovery_steps unset, and recover the "
                     "checkpoint (recover_pretrained, gradprobe recover)."
                 )
-        self._fill({"update": "least_squares"} | ({"importance": "obs"} if self.weighs_units else {}))
+        self._fill({"update": "least_squares"} | ({"importance": DEFAULT_IMPORTANCE} if self.weighs_units else {}))
         for name, value in _OF_STRUCTURES.items():
             object.__setattr__(self, name, value)
         if "damping" not in self.given and self.update_row.chooses_damping:
@@ -582,7 +582,7 @@ class GradProbeConfig:
     @property
     def unit_score(self) -> UnitScore:
         """What tells which units go."""
-        return UNIT_SCORES[self.importance or "obs"]
+        return UNIT_SCORES[self.importance or DEFAULT_IMPORTANCE]
 
     @property
     def weighs_inputs(self) -> bool:

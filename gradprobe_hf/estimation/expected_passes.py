@@ -10,7 +10,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.decisions.search import FINEST, levels
 from gradprobe_hf.reconstruction.reconstruct import reconstruction_passes
 from gradprobe_hf.structures.budgets import BUDGETS
-from gradprobe_hf.structures.table import FEWER_BLOCKS, WINDOWS_WITHOUT
+from gradprobe_hf.structures.table import FEWER_BLOCKS, ROWS_WITHOUT, TOKENS_WITHOUT
 
 FORWARDS_A_PROBE = 3  # backward has two products for each of forward's
 
@@ -53,7 +53,7 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> Passes:
 
 
 def search_passes(
-    config: GradProbeConfig, rows: int, blocks: int, shapes: Sequence[Mapping[str, int]], tried: int, probed: int
+    config: GradProbeConfig, rows: int, blocks: int, shapes: Sequence[Mapping[str, int]], tried: int, probed: float
 ) -> float:
     """Forward passes of a run that looks for a shape: about as many, before it is known which of them are tried.
 
@@ -64,10 +64,11 @@ def search_passes(
         blocks: number of blocks that hold targets.
         shapes: that meet the budget, each as how many of each structure go.
         tried: how many of them are pruned; the best a second time, on all rows.
-        probed: shapes whose loss is measured on a few rows beforehand, and the model as it is.
+        probed: passes over a few rows beforehand: of the model as it is, and without some of it.
     """
-    few, every = min(1.0, WINDOWS_WITHOUT / rows), list[int]()
+    few, every = _few(config, rows), list[int]()
     beforehand = FORWARDS_A_PROBE * any("experts" in going for going in shapes)
+    beforehand += FORWARDS_A_PROBE * config.weighs_gates + config.weighs_inputs
     for going in shapes:
         fixed = config.varied(structure=dict(going), **dict.fromkeys(BUDGETS))
         probes = (fixed.drops_experts + fixed.weighs_gates) * fixed.structure_rounds
@@ -76,7 +77,7 @@ def search_passes(
         )
     # The order in which blocks go is measured once for all shapes, and the first step of it beforehand.
     further = max(_tried_blocks(going.get("blocks", 0), blocks) for going in shapes) - _tried_blocks(1, blocks)
-    return beforehand + few * (probed + max(0, further)) + (tried + 1) * sum(every) / len(every)
+    return beforehand + few * (probed + max(0, further) / 2) + (tried + 1) * sum(every) / len(every)
 
 
 def attempts_of(config: GradProbeConfig) -> int:
@@ -94,7 +95,13 @@ def _levels_of(config: GradProbeConfig) -> int:
 def _structured_passes(config: GradProbeConfig, blocks: int) -> float:
     """Whole structures: a walk that collects Hessians, and walks over a few rows without each of the blocks."""
     tried = _tried_blocks(int(config.amounts.get("blocks", 0)), blocks)
-    return config.weighs_inputs + tried * min(1.0, WINDOWS_WITHOUT / config.num_samples)
+    # Passes begin in front of the block that is left out: half of the model on average.
+    return config.weighs_inputs + tried / 2 * _few(config, config.num_samples)
+
+
+def _few(config: GradProbeConfig, rows: int) -> float:
+    """The share of the calibration rows that tells one block from another, if they are full windows of text."""
+    return min(1.0, ROWS_WITHOUT / rows, math.ceil(TOKENS_WITHOUT / config.window_length) / rows)
 
 
 def _tried_blocks(going: int, blocks: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.loss import summed_loss
@@ -45,7 +47,9 @@ class Measurement:
 
 
 @torch.no_grad()
-def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False) -> Measurement:
+def measure(
+    work: Workload, label: str = "evaluation", allows_nan: bool = False, cache: BlockOutputCache | None = None
+) -> Measurement:
     """Mean loss over all batches. For windows of text its exp is their perplexity.
 
     All processes share the batches and return the same result.
@@ -53,6 +57,7 @@ def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False)
     Args:
         label: for the progress bar and for errors.
         allows_nan: return a loss that is NaN, as a model that was pruned too far has.
+        cache: of this process's share of the batches; passes begin behind the blocks that are finished there.
 
     Raises:
         ValueError: no term was counted, or the loss is NaN. An infinite loss is a result.
@@ -60,9 +65,12 @@ def measure(work: Workload, label: str = "evaluation", allows_nan: bool = False)
     model, loss_fn = work.model, work.loss_fn
     device, losses, counts = input_device(model), [], []
     # FSDP2 keeps the root's parameters gathered after a forward pass without backward; `resharded` shards them again.
-    with resharded(model), eval_mode(model):
-        steps = share(list(work.batches), work.processes, is_sharded(model))
-        for batch, counted in tqdm(steps, desc=label, unit="batch", disable=not work.progress, leave=False):
+    with resharded(model), eval_mode(model), nullcontext() if cache is None else cache.skipping():
+        steps = share(list(work.batches), work.processes, is_sharded(model)) if cache is None else cache.steps
+        bar = tqdm(steps, desc=label, unit="batch", disable=not work.progress, leave=False)
+        for number, (batch, counted) in enumerate(bar):
+            if cache is not None:
+                cache.start_batch(number)
             batch = send_to_device(batch, device)
             loss, count = (loss_fn(model, batch), row_count(batch)) if loss_fn else summed_loss(model, batch)
             if not isinstance(loss, Tensor) or loss.ndim:

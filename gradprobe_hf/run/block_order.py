@@ -1,28 +1,33 @@
 """The order in which blocks go: one after the other, each time the one without which the calibration loss is lowest.
 
 All are left out in turn for the first one. Losses rise with every block that has gone and change their order little, so
-that from then on only the few are tried without which the loss was lowest the time before.
+that from then on only the few are tried without which the loss was lowest the time before. In front of the block that
+is left out all is as it was: what the blocks there hand on is computed once for all that are tried.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Any
 
 from tqdm.auto import tqdm
 
-from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.data.batches import row_count, token_count
 from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
+from gradprobe_hf.model.families import is_causal
+from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.probe.steps import share
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.unit_evidence import removed_blocks
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
-from gradprobe_hf.structures.table import FEWER_BLOCKS, WINDOWS_WITHOUT
+from gradprobe_hf.structures.table import FEWER_BLOCKS, ROWS_WITHOUT, TOKENS_WITHOUT
 
 
 def blocks_going(context: RunContext, plan: Plan, count: int, diagnostics: Diagnostics) -> list[dict[str, Any]]:
@@ -44,24 +49,71 @@ def losses_alone(context: RunContext, plan: Plan, diagnostics: Diagnostics) -> d
     return _losses_beside(context, plan, context.block_order or BlockOrder(), diagnostics, first=True)
 
 
-def loss_without(context: RunContext, plan: Plan, blocks: set[str], diagnostics: Diagnostics) -> float:
-    """The mean loss over a few rows without these blocks; where it is not a number, infinity."""
+def losses_without(
+    context: RunContext, plan: Plan, gone: Set[str], tried: Sequence[str], diagnostics: Diagnostics
+) -> dict[str, float]:
+    """Block -> the loss without it and those that are gone, of each that is tried."""
+    bar = tqdm(total=len(tried), desc=f"without a block ({len(gone) + 1})", disable=not context.progress, leave=False)
+    cache, losses = _outputs_before(context), dict[str, float]()
+    with bar:
+        for name in tried if cache is None else cache.blocks.names:
+            if name in tried:
+                losses[name] = loss_without(context, plan, {*gone, name}, diagnostics, cache)
+                bar.update()
+            if len(losses) == len(tried):
+                break
+            if cache is not None:
+                removed, masks, biases = removed_blocks(context, Removal(plan, frozenset(gone)))
+                with serving(context.model, removed, masks, new_weights=biases):
+                    cache.advance([name])
+    return losses
+
+
+def loss_without(
+    context: RunContext,
+    plan: Plan,
+    blocks: Set[str],
+    diagnostics: Diagnostics,
+    cache: BlockOutputCache | None = None,
+) -> float:
+    """The mean loss over a few rows without these blocks; where it is not a number, infinity.
+
+    Args:
+        cache: outputs of the first blocks for this process's share of these rows.
+    """
     batches = few_rows(context)
-    gone, masks, biases = removed_blocks(context, Removal(plan, frozenset(blocks)))
+    removed, masks, biases = removed_blocks(context, Removal(plan, frozenset(blocks)))
     work = replace(context.workload, batches=batches, progress=False)
-    with serving(context.model, gone, masks, new_weights=biases):
-        loss = measure(work, "calibration", allows_nan=True).loss
-    diagnostics.count("forward", sum(map(row_count, batches)) / sum(map(row_count, context.calibration)))
+    with serving(context.model, removed, masks, new_weights=biases):
+        loss = measure(work, "calibration", allows_nan=True, cache=cache).loss
+    passes = sum(map(row_count, batches)) / sum(map(row_count, context.calibration))
+    diagnostics.count("forward", passes * (1 - (cache.share if cache else 0)))
     return math.inf if math.isnan(loss) else loss
+
+
+def _outputs_before(context: RunContext) -> BlockOutputCache | None:
+    """For the rows that blocks are left out of; None where blocks do not run one after the other, each once."""
+    model = context.model
+    if is_sharded(model):  # every process runs as many passes as the others, some of which do not count
+        return None
+    batches = few_rows(context)
+    try:
+        sequence = BlockSequence.of(model, context.targets, batches[0])
+    except ValueError:
+        return None
+    return BlockOutputCache(model, [batch for batch, _ in share(batches, context.processes, in_step=False)], sequence)
 
 
 def few_rows(context: RunContext) -> list[Batch]:
     """Calibration batches that are enough to tell one block, or one shape, from another."""
-    found: list[Batch] = []
+    found, rows, tokens = list[Batch](), 0, 0
+    counts_tokens = is_causal(context.model) and context.workload.loss_fn is None
     for batch in context.calibration:
-        if sum(map(row_count, found)) >= max(WINDOWS_WITHOUT, context.processes.count):
+        enough = rows >= ROWS_WITHOUT or (counts_tokens and tokens >= TOKENS_WITHOUT)
+        if enough and rows >= context.processes.count:
             break
         found.append(batch)
+        rows, tokens = rows + row_count(batch), tokens + token_count(batch)
     return found
 
 
@@ -73,8 +125,7 @@ def _losses_beside(
     if not names and order.alone:
         return order.alone
     left = order.next_tried[:FEWER_BLOCKS] if names else plan.blocks[1:-1]
-    bar = tqdm(left, desc=f"without a block ({len(names) + 1})", disable=not context.progress, leave=False)
-    losses = {block: loss_without(context, plan, {*names, block}, diagnostics) for block in bar}
+    losses = losses_without(context, plan, set(names), left, diagnostics)
     if not names:
         order.alone.update(losses)
     return losses

@@ -189,7 +189,7 @@ def _announce(context: RunContext, shapes: Sequence[Shape], stops: Mapping[str, 
     """Log what the search will take. Args: `seconds`: that the model took for a few rows."""
     config, blocks = context.config, len({target.block for target in context.targets})
     alone = sum(blocks - 2 for name in stops if STRUCTURES[name].takes == "blocks")
-    probed = 1 + alone + sum(map(len, stops.values()))
+    probed = 1 + alone / 2 + sum(map(len, stops.values()))  # without a block passes begin in front of it
     rows = context.calibration.samples
     passes = search_passes(config, rows, blocks, [shape.going for shape in shapes], TRIED, probed)
     whole = seconds * rows / sum(map(row_count, few_rows(context)))

@@ -16,7 +16,10 @@ NARROW = 8  # such multiples: a network that has fewer is narrowed in smaller st
 
 FEWER_BLOCKS = 8  # that are left out in turn once one has gone: those without which the loss was lowest before
 
-WINDOWS_WITHOUT = 32  # calibration rows that each block is left out of: about 16,000 tokens tell one from another
+# What each block is left out of: so many calibration rows, or tokens where each has a loss, whichever is less. Two
+# blocks that they cannot tell apart are as good as each other.
+ROWS_WITHOUT = 32
+TOKENS_WITHOUT = 4096
 
 
 @dataclass(frozen=True, kw_only=True)

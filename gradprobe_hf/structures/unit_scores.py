@@ -133,6 +133,9 @@ def _obs_by_loss(evidence: UnitEvidence, going: int) -> Tensor:
     return least_missed(evidence.weight, inverse, evidence.count, going, factors)
 
 
+# Ahead of the others on a real model and three texts that nothing else is reported on (docs/guides/smaller.md).
+DEFAULT_IMPORTANCE = "obs+fisher"
+
 UNIT_SCORES: dict[str, UnitScore] = {
     "obs": UnitScore(
         chosen=_obs,

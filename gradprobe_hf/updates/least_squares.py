@@ -4,9 +4,10 @@ The error of a matrix's outputs on the calibration inputs is `tr((V - S) H (V - 
 weights S to imitate, and `H = sum_t x_t x_t^T`, `[in, in]`. Everything here is in units in which H has ones on its
 diagonal: a weight is then as large as its own share in the outputs.
 
-Under a mask every row is a linear system, `V H = S H` on the inputs that it keeps. Conjugate gradients solve all rows
-at once, with one product `[out, in] x [in, in]` a step. (The sweep of `sweep.py` lets only the inputs behind a pruned
-one make up for it.)
+Under a mask every row is a linear system, `V H = S H` on the inputs that it keeps. Where all rows keep the same inputs
+(whole structures go, or nothing does) it is one system with many right sides, which a Cholesky factor solves. Elsewhere
+conjugate gradients solve all rows at once, with one product `[out, in] x [in, in]` a step. (The sweep of `sweep.py`
+lets only the inputs behind a pruned one make up for it.)
 
 Source: Meng et al., ALPS (arXiv:2406.07831), for conjugate gradients under a fixed mask.
 """
@@ -57,12 +58,31 @@ class LeastSquares:
 
         Args:
             start: weights near them, in the units of this class; None: those of the matrix.
-            steps: of conjugate gradients.
+            steps: of conjugate gradients, where it takes them.
         """
+        together = self._solved_together(mask) if start is None else None
+        if together is not None:
+            return together.masked_fill_(mask, 0)
         begin, found = self.weight if start is None else start, torch.empty_like(self.weight)
         for rows in row_chunks(mask.shape):
             found[rows] = self._solved(rows, kept_of(mask[rows], found.dtype), begin[rows], steps)
         return found.masked_fill_(mask, 0)  # products leave negative zeros
+
+    def _solved_together(self, mask: Tensor) -> Tensor | None:
+        """The best weights where all rows that keep anything keep the same inputs; None elsewhere.
+
+        None, too, where H is not positive definite as far as its dtype can tell: conjugate gradients do not mind.
+        """
+        kept = ~mask[~mask.all(1)]
+        if not len(kept) or (kept != kept[0]).any():
+            return None
+        inputs = kept[0].nonzero().squeeze(1)
+        factor, failed = torch.linalg.cholesky_ex(self.gram[inputs][:, inputs])
+        if failed:
+            return None
+        values = torch.zeros_like(self.weight)
+        values[:, inputs] = torch.cholesky_solve(self.wanted[:, inputs].t(), factor).t()
+        return values.div_(self.unit)
 
     def _solved(self, rows: slice, kept: Tensor, start: Tensor, steps: int) -> Tensor:
         # Rows keep unlike inputs. With what goes held at zero, one product with the whole H serves all their systems.
