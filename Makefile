@@ -145,7 +145,7 @@ bench-structured-stories: $(READY)  ## ways to make the model of 15M smaller, at
 		--output benchmarks/results/structured_stories.json $(FLAGS)
 
 bench-structured-smollm2: $(READY) $(MODEL)  ## the same of SmolLM2-135M, calibrated on C4 (C4)
-	$(SMALLER) --model $(MODEL) $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=16 pydoc=12 \
+	$(SMALLER) --model $(MODEL) --dtype bfloat16 $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=16 pydoc=12 \
 		--output benchmarks/results/structured_smollm2.json $(FLAGS)
 
 bench-structured-speed: $(READY) $(MODEL)  ## speed, memory and bytes of shapes of SmolLM2-135M beside the dense one

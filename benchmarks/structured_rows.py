@@ -174,7 +174,14 @@ ROWS = {
     "blocks, greedy by loss": Row("blocks", CUT),
     "blocks, greedy by loss + least squares": Row("blocks"),
 }
-TRAINED = ("auto", "channels, OBS x Fisher + least squares", "channels, FLAP's score", "blocks, greedy by loss")
+TRAINED = (
+    "auto",
+    "channels, OBS x Fisher + least squares",
+    "channels, Wanda-sp",
+    "channels, FLAP's score",
+    "blocks, ShortGPT's influence",
+    "blocks, greedy by loss",
+)
 ROWS |= {
     f"{name}, recovered": Row(row.axis, row.options, row.channels, row.blocks, recovered=True)
     for name, row in ROWS.items()
