@@ -162,7 +162,7 @@ ROWS = {
     "auto": Row("auto"),
     "channels, OBS + least squares": Row("ffn", {"importance": "obs"}),
     "channels, Fisher + least squares": Row("ffn", {"importance": "fisher"}),
-    "channels, OBS x Fisher + least squares": Row("ffn"),
+    "channels, OBS x Fisher + least squares": Row("ffn", {"importance": "obs+fisher"}),
     "channels, Wanda-sp": Row("ffn", {"importance": "wanda", **CUT}),
     "channels, FLAP's score": Row("ffn", CUT, channels=flap_scores),
     "channels, GISP's score": Row("ffn", CUT, channels=gisp_scores),
@@ -176,7 +176,7 @@ ROWS = {
 }
 TRAINED = (
     "auto",
-    "channels, OBS x Fisher + least squares",
+    "channels, OBS + least squares",
     "channels, Wanda-sp",
     "channels, FLAP's score",
     "blocks, ShortGPT's influence",

@@ -225,7 +225,7 @@ REFUSED = [
     ({"importance": "hessian", "structure": {"ffn": 0.3}}, "importance must be one of"),
     ({"importance": "random", "structure": {"ffn": 1}, "update": "none", "damping": 0.1}, "damping=0.1 has no effect"),
     ({"importance": "fisher", "structure": {"ffn": 1}, "accumulator_dtype": "int8"}, "has no effect here"),
-    ({"structure": {"ffn": 1}, "importance": "obs", "checkpointing": True}, "checkpointing=True has no effect here"),
+    ({"structure": {"ffn": 1}, "checkpointing": True}, "checkpointing=True has no effect here"),
 ]
 
 
