@@ -218,6 +218,19 @@ def test_a_whole_run_from_the_configuration_to_the_checkpoint(tmp_path):
     assert GradProbeConfig.from_pretrained(tmp_path / "made") == config
 
 
+def test_a_weight_that_stays_and_is_zero_is_not_said_to_be_removed(tmp_path):
+    model, batches = build("llama"), cases.batches("llama")
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[0, 0] = 0
+    config = GradProbeConfig(structure={"ffn": 8}, update="none")
+    prune_pretrained(model, config, calibration=batches, evaluation=False, output_dir=tmp_path / "made", progress=False)
+    first, last = "model.layers.0", f"model.layers.{len(model.model.layers) - 1}"
+    weights = sum(target.numel for target in find_targets(model) if target.block == first)
+    gone = 3 * 8 * model.config.hidden_size
+    row = f"| `{first}` to `{last}` | {weights:,} | {gone:,} | {gone / weights:.2%} |"
+    assert row in (tmp_path / "made" / "README.md").read_text()
+
+
 @pytest.mark.parametrize("options", [{}, {"refinement": "blocks"}], ids=str)
 def test_a_dry_run_leaves_the_model_and_is_saved_later(options, tmp_path):
     model, batches = build("qwen2"), cases.batches("llama")
