@@ -103,8 +103,8 @@ class GradProbeConfig:
             mean of sequence and factored.
         importance: which channels and heads go with `structure`. `"obs"`: those that the others can make up for best.
             `"fisher"`: those whose gate has the least Fisher information. `"obs+fisher"`: both, an error that
-            the others leave weighted by how much the loss depends on it. `"wanda"`, `"taylor"` and `"random"` are
-            baselines. Default: `"obs"`.
+            the others leave weighted by how much the loss depends on it; it fails where a block has massive
+            activations. `"wanda"`, `"taylor"` and `"random"` are baselines. Default: `"obs"`.
         structure_rounds: in how many portions experts go, and channels and heads by `importance="fisher"` or
             `"taylor"`; before each the gates are measured anew, in the model without those that went before.
         update: how the kept weights change to preserve each matrix's outputs on the calibration inputs. `"none"`: not

@@ -18,8 +18,7 @@ from gradprobe_hf.data.batches import row_count, token_count
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
 from gradprobe_hf.model.families import is_causal
-from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loss import Batch
+from gradprobe_hf.model.loss import Batch, counted_labels
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.probe.steps import share
 from gradprobe_hf.run.context import BlockOrder, RunContext
@@ -94,8 +93,6 @@ def loss_without(
 def _outputs_before(context: RunContext) -> BlockOutputCache | None:
     """For the rows that blocks are left out of; None where blocks do not run one after the other, each once."""
     model = context.model
-    if is_sharded(model):  # every process runs as many passes as the others, some of which do not count
-        return None
     batches = few_rows(context)
     try:
         sequence = BlockSequence.of(model, context.targets, batches[0])
@@ -107,13 +104,14 @@ def _outputs_before(context: RunContext) -> BlockOutputCache | None:
 def few_rows(context: RunContext) -> list[Batch]:
     """Calibration batches that are enough to tell one block, or one shape, from another."""
     found, rows, tokens = list[Batch](), 0, 0
-    counts_tokens = is_causal(context.model) and context.workload.loss_fn is None
+    has_token_loss = is_causal(context.model) and context.workload.loss_fn is None
     for batch in context.calibration:
-        enough = rows >= ROWS_WITHOUT or (counts_tokens and tokens >= TOKENS_WITHOUT)
+        enough = rows >= ROWS_WITHOUT or (has_token_loss and tokens >= TOKENS_WITHOUT)
         if enough and rows >= context.processes.count:
             break
         found.append(batch)
-        rows, tokens = rows + row_count(batch), tokens + token_count(batch)
+        counted = counted_labels(context.model, batch)  # of a chat, say, the answers alone
+        rows, tokens = rows + row_count(batch), tokens + (token_count(batch) if counted is None else counted)
     return found
 
 

@@ -77,7 +77,8 @@ class LeastSquares:
         if not len(kept) or (kept != kept[0]).any():
             return None
         inputs = kept[0].nonzero().squeeze(1)
-        factor, failed = torch.linalg.cholesky_ex(self.gram[inputs][:, inputs])
+        gram = self.gram if kept[0].all() else self.gram[inputs[:, None], inputs]
+        factor, failed = torch.linalg.cholesky_ex(gram)
         if failed:
             return None
         values = torch.zeros_like(self.weight)
