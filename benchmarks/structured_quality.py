@@ -30,12 +30,17 @@ from benchmarks.structured_rows import COLUMNS, ROWS, Row, chosen_masks
 from benchmarks.structured_table import structured_table
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, recover_pretrained
 from gradprobe_hf.checkpoint.smaller import save_smaller
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.packing import WindowSpec
+from gradprobe_hf.data.self_generated import KeptText
+from gradprobe_hf.data.windows import SELF, Writing, load_batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.report.build import peak_memory, versions
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision, conclude, decide_pruning
 from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 
@@ -44,7 +49,13 @@ NEAR = 0.001  # of the parameters of the blocks: how far a shape may be from the
 
 @dataclass(frozen=True)
 class Task:
-    """One cell to make. Attributes: as of `quality_worker.CellTask`; `recovery_steps` of rows that are trained."""
+    """One cell to make.
+
+    Attributes:
+        settings, commit: as of `quality_worker.CellTask`.
+        recovery_steps: of rows that are trained.
+        folder: of this run: what the model writes is kept there, for all cells.
+    """
 
     protocol: worker.Protocol
     method: str
@@ -53,6 +64,7 @@ class Task:
     settings: dict[str, Any]
     commit: str
     recovery_steps: int
+    folder: Path
 
 
 def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
@@ -86,7 +98,10 @@ def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
         kl={name: round(one.kl, worker.DECIMALS) for name, one in apart.items()},
         agreement={name: round(one.top1_agreement, worker.DECIMALS) for name, one in apart.items()},
         calibration=context.calibration.fingerprint,
-        options={"structure": dict(decision.removal.plan.going)},
+        options={
+            "structure": dict(decision.removal.plan.going),
+            **({"recovery_steps": task.recovery_steps} if row.recovered else {}),
+        },
         commit=task.commit,
     )
     return cell, versions()
@@ -94,11 +109,27 @@ def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
 
 def _context(bench: worker.Bench, row: Row, task: Task) -> RunContext:
     own = task.protocol
-    batches = bench.windows(TextSpec.parse(own.calibration).read(), "calibration", own.num_samples, task.seed)
     shape = _shape(bench, row.axis, float(task.column))
     common: dict[str, Any] = {"num_samples": own.num_samples, "sequence_length": own.sequence_length, "seed": task.seed}
     config = GradProbeConfig(**shape, **row.options, **common, batch_size=own.batch_size)
-    return replace(worker.bench_context(bench), config=config, calibration=batches)
+    return replace(worker.bench_context(bench), config=config, calibration=_calibration(bench, row, task))
+
+
+def _calibration(bench: worker.Bench, row: Row, task: Task) -> Batches:
+    own, source = task.protocol, TextSpec.parse(task.protocol.calibration).read()
+    if not row.own_text:
+        return bench.windows(source, "calibration", own.num_samples, task.seed)
+    if not isinstance(source, str):  # a part of a file: mixtures name their texts
+        (task.folder / "calibration.txt").write_text("\n\n".join(source), encoding="utf-8")
+        source = str(task.folder / "calibration.txt")
+    return load_batches(
+        {source: 1, SELF: 1},
+        WindowSpec(own.num_samples, own.sequence_length, own.batch_size, task.seed),
+        part="calibration",
+        model=bench.model,
+        processing_class=bench.tokenizer,
+        writing=Writing(kept=KeptText(task.folder / "own.safetensors", own.model, Processes())),
+    )
 
 
 def _shape(bench: worker.Bench, axis: str, share: float) -> dict[str, Any]:
@@ -171,7 +202,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sequence-length", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--evaluation-samples", type=int, default=24, help="windows, of a text that does not say")
-    parser.add_argument("--recovery-steps", type=int, default=100)
+    parser.add_argument("--recovery-steps", type=int, default=50)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
     parser.add_argument("--mixed", action="store_true", help="keep cells that other code has made")
@@ -196,15 +227,16 @@ def main() -> None:
         file.begin(*worker.alone(worker.measure_dense, protocol))
     assert file.settings is not None, "known since the dense model was measured"
     failed = []
-    for seed in args.seed:
-        for column in args.columns:
-            for method in [name for name in ROWS if name in args.methods and (name, seed, column) not in file.cells]:
-                task = Task(protocol, method, column, seed, file.settings, file.commit, args.recovery_steps)
-                try:
-                    file.add(*worker.alone(make_cell, task))
-                except Exception as error:  # one cell is no reason to lose the others
-                    failed.append(f"{method}, {column}, seed {seed}")
-                    print(f"{failed[-1]} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    names = [name for name in ROWS if name in args.methods]
+    wanted = [(name, seed, column) for seed in args.seed for column in args.columns for name in names]
+    with tempfile.TemporaryDirectory() as folder:
+        for method, seed, column in [key for key in wanted if key not in file.cells]:
+            task = Task(protocol, method, column, seed, file.settings, file.commit, args.recovery_steps, Path(folder))
+            try:
+                file.add(*worker.alone(make_cell, task))
+            except Exception as error:  # one cell is no reason to lose the others
+                failed.append(f"{method}, {column}, seed {seed}")
+                print(f"{failed[-1]} failed: {type(error).__name__}: {error}", file=sys.stderr)
     print(structured_table(file.to_dict() | {"made_by": args.output.stem}))
     if failed:
         sys.exit(f"failed: {'; '.join(failed)}. The same command tries again what is missing.")

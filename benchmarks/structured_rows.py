@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Row:
         options: of the configuration.
         channels, blocks: a score of its own: block -> scores of its channels, or block -> its score.
         recovered: whether what is left is trained towards the dense model.
+        own_text: whether half of the calibration windows are of text that the model writes.
     """
 
     axis: str
@@ -46,6 +47,7 @@ class Row:
     channels: Callable[[RunContext, Plan], dict[str, Tensor]] | None = None
     blocks: Callable[[RunContext, Plan], dict[str, float]] | None = None
     recovered: bool = False
+    own_text: bool = False
 
 
 def chosen_masks(context: RunContext, row: Row) -> PackedMasks | None:
@@ -174,16 +176,25 @@ ROWS = {
     "blocks, greedy by loss": Row("blocks", CUT),
     "blocks, greedy by loss + least squares": Row("blocks"),
 }
-TRAINED = (
-    "auto",
+WITH_OWN_TEXT = (
     "channels, OBS + least squares",
+    "channels, Fisher + least squares",
+    "channels, OBS x Fisher + least squares",
     "channels, Wanda-sp",
     "channels, FLAP's score",
+    "channels, GISP's score",
     "blocks, ShortGPT's influence",
     "blocks, greedy by loss",
 )
-ROWS |= {
-    f"{name}, recovered": Row(row.axis, row.options, row.channels, row.blocks, recovered=True)
-    for name, row in ROWS.items()
-    if name in TRAINED
-}
+ROWS |= {f"{name}, half own text": replace(ROWS[name], own_text=True) for name in WITH_OWN_TEXT}
+TRAINED = (
+    "auto",
+    "channels, OBS + least squares",
+    "channels, Fisher + least squares",
+    "channels, Fisher + least squares, half own text",
+    "channels, Wanda-sp",
+    "channels, GISP's score",
+    "blocks, ShortGPT's influence",
+    "blocks, greedy by loss",
+)
+ROWS |= {f"{name}, recovered": replace(ROWS[name], recovered=True) for name in TRAINED}
