@@ -188,12 +188,10 @@ WITH_OWN_TEXT = (
 )
 ROWS |= {f"{name}, half own text": replace(ROWS[name], own_text=True) for name in WITH_OWN_TEXT}
 TRAINED = (
-    "auto",
-    "channels, OBS + least squares",
     "channels, Fisher + least squares",
     "channels, Fisher + least squares, half own text",
     "channels, Wanda-sp",
-    "channels, GISP's score",
+    "channels, Wanda-sp, half own text",
     "blocks, ShortGPT's influence",
     "blocks, greedy by loss",
 )

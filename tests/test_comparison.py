@@ -95,14 +95,14 @@ def test_the_rows_of_a_structure_are_the_ways_to_choose_its_units():
     rows = baselines(
         GradProbeConfig(structure={"ffn": 8}, structure_rounds=2, importance="fisher", refinement="blocks")
     )
-    assert list(rows) == [*UNIT_SCORES, "obs + least squares"]
+    assert list(rows) == [*UNIT_SCORES, "least squares"]
     assert {one.refinement for one in rows.values()} == {"none"}
-    assert [one.importance for one in rows.values()] == [*UNIT_SCORES, "obs"]
+    assert [one.importance for one in rows.values()] == [*UNIT_SCORES, None]
     assert [one.update for one in rows.values()] == ["none"] * len(UNIT_SCORES) + ["least_squares"]
     assert rows_of(GradProbeConfig(structure={"ffn": 8})).keys() == rows.keys()
     assert [*baselines(GradProbeConfig(structure={"blocks": 1}))] == ["cut", "least squares"]
     told = baselines(GradProbeConfig(structure={"ffn": 8}, damping=0.1))
-    assert (told["obs"].damping, told["obs + least squares"].damping) == (0.01, 0.1)
+    assert (told["obs"].damping, told["least squares"].damping) == (0.01, 0.1)
 
 
 def test_what_reads_no_text_can_be_compared():

@@ -169,7 +169,7 @@ OWNED = {
     "reduction_factor": (0.5, {"score": "random", "probes": 2}, {"probes": 1}),
     "spike_limit": (0.5, {"probes": 2}, {"rule": "threshold"}),
     "importance": ("fisher", {"structure": {"ffn": 0.3}}, {"structure": {"blocks": 1}}),
-    "structure_rounds": (3, {"structure": {"experts": 2}}, {"structure": {"ffn": 0.3}}),
+    "structure_rounds": (3, {"structure": {"experts": 2}}, {"structure": {"kv_groups": 1}}),
     "measure_speed": (True, {"structure": {"blocks": 1}}, {}),
     "dense_target": (0.75, {"score": "random", "update": "least_squares"}, {"probes": 2}),
     "damping": (0.5, {"update": "sparsegpt"}, {"score": "wanda"}),

@@ -444,7 +444,8 @@ def test_the_command_line_prunes_whole_structures(tmp_path, capsys):
     model = build("llama")
     model.save_pretrained(tmp_path / "dense")
     cases.tokenizer().save_pretrained(tmp_path / "dense")
-    line = ["prune", str(tmp_path / "dense"), "--output", str(tmp_path / "made"), "--structure", "ffn=8,blocks=1"]
+    structure = "ffn=8,kv_groups=1,blocks=1"
+    line = ["prune", str(tmp_path / "dense"), "--output", str(tmp_path / "made"), "--structure", structure]
     options = ["--calibration", "pydoc", "--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "2"]
     assert main(["estimate", str(tmp_path / "dense"), "--json", *line[4:]]) == 0
     priced = json.loads(capsys.readouterr().out)

@@ -14,6 +14,7 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.report.card.method import describe_method
 from gradprobe_hf.run.unit_evidence import removed_blocks, units_that_stay
 from gradprobe_hf.structures.importance import outputs_squared
 from gradprobe_hf.structures.plan import Plan
@@ -195,6 +196,27 @@ def test_a_run_takes_the_units_that_its_score_says(importance):
             assert scores[gone].max() < scores[~gone].min()
 
 
+def test_each_structure_goes_by_its_own_score_where_none_is_asked_for():
+    both, batches = {"ffn": 8, "kv_groups": 1}, cases.batches("llama")
+
+    def run(**options):
+        return cases.prune(cases.build("llama"), batches, **options, update="none")
+
+    found = run(structure=both)
+    channels, heads = run(structure=both, importance="fisher"), run(structure=both, importance="obs")
+    assert found.report.passes == {"forward": 2.0, "backward": 1.0}  # a probe for the channels, a walk for the heads
+    differ = {"ffn": 0, "kv_groups": 0}
+    for name, units in units_that_stay(found.removal):
+        reader = units.reader.name
+        expected, other = (channels, heads) if name == "ffn" else (heads, channels)
+        assert found.removal.units[reader].equal(expected.removal.units[reader])
+        differ[name] += not found.removal.units[reader].equal(other.removal.units[reader])
+    assert differ["ffn"] > 0
+    said = describe_method(GradProbeConfig(structure=both))
+    assert "Of FFN channels: inside a block those units went whose gate had the lowest Fisher information" in said
+    assert "Of key-value heads: inside a block those units went that the others could make up for best" in said
+
+
 def test_rounds_measure_gates_anew_without_what_went_before():
     """The second half goes by the gates of a model whose first half is zero; the same by hand, one round at a time."""
     model, batches = cases.build("llama"), cases.batches("llama")
@@ -216,7 +238,7 @@ def test_rounds_measure_gates_anew_without_what_went_before():
 
 
 REFUSED = [
-    ({"structure": {"ffn": 1}, "structure_rounds": 2}, "structure_rounds=2 has no effect here"),
+    ({"structure": {"kv_groups": 1}, "structure_rounds": 2}, "structure_rounds=2 has no effect here"),
     ({"structure": "auto", "params": 0.5, "structure_rounds": 2}, "structure_rounds=2 has no effect here"),
     ({"structure": {"ffn": 1}, "importance": "obs+fisher", "structure_rounds": 2}, "structure_rounds=2 has no effect"),
     ({"structure": {"experts": 1}, "structure_rounds": 0}, "structure_rounds must be"),
@@ -225,7 +247,7 @@ REFUSED = [
     ({"importance": "hessian", "structure": {"ffn": 0.3}}, "importance must be one of"),
     ({"importance": "random", "structure": {"ffn": 1}, "update": "none", "damping": 0.1}, "damping=0.1 has no effect"),
     ({"importance": "fisher", "structure": {"ffn": 1}, "accumulator_dtype": "int8"}, "has no effect here"),
-    ({"structure": {"ffn": 1}, "checkpointing": True}, "checkpointing=True has no effect here"),
+    ({"structure": {"kv_groups": 1}, "checkpointing": True}, "checkpointing=True has no effect here"),
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.presets import METHOD
 from gradprobe_hf.scores.evidence import Term
-from gradprobe_hf.structures.unit_scores import DEFAULT_IMPORTANCE, UNIT_SCORES
+from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 
 # The published ways first, then what this package adds.
 BASELINES: dict[str, dict[str, Any]] = {
@@ -24,7 +24,7 @@ _CUT: dict[str, Any] = {"update": "none", "damping": GradProbeConfig.damping}
 _MADE_UP = {"update": "least_squares"}
 BASELINES_OF_UNITS: dict[str, dict[str, Any]] = {
     **{name: {"importance": name, **_CUT} for name in UNIT_SCORES},
-    f"{DEFAULT_IMPORTANCE} + least squares": {"importance": DEFAULT_IMPORTANCE, **_MADE_UP},
+    "least squares": {"importance": None, **_MADE_UP},
 }
 BASELINES_OF_THE_WHOLE: dict[str, dict[str, Any]] = {"cut": _CUT, "least squares": _MADE_UP}
 AS_CONFIGURED = "as configured"  # the row of the configuration itself, where no baseline is the same

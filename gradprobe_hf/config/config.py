@@ -47,7 +47,7 @@ from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.table import SCORES, Score
 from gradprobe_hf.structures.budgets import BUDGETS, ShapeBudget
 from gradprobe_hf.structures.table import AUTO, STRUCTURES, checked
-from gradprobe_hf.structures.unit_scores import DEFAULT_IMPORTANCE, UNIT_SCORES, UnitScore
+from gradprobe_hf.structures.unit_scores import UNIT_SCORES, UnitScore
 from gradprobe_hf.tasks.table import TASKS
 from gradprobe_hf.updates.refinement import REFINEMENTS, Refinement
 from gradprobe_hf.updates.table import UPDATES, WeightUpdate
@@ -104,7 +104,8 @@ class GradProbeConfig:
         importance: which channels and heads go with `structure`. `"obs"`: those that the others can make up for best.
             `"fisher"`: those whose gate has the least Fisher information. `"obs+fisher"`: both, an error that
             the others leave weighted by how much the loss depends on it; it fails where a block has massive
-            activations. `"wanda"`, `"taylor"` and `"random"` are baselines. Default: `"obs"`.
+            activations. `"wanda"`, `"taylor"` and `"random"` are baselines. Default: `"fisher"` for channels, `"obs"`
+            for heads.
         structure_rounds: in how many portions experts go, and channels and heads by `importance="fisher"` or
             `"taylor"`; before each the gates are measured anew, in the model without those that went before.
         update: how the kept weights change to preserve each matrix's outputs on the calibration inputs. `"none"`: not
@@ -369,7 +370,7 @@ class GradProbeConfig:
                     f"{self._refusal('recovery_steps', 'structure', why)}; leave recovery_steps unset, and recover the "
                     "checkpoint (recover_pretrained, gradprobe recover)."
                 )
-        self._fill({"update": "least_squares"} | ({"importance": DEFAULT_IMPORTANCE} if self.weighs_units else {}))
+        self._fill({"update": "least_squares"})
         for name, value in _OF_STRUCTURES.items():
             object.__setattr__(self, name, value)
         if "damping" not in self.given and self.update_row.chooses_damping:
@@ -577,22 +578,28 @@ class GradProbeConfig:
     @property
     def weighs_units(self) -> bool:
         """Whether units inside of blocks go."""
-        return any(STRUCTURES[name].takes == "units" for name in self.structures)
+        return bool(self.unit_scores)
 
     @property
-    def unit_score(self) -> UnitScore:
-        """What tells which units go."""
-        return UNIT_SCORES[self.importance or DEFAULT_IMPORTANCE]
+    def unit_scores(self) -> Mapping[str, UnitScore]:
+        """Structure -> what tells which of its units go."""
+        defaults = {name: STRUCTURES[name].importance for name in self.structures}
+        return {name: UNIT_SCORES[self.importance or default] for name, default in defaults.items() if default}
 
     @property
     def weighs_inputs(self) -> bool:
         """Whether units go by what the inputs of their matrices say, which takes a walk from block to block."""
-        return self.weighs_units and "inputs" in self.unit_score.measured
+        return any("inputs" in score.measured for score in self.unit_scores.values())
 
     @property
     def weighs_gates(self) -> bool:
         """Whether units go by what a probe says of their gates."""
-        return self.weighs_units and "gradients" in self.unit_score.measured
+        return any("gradients" in score.measured for score in self.unit_scores.values())
+
+    @property
+    def weighs_in_rounds(self) -> bool:
+        """Whether units can go in portions."""
+        return self.weighs_units and all(score.takes_rounds for score in self.unit_scores.values())
 
     @property
     def drops_experts(self) -> bool:
@@ -788,7 +795,7 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
     "importance": (lambda c: c.weighs_units, "structure={'ffn': ...} or {'kv_groups': ...}"),
     "structure_rounds": (
-        lambda c: (c.weighs_units and c.unit_score.takes_rounds) or "experts" in c.amounts,
+        lambda c: c.weighs_in_rounds or "experts" in c.amounts,
         "importance='fisher' or 'taylor', or structure={'experts': ...}",
     ),
     "measure_speed": (lambda c: c.structure is not None, "structure"),

@@ -66,15 +66,17 @@ def search_passes(
         tried: how many of them are pruned; the best a second time, on all rows.
         probed: passes over a few rows beforehand: of the model as it is, and without some of it.
     """
-    few, every = _few(config, rows), list[int]()
-    beforehand = FORWARDS_A_PROBE * any("experts" in going for going in shapes)
-    beforehand += FORWARDS_A_PROBE * config.weighs_gates + config.weighs_inputs
-    for going in shapes:
-        fixed = config.varied(structure=dict(going), **dict.fromkeys(BUDGETS))
-        probes = (fixed.drops_experts + fixed.weighs_gates) * fixed.structure_rounds
-        every.append(
-            fixed.weighs_inputs + reconstruction_passes(fixed) * fixed.reconstructs + FORWARDS_A_PROBE * probes
-        )
+    few = _few(config, rows)
+    fixed = [config.varied(structure=dict(going), **dict.fromkeys(BUDGETS)) for going in shapes]
+    beforehand = FORWARDS_A_PROBE * (any(one.drops_experts for one in fixed) + any(one.weighs_gates for one in fixed))
+    # What units can be made up for is measured beforehand, whatever they go by.
+    beforehand += any(one.weighs_inputs or (one.weighs_units and one.updates) for one in fixed)
+    every = [
+        one.weighs_inputs
+        + reconstruction_passes(one) * one.reconstructs
+        + FORWARDS_A_PROBE * (one.drops_experts + one.weighs_gates) * one.structure_rounds
+        for one in fixed
+    ]
     # The order in which blocks go is measured once for all shapes, and the first step of it beforehand.
     further = max(_tried_blocks(going.get("blocks", 0), blocks) for going in shapes) - _tried_blocks(1, blocks)
     return beforehand + few * (probed + max(0, further) / 2) + (tried + 1) * sum(every) / len(every)

@@ -198,7 +198,8 @@ def weighing_sizes(model: PreTrainedModel, targets: Sequence[Target], config: Gr
 def unit_readers(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> list[Target]:
     """The matrices whose inputs tell which units go; none where no units inside of blocks do."""
     plan = Plan.of(model, targets, config.amounts)
-    return [one.reader for everywhere in plan.units.values() for one in everywhere]
+    by_inputs = [name for name in plan.units if "inputs" in config.unit_scores[name].measured]
+    return [one.reader for name in by_inputs for one in plan.units[name]]
 
 
 def accumulator_bytes(config: GradProbeConfig, weights: int) -> int:

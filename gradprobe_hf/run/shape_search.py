@@ -246,7 +246,7 @@ def _without_units(
     context: RunContext, stops: Mapping[str, Sequence[int]], diagnostics: Diagnostics
 ) -> tuple[dict[str, list[Target]], dict[tuple[str, int], NewWeights]]:
     """Structure -> the matrices that read it, and these without each amount of it: (structure, amount) -> values."""
-    model, choose = context.model, context.config.unit_score.chosen
+    model, scores, makes_up = context.model, context.config.unit_scores, context.config.updates
     plan = Plan.of(model, context.targets, {name: amounts[-1] for name, amounts in stops.items()})
     readers = {name: [units.reader for units in plan.units[name]] for name in stops}
     served = {
@@ -254,9 +254,10 @@ def _without_units(
         for name, amounts in stops.items()
         for count in amounts
     }
-    for one in weighed_units(context, Removal(plan), diagnostics) if stops else ():
+    # What the others make up for is told by the inputs, whatever it is that units go by.
+    for one in weighed_units(context, Removal(plan), diagnostics, all_inputs=makes_up) if stops else ():
         for count in stops[one.structure]:
-            values = _without(one, choose(one.evidence, count), makes_up=context.config.updates)
+            values = _without(one, scores[one.structure].chosen(one.evidence, count), makes_up)
             stored = one.units.reader.matrix(model)
             served[one.structure, count].add(one.units.reader.name, values.to(stored.device, stored.dtype))
     return readers, served

@@ -50,7 +50,7 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
     for share in _shares(config.structure_rounds) if plan.experts else ():
         with routed(context.model, removal.routes):
             removal = replace(removal, experts=_experts_going(context, removal, share, diagnostics))
-    for share in _shares(config.structure_rounds if config.unit_score.takes_rounds else 1) if plan.units else ():
+    for share in _shares(config.structure_rounds if config.weighs_in_rounds else 1) if plan.units else ():
         with context.stopwatch("units"), routed(context.model, removal.routes), torch.no_grad():
             removal = replace(removal, units=_units_going(context, removal, share, diagnostics))
     return packed(removal, context.targets)
@@ -157,8 +157,8 @@ def _units_going(context: RunContext, removal: Removal, share: float, diagnostic
     Args:
         share: of those that are to go.
     """
-    choose, going = context.config.unit_score.chosen, removal.plan.going
+    scores, going = context.config.unit_scores, removal.plan.going
     return {
-        one.units.reader.name: choose(one.evidence, math.ceil(share * going[one.structure]))
+        one.units.reader.name: scores[one.structure].chosen(one.evidence, math.ceil(share * going[one.structure]))
         for one in weighed_units(context, removal, diagnostics)
     }

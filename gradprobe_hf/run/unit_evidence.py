@@ -6,7 +6,7 @@ measured in the model that is left of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,24 +43,30 @@ class Weighed:
     evidence: UnitEvidence
 
 
-def weighed_units(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> Iterator[Weighed]:
-    """All units of the blocks that stay, with what the configured score reads of them.
+def weighed_units(
+    context: RunContext, removal: Removal, diagnostics: Diagnostics, *, all_inputs: bool = False
+) -> Iterator[Weighed]:
+    """All units of the blocks that stay, with what the score of their structure reads of them.
 
     Every process gets the same. What is measured of a block is freed with the next one.
+
+    Args:
+        all_inputs: measure the inputs of every matrix, whether or not its score reads them.
     """
-    measured, staying = context.config.unit_score.measured, units_that_stay(removal)
+    scores, staying = context.config.unit_scores, units_that_stay(removal)
     gates: dict[str, GateSums] = {}
-    if "gradients" in measured:
-        found = _gates(context, [(units.reader, units.count) for _, units in staying], removal, diagnostics)
-        gates = {units.reader.name: sums for (_, units), sums in zip(staying, found, strict=True)}
-    if "inputs" not in measured:
-        for name, units in staying:
+    if by_gates := [units for name, units in staying if "gradients" in scores[name].measured]:
+        found = _gates(context, [(units.reader, units.count) for units in by_gates], removal, diagnostics)
+        gates = {units.reader.name: sums for units, sums in zip(by_gates, found, strict=True)}
+    by_inputs = {name for name, score in scores.items() if all_inputs or "inputs" in score.measured}
+    for name, units in staying:
+        if name not in by_inputs:
             gone = removal.units.get(units.reader.name)
             yield Weighed(name, units, _with_gates(_evidence(context, units), gates, gone))
-        return
-    for one in _by_inputs(context, removal):
-        yield replace(one, evidence=_with_gates(one.evidence, gates))
-    diagnostics.count("forward", 1)
+    if by_inputs & set(removal.plan.units):
+        for one in _by_inputs(context, removal, by_inputs):
+            yield replace(one, evidence=_with_gates(one.evidence, gates))
+        diagnostics.count("forward", 1)
 
 
 def units_that_stay(removal: Removal) -> list[tuple[str, Units]]:
@@ -82,20 +88,21 @@ def removed_blocks(context: RunContext, removal: Removal) -> tuple[list[Target],
     return [*inside, *biases.vectors], masks, biases
 
 
-def _by_inputs(context: RunContext, removal: Removal) -> Iterator[Weighed]:
-    """One walk from block to block: H of the matrices that read units."""
+def _by_inputs(context: RunContext, removal: Removal, structures: Set[str]) -> Iterator[Weighed]:
+    """One walk from block to block: H of the matrices that read units of these structures."""
     model = context.model
     # Inputs are those of a model without the blocks and experts that went, but with all of its units: which of these go
     # is decided for every block alike, and least squares follow on the stream of what is left.
     own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
     cache = BlockOutputCache(model, own, BlockSequence.of(model, context.targets, own[0]))
     gone, masks, biases = removed_blocks(context, removal)
+    staying = units_that_stay(removal)
     for block in tqdm(cache.blocks.names, desc="units", unit="block", disable=not context.progress, leave=False):
         if block in removal.blocks:
             with instrumented(model, gone, ServedWeights(masks, new_weights=biases)):
                 cache.advance([block])
             continue
-        here = [(name, units) for name, units in units_that_stay(removal) if units.reader.block == block]
+        here = [(name, units) for name, units in staying if name in structures and units.reader.block == block]
         collected = _collect(context, cache, block, [units.reader for _, units in here])
         for name, units in here:
             hessian, _ = collected.of(units.reader)

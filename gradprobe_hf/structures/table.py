@@ -32,6 +32,7 @@ class Structure:
         matrices: roles of the matrices in a block -> the one that reads what the units make, and those that make it,
             each with how many rows side by side it has for a unit (gate and up in one matrix: 2); None where a block
             has no such units. For what is no units: None.
+        importance: of units, which of `UNIT_SCORES` tells which of them go where none is asked for.
         rounded_to: of what is kept where the amount is a share; None: only counts are taken.
         sentence: for the model card, with `{count}` of them gone.
     """
@@ -40,6 +41,7 @@ class Structure:
     units: str
     takes: Literal["units", "experts", "blocks"]
     matrices: Callable[[frozenset[str]], tuple[str, dict[str, int]] | None] | None = None
+    importance: str | None = None
     rounded_to: int | None = None
     sentence: str
 
@@ -86,12 +88,14 @@ def width_step(there: int, usual: int) -> int:
     return usual if there >= NARROW * usual else 2 ** int(math.log2(max(1, there / NARROW)))
 
 
+# What tells which units go was chosen for each of them, on texts that nothing is reported on: docs/guides/smaller.md.
 STRUCTURES: dict[str, Structure] = {
     "ffn": Structure(
         unit="FFN channel",
         units="FFN channels",
         takes="units",
         matrices=feed_forward_matrices,
+        importance="fisher",
         rounded_to=WIDTH_UNIT,
         sentence="{count} channels of each feed-forward network",
     ),
@@ -100,6 +104,7 @@ STRUCTURES: dict[str, Structure] = {
         units="key-value heads",
         takes="units",
         matrices=attention_matrices,
+        importance="obs",
         sentence="{count} key-value heads of each attention, with the query heads that read them",
     ),
     "experts": Structure(

@@ -133,9 +133,6 @@ def _obs_by_loss(evidence: UnitEvidence, going: int) -> Tensor:
     return least_missed(evidence.weight, inverse, evidence.count, going, factors)
 
 
-# "obs+fisher" was ahead of it on C4 and failed on a model's own text: docs/guides/smaller.md.
-DEFAULT_IMPORTANCE = "obs"
-
 UNIT_SCORES: dict[str, UnitScore] = {
     "obs": UnitScore(
         chosen=_obs,

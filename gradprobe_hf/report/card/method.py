@@ -58,9 +58,15 @@ def _structures(config: GradProbeConfig) -> str:
             "Inside a block those experts went whose gate, a factor on what an expert hands on, had the lowest Fisher "
             "information on the calibration text."
         )
-    if config.weighs_units:
-        said.append(config.unit_score.sentence)
-    return " ".join(said)
+    return " ".join([*said, *_unit_sentences(config)])
+
+
+def _unit_sentences(config: GradProbeConfig) -> list[str]:
+    """Why those channels and heads: once, where it is the same for both."""
+    own = {name: score.sentence for name, score in config.unit_scores.items()}
+    if len(set(own.values())) < 2:
+        return list(own.values())[:1]
+    return [f"Of {STRUCTURES[name].units}: {said[0].lower()}{said[1:]}" for name, said in own.items()]
 
 
 def _limit(config: GradProbeConfig) -> str:
