@@ -40,10 +40,22 @@ def structured_table(results: dict[str, Any]) -> str:
     lines.append(
         f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}, measured on {texts}; "
         f"{'one draw' if len(draws) == 1 else f'up to {len(draws)} draws'} of the calibration windows, in brackets the "
-        f"perplexity of the largest over the smallest. Best in bold, trained rows apart. "
+        f"perplexity of the largest over the smallest. Best in bold, trained rows apart.{_notes(methods, cells)} "
         f"`make bench-{_target(results)}`, at {', '.join(commits_of(results))}."
     )
     return "\n".join(lines)
+
+
+def _notes(methods: list[str], cells: Cells) -> str:
+    """What the names of rows stand for, where there are such."""
+    notes = ""
+    if any("half own text" in name for name in methods):
+        notes += " Half own text: every second calibration window is of text that the model writes."
+    steps = {row["options"]["recovery_steps"] for (name, _), rows in cells.items() if _trained(name) for row in rows}
+    if steps:
+        taken = " or ".join(map(str, sorted(steps)))
+        notes += f" Recovered: trained for {taken} steps of 8 windows towards the dense model, on the calibration text."
+    return notes
 
 
 def _title(cells: Cells, column: str) -> str:

@@ -349,7 +349,7 @@ class GradProbeConfig:
             )
 
     def _resolve_structure(self, structure: Mapping[str, float] | Literal["auto"]) -> None:
-        """Whole structures go by what the others can make up for: no weight has a score or a budget."""
+        """Whole structures go: no weight has a score or a budget."""
         object.__setattr__(self, "structure", checked(structure))
         self._check_budget()
         for name in NOT_OF_STRUCTURES:
