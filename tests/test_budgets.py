@@ -10,7 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.main import main
@@ -109,6 +109,21 @@ def test_what_the_model_cannot_do_without_is_in_no_shape():
     model = deep("gpt2")
     shapes = budget_shapes(model, find_targets(model), GradProbeConfig(structure="auto", params=0.8))
     assert {name for one in shapes for name in one.going} == {"ffn", "blocks"}  # no heads
+
+
+def test_an_encoder_and_a_decoder_meet_a_budget_by_their_channels(tmp_path):
+    model = cases.build("t5")
+    dense = sum(parameter.numel() for parameter in model.parameters())
+    config = GradProbeConfig(structure="auto", params=0.9)
+    batches = cases.batches("t5", rows=8)
+    prune_pretrained(model, config, calibration=batches, evaluation=False, output_dir=tmp_path / "made", progress=False)
+    smaller = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "made")
+    left = sum(parameter.numel() for parameter in smaller.parameters())
+    assert smaller.config.d_ff < model.config.d_ff
+    assert left <= 0.9 * dense
+    matrices = [module for name, module in smaller.named_modules() if name.endswith((".wi", ".wo"))]
+    channel = sum(module.weight.numel() for module in matrices) / smaller.config.d_ff
+    assert left + 2 * channel > 0.9 * dense, "widths of 24 channels change by 2"
 
 
 def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budget(tmp_path, monkeypatch, caplog):

@@ -136,7 +136,7 @@ class Plan:
 def _check_stack(model: PreTrainedModel, blocks: Sequence[str], amounts: Mapping[str, float]) -> None:
     """Of an encoder and a decoder what is inside of blocks can go, and no whole ones: they are not alike."""
     stacks = sorted({stack_of(block) for block in blocks})
-    inside = bool(amounts) and all(STRUCTURES[name].takes == "units" for name in amounts)
+    inside = all(STRUCTURES[name].takes == "units" for name in amounts)
     if "" in stacks or (len(stacks) > 1 and not (inside and model.config.is_encoder_decoder)):
         remedy = (
             "give channels alone, {'ffn': ...}" if model.config.is_encoder_decoder else "prune it without structure"
