@@ -150,12 +150,12 @@ def _shape(bench: worker.Bench, axis: str, share: float) -> dict[str, Any]:
         return {"structure": {"blocks": whole}}
     if axis == "auto":
         return {"structure": "auto", "params": wanted}
-    channels = round((dense - wanted) / (dense - left(ffn=1)))
-    if abs(left(ffn=channels) - wanted) > NEAR * (dense - wanted) / whole * blocks:
-        raise ValueError(
-            f"no number of channels has the parameters of {whole} blocks: {left(ffn=channels):,}, {wanted:,}"
-        )
-    return {"structure": {"ffn": channels}}
+    going = {"blocks": whole // 2} if axis == "both" and whole > 1 else {}
+    channels = round((left(**going) - wanted) / (left(**going) - left(**going, ffn=1)))
+    going |= {"ffn": channels}
+    if abs(left(**going) - wanted) > NEAR * (dense - wanted) / whole * blocks:
+        raise ValueError(f"{going} does not leave the parameters that {whole} blocks do: {left(**going):,}, {wanted:,}")
+    return {"structure": going}
 
 
 def _parameters(context: RunContext) -> tuple[int, int]:

@@ -35,7 +35,7 @@ class Row:
     """One way to make a model smaller.
 
     Attributes:
-        axis: what goes: `"ffn"`, `"blocks"`, or `"auto"`, whatever the package chooses.
+        axis: what goes: `"ffn"`, `"blocks"`, `"both"`, half of each, or `"auto"`, whatever the package chooses.
         options: of the configuration.
         channels, blocks: a score of its own: block -> scores of its channels, or block -> its score.
         recovered: whether what is left is trained towards the dense model.
@@ -175,6 +175,7 @@ ROWS = {
     "blocks, ShortGPT's influence": Row("blocks", CUT, blocks=block_influence),
     "blocks, greedy by loss": Row("blocks", CUT),
     "blocks, greedy by loss + least squares": Row("blocks"),
+    "blocks and channels, Fisher + least squares": Row("both", {"importance": "fisher"}),
 }
 WITH_OWN_TEXT = (
     "channels, OBS + least squares",
@@ -185,11 +186,13 @@ WITH_OWN_TEXT = (
     "channels, GISP's score",
     "blocks, ShortGPT's influence",
     "blocks, greedy by loss",
+    "blocks and channels, Fisher + least squares",
 )
 ROWS |= {f"{name}, half own text": replace(ROWS[name], own_text=True) for name in WITH_OWN_TEXT}
 TRAINED = (
     "channels, Fisher + least squares",
     "channels, Fisher + least squares, half own text",
+    "blocks and channels, Fisher + least squares, half own text",
     "channels, Wanda-sp",
     "channels, Wanda-sp, half own text",
     "blocks, ShortGPT's influence",

@@ -27,9 +27,10 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
         needs_loss: whether a loss is made of them, and no forward pass alone.
     """
     if needs_loss and not is_causal(model) and all(set(batch) <= _INPUTS for batch in batches):
+        without = "; score='wanda', or importance='obs' with structure, needs no loss" * (part == "calibration")
         raise ValueError(
             f"{part}: {type(model).__name__} has no loss without labels, and a batch has "
-            f"{', '.join(batches.items[0])} alone, as plain text has. Give batches with labels, or a loss_fn."
+            f"{', '.join(batches.items[0])} alone, as plain text has. Give batches with labels, or a loss_fn{without}."
         )
     taken = inspect.signature(model.forward).parameters
     for batch in batches:
