@@ -148,13 +148,13 @@ def _shape(bench: worker.Bench, axis: str, share: float) -> dict[str, Any]:
     dense, wanted = left(), left(blocks=whole)
     if axis == "blocks":
         return {"structure": {"blocks": whole}}
-    if axis == "auto":
-        return {"structure": "auto", "params": wanted}
     going = {"blocks": whole // 2} if axis == "both" and whole > 1 else {}
     channels = round((left(**going) - wanted) / (left(**going) - left(**going, ffn=1)))
     going |= {"ffn": channels}
     if abs(left(**going) - wanted) > NEAR * (dense - wanted) / whole * blocks:
         raise ValueError(f"{going} does not leave the parameters that {whole} blocks do: {left(**going):,}, {wanted:,}")
+    if axis == "auto":  # as many as the largest of the others
+        return {"structure": "auto", "params": max(wanted, left(**going))}
     return {"structure": going}
 
 
