@@ -155,7 +155,7 @@ class Bench:
         """Own text is written once for all rows that have as many windows of it."""
         weights = source if isinstance(source, dict) else {source: 1}
         own = shares(weights, samples).get("self", 0)
-        model = weights_fingerprint(self.model, self.targets)
+        model = weights_fingerprint(self.model)
         return KeptText(self.args.work / f"own-{own}.safetensors", model, Processes())
 
     def _perplexities(self, comparison: Comparison, decision: PruningDecision | None, label: str) -> dict[str, float]:

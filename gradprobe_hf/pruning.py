@@ -259,7 +259,7 @@ def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots 
 def _identity(context: RunContext) -> dict[str, Any]:
     """Of the run, of the matrices that were asked for: which of them the text reaches follows from it."""
     texts = {"calibration": context.calibration, "evaluation": context.selection}
-    return run_identity(context.model, context.targets, context.config.to_dict(), texts, context.processes)
+    return run_identity(context.model, context.config.to_dict(), texts, context.processes)
 
 
 def _measured(context: RunContext, decision: PruningDecision) -> PairedMeasurement | None:

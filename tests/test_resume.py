@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from accelerate import cpu_offload, disk_offload
 from safetensors import SafetensorError
 
 from gradprobe_hf import prune_pretrained
@@ -316,6 +317,25 @@ def test_a_state_of_something_else_is_refused_with_the_difference(change, named,
     assert named in str(caught.value)
     assert "--resume-dir" in str(caught.value)
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", ["norm.weight", "layers.1.mlp.up_proj.weight", "embed_tokens.weight"])
+def test_the_fingerprint_sees_what_a_short_training_changed(name):
+    """Gains alone (as BitFit trains), a matrix, or an embedding, the rows in its middle."""
+    model, changed = cases.build("llama"), cases.build("llama")
+    assert snapshots.weights_fingerprint(model) == snapshots.weights_fingerprint(changed)
+    with torch.no_grad():
+        weight = changed.model.get_parameter(name)
+        weight[len(weight) // 4 : -1] += 1e-3
+    assert snapshots.weights_fingerprint(model) != snapshots.weights_fingerprint(changed)
+
+
+def test_the_fingerprint_is_the_same_wherever_weights_are(tmp_path):
+    """Tied weights are separate parameters once a model is offloaded."""
+    model = cases.build("opt")
+    wanted = snapshots.weights_fingerprint(model)
+    assert snapshots.weights_fingerprint(cpu_offload(cases.build("opt"))) == wanted
+    assert snapshots.weights_fingerprint(disk_offload(cases.build("opt"), str(tmp_path))) == wanted
 
 
 def test_a_state_half_deleted_is_not_a_state(tmp_path):

@@ -178,7 +178,7 @@ def distil(
     began = time.perf_counter()
     bf16 = student.dtype == torch.bfloat16 if config.bf16 == "auto" else config.bf16
     targets, masks = _masks(student)
-    weights = weights_fingerprint(student, targets)
+    weights = weights_fingerprint(student)
     of = {"weights": weights, "teacher": teacher.identity, "text": text.described["fingerprint"]}
     checkpoint = _checkpoint_to_resume(of, config, place)
     with (

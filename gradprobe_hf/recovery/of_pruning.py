@@ -84,7 +84,7 @@ def _reading(context: RunContext, place: Workplace) -> Reading:
     kept = None
     if place.resumable:
         path = place.folder / f"own_text-{place.processes.rank}.safetensors"
-        kept = KeptText(path, weights_fingerprint(context.model, context.targets), place.processes)
+        kept = KeptText(path, weights_fingerprint(context.model), place.processes)
     return Reading(context.model, context.processing_class, place.processes, place.progress, kept)
 
 

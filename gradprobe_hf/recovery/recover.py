@@ -26,7 +26,6 @@ from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.data.windows import SELF, WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
 from gradprobe_hf.model.loading import load, load_processing_class
-from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_alike, check_models, check_pruned, check_texts, check_trainable
@@ -250,9 +249,8 @@ def _evaluation(source: Any, config: RecoveryConfig, model: PreTrainedModel, pro
 def _reading(model: PreTrainedModel, processing_class: Any, place: Workplace) -> Reading:
     kept = None
     if place.resumable:
-        targets = find_targets(model, include=["*"])
         path = place.folder / f"own_text-{place.processes.rank}.safetensors"
-        kept = KeptText(path, weights_fingerprint(model, targets), place.processes)
+        kept = KeptText(path, weights_fingerprint(model), place.processes)
     return Reading(model, processing_class, place.processes, place.progress, kept)
 
 

@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.loss import next_token_logits
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
-from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.divergence import Predictions, TopPredictions, WholePredictions
 from gradprobe_hf.recovery.text import WINDOW, RecoveryText, collated
 from gradprobe_hf.run.snapshots import weights_fingerprint
@@ -55,7 +54,7 @@ class LiveTeacher:
 
     @property
     def identity(self) -> str:
-        return weights_fingerprint(self.model, find_targets(self.model, include=["*"]))
+        return weights_fingerprint(self.model)
 
     @torch.no_grad()
     def predictions(self, batch: Mapping[str, Tensor]) -> Predictions:

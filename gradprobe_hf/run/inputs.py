@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.loading import Loaded, load, load_processing_class
 from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
-from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.snapshots import folder_of, weights_fingerprint
@@ -70,7 +70,7 @@ def load_inputs(request: RunRequest) -> RunContext:
     if config.sequence_length is None and (length := window_length(None, model)) < DEFAULT_LENGTH:
         logger.info("windows have %d tokens, as many as the model has positions", length)
     with stopwatch("read data"):
-        writing = Writing(processes, _kept_text(request, loaded.model, targets, processes))
+        writing = Writing(processes, _kept_text(request, loaded.model, processes))
         reads_text = request.always_calibrate or config.needs.passes != "none"
         read = partial(
             _read,
@@ -185,14 +185,12 @@ def default_calibration(model: PreTrainedModel) -> str:
     return SELF
 
 
-def _kept_text(
-    request: RunRequest, model: PreTrainedModel, targets: Sequence[Target], processes: Processes
-) -> KeptText | None:
+def _kept_text(request: RunRequest, model: PreTrainedModel, processes: Processes) -> KeptText | None:
     """Where a run that may be resumed keeps the text that the model has written."""
     if request.resume_dir is None:
         return None
     path = folder_of(Path(request.resume_dir), processes) / "own_text.safetensors"
-    return KeptText(path, weights_fingerprint(model, targets), processes)
+    return KeptText(path, weights_fingerprint(model), processes)
 
 
 def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -28,13 +28,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gradprobe_hf.data.batches import Batches, row_count
-from gradprobe_hf.model.targets import Target
+from gradprobe_hf.model.parameters import aliases, read_weight
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.runtime.processes import Processes
 
 STAGES = ("probe", "decision", "block")
 STATE_NAME = "state.json"
-SAMPLED_ROWS = 2  # of each matrix: enough to tell two models apart, and not to read 14 GB
+SAMPLED_ROWS = 8  # of each matrix, or a few more: enough to tell two models apart, and not to read 14 GB
 _NUMBERS = 10**6  # more than a stage has steps
 
 # The tensors of a state, in parts that need not be in memory together.
@@ -176,7 +176,6 @@ class Snapshots:
 
 def run_identity(
     model: nn.Module,
-    targets: Sequence[Target],
     config: Mapping[str, Any],
     texts: Mapping[str, Batches],
     processes: Processes,
@@ -190,7 +189,7 @@ def run_identity(
         # How often a state is saved may change between two runs.
         **{f"config.{name}": value for name, value in config.items() if name != "save_every"},
         "model": type(model).__name__,
-        "weights": weights_fingerprint(model, targets),
+        "weights": weights_fingerprint(model),
         "number of processes": processes.count,
         **{name: f"{text.source} ({text.fingerprint})" for name, text in texts.items() if text},
     }
@@ -256,14 +255,20 @@ def _damaged(path: Path, error: Exception) -> ValueError:
     )
 
 
-def weights_fingerprint(model: nn.Module, targets: Sequence[Target]) -> str:
-    """What tells a model from others: a hash of some rows of each matrix."""
-    digest = sha256()
-    for target in targets:
-        matrix = target.matrix(model)
-        digest.update(f"{target.name} {tuple(target.shape)} {matrix.dtype}".encode())
-        sample = matrix[:SAMPLED_ROWS].contiguous().cpu()
-        digest.update(sample.flatten().view(torch.uint8).numpy().tobytes())
+def weights_fingerprint(model: nn.Module) -> str:
+    """What tells a model from others: a hash of its vectors, and of some rows of everything larger.
+
+    It is the same where the model is offloaded; of a sharded model it is of this process's shards.
+    """
+    digest, tied = sha256(), aliases(model)
+    for name in (name for name, _ in model.named_parameters() if name not in tied):
+        values = read_weight(model, name)
+        digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
+        if values.dim() > 1:
+            rows = values.flatten(0, -2)
+            # From all over it: the first rows of an embedding are those of tokens that hardly occur.
+            values = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
+        digest.update(values.flatten().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
