@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -180,6 +181,20 @@ def test_the_batch_size_has_no_part_in_it(text_file):
     for name, value in found[0].named_parameters():
         for other in found[1:]:
             torch.testing.assert_close(value, other.get_parameter(name), rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [3, 4])
+def test_of_few_windows_some_are_held_out(rows, short, monkeypatch):
+    """They would all be one step, which would train on what it is judged by: there are two or three of them."""
+    settings = replace(short, windows=4)
+    monkeypatch.setitem(refinement.REFINEMENTS, "blocks", settings)
+    model = cases.build("llama").double().eval()
+    batches = [{"input_ids": batch["input_ids"]} for batch in cases.batches("llama", rows=rows, batch_size=rows)]
+    masks = cases.prune(model, batches, apply=True, **BLOCKS).masks
+    parts = [{"input_ids": part} for part in batches[0]["input_ids"].split(rows // 2)]
+    wanted = trained_by_hand(cases.build("llama").double().eval(), parts, masks, settings)
+    for (key, value), other in zip(model.named_parameters(), wanted.parameters(), strict=True):
+        torch.testing.assert_close(value, other, rtol=1e-6, atol=1e-7, msg=lambda text, key=key: f"{key}: {text}")
 
 
 def test_padding_has_no_part_in_it():

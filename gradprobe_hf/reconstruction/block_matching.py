@@ -141,8 +141,13 @@ def in_step_sizes(batches: Batches | Sequence[Batch], settings: Refinement) -> B
     """The same rows in batches that a step is a whole number of, none larger than it was."""
     if not isinstance(batches, Batches):
         return batches
-    largest = max(map(row_count, batches))
-    return batches.in_batches_of(math.gcd(settings.windows, 2 ** int(math.log2(largest))))
+    largest, windows = max(map(row_count, batches)), _windows_in_step(settings, batches.samples)
+    return batches.in_batches_of(math.gcd(windows, 2 ** int(math.log2(largest))))
+
+
+def _windows_in_step(settings: Refinement, rows: int) -> int:
+    """As many as the settings say; of few rows at most half, so that a step can be held out."""
+    return settings.windows if rows > settings.windows else max(1, rows // 2)
 
 
 def block_vectors(model: PreTrainedModel, block: str) -> list[Target]:
@@ -223,14 +228,15 @@ class _Trainer:
         return Matched(before, least, epoch, kept)
 
     def _split(self) -> tuple[list[list[int]], list[list[int]]]:
-        """Steps to train on and steps that are held out, the last ones.
+        """Steps to train on and steps that are held out, the last ones; the same where there is one window.
 
         Each is a list of batches, by their number among those of all processes.
         """
         processes, examples = self._task.processes, self._task.examples
-        total = int(processes.sum_(torch.tensor(len(examples))))
-        rows = int(processes.max_(torch.tensor(max((len(example.target) for example in examples), default=1))))
-        size = max(1, self._settings.windows // rows)
+        rows = [len(example.target) for example in examples]
+        total, windows = processes.sum_(torch.tensor([len(rows), sum(rows)])).tolist()
+        largest = int(processes.max_(torch.tensor(max(rows, default=1))))
+        size = max(1, _windows_in_step(self._settings, windows) // largest)
         steps = [list(range(start, min(start + size, total))) for start in range(0, total, size)]
         held_out = max(1, round(self._settings.held_out * len(steps)))
         return (steps[:-held_out], steps[-held_out:]) if len(steps) > 1 else (steps, steps)
