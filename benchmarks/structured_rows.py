@@ -190,6 +190,7 @@ WITH_OWN_TEXT = (
 )
 ROWS |= {f"{name}, half own text": replace(ROWS[name], own_text=True) for name in WITH_OWN_TEXT}
 TRAINED = (
+    "channels, OBS + least squares",
     "channels, Fisher + least squares",
     "channels, Fisher + least squares, half own text",
     "blocks and channels, Fisher + least squares, half own text",

@@ -35,15 +35,22 @@ def structured_table(results: dict[str, Any]) -> str:
             lines.append(f"| {method} | {' | '.join(shown)} |")
         lines.append("")
     settings = results["settings"]
-    draws = sorted({row["seed"] for rows in cells.values() for row in rows})
     texts = ", ".join(f"{about['text']} of {name}" for name, about in settings["evaluation"].items())
     lines.append(
         f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}, measured on {texts}; "
-        f"{'one draw' if len(draws) == 1 else f'up to {len(draws)} draws'} of the calibration windows, in brackets the "
-        f"perplexity of the largest over the smallest. Best in bold, trained rows apart.{_notes(methods, cells)} "
+        f"{_drawn(cells)}. Best in bold, trained rows apart.{_notes(methods, cells)} "
         f"`make bench-{_target(results)}`, at {', '.join(commits_of(results))}."
     )
     return "\n".join(lines)
+
+
+def _drawn(cells: Cells) -> str:
+    """How many draws the calibration windows had."""
+    counts = {len(rows) for rows in cells.values()}
+    if counts == {1}:
+        return "one draw of the calibration windows"
+    most = f"{max(counts)}" if len(counts) == 1 else f"up to {max(counts)}"
+    return f"{most} draws of the calibration windows, in brackets the largest perplexity over the smallest"
 
 
 def _notes(methods: list[str], cells: Cells) -> str:
