@@ -41,6 +41,22 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def in_float32(model: nn.Module) -> Iterator[None]:
+    """Weights and buffers of half precision in float32, and behind it as they were: 4 bytes more for each value.
+
+    For a model that is in memory, in one piece.
+    """
+    stored = [(tensor, tensor.data) for tensor in (*model.parameters(), *model.buffers()) if tensor.is_floating_point()]
+    try:
+        for tensor, values in stored:
+            tensor.data = values.to(torch.promote_types(values.dtype, torch.float32))
+        yield
+    finally:
+        for tensor, values in stored:
+            tensor.data = values
+
+
+@contextmanager
 def seen_on(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
     """`model.device` is this one, also where Accelerate keeps the weights elsewhere.
 
