@@ -38,10 +38,12 @@ from transformers import (
 )
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.checkpoint import smaller
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.model.families import random_batch
 from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied
@@ -432,6 +434,29 @@ def test_a_model_that_was_rounded_in_memory_is_compared_as_it_is(tmp_path, monke
     made = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype="auto")
     assert made.dtype == torch.bfloat16
     assert cases.changed(model, dense) == []
+
+
+def test_without_room_for_a_second_model_it_is_compared_from_disk(tmp_path, monkeypatch):
+    compared = []
+
+    def note(model, batch, wide):
+        compared.append((is_offloaded(model), wide))
+        return outputs(model, batch, wide)
+
+    outputs = smaller._outputs
+    monkeypatch.setattr(smaller, "_outputs", note)
+    for room in (0, 1 << 40):
+        monkeypatch.setattr(smaller, "available_bytes", lambda _, room=room: room)
+        model = build("llama").to(torch.bfloat16)
+        prune_pretrained(
+            model,
+            GradProbeConfig(structure={"ffn": 8}, update="none"),
+            calibration=cases.batches("llama"),
+            evaluation=False,
+            output_dir=tmp_path / str(room),
+            progress=False,
+        )
+    assert compared == [(False, False), (True, False), (False, True), (False, True)]
 
 
 def test_an_interrupt_at_any_pass_leaves_everything_as_it_was(tmp_path, monkeypatch):

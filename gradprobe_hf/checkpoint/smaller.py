@@ -31,7 +31,7 @@ ROWS, TOKENS = 1, 32  # one: without a padding token, a classifier of sequences 
 # How far apart the outputs of the two models may be, relative to their size: sums over fewer terms round otherwise.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 OF_HALF_PRECISION = 0.1  # where there is no room to compute in float32
-SHARE = 0.8  # of free memory, for weights in float32
+SHARE = 0.8  # of free memory, for what is compared
 
 
 def save_smaller(folder: Path, model: PreTrainedModel, removal: Removal) -> None:
@@ -50,8 +50,11 @@ def check_smaller(folder: Path, model: PreTrainedModel) -> None:
     wide = model.dtype not in TOLERANCE and _has_room_for_float32(model)
     batch = random_batch(model, ROWS, TOKENS)
     wanted = _outputs(model, batch, wide)
+    # The result of a long run is not lost because there is no room for a second model beside it.
+    nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * (2 if wide else 1)
+    from_disk = is_offloaded(model) or not _fits(nbytes, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as scratch:
-        placed: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": scratch} if is_offloaded(model) else {}
+        placed: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": scratch} if from_disk else {}
         cls: Any = type(model)
         loaded, info = cls.from_pretrained(
             folder,
@@ -63,7 +66,9 @@ def check_smaller(folder: Path, model: PreTrainedModel) -> None:
         wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}
         if wrong:
             raise RuntimeError(f"the smaller model does not load as it was written: {wrong}. Nothing was kept of it.")
-        loaded = loaded if placed else loaded.to(input_device(model))
+        devices = {parameter.device for parameter in model.parameters()}
+        if not from_disk and len(devices) == 1 and _fits(nbytes, *devices):
+            loaded = loaded.to(*devices)
         _round_buffers(loaded, model)
         try:
             found = _outputs(loaded, batch, wide)
@@ -91,7 +96,11 @@ def _has_room_for_float32(model: PreTrainedModel) -> bool:
     needed = Counter[torch.device]()
     for tensor in (*model.parameters(), *model.buffers()):
         needed[tensor.device] += torch.float32.itemsize * tensor.numel()
-    return all(nbytes <= SHARE * available_bytes(device) for device, nbytes in needed.items())
+    return all(_fits(nbytes, device) for device, nbytes in needed.items())
+
+
+def _fits(nbytes: int, device: torch.device) -> bool:
+    return nbytes <= SHARE * available_bytes(device)
 
 
 def _round_buffers(loaded: PreTrainedModel, model: PreTrainedModel) -> None:
