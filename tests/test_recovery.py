@@ -260,6 +260,22 @@ def test_the_best_state_is_kept_and_the_beginning_is_one(caplog):
     assert "Try a lower learning_rate" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("measured", "stops"),
+    [
+        ([0.37, 0.45, 0.42, 0.41], False),  # all worse than the beginning, and on the way down
+        ([0.37, 0.45, 0.46], True),
+        ([0.37, 0.36, 0.36], False),
+        ([0.37, 0.36, 0.36, 0.36], True),
+        ([0.37, float("nan"), float("nan")], True),
+        ([0.37], False),
+    ],
+)
+def test_what_falls_is_let_go_on(measured, stops, tmp_path):
+    steps = {5 * number: value for number, value in enumerate(measured)}
+    assert BestState(tmp_path, patience=2).has_waited(steps) == stops
+
+
 class KilledError(Exception):
     pass
 

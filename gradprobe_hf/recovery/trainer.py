@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -151,13 +152,13 @@ class RecoveryTrainer(Trainer):
 
 
 class BestState(TrainerCallback):
-    """Keeps the state with the least held-out divergence in a file, the first among equals; stops when none is better.
+    """Keeps the state with the least held-out divergence in a file, the first among equals; stops when it only rises.
 
     What was measured so far is read from Trainer's log, so that a resumed run decides as one that was not stopped.
 
     Args:
         folder: for the file.
-        patience: measurements without a better one before training stops.
+        patience: measurements in a row, none better than the one before, behind which training stops.
     """
 
     def __init__(self, folder: Path, patience: int) -> None:
@@ -174,9 +175,13 @@ class BestState(TrainerCallback):
             control.should_training_stop = True
 
     def has_waited(self, measured: Mapping[int, float]) -> bool:
-        """Whether there were so many measurements without a better one that training stops."""
-        best = best_step(measured)
-        return sum(step > best for step in measured) >= self.patience
+        """Whether the latest measurements, as many as patience has, are none better than the one before.
+
+        Not than the best one: a high learning rate leads away from weights that are good already, those of least
+        squares say, and as it goes down the divergence falls below where it began.
+        """
+        latest = [measured[step] for step in sorted(measured)][-self.patience - 1 :]
+        return len(latest) > self.patience and not any(now < before for before, now in pairwise(latest))
 
     @torch.no_grad()
     def load(self, model: nn.Module) -> None:
