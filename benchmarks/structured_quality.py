@@ -13,15 +13,15 @@ usage: python -m benchmarks.structured_quality --model DIR --calibration SPEC --
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import tempfile
 import time
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks import quality_worker as worker
 from benchmarks.quality_cells import Cell, CellFile, code_commit
@@ -54,6 +54,7 @@ class Task:
     Attributes:
         settings, commit: as of `quality_worker.CellTask`.
         recovery_steps: of rows that are trained.
+        rates: learning rates to train these with; the one with the least held-out divergence is the row's.
         folder: of this run: what the model writes is kept there, for all cells.
     """
 
@@ -64,6 +65,7 @@ class Task:
     settings: dict[str, Any]
     commit: str
     recovery_steps: int
+    rates: tuple[float, ...]
     folder: Path
 
 
@@ -81,8 +83,11 @@ def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
     masks, diagnostics = chosen_masks(context, row), Diagnostics()
     decision = decide_pruning(context) if masks is None else conclude(context, masks, diagnostics)
     assert decision.removal is not None, "whole structures go"
-    measure = partial(_recovered, bench, context, decision, task) if row.recovered else None
-    found = bench.measured(context, decision, task.method) if measure is None else measure()
+    held_out = dict[str, float]()
+    if row.recovered:
+        found, held_out = _recovered(bench, context, decision, task)
+    else:
+        found = bench.measured(context, decision, task.method)
     dense, blocks = _parameters(context)
     apart = {name: one.divergence for name, one in found.items() if one.divergence is not None}
     cell = Cell(
@@ -100,7 +105,7 @@ def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
         calibration=context.calibration.fingerprint,
         options={
             "structure": dict(decision.removal.plan.going),
-            **({"recovery_steps": task.recovery_steps} if row.recovered else {}),
+            **({"recovery_steps": task.recovery_steps, "held_out_kl": held_out} if row.recovered else {}),
         },
         commit=task.commit,
     )
@@ -167,26 +172,45 @@ def _parameters(context: RunContext) -> tuple[int, int]:
 
 def _recovered(
     bench: worker.Bench, context: RunContext, decision: PruningDecision, task: Task
-) -> dict[str, PairedMeasurement]:
-    """What is left, written, trained towards the dense model on the calibration text, and measured beside it."""
+) -> tuple[dict[str, PairedMeasurement], dict[str, float]]:
+    """What is left, written, trained towards the dense model on the calibration text, and measured beside it.
+
+    Returns:
+        By text, what the best learning rate came to; by learning rate, the least divergence on the windows held out.
+    """
     assert decision.removal is not None, "whole structures go"
+    text, held_out = TextSpec.parse(task.protocol.calibration).read(), dict[str, float]()
+    best: PreTrainedModel | None = None
     with tempfile.TemporaryDirectory() as folder:
         targets = [*context.targets, *decision.new_weights.vectors]
         with applied(bench.model, targets, decision.masks, keep=False, new_weights=decision.new_weights):
             save_smaller(Path(folder), bench.model, decision.removal)
-        smaller = AutoModelForCausalLM.from_pretrained(folder, dtype=task.protocol.dtype)
-        config = RecoveryConfig(
-            steps=task.recovery_steps, sequence_length=task.protocol.sequence_length, seed=task.seed
-        )
-        text = TextSpec.parse(task.protocol.calibration).read()
-        made = recover_pretrained(
-            smaller, bench.model, config, text=text, evaluation=False, processing_class=bench.tokenizer, progress=False
-        )
+        for rate in task.rates:
+            made = recover_pretrained(
+                AutoModelForCausalLM.from_pretrained(folder, dtype=task.protocol.dtype),
+                bench.model,
+                RecoveryConfig(
+                    steps=task.recovery_steps,
+                    learning_rate=rate,
+                    sequence_length=task.protocol.sequence_length,
+                    seed=task.seed,
+                ),
+                text=text,
+                evaluation=False,
+                processing_class=bench.tokenizer,
+                progress=False,
+            )
+            assert made.report.recovery is not None, "it was trained"
+            least = min(made.report.recovery["held_out"].values())
+            if least < min(held_out.values(), default=math.inf):
+                best = made.model.eval()
+            held_out[f"{rate:g}"] = round(least, worker.DECIMALS)
+    assert best is not None, "the divergence of one of them is a number"
     found = {}
     for name, batches in bench.texts.items():
         dense = context.workload_on(batches)
-        found[name] = measure_pair(dense, replace(dense, model=made.model.eval()), label=f"{task.method}: {name}")
-    return found
+        found[name] = measure_pair(dense, replace(dense, model=best), label=f"{task.method}: {name}")
+    return found, held_out
 
 
 def parsed() -> argparse.Namespace:
@@ -203,6 +227,13 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--evaluation-samples", type=int, default=24, help="windows, of a text that does not say")
     parser.add_argument("--recovery-steps", type=int, default=50)
+    parser.add_argument(
+        "--recovery-rates",
+        type=float,
+        nargs="+",
+        default=[RecoveryConfig().learning_rate],
+        help="learning rates: a row is trained with each, and has the one with the least held-out divergence",
+    )
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
     parser.add_argument("--mixed", action="store_true", help="keep cells that other code has made")
@@ -231,7 +262,8 @@ def main() -> None:
     wanted = [(name, seed, column) for seed in args.seed for column in args.columns for name in names]
     with tempfile.TemporaryDirectory() as folder:
         for method, seed, column in [key for key in wanted if key not in file.cells]:
-            task = Task(protocol, method, column, seed, file.settings, file.commit, args.recovery_steps, Path(folder))
+            recovery = args.recovery_steps, tuple(args.recovery_rates)
+            task = Task(protocol, method, column, seed, file.settings, file.commit, *recovery, Path(folder))
             try:
                 file.add(*worker.alone(make_cell, task))
             except Exception as error:  # one cell is no reason to lose the others

@@ -61,8 +61,16 @@ def _notes(methods: list[str], cells: Cells) -> str:
     steps = {row["options"]["recovery_steps"] for (name, _), rows in cells.items() if _trained(name) for row in rows}
     if steps:
         taken = " or ".join(map(str, sorted(steps)))
-        notes += f" Recovered: trained for {taken} steps of 8 windows towards the dense model, on the calibration text."
+        notes += f" Recovered: trained for {taken} steps of 8 windows towards the dense model, on the calibration text"
+        notes += f"{_rates(cells)}."
     return notes
+
+
+def _rates(cells: Cells) -> str:
+    """The learning rates that were tried, of rows that note them."""
+    found = [row["options"].get("held_out_kl", {}) for rows in cells.values() for row in rows]
+    most = max((len(rates) for rates in found), default=0)
+    return ", with the best of several learning rates by windows held out of it" if most > 1 else ""
 
 
 def _title(cells: Cells, column: str) -> str:

@@ -146,6 +146,28 @@ def test_rows_have_as_many_parameters_and_the_model_writes_once(bench, monkeypat
     assert "Recovered: trained for 2 steps" in shown
 
 
+def test_a_trained_row_has_the_learning_rate_with_the_least_held_out_divergence(bench, monkeypatch):
+    trained = {}
+    plain = structured_quality.recover_pretrained
+
+    def kept(model, teacher, config, **options):
+        trained[f"{config.learning_rate:g}"] = plain(model, teacher, config, **options)
+        return trained[f"{config.learning_rate:g}"]
+
+    monkeypatch.setattr(structured_quality, "recover_pretrained", kept)
+    measured = []
+    pair = structured_quality.measure_pair
+    monkeypatch.setattr(
+        structured_quality, "measure_pair", lambda a, b, **more: measured.append(b.model) or pair(a, b, **more)
+    )
+    rates = ["0.03", "0.0001", "0.01"]  # the largest first: neither the first nor the last should win by its place
+    row = bench("--methods", METHODS[5], "--recovery-rates", *rates)["rows"][0]
+    least = {rate: min(made.report.recovery["held_out"].values()) for rate, made in trained.items()}
+    assert list(least) == rates
+    assert row["options"]["held_out_kl"] == pytest.approx(least, abs=1e-4)
+    assert measured == [trained[min(least, key=least.get)].model]
+
+
 def test_a_cell_that_is_there_is_not_made_again(bench, monkeypatch):
     first = bench("--methods", METHODS[1])
     made = []
