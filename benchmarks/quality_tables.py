@@ -106,7 +106,7 @@ def presets_table(results: dict[str, Any], other: dict[str, Any] | None = None) 
     note = f"{_setting(results)}, on a machine with 2 cores{_mixture(results)}. Made by {_command(results)}"
     if other is not None:
         on = other["settings"]["calibration"]
-        note += f"; the last column is calibrated on {on}, made by {_command(other)}{_mixture(other)}"
+        note += f"; the last column is calibrated on {on}, {_draws(other)}, made by {_command(other)}{_mixture(other)}"
     return "\n".join([*lines, "", f"{note}."])
 
 
@@ -437,14 +437,18 @@ def _draws(results: dict[str, Any]) -> str:
 
 
 def _draws_by_column(counts: dict[str, int]) -> str:
-    """
+    """How many draws most columns have, and which have others.
+
     >>> _draws_by_column({"0.5": 1, "0.6": 3, "2:4": 2})
     '1 draw (3 at 60%, 2 at 2:4)'
+    >>> _draws_by_column({"0.5": 1, "0.6": 2, "2:4": 2})
+    '2 draws (1 at 50%)'
     """
-    least = min(counts.values())
-    more = [column for column in SHOWN_COLUMNS if counts.get(column, least) > least]
-    shown = ", ".join(f"{counts[column]} at {column_title(column)}" for column in more)
-    return f"{least} draw{'s' * (least > 1)}" + f" ({shown})" * bool(more)
+    numbers = sorted(counts.values())
+    most = max(numbers, key=numbers.count)
+    others = [column for column in SHOWN_COLUMNS if counts.get(column, most) != most]
+    shown = ", ".join(f"{counts[column]} at {column_title(column)}" for column in others)
+    return f"{most} draw{'s' * (most > 1)}" + f" ({shown})" * bool(others)
 
 
 def _quality_cell(cells: Cells, text: str, method: str, column: str, best: float) -> str:
