@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import wait
 from pathlib import Path
+from threading import Thread
 from typing import Any, ParamSpec, TypeVar
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -298,9 +301,21 @@ def _changed(config: GradProbeConfig) -> dict[str, Any]:
 def alone(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """The result of a call in a process of its own, forked from one that has imported this module and done nothing.
 
-    So no cell pays for the imports, and its peak memory holds nothing of another cell.
+    So no cell pays for the imports, and its peak memory holds nothing of another cell. It ends with this process, even
+    where that is killed: an hour of a core for a result that nobody reads would be the next cell's.
     """
     server = get_context("forkserver")
     server.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(1, mp_context=server) as pool:
+    with ProcessPoolExecutor(1, mp_context=server, initializer=_end_with_parent) as pool:
         return pool.submit(function, *args, **kwargs).result()
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    assert parent is not None, "called in a process of the pool"
+
+    def watch() -> None:
+        wait([parent.sentinel])
+        os._exit(1)  # the other threads compute
+
+    Thread(target=watch, daemon=True).start()

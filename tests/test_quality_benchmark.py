@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import subprocess
 import sys
+import time
 from functools import cache
+from pathlib import Path
 
+import psutil
 import pytest
 
 from benchmarks import picture, quality, quality_peers, quality_rows, quality_tables, quality_worker, readme_table
@@ -16,6 +21,7 @@ from benchmarks.quality_texts import TextSpec
 from benchmarks.text_table import texts_table
 from gradprobe_hf.report.build import peak_memory
 
+ROOT = Path(__file__).parent.parent
 HALF = ("--columns", "0.5")
 METHODS = ("wanda", "sparsegpt", "two probes", "two probes + obs", "threshold rule")
 
@@ -34,6 +40,18 @@ for name, weight in load_file(model + "/model.safetensors").items():
         changed[name].reshape(-1)[lowest] = 0
 given = f"{options['--method']}, {options['--dtype']}, {list(load_file(windows)['input_ids'].shape)}"
 save_file(changed, output, {"about": json.dumps({"seconds": 1.5, "peak_bytes": 10, "versions": {"given": given}})})
+"""
+
+# A cell that never ends; its process id is in a file.
+SLEEPER = """
+import os, time
+from pathlib import Path
+from benchmarks.quality_worker import alone
+
+def sleep():
+    Path("part").write_text(str(os.getpid()))
+    Path("part").rename("pid")
+    time.sleep(600)
 """
 
 
@@ -184,6 +202,34 @@ def test_a_process_of_its_own_has_a_memory_of_its_own():
 def _peak_after(size):
     bytearray(b"x") * size
     return peak_memory()["peak_resident_bytes"]
+
+
+@pytest.mark.slow
+def test_a_process_of_its_own_ends_with_the_one_that_is_killed(tmp_path):
+    (tmp_path / "sleeper.py").write_text(SLEEPER, encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    call = "import sleeper; sleeper.alone(sleeper.sleep)"
+    parent = subprocess.Popen([sys.executable, "-c", call], env={**os.environ, "PYTHONPATH": path}, cwd=tmp_path)
+    try:
+        waited_for((tmp_path / "pid").exists)
+        child = int((tmp_path / "pid").read_text())
+        assert is_alive(child)
+    finally:
+        parent.kill()
+        parent.wait()
+    waited_for(lambda: not is_alive(child))
+
+
+def waited_for(condition):
+    """Until it is true; it has two minutes."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < 120
+        time.sleep(0.1)
+
+
+def is_alive(pid):
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def test_a_peer_is_given_the_same_windows_and_measured_like_the_rest(bench, tmp_path, monkeypatch):
