@@ -262,7 +262,7 @@ def main() -> None:
     wanted = [(name, seed, column) for seed in args.seed for column in args.columns for name in names]
     with tempfile.TemporaryDirectory() as folder:
         for method, seed, column in [key for key in wanted if key not in file.cells]:
-            recovery = args.recovery_steps, tuple(args.recovery_rates)
+            recovery = args.recovery_steps, ROWS[method].rates or tuple(args.recovery_rates)
             task = Task(protocol, method, column, seed, file.settings, file.commit, *recovery, Path(folder))
             try:
                 file.add(*worker.alone(make_cell, task))

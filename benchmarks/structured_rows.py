@@ -39,6 +39,7 @@ class Row:
         options: of the configuration.
         channels, blocks: a score of its own: block -> scores of its channels, or block -> its score.
         recovered: whether what is left is trained towards the dense model.
+        rates: learning rates to train it with, in place of `--recovery-rates`.
         own_text: whether half of the calibration windows are of text that the model writes.
     """
 
@@ -47,6 +48,7 @@ class Row:
     channels: Callable[[RunContext, Plan], dict[str, Tensor]] | None = None
     blocks: Callable[[RunContext, Plan], dict[str, float]] | None = None
     recovered: bool = False
+    rates: tuple[float, ...] = ()
     own_text: bool = False
 
 
@@ -204,3 +206,18 @@ TRAINED = (
     "blocks, greedy by loss",
 )
 ROWS |= {f"{name}, recovered": replace(ROWS[name], recovered=True) for name in TRAINED}
+# Weights that were fitted to outputs already are thrown further off than they gain by the steps that serve others.
+SLOWER, FASTER = 1e-4, 4e-4
+ROWS |= {
+    f"{name}, recovered, at {rate:g}": replace(ROWS[name], recovered=True, rates=(rate,))
+    for rate, names in {
+        SLOWER: (
+            "channels, OBS + least squares",
+            "channels, Fisher + least squares",
+            "channels, Fisher + least squares, blocks matched",
+            "channels, Fisher + least squares, blocks matched, half own text",
+        ),
+        FASTER: ("channels, Wanda-sp", "channels, Wanda-sp, half own text", "blocks, ShortGPT's influence"),
+    }.items()
+    for name in names
+}

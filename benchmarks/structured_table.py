@@ -80,7 +80,7 @@ def _title(cells: Cells, column: str) -> str:
 
 
 def _trained(method: str) -> bool:
-    return method.endswith(", recovered")
+    return ", recovered" in method
 
 
 def _cell(rows: list[dict[str, Any]], text: str, best: float) -> str:
