@@ -30,6 +30,7 @@ from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Judge, Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
+from gradprobe_hf.run.findings import Findings
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
@@ -147,7 +148,8 @@ def prune_pretrained(
     out = out.checked(context, writes_store=apply)
     judge = None if metric_fn is None else Judge.of(context, metric_fn)
     with open_run(written(context), rows=rows) as context:
-        context = replace(context, snapshots=_snapshots(context, resume_dir))
+        snapshots = _snapshots(context, resume_dir)
+        context = replace(context, snapshots=snapshots, findings=Findings.of(snapshots))
         context = reachable(context)
         foreseen = foreseen_warnings(context)
         for warning in foreseen:

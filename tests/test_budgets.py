@@ -16,6 +16,7 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.data.batches import Batches, from_iterable
 from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.saving import bytes_beside_parameters, save_in_shards
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run import block_order, decide
 from gradprobe_hf.run.context import BlockOrder, RunContext
@@ -89,7 +90,33 @@ def test_the_shapes_are_all_that_meet_the_budget_and_give_nothing_in_vain(share)
     wanted = {tuple(going.items()): built_parameters(model, going) for going in best}
     none = dict.fromkeys(("ffn", "kv_groups", "blocks"), 0)
     assert {tuple((none | one.going).items()): one.parameters for one in found} == wanted
-    assert all(one.bytes == 4 * one.parameters for one in found)
+    headers = {one.bytes - 4 * one.parameters for one in found}
+    assert headers == {bytes_beside_parameters(model)}
+
+
+@pytest.mark.parametrize("name", ["llama", "opt", "bert", "t5", "mixtral"])
+def test_what_a_file_has_beside_parameters_is_known_before_it_is_written(name, tmp_path):
+    """Never less: a budget of memory has to hold."""
+    model = cases.build(name)
+    save_in_shards(tmp_path, model)
+    beside = (tmp_path / "model.safetensors").stat().st_size - sum(one.nbytes for one in model.parameters())
+    assert beside <= bytes_beside_parameters(model) <= 1.1 * beside
+
+
+@pytest.mark.parametrize("share", [0.9, 0.8, 0.7])
+def test_a_file_is_no_larger_than_the_memory_that_was_asked_for(share, tmp_path):
+    model = deep()
+    save_in_shards(tmp_path / "dense", model)
+    budget = int(share * (tmp_path / "dense" / "model.safetensors").stat().st_size)
+    prune_pretrained(
+        model,
+        GradProbeConfig(structure="auto", memory=budget),
+        calibration=cases.batches("llama"),
+        evaluation=False,
+        output_dir=tmp_path / "smaller",
+        progress=False,
+    )
+    assert 0.8 * budget < (tmp_path / "smaller" / "model.safetensors").stat().st_size <= budget
 
 
 def test_the_probes_of_experts_are_announced_with_the_other_passes(monkeypatch, caplog):
@@ -208,6 +235,8 @@ def test_a_model_on_disk_has_the_shape_of_one_in_memory(tmp_path):
     (one, in_memory), (other, on_disk) = found
     assert one == other
     assert one["candidates"][0]["bytes"] <= 50_000
+    for name in ("memory", "disk"):
+        assert (tmp_path / name / "model.safetensors").stat().st_size <= one["candidates"][0]["bytes"]
     assert cases.changed(in_memory, cases.bits(on_disk)) == []
 
 

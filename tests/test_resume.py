@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.memory import batch_size, measured_passes
 from gradprobe_hf.model.loss import summed_loss
-from gradprobe_hf.run import snapshots
+from gradprobe_hf.run import shape_search, snapshots
 from tests import cases
 from tests.grids import some
 from tests.launch import files_of, in_child, survivors, together
@@ -49,6 +49,8 @@ def run(folder=None, *, model=None, parts=None, loss_fn=None, **options):
     return {
         "masks": {name: mask.clone() for name, mask in result.masks.items()},
         "probes": result.report.probes,
+        "passes": result.report.passes,
+        "structure": result.report.structure,
         "new_weights": {name: result.new_weights[name].clone() for name in result.new_weights},
         "no_evidence": [row.no_evidence for row in result.report.matrices],
         "scores": [(row.score_min, row.score_max) for row in result.report.matrices],
@@ -60,7 +62,7 @@ def assert_same(found, wanted):
         assert found[kind].keys() == wanted[kind].keys()
         for name, values in wanted[kind].items():
             assert torch.equal(found[kind][name], values), name
-    for key in ("probes", "no_evidence", "scores"):
+    for key in ("probes", "structure", "no_evidence", "scores"):
         assert found[key] == wanted[key]
 
 
@@ -72,6 +74,7 @@ MOMENTS = {
     "drop": ("gradprobe_hf.run.snapshots", "_drop"),
     "selection": ("gradprobe_hf.run.probe_pair", "select_masks"),
     "block": ("gradprobe_hf.reconstruction.reconstruct", "solve_block"),
+    "amount": ("gradprobe_hf.run.shape_search", "_few_rows_loss"),
 }
 
 
@@ -140,6 +143,8 @@ OPTIONS = {
     "sparsegpt": {"sparsity": 0.5, "update": "sparsegpt"},
     "blocks": {"sparsity": 0.5, "score": "magnitude", "refinement": "blocks"},
     "structures": {"structure": {"ffn": 8, "kv_groups": 1}},
+    "blocks and channels": {"structure": {"ffn": 8, "blocks": 1}, "update": "none"},
+    "shapes": {"structure": "auto", "params": 0.9},
 }
 # Where each is killed, once after the other; every one of these moments comes, and has a state before it.
 KILLS = {
@@ -155,6 +160,8 @@ KILLS = {
     "sparsegpt": [("block", 2), ("file", 1)],
     "blocks": [("block", 2)],
     "structures": [("block", 2)],
+    "blocks and channels": [("batch", 3)],
+    "shapes": [("block", 2), ("batch", 12)],
 }
 
 
@@ -179,10 +186,11 @@ def test_killed_it_ends_the_same(kind, tmp_path):
 @pytest.mark.parametrize("kind", OPTIONS)
 def test_killed_at_ten_random_moments_it_ends_the_same(kind, tmp_path):
     options, folder = OPTIONS[kind], tmp_path / "state"
-    draw, most = random.Random(kind), {"batch": 7, "file": 60, "rename": 4, "drop": 3, "selection": 1, "block": 2}
+    draw = random.Random(kind)
+    most = {"batch": 7, "file": 60, "rename": 4, "drop": 3, "selection": 1, "block": 2}
     codes = []
     for _ in range(10):
-        moment = draw.choice(list(MOMENTS))
+        moment = draw.choice(list(most))
         codes.append(killed(folder, moment, draw.randint(1, most[moment]), **options))
         assert codes[-1] in (0, -signal.SIGKILL)
         assert bool(states(folder)) <= (codes[-1] != 0), "a finished run leaves no state behind"
@@ -221,6 +229,32 @@ def test_a_run_killed_in_its_reconstruction_goes_on_behind_the_finished_blocks(k
     assert_same(found, wanted)
     assert len(found["new_weights"]) == len(wanted["new_weights"]) >= len(wanted["masks"]) == len(found["masks"])
     assert (len(solved), len(probed)) == (1, 0), "the third block, and no probe"
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("moment", "saved", "left"),
+    [
+        (("amount", 2), 2, (4, 7)),
+        (("block", 2), 4, (0, 7)),
+        (("block", 4), 6, (0, 4)),
+        (("block", 7), None, (0, 1)),
+    ],
+    ids=["estimates", "first trial", "second trial", "reconstruction"],
+)
+def test_what_a_search_for_a_shape_has_measured_is_not_measured_again(moment, saved, left, tmp_path, monkeypatch):
+    """`saved`: what it has found when it is killed; `left`: amounts and blocks of those that go on."""
+    monkeypatch.setattr(shape_search, "TRIED", 2)  # of four shapes: what each loses is estimated first
+    options, folder = {"structure": "auto", "params": 0.85}, tmp_path / "state"
+    wanted = run(**options)
+    assert killed(folder, *moment, **options) == -signal.SIGKILL
+    found = [state for state in states(folder) if state.startswith("search")]
+    assert len(found) == (saved or 0)
+    with going_on(), watched("amount") as amounts, watched("block") as solved:
+        again = run(folder, **options)
+    assert_same(again, wanted)
+    assert again["passes"] == wanted["passes"]
+    assert (len(amounts), len(solved)) == left
     assert not folder.exists()
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
+import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -23,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.fsdp import gathered, reshard
 from gradprobe_hf.model.parameters import aliases, offloaded_parameter
-from gradprobe_hf.model.shard_files import name_files
+from gradprobe_hf.model.shard_files import header_bytes, name_files
 
 LARGEST_SHARD, SMALLEST_SHARD = 2**29, 2**26  # bytes
 SHARDS = 8  # files that a model between the two limits is written in, hence the part of it that is in memory
@@ -71,6 +72,16 @@ def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True, sm
         shard.clear()  # the generator still holds it: two files would be in memory while the next is read
     if writes:
         name_files(folder, files)
+
+
+def bytes_beside_parameters(model: PreTrainedModel) -> int:
+    """The most that the files of a checkpoint have beside parameters: buffers that are saved, and headers."""
+    names, buffers = _names(model), dict(model.named_buffers())
+    stored = {name: torch.empty_like(model.get_parameter_or_buffer(name), device="meta") for name in names}
+    total = sum(tensor.nbytes for tensor in stored.values())
+    shapes = {name: tensor.shape for name, tensor in revert_weight_conversion(model, stored).items()}
+    saved = sum(buffers[name].nbytes for name in names if name in buffers)
+    return saved + header_bytes(shapes, total, files=1 + total // shard_bytes(model))
 
 
 def _shards(model: PreTrainedModel, smaller: Smaller | None) -> Iterator[dict[str, Tensor]]:

@@ -67,6 +67,22 @@ def join(pieces: Sequence[Path], path: Path) -> None:
         piece.unlink()
 
 
+def header_bytes(tensors: Mapping[str, Sequence[int]], nbytes: int, files: int = 1) -> int:
+    """The most that headers take of a checkpoint.
+
+    Args:
+        tensors: their names and shapes.
+        nbytes: of all of them: no place has a longer number.
+        files: that they are in.
+    """
+    about = (
+        {name: {"dtype": "F8_E4M3", "shape": list(shape), "data_offsets": [nbytes, nbytes]}}
+        for name, shape in tensors.items()
+    )
+    of_a_file = ALIGNMENT + len(json.dumps({"__metadata__": {"format": "pt"}})) + ALIGNMENT
+    return files * of_a_file + sum(len(json.dumps(one, separators=(",", ":")).encode()) for one in about)
+
+
 @dataclass(frozen=True)
 class _Stored:
     """A tensor in a file: where its bytes are, and what its header says."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tqdm.auto import tqdm
@@ -57,7 +58,9 @@ def losses_without(
     with bar:
         for name in tried if cache is None else cache.blocks.names:
             if name in tried:
-                losses[name] = loss_without(context, plan, {*gone, name}, diagnostics, cache)
+                without = {*gone, name}
+                measure = partial(loss_without, context, plan, without, diagnostics, cache)
+                losses[name] = context.findings.get(f"without {', '.join(sorted(without))}", diagnostics, measure)
                 bar.update()
             if len(losses) == len(tried):
                 break

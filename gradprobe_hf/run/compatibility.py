@@ -38,10 +38,10 @@ def check_targets(model: PreTrainedModel, targets: Sequence[Target], config: Gra
 
 def check_resumable(config: GradProbeConfig, option: str) -> None:
     """Raise ValueError where a run saves no state that another could go on from."""
-    if not (config.needs.accumulates or config.reconstructs):
+    if not (config.needs.accumulates or config.reconstructs or config.structure is not None):
         raise ValueError(
-            f"{option} has no effect here: only probes and weight updates are resumed, and this configuration has "
-            "neither. Leave it out."
+            f"{option} has no effect here: only probes, weight updates and the choice of structures are resumed, and "
+            "this configuration has none of them. Leave it out."
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.run.findings import Findings
 from gradprobe_hf.run.snapshots import Snapshots
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
@@ -74,6 +75,11 @@ class BlockOrder:
     alone: dict[str, float] = field(default_factory=dict)
     next_tried: list[str] = field(default_factory=list)
 
+    def load(self, values: Mapping[str, Any]) -> None:
+        """Become the order that `asdict` made these of."""
+        for name, value in values.items():
+            setattr(self, name, value)
+
 
 @dataclass(frozen=True)
 class RunContext:
@@ -93,6 +99,7 @@ class RunContext:
         notes: how the run is computed and why so, for the report; no result depends on it.
         origin: what the model was before it was loaded: the `adapter` folded into it, the type it is `stored_as`.
         snapshots: where the run's state is saved, if it is.
+        findings: what the search for structures has measured so far.
         shared_probe: a first probe made before, for this configuration too.
         block_order: the order in which blocks go, of several runs together; None: this one looks for it.
         unwritten: writes the calibration text, where that is the model's own and not written yet.
@@ -119,6 +126,7 @@ class RunContext:
     notes: dict[str, str] = field(default_factory=dict)
     origin: dict[str, str] = field(default_factory=dict)
     snapshots: Snapshots | None = None
+    findings: Findings = field(default_factory=Findings)
     shared_probe: SharedProbe | None = None
     keeps_row_fisher: bool = False
     block_order: BlockOrder | None = None

@@ -13,8 +13,10 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +33,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.run.block_order import few_rows, loss_without, losses_alone
-from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.latency import check_timeable, latency_table, measured_latency
 from gradprobe_hf.run.structured import hands_on, misrouted
@@ -43,7 +45,7 @@ from gradprobe_hf.structures.latency_table import LatencyTable
 from gradprobe_hf.structures.legal_shapes import Shape, is_legal, shape_axes, shapes_within
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
-from gradprobe_hf.structures.table import STRUCTURES
+from gradprobe_hf.structures.table import STRUCTURES, shape_words
 from gradprobe_hf.structures.unit_scores import lowest_of
 
 logger = logging.getLogger(__name__)
@@ -74,10 +76,15 @@ def check_budget(model: PreTrainedModel, targets: Sequence[Target], config: Grad
         budget_shapes(model, targets, config)
 
 
-def _timed_shapes(context: RunContext, budget: ShapeBudget) -> tuple[list[Shape], LatencyTable]:
+def _timed_shapes(
+    context: RunContext, budget: ShapeBudget, diagnostics: Diagnostics
+) -> tuple[list[Shape], LatencyTable]:
     """The shapes that meet a budget of latency, by a table that is measured now."""
     without = _unavailable(context.model, context.targets)
-    table = latency_table(context, shape_axes(context.model, context.targets, without))
+    axes = shape_axes(context.model, context.targets, without)
+    # A run that is resumed goes by the same table, or its shapes would be others.
+    found = context.findings.get("latency table", diagnostics, lambda: asdict(latency_table(context, axes)))
+    table = LatencyTable(**found)
     return shapes_within(context.model, context.targets, budget, without, table), table
 
 
@@ -106,11 +113,13 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
     budget, table = context.config.shape_budget, None
     assert budget is not None, "asked for where there is one"
     if budget.is_measured:
-        shapes, table = _timed_shapes(context, budget)
+        shapes, table = _timed_shapes(context, budget, diagnostics)
     else:
         shapes = budget_shapes(context.model, context.targets, context.config)
     held_out, rest = context.calibration.split(context.config.seed, HELD_OUT, _TWO_ROWS)
-    on_rest = replace(context, calibration=rest, snapshots=None, stopwatch=Stopwatch())
+    # What is found of the shapes is found on other rows than what follows.
+    findings = context.findings.under("shapes")
+    on_rest = replace(context, calibration=rest, snapshots=None, findings=findings, stopwatch=Stopwatch())
     # Where all are tried, nothing has to be expected of them.
     own = Diagnostics()
     expected = estimated_losses(on_rest, shapes, own) if len(shapes) > TRIED else [0.0] * len(shapes)
@@ -143,15 +152,27 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
         )
     if table is not None:
         chosen = diagnostics.shapes[0]
-        diagnostics.latency = {"table": chosen["latency"], **measured_latency(context, chosen["removed"])}
+        timed = partial(measured_latency, context, chosen["removed"])
+        # Another clock would tell another time.
+        diagnostics.latency = {"table": chosen["latency"], **context.findings.get("latency", diagnostics, timed)}
         diagnostics.latency |= table.terms or {}
 
 
 def _tried(context: RunContext, shape: Shape, held_out: Batches, diagnostics: Diagnostics, trial: Trial) -> float:
     """The loss of a shape on rows that it was not pruned on."""
-    loss, removal = trial(with_shape(context, shape.going), held_out, diagnostics)
-    # Where blocks differ in size, it depends on which of them go how much is left.
-    return math.inf if removal.parameters(context.model) > shape.parameters else loss
+    order, name = context.block_order or BlockOrder(), shape_words(shape.going)
+
+    def tried() -> dict[str, Any]:
+        own = replace(context, block_order=order, findings=context.findings.under(name))
+        loss, removal = trial(with_shape(own, shape.going), held_out, diagnostics)
+        # Where blocks differ in size, it depends on which of them go how much is left.
+        too_large = removal.parameters(context.model) > shape.parameters
+        return {"loss": math.inf if too_large else loss, "order": asdict(order)}
+
+    found = context.findings.get(name, diagnostics, tried)
+    order.load(found["order"])  # that others go on from
+    loss: float = found["loss"]
+    return loss
 
 
 @dataclass(frozen=True)
@@ -224,21 +245,47 @@ def _measured_stops(
 ) -> dict[str, list[float]]:
     """Structure -> the loss without each of these amounts of it, nothing else gone."""
     found = {}
+    inside = {name: amounts for name, amounts in stops.items() if STRUCTURES[name].takes == "units"}
     for name, amounts in stops.items():
         if STRUCTURES[name].takes == "blocks":
             plan = Plan.of(context.model, context.targets, {name: 1})
             alone = losses_alone(context, plan, diagnostics)
             order = sorted(alone, key=lambda block: alone[block])
-            found[name] = [loss_without(context, plan, set(order[:count]), diagnostics) for count in amounts]
+            measure = partial(_losses_without_blocks, context, plan, order, amounts, diagnostics)
+            found[name] = context.findings.get("amounts of blocks", diagnostics, measure)
         if STRUCTURES[name].takes == "experts":
-            removal = Removal(Plan.of(context.model, context.targets, {name: 1}))
-            fisher = expert_fisher(context, removal, diagnostics)
-            found[name] = [_loss_without_experts(context, fisher, count, diagnostics) for count in amounts]
-    inside = {name: amounts for name, amounts in stops.items() if name not in found}
-    readers, served = _without_units(context, inside, diagnostics)
-    for name, amounts in inside.items():
-        found[name] = [_served_loss(context, readers[name], served[name, count], diagnostics) for count in amounts]
-    return found
+            measure = partial(_losses_without_experts, context, name, amounts, diagnostics)
+            found[name] = context.findings.get("amounts of experts", diagnostics, measure)
+    return found | context.findings.get(
+        "amounts of units", diagnostics, partial(_losses_without_units, context, inside, diagnostics)
+    )
+
+
+def _losses_without_blocks(
+    context: RunContext, plan: Plan, order: Sequence[str], amounts: Sequence[int], diagnostics: Diagnostics
+) -> list[float]:
+    return [loss_without(context, plan, set(order[:count]), diagnostics) for count in amounts]
+
+
+def _losses_without_experts(
+    context: RunContext, name: str, amounts: Sequence[int], diagnostics: Diagnostics
+) -> list[float]:
+    fisher = expert_fisher(context, Removal(Plan.of(context.model, context.targets, {name: 1})), diagnostics)
+    losses = []
+    for count in amounts:
+        with routed(context.model, {router: lowest_of(scores, count) for router, scores in fisher.items()}):
+            losses.append(_few_rows_loss(context, diagnostics))
+    return losses
+
+
+def _losses_without_units(
+    context: RunContext, stops: Mapping[str, Sequence[int]], diagnostics: Diagnostics
+) -> dict[str, list[float]]:
+    readers, served = _without_units(context, stops, diagnostics)
+    return {
+        name: [_served_loss(context, readers[name], served[name, count], diagnostics) for count in amounts]
+        for name, amounts in stops.items()
+    }
 
 
 @torch.no_grad()
@@ -273,14 +320,6 @@ def _without(one: Weighed, gone: Tensor, makes_up: bool) -> Tensor:
 
 def _served_loss(context: RunContext, readers: Sequence[Target], values: NewWeights, diagnostics: Diagnostics) -> float:
     with serving(context.model, readers, {}, new_weights=values):
-        return _few_rows_loss(context, diagnostics)
-
-
-def _loss_without_experts(
-    context: RunContext, fisher: Mapping[str, Tensor], count: int, diagnostics: Diagnostics
-) -> float:
-    gone = {router: lowest_of(scores, count) for router, scores in fisher.items()}
-    with routed(context.model, gone):
         return _few_rows_loss(context, diagnostics)
 
 

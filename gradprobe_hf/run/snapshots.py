@@ -4,10 +4,10 @@
         state.json                  what the run is of, and the JSON values of the state
         <part>.safetensors          its tensors, in as many parts as the stage likes to write one after the other
 
-A run passes its stages in the order of `STAGES`. A probe is saved every so many batches, its position; the decision
-once; reconstruction once for each block, beside the decision. Every process keeps states of its own, because each has
-probed other batches. The states of a stage are dropped only when all processes have one of the next, so that there
-always is a step that all of them can go on from.
+A run passes its stages in the order of `STAGES`. A search is saved whenever it has measured one more thing; a probe
+every so many batches, its position; the decision once; reconstruction once for each block, beside the decision. Every
+process keeps states of its own, because each has probed other batches. The states of a stage are dropped only when all
+processes have one of the next, so that there always is a step that all of them can go on from.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradprobe_hf.model.parameters import aliases, read_weight
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.runtime.processes import Processes
 
-STAGES = ("probe", "decision", "block")
+STAGES = ("search", "probe", "decision", "block")
 STATE_NAME = "state.json"
 SAMPLED_ROWS = 8  # of each matrix, or a few more: enough to tell two models apart, and not to read 14 GB
 _NUMBERS = 10**6  # more than a stage has steps
@@ -47,7 +47,7 @@ class Step:
 
     Attributes:
         stage: index into `STAGES`.
-        number: which probe, or which block.
+        number: which finding, which probe, or which block.
     """
 
     stage: int

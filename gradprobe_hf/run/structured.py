@@ -6,8 +6,9 @@ Blocks go first, then experts, by what is measured of the model that is left; th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,11 +50,21 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
     # Units are weighed behind a router that passes over the experts that went: what goes first decides what is left.
     for share in _shares(config.structure_rounds) if plan.experts else ():
         with routed(context.model, removal.routes):
-            removal = replace(removal, experts=_experts_going(context, removal, share, diagnostics))
+            choose = partial(_experts_going, context, removal, share, diagnostics)
+            removal = replace(removal, experts=_found(context, f"experts, {share:g}", diagnostics, choose))
     for share in _shares(config.structure_rounds if config.weighs_in_rounds else 1) if plan.units else ():
         with context.stopwatch("units"), routed(context.model, removal.routes), torch.no_grad():
-            removal = replace(removal, units=_units_going(context, removal, share, diagnostics))
+            choose = partial(_units_going, context, removal, share, diagnostics)
+            removal = replace(removal, units=_found(context, f"units, {share:g}", diagnostics, choose))
     return packed(removal, context.targets)
+
+
+def _found(
+    context: RunContext, key: str, diagnostics: Diagnostics, choose: Callable[[], dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """What is chosen to go, or was by the run that is resumed."""
+    found = context.findings.get(key, diagnostics, lambda: {name: gone.tolist() for name, gone in choose().items()})
+    return {name: torch.tensor(gone) for name, gone in found.items()}
 
 
 def _shares(rounds: int) -> list[float]:

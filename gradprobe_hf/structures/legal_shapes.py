@@ -13,6 +13,7 @@ from operator import attrgetter
 
 from transformers import PreTrainedModel
 
+from gradprobe_hf.model.saving import bytes_beside_parameters
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.latency_table import LatencyTable
@@ -28,7 +29,8 @@ class Shape:
 
     Attributes:
         going: structure -> how many go, of those of which any do.
-        parameters, bytes: of what is left.
+        parameters: that are left.
+        bytes: that the files of these take at most.
         seconds: that it takes, as a table says; None: nothing was timed.
     """
 
@@ -55,14 +57,15 @@ def shapes_within(
         ValueError: the model is that small as it is, or never is that small.
     """
     axes = shape_axes(model, targets, without)
-    sizes = table or _Sizes.of(model, targets, budget, list(axes))
+    shaped = _Shaped(model, targets, table, bytes_beside_parameters(model))
+    sizes = table or _Sizes.of(shaped, budget, list(axes))
     limit = budget.most(sizes.dense)
     allowed = [going for going in _largest(axes, sizes, limit) if any(going.values())]
     # Pareto: what gives less of one thing and no more of another loses less, so that the other need not be tried.
     best = [going for going in allowed if not any(_is_better(other, going) for other in allowed)]
-    found = [_shape(model, targets, going, table) for going in best]
+    found = [shaped(going) for going in best]
     if not found:
-        raise _too_small(model, targets, budget, limit, axes, sizes)
+        raise _too_small(shaped, budget, limit, axes, sizes)
     return sorted(found, key=lambda shape: (-shape.parameters, tuple(shape.going.items())))
 
 
@@ -102,6 +105,26 @@ def shape_axes(model: PreTrainedModel, targets: Sequence[Target], without: Colle
 
 
 @dataclass(frozen=True)
+class _Shaped:
+    """Makes shapes of a model.
+
+    Attributes:
+        beside: bytes of its files beside parameters.
+    """
+
+    model: PreTrainedModel
+    targets: Sequence[Target]
+    table: LatencyTable | None
+    beside: int
+
+    def __call__(self, going: Mapping[str, int]) -> Shape:
+        going = {name: going[name] for name in STRUCTURES if going.get(name)}
+        removal = Removal.example(Plan.of(self.model, self.targets, going))
+        seconds = None if self.table is None else self.table(going)
+        return Shape(going, removal.parameters(self.model), removal.bytes(self.model) + self.beside, seconds)
+
+
+@dataclass(frozen=True)
 class _Sizes:
     """Sizes of all shapes, from those of a few: what goes of a block does not depend on the other blocks.
 
@@ -117,13 +140,13 @@ class _Sizes:
     units: Mapping[str, tuple[float, int]]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, targets: Sequence[Target], budget: ShapeBudget, names: Sequence[str]) -> _Sizes:
+    def of(cls, shaped: _Shaped, budget: ShapeBudget, names: Sequence[str]) -> _Sizes:
         count = attrgetter(budget.unit)
-        dense = count(_shape(model, targets, {}))
-        saved = {name: dense - count(_shape(model, targets, {name: 1})) for name in names}
+        dense = count(shaped({}))
+        saved = {name: dense - count(shaped({name: 1})) for name in names}
         inside = {}
         for name in names:
-            plan = Plan.of(model, targets, {name: 1})
+            plan = Plan.of(shaped.model, shaped.targets, {name: 1})
             holding = len(plan.experts) or len(plan.blocks)
             if STRUCTURES[name].takes != "blocks":
                 inside[name] = saved[name] / holding, holding
@@ -156,18 +179,8 @@ def _is_better(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return one != other and all(one[name] <= other[name] for name in other)
 
 
-def _shape(
-    model: PreTrainedModel, targets: Sequence[Target], going: Mapping[str, int], table: LatencyTable | None = None
-) -> Shape:
-    going = {name: going[name] for name in STRUCTURES if going.get(name)}
-    removal = Removal.example(Plan.of(model, targets, going))
-    seconds = None if table is None else table(going)
-    return Shape(going, removal.parameters(model), removal.bytes(model), seconds)
-
-
 def _too_small(
-    model: PreTrainedModel,
-    targets: Sequence[Target],
+    shaped: _Shaped,
     budget: ShapeBudget,
     limit: float,
     axes: Mapping[str, Sequence[int]],
@@ -175,12 +188,11 @@ def _too_small(
 ) -> ValueError:
     """What is said where even the smallest shape is larger than the budget."""
     every = [dict(zip(axes, counts, strict=True)) for counts in product(*axes.values())]
-    table = sizes if isinstance(sizes, LatencyTable) else None
-    nearest = [_shape(model, targets, going, table) for going in sorted(every, key=sizes)[:2]]
+    nearest = [shaped(going) for going in sorted(every, key=sizes)[:2]]
     named = " and ".join(
         f"structure={dict(shape.going)} with {budget.shown(getattr(shape, budget.unit))}" for shape in nearest
     )
     return ValueError(
-        f"{budget} ({budget.shown(limit)}) is less than any shape of {type(model).__name__} has; the nearest are "
-        f"{named}."
+        f"{budget} ({budget.shown(limit)}) is less than any shape of {type(shaped.model).__name__} has; the nearest "
+        f"are {named}."
     )
