@@ -342,7 +342,6 @@ REFUSED = [
     ({"structure": {"ffn": 0.3}, "params": 0.5}, "cannot be combined with params=0.5"),
     ({"params": 0.5}, "params=0.5 has no effect here: it belongs to structure='auto'"),
     ({"structure": "some", "params": 0.5}, "or 'auto' beside a budget"),
-    ({"structure": "auto", "params": 0.5, "recovery_steps": 5}, "recovery_steps"),
 ]
 
 

@@ -173,11 +173,6 @@ def test_a_mixture_on_disk_ends_as_one_in_memory(tmp_path):
     assert cases.changed(found[0], cases.bits(found[1])) == []
 
 
-def test_recovery_is_of_the_checkpoint():
-    with pytest.raises(ValueError, match="it would train what is left of experts that go"):
-        GradProbeConfig(structure={"experts": 1}, recovery_steps=2)
-
-
 def test_two_processes_choose_the_experts_of_one():
     options = {"structure": {"experts": 2}, "structure_rounds": 2}
     alone = pruned("mixtral", torch.float32, 8, options)

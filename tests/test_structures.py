@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -251,15 +252,28 @@ def test_a_dry_run_leaves_the_model_and_is_saved_later(options, tmp_path):
 
 
 @pytest.mark.slow
-def test_what_is_left_can_be_recovered(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {"structure": {"ffn": 8, "kv_groups": 1}}),
+        ("llama", {"structure": {"ffn": 8, "blocks": 1}}),
+        ("llama", {"structure": "auto", "params": 0.8}),
+        ("mixtral", {"structure": {"experts": 2}}),
+    ],
+)
+def test_what_is_left_can_be_recovered(name, options, tmp_path):
     """The checkpoint is compared with the masked model when it is written: whatever was trained, it is the same."""
-    config = GradProbeConfig(structure={"ffn": 8, "kv_groups": 1}, recovery_steps=2, num_samples=6)
-    options = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False}
-    result = prune_pretrained(build("llama"), config, **options, output_dir=tmp_path / "made")
-    assert result.report.recovery["steps"] == 2
-    assert AutoConfig.from_pretrained(tmp_path / "made").intermediate_size == 16
-    with pytest.raises(ValueError, match="recovery_steps=2 cannot be combined with structure"):
-        GradProbeConfig(structure={"blocks": 1}, recovery_steps=2)
+    config = GradProbeConfig(**options, recovery_steps=6, recovery_learning_rate=2e-3, num_samples=6)
+    given = {"calibration": cases.batches(name), "evaluation": cases.batches(name, seed=7), "progress": False}
+    plain = prune_pretrained(build(name), replace(config, recovery_steps=0, recovery_learning_rate=2e-4), **given)
+    result = prune_pretrained(build(name), config, **given, output_dir=tmp_path / "made")
+    assert result.report.recovery["steps"] == 6
+    assert result.report.recovery["best_step"] > 0
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made").eval()
+    assert loaded.num_parameters() == result.report.structure["parameters"]["after"] < build(name).num_parameters()
+    found = prune_pretrained(loaded, GradProbeConfig(sparsity=0.0), **given).report.evaluation["pruned"]["loss"]
+    assert found == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-4)
+    assert found != pytest.approx(plain.report.evaluation["pruned"]["loss"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["t5", "vit", "bert"])

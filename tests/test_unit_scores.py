@@ -237,9 +237,34 @@ def test_rounds_measure_gates_anew_without_what_went_before():
         assert scores[gone & ~first].max() < scores[~gone].min()
 
 
+def test_heads_go_before_the_portions_of_channels():
+    """By default heads go by what the others make up for, all at once; gates of channels are measured without them."""
+    model, batches = cases.build("llama"), cases.batches("llama")
+    both = {"structure": {"ffn": 8, "kv_groups": 1}, "update": "none"}
+    found = cases.prune(model, batches, **both, structure_rounds=2)
+    assert found.report.passes == {"forward": 3.0, "backward": 2.0}  # the inputs of heads, and two probes
+    heads = cases.prune(model, batches, structure={"kv_groups": 1}, update="none")
+    left = cases.build("llama").double()
+    for target in heads.targets:
+        target.matrix(left).masked_fill_(heads.masks[target.name], 0)
+    units = [one for name, one in units_that_stay(found.removal) if name == "ffn"]
+    first = gate_gradients(left, cases.batches("llama", batch_size=1), units)
+    for _, one in units_that_stay(heads.removal):
+        assert torch.equal(found.removal.units[one.reader.name], heads.removal.units[one.reader.name])
+    for one in units:
+        lowest = first[one.reader.name].square().sum(0).argsort()[:4]
+        assert found.removal.units[one.reader.name][lowest].all()
+
+
+def test_there_are_no_more_rounds_than_channels_that_go():
+    model, batches = cases.build("llama"), cases.batches("llama")
+    found = cases.prune(model, batches, structure={"ffn": 3}, update="none", structure_rounds=999)
+    assert found.report.passes == {"forward": 3.0, "backward": 3.0}
+
+
 REFUSED = [
     ({"structure": {"kv_groups": 1}, "structure_rounds": 2}, "structure_rounds=2 has no effect here"),
-    ({"structure": "auto", "params": 0.5, "structure_rounds": 2}, "structure_rounds=2 has no effect here"),
+    ({"structure": "auto", "params": 0.5, "importance": "obs", "structure_rounds": 0}, "structure_rounds must be"),
     ({"structure": {"ffn": 1}, "importance": "obs+fisher", "structure_rounds": 2}, "structure_rounds=2 has no effect"),
     ({"structure": {"experts": 1}, "structure_rounds": 0}, "structure_rounds must be"),
     ({"importance": "fisher"}, "importance='fisher' has no effect here: it belongs to structure={'ffn': ...}"),

@@ -107,7 +107,8 @@ class GradProbeConfig:
             activations. `"wanda"`, `"taylor"` and `"random"` are baselines. Default: `"fisher"` for channels, `"obs"`
             for heads.
         structure_rounds: in how many portions experts go, and channels and heads by `importance="fisher"` or
-            `"taylor"`; before each the gates are measured anew, in the model without those that went before.
+            `"taylor"`; before each the gates are measured anew, in the model without those that went before. Others go
+            before the first, all at once. With `structure="auto"` there are no more portions than units that go.
         update: how the kept weights change to preserve each matrix's outputs on the calibration inputs. `"none"`: not
             at all. `"obs"`: by SparseGPT's sweep under the mask that was decided. `"least_squares"`: to the best
             weights under it. `"admm"`: to these, after revising the mask within each matrix (row, group).
@@ -363,13 +364,6 @@ class GradProbeConfig:
                     f"{self._refusal('structure', name, 'it says itself how much goes, and of what')}; leave {name} "
                     f"unset{both}."
                 )
-        for drops, what in ((self.drops_blocks, "blocks"), (self.drops_experts, "experts")):
-            if drops and self.recovery_steps:
-                why = f"it would train what is left of {what} that go"
-                raise ValueError(
-                    f"{self._refusal('recovery_steps', 'structure', why)}; leave recovery_steps unset, and recover the "
-                    "checkpoint (recover_pretrained, gradprobe recover)."
-                )
         self._fill({"update": "least_squares"})
         for name, value in _OF_STRUCTURES.items():
             object.__setattr__(self, name, value)
@@ -597,9 +591,21 @@ class GradProbeConfig:
         return any("gradients" in score.measured for score in self.unit_scores.values())
 
     @property
-    def weighs_in_rounds(self) -> bool:
-        """Whether units can go in portions."""
-        return self.weighs_units and all(score.takes_rounds for score in self.unit_scores.values())
+    def in_rounds(self) -> tuple[str, ...]:
+        """The structures that can go in portions: those that gates are measured of."""
+        scores = self.unit_scores
+        return tuple(
+            name
+            for name in self.structures
+            if STRUCTURES[name].takes == "experts" or (name in scores and scores[name].takes_rounds)
+        )
+
+    @property
+    def gate_probes(self) -> int:
+        """Probes of gates, of experts and of units, where all of these are there and go."""
+        scores, rounds = self.unit_scores, self.structure_rounds
+        units = rounds if set(scores) & set(self.in_rounds) else int(self.weighs_gates)
+        return rounds * self.drops_experts + units
 
     @property
     def drops_experts(self) -> bool:
@@ -795,8 +801,8 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
     "importance": (lambda c: c.weighs_units, "structure={'ffn': ...} or {'kv_groups': ...}"),
     "structure_rounds": (
-        lambda c: c.weighs_in_rounds or "experts" in c.amounts,
-        "importance='fisher' or 'taylor', or structure={'experts': ...}",
+        lambda c: bool(c.in_rounds),
+        "channels by importance='fisher' or 'taylor', heads by one of these, and experts",
     ),
     "measure_speed": (lambda c: c.structure is not None, "structure"),
     "damping": (lambda c: c.updates or c.weighs_inputs, "a weight update (update='admm', ...)"),

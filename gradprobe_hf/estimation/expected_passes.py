@@ -36,7 +36,7 @@ def expected_passes(config: GradProbeConfig, blocks: int) -> Passes:
     if not needs.probes:
         forward, backward = float(bool(needs.terms)), 0.0
     elif config.structure is not None:
-        forward = backward = float((config.drops_experts + config.weighs_gates) * config.structure_rounds)
+        forward = backward = float(config.gate_probes)
     if config.order == "sequential":
         forward, backward = _sequential_passes(config, blocks)
     updates, epochs = (reconstruction_passes(config), config.refinement_row.epochs) if config.reconstructs else (0, 0)
@@ -72,9 +72,7 @@ def search_passes(
     # What units can be made up for is measured beforehand, whatever they go by.
     beforehand += any(one.weighs_inputs or (one.weighs_units and one.updates) for one in fixed)
     every = [
-        one.weighs_inputs
-        + reconstruction_passes(one) * one.reconstructs
-        + FORWARDS_A_PROBE * (one.drops_experts + one.weighs_gates) * one.structure_rounds
+        one.weighs_inputs + reconstruction_passes(one) * one.reconstructs + FORWARDS_A_PROBE * one.gate_probes
         for one in fixed
     ]
     # The order in which blocks go is measured once for all shapes, and the first step of it beforehand.

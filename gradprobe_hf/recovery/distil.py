@@ -12,7 +12,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
@@ -163,13 +163,21 @@ def check_top_k(model: PreTrainedModel, k: int | None) -> None:
 
 
 def distil(
-    student: PreTrainedModel, teacher: Teacher, text: RecoveryText, config: RecoveryConfig, place: Workplace
+    student: PreTrainedModel,
+    teacher: Teacher,
+    text: RecoveryText,
+    config: RecoveryConfig,
+    place: Workplace,
+    frozen: Set[str] = frozenset(),
 ) -> Trained:
     """Train every weight of `student` that is not zero, in place; its zeros stay. The best state is what is left.
 
     A model without zeros, that is smaller than the dense one, is trained whole.
 
     Its parameters are float32 while it trains, and of their own type again afterwards.
+
+    Args:
+        frozen: names of parameters that stay as they are.
 
     Raises:
         ValueError: the folder holds a run of something else.
@@ -186,7 +194,7 @@ def distil(
         place.stopwatch("recovery"),
         generators_kept(),
         torch.enable_grad(),
-        _trainable(student),
+        _trainable(student, frozen),
         without_dropout(student),
         ExitStack() as adapted,
     ):
@@ -248,18 +256,18 @@ def _whole_steps(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, 
 
 
 @contextmanager
-def _trainable(model: nn.Module) -> Iterator[None]:
-    """Every floating-point parameter in float32, and with a gradient, for the body of the `with`.
+def _trainable(model: nn.Module, frozen: Set[str]) -> Iterator[None]:
+    """Every floating-point parameter in float32, and with a gradient if it is not frozen, for the body of the `with`.
 
     Steps of a hundred-thousandth of a weight are lost in bfloat16.
     """
     types = {name: (parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()}
     use_cache = getattr(model.config, "use_cache", None)  # Trainer's to set
     try:
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
                 parameter.data = parameter.data.float()
-                parameter.requires_grad_(True)
+                parameter.requires_grad_(name not in frozen)
         yield
     finally:
         for name, parameter in model.named_parameters():

@@ -1,7 +1,8 @@
 """The recovery of a run of `prune_pretrained`: the model as it would be left, trained as a copy beside the dense one.
 
 The dense model is the one that was probed: its weights are in memory, and stay as they are until all has succeeded. The
-copy is float32 while it trains, so that 16 bytes for each parameter are needed beside the model itself.
+copy is float32 while it trains, so that 16 bytes for each parameter are needed beside the model itself. Structures that
+go whole are zeros in it, as everywhere until the end: it trains no faster for them.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.task_metric import measure_metric
+from gradprobe_hf.model.routing import routed
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.result import described_recovery
@@ -24,6 +28,7 @@ from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.run.inputs import default_calibration
 from gradprobe_hf.run.snapshots import weights_fingerprint
+from gradprobe_hf.structures.removal import Removal
 
 FOLDER = "recovery"  # in the folder of a run that may be resumed
 
@@ -71,13 +76,23 @@ def recovered_weights(
             text.check_apart(context.evaluation)
         with applied(dense, context.targets, decision.masks, keep=False, new_weights=decision.new_weights):
             student = copy.deepcopy(dense)
-        trained = distil(student, teacher_of(dense, text, config, place), text, config, place)
-        measured = None if before is None else _measured(context, student)
-        metric = None if context.metric is None else _metric(context, student)
+        teacher, gone = teacher_of(dense, text, config, place), _without_part(student, decision.removal)
+        # No token is sent to experts that are zero, in training as in the smaller model.
+        with routed(student, {} if decision.removal is None else decision.removal.routes):
+            trained = distil(student, teacher, text, config, place, gone)
+            measured = None if before is None else _measured(context, student)
+            metric = None if context.metric is None else _metric(context, student)
         weights = NewWeights()
         for name, values in weights_of(student).items():
             weights.add(name, values)
     return RecoveredWeights(weights, described_recovery(trained, text, config, before), measured, metric)
+
+
+def _without_part(student: PreTrainedModel, removal: Removal | None) -> frozenset[str]:
+    """Parameters of blocks that go whole: whatever they were trained to, no file would have it."""
+    if removal is None:
+        return frozenset()
+    return frozenset(name for name, _ in student.named_parameters() if removal.name(name) is None)
 
 
 def _reading(context: RunContext, place: Workplace) -> Reading:

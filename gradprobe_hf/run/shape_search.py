@@ -302,7 +302,7 @@ def _without_units(
         for count in amounts
     }
     # What the others make up for is told by the inputs, whatever it is that units go by.
-    for one in weighed_units(context, Removal(plan), diagnostics, all_inputs=makes_up) if stops else ():
+    for one in weighed_units(context, Removal(plan), stops.keys(), diagnostics, all_inputs=makes_up) if stops else ():
         for count in stops[one.structure]:
             values = _without(one, scores[one.structure].chosen(one.evidence, count), makes_up)
             stored = one.units.reader.matrix(model)

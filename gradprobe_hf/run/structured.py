@@ -6,7 +6,7 @@ Blocks go first, then experts, by what is measured of the model that is left; th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.block_cache import replaced_forward
 from gradprobe_hf.model.families import random_batch
 from gradprobe_hf.model.loss import forward_only
@@ -48,14 +49,15 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
         removal = Removal(plan, frozenset(one["block"] for one in gone))
     config = context.config
     # Units are weighed behind a router that passes over the experts that went: what goes first decides what is left.
-    for share in _shares(config.structure_rounds) if plan.experts else ():
+    for share in _shares(config, plan, {"experts"}) if plan.experts else ():
         with routed(context.model, removal.routes):
             choose = partial(_experts_going, context, removal, share, diagnostics)
             removal = replace(removal, experts=_found(context, f"experts, {share:g}", diagnostics, choose))
-    for share in _shares(config.structure_rounds if config.weighs_in_rounds else 1) if plan.units else ():
+    for structures, share in _portions(config, plan):
         with context.stopwatch("units"), routed(context.model, removal.routes), torch.no_grad():
-            choose = partial(_units_going, context, removal, share, diagnostics)
-            removal = replace(removal, units=_found(context, f"units, {share:g}", diagnostics, choose))
+            choose = partial(_units_going, context, removal, structures, share, diagnostics)
+            found = _found(context, f"{', '.join(sorted(structures))}, {share:g}", diagnostics, choose)
+            removal = replace(removal, units={**removal.units, **found})
     return packed(removal, context.targets)
 
 
@@ -67,8 +69,21 @@ def _found(
     return {name: torch.tensor(gone) for name, gone in found.items()}
 
 
-def _shares(rounds: int) -> list[float]:
-    """How much of what is to go has gone behind each round."""
+def _portions(config: GradProbeConfig, plan: Plan) -> list[tuple[Set[str], float]]:
+    """Structures of units, and how much of what is to go of them, one portion after the other."""
+    in_rounds = {name for name in plan.units if name in config.in_rounds}
+    shares = _shares(config, plan, in_rounds)
+    if len(shares) < 2:
+        return [(plan.units.keys(), 1.0)] if plan.units else []
+    # What goes at once goes first: gates are measured in the model without it.
+    at_once = plan.units.keys() - in_rounds
+    return [*([(at_once, 1.0)] if at_once else []), *((in_rounds, share) for share in shares)]
+
+
+def _shares(config: GradProbeConfig, plan: Plan, structures: Set[str]) -> list[float]:
+    """How much of what is to go of these has gone behind each round."""
+    # More rounds than units would be probes behind which nothing goes.
+    rounds = min(config.structure_rounds, max((plan.going[name] for name in structures), default=0))
     return [number / rounds for number in range(1, rounds + 1)]
 
 
@@ -162,14 +177,16 @@ def _plan(context: RunContext) -> Plan:
     return Plan.of(context.model, context.targets, context.config.amounts)
 
 
-def _units_going(context: RunContext, removal: Removal, share: float, diagnostics: Diagnostics) -> dict[str, Tensor]:
+def _units_going(
+    context: RunContext, removal: Removal, structures: Set[str], share: float, diagnostics: Diagnostics
+) -> dict[str, Tensor]:
     """Name of a reader -> which of its units go, bool `[count]`, in the blocks that stay; the same in all processes.
 
     Args:
-        share: of those that are to go.
+        share: of those of these structures that are to go.
     """
     scores, going = context.config.unit_scores, removal.plan.going
     return {
         one.units.reader.name: scores[one.structure].chosen(one.evidence, math.ceil(share * going[one.structure]))
-        for one in weighed_units(context, removal, diagnostics)
+        for one in weighed_units(context, removal, structures, diagnostics)
     }

@@ -44,16 +44,22 @@ class Weighed:
 
 
 def weighed_units(
-    context: RunContext, removal: Removal, diagnostics: Diagnostics, *, all_inputs: bool = False
+    context: RunContext,
+    removal: Removal,
+    structures: Set[str],
+    diagnostics: Diagnostics,
+    *,
+    all_inputs: bool = False,
 ) -> Iterator[Weighed]:
-    """All units of the blocks that stay, with what the score of their structure reads of them.
+    """All units of these structures in the blocks that stay, with what the score of each structure reads of them.
 
     Every process gets the same. What is measured of a block is freed with the next one.
 
     Args:
         all_inputs: measure the inputs of every matrix, whether or not its score reads them.
     """
-    scores, staying = context.config.unit_scores, units_that_stay(removal)
+    scores = {name: score for name, score in context.config.unit_scores.items() if name in structures}
+    staying = [(name, units) for name, units in units_that_stay(removal) if name in structures]
     gates: dict[str, GateSums] = {}
     if by_gates := [units for name, units in staying if "gradients" in scores[name].measured]:
         found = _gates(context, [(units.reader, units.count) for units in by_gates], removal, diagnostics)
@@ -63,7 +69,7 @@ def weighed_units(
         if name not in by_inputs:
             gone = removal.units.get(units.reader.name)
             yield Weighed(name, units, _with_gates(_evidence(context, units), gates, gone))
-    if by_inputs & set(removal.plan.units):
+    if any(name in by_inputs for name, _ in staying):
         for one in _by_inputs(context, removal, by_inputs):
             yield replace(one, evidence=_with_gates(one.evidence, gates))
         diagnostics.count("forward", 1)
@@ -158,6 +164,14 @@ def _gates(
     shrunk = PackedMasks()
     for target in targets if removal.units else ():
         shrunk.add(target.name, [removal.mask(target)])
+    readers_of_others = [
+        units.reader
+        for _, units in units_that_stay(removal)
+        if units.reader.name in removal.units and units.reader.name not in counts
+    ]
+    for target in readers_of_others:
+        masks.add(target.name, [removal.mask(target)])
+    gone = [*gone, *readers_of_others]
     one = ProbePass(
         targets,
         statistics,
