@@ -39,7 +39,6 @@ from transformers import (
 )
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.checkpoint import smaller
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.model.families import random_batch
@@ -47,6 +46,7 @@ from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
+from gradprobe_hf.run import equality
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.structured import packed
@@ -406,7 +406,9 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(dtype, tmp_path):
+@pytest.mark.parametrize("example", [True, False])
+def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(dtype, example, tmp_path, monkeypatch):
+    """Found out before any work by an example of what is to go; if that shows nothing, by what was written."""
     batches = cases.batches("llama")
     # A constant of attention grows with the number of its block, which changes when one before it goes.
     torch.manual_seed(0)
@@ -417,7 +419,12 @@ def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(
                 parameter.normal_(std=0.5)
     model.to(dtype)  # its outputs are 3% apart: rounding to bfloat16 moves those of other models as far
     dense = cases.bits(model)
-    with pytest.raises(RuntimeError, match="does not compute what the masked one does"):
+    if example:
+        monkeypatch.setattr("gradprobe_hf.run.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
+    else:
+        monkeypatch.setattr("gradprobe_hf.run.inputs.check_example", lambda *_: None)
+    error = ValueError if example else RuntimeError
+    with pytest.raises(error, match="does not compute what the masked one does"):
         prune_pretrained(
             model,
             GradProbeConfig(structure={"blocks": 1}, update="none"),
@@ -432,7 +439,7 @@ def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(
 
 def test_a_model_that_was_rounded_in_memory_is_compared_as_it_is(tmp_path, monkeypatch):
     """Behind `.to(torch.bfloat16)` the frequencies of rotary embeddings are rounded too, which no file tells."""
-    monkeypatch.setattr("gradprobe_hf.checkpoint.smaller.TOLERANCE", {torch.float32: 1e-5})
+    monkeypatch.setattr("gradprobe_hf.run.equality.TOLERANCE", {torch.float32: 1e-5})
     model = build("qwen3").to(torch.bfloat16)
     dense = cases.bits(model)
     assert model.model.rotary_emb.inv_freq.dtype == torch.bfloat16
@@ -457,10 +464,10 @@ def test_without_room_for_a_second_model_it_is_compared_from_disk(tmp_path, monk
         compared.append((is_offloaded(model), wide))
         return outputs(model, batch, wide)
 
-    outputs = smaller._outputs
-    monkeypatch.setattr(smaller, "_outputs", note)
+    outputs = equality._outputs
+    monkeypatch.setattr(equality, "_outputs", note)
     for room in (0, 1 << 40):
-        monkeypatch.setattr(smaller, "available_bytes", lambda _, room=room: room)
+        monkeypatch.setattr(equality, "available_bytes", lambda _, room=room: room)
         model = build("llama").to(torch.bfloat16)
         prune_pretrained(
             model,
@@ -470,7 +477,8 @@ def test_without_room_for_a_second_model_it_is_compared_from_disk(tmp_path, monk
             output_dir=tmp_path / str(room),
             progress=False,
         )
-    assert compared == [(False, False), (True, False), (False, True), (False, True)]
+    # With room an example is compared before any work, too.
+    assert compared == [(False, False), (True, False), *[(False, True)] * 4]
 
 
 def test_an_interrupt_at_any_pass_leaves_everything_as_it_was(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from functools import cached_property
 from typing import Any, NoReturn
@@ -107,7 +108,7 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         args = list(sys.argv[1:] if args is None else args)
         cut = args.index("--") if self.chosen.passes_on and "--" in args else len(args)
-        options, rest = self.parse_known_args(args[:cut], namespace)
+        options, rest = self.parse_known_args(_with_signs(args[:cut]), namespace)
         if self.chosen.passes_on:
             options.passed_on = args[cut + 1 :]
         # argparse takes an optional positional to be missing when an option comes first.
@@ -135,6 +136,22 @@ class CommandParser(argparse.ArgumentParser):
 
     def _verbs(self) -> list[str]:
         return [name for action in self._actions for name in (action.choices if action.dest == "verb" else None) or ()]
+
+
+def _with_signs(args: list[str]) -> list[str]:
+    """The arguments, those that begin with a sign and are more than a number joined to their options: argparse takes
+    `-1` for a value, and `-1MB` for an option.
+
+    >>> _with_signs(["--memory", "-1MB", "--sparsity", "-1"])
+    ['--memory=-1MB', '--sparsity', '-1']
+    """
+    found: list[str] = []
+    for arg in args:
+        if found and found[-1].startswith("--") and re.fullmatch(r"-\d[\d.]*[A-Za-z%]+", arg):
+            found[-1] += f"={arg}"
+        else:
+            found.append(arg)
+    return found
 
 
 class VerbParser(CommandParser):

@@ -799,7 +799,7 @@ _BELONGS: dict[str, tuple[Callable[[GradProbeConfig], bool], str]] = {
     "reduction_factor": (lambda c: c.decision_row.has_second_probe, "probes=2"),
     "spike_limit": (lambda c: c.decision_row.limits_spikes, "probes=2 with rule='budget'"),
     "dense_target": (lambda c: c.updates, "a weight update (update='admm', ...)"),
-    "importance": (lambda c: c.weighs_units, "structure={'ffn': ...} or {'kv_groups': ...}"),
+    "importance": (lambda c: c.weighs_units, "structure={'ffn': ...} or structure={'kv_groups': ...}"),
     "structure_rounds": (
         lambda c: bool(c.in_rounds),
         "channels by importance='fisher' or 'taylor', heads by one of these, and experts",

@@ -40,6 +40,7 @@ from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
+from gradprobe_hf.run.equality import check_example
 from gradprobe_hf.run.snapshots import folder_of, weights_fingerprint
 from gradprobe_hf.run.weight_limits import weight_limits
 from gradprobe_hf.runtime.processes import Processes, join_processes
@@ -66,6 +67,8 @@ def load_inputs(request: RunRequest) -> RunContext:
         check_sharding(model)
         targets = find_targets(model, config.include, config.exclude)
         check_targets(model, targets, config)
+        if config.structure is not None:
+            check_example(model, targets, config)
         task = task_for(config.task, type(model).__name__, model.config.is_encoder_decoder)
     if config.sequence_length is None and (length := window_length(None, model)) < DEFAULT_LENGTH:
         logger.info("windows have %d tokens, as many as the model has positions", length)

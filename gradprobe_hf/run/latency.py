@@ -29,7 +29,7 @@ from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.structures.latency_table import LatencyTable
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
-from gradprobe_hf.structures.shapes import smaller_config
+from gradprobe_hf.structures.shapes import random_smaller
 from gradprobe_hf.structures.table import STRUCTURES
 
 PROMPT, NEW = 512, 32  # tokens that are read, and that are written behind them, one text at a time
@@ -50,7 +50,8 @@ def check_timeable(model: PreTrainedModel) -> None:
     """Raise ValueError for a model whose latency would say nothing about the checkpoint's."""
     if is_offloaded(model):
         raise ValueError(
-            "latency is measured of a model in memory, and parts of this one are offloaded: give params or memory."
+            "latency is measured of a model in memory, and parts of this one are offloaded. Give another "
+            "budget: params=0.75, say, or memory='200MB'."
         )
 
 
@@ -142,14 +143,8 @@ def _stops(amounts: Sequence[int]) -> list[int]:
 
 
 def _random(model: PreTrainedModel, removal: Removal) -> PreTrainedModel:
-    """What is left of a model, with weights that are drawn."""
-    config = smaller_config(model.config, removal)
-    state = torch.get_rng_state()  # drawing them is no part of the run
-    try:
-        made: PreTrainedModel = type(model)._from_config(config, dtype=model.dtype)
-    finally:
-        torch.set_rng_state(state)
-    return made.to(input_device(model)).eval()
+    """What is left of a model, with weights that are drawn, where the model is."""
+    return random_smaller(model, removal, model.dtype).to(input_device(model))
 
 
 def _rounds(subjects: Sequence[_Subject]) -> list[list[Timed]]:

@@ -76,6 +76,18 @@ def check_budget(model: PreTrainedModel, targets: Sequence[Target], config: Grad
         budget_shapes(model, targets, config)
 
 
+def example_of_budget(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> Plan:
+    """A plan of a shape that a budget may lead to, one of as many structures as there are."""
+    budget = config.shape_budget
+    assert budget is not None, "asked for where there is one"
+    if not budget.is_measured:
+        shapes = [one for one in budget_shapes(model, targets, config) if is_legal(model, targets, one)]
+        richest = max(shapes, key=lambda shape: len(shape.going), default=None)
+        return Plan.of(model, targets, {} if richest is None else richest.going)
+    axes = shape_axes(model, targets, _unavailable(model, targets))
+    return Plan.of(model, targets, {name: amounts[1] for name, amounts in axes.items()})
+
+
 def _timed_shapes(
     context: RunContext, budget: ShapeBudget, diagnostics: Diagnostics
 ) -> tuple[list[Shape], LatencyTable]:

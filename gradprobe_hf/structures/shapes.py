@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradprobe_hf.model.families import (
@@ -64,6 +65,16 @@ def smaller_config(config: PreTrainedConfig, removal: Removal) -> PreTrainedConf
     made = type(config).from_dict({**config.to_dict(), **shape_values(config, removal)})
     made._attn_implementation = config._attn_implementation
     return made
+
+
+def random_smaller(model: PreTrainedModel, removal: Removal, dtype: torch.dtype) -> PreTrainedModel:
+    """What is left of a model, with weights that are drawn, on the CPU."""
+    state = torch.get_rng_state()  # drawing them is no part of the run
+    try:
+        made: PreTrainedModel = type(model)._from_config(smaller_config(model.config, removal), dtype=dtype)
+    finally:
+        torch.set_rng_state(state)
+    return made.eval()
 
 
 def check_legal(model: PreTrainedModel, plan: Plan) -> None:

@@ -154,7 +154,7 @@ def checked(amounts: Any) -> dict[str, float] | Literal["auto"]:
             raise ValueError(f"structure has no {name!r}: there are {named}.")
         row = STRUCTURES[name]
         if not _is_amount(amount, is_share=row.rounded_to is not None):
-            raise ValueError(f"structure[{name!r}] must be {row.wanted}, got {amount!r}.")
+            raise ValueError(f"structure {name!r} must be {row.wanted}, got {amount!r}.")
     return {name: amounts[name] for name in STRUCTURES if name in amounts}
 
 
