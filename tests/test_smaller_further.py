@@ -108,7 +108,7 @@ def test_a_card_says_how_much_went_and_not_what_was_asked(tmp_path):
     model = cases.build("llama")
     model = type(model)(type(model.config)(**{**model.config.to_dict(), "intermediate_size": 100}))
     cases.prune(model, cases.batches("llama"), structure={"ffn": 0.1}, update="none", output_dir=tmp_path / "made")
-    assert "removed: 36 channels of each feed-forward network." in (tmp_path / "made" / "README.md").read_text()
+    assert "removed: 36 FFN channels of every block." in (tmp_path / "made" / "README.md").read_text()
 
 
 def test_a_smaller_model_is_made_smaller_again(folder):

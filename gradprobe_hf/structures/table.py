@@ -34,7 +34,7 @@ class Structure:
             has no such units. For what is no units: None.
         importance: of units, which of `UNIT_SCORES` tells which of them go where none is asked for.
         rounded_to: of what is kept where the amount is a share; None: only counts are taken.
-        sentence: for the model card, with `{count}` of them gone.
+        included: what goes with one of them, for the model card.
     """
 
     unit: str
@@ -43,7 +43,7 @@ class Structure:
     matrices: Callable[[frozenset[str]], tuple[str, dict[str, int]] | None] | None = None
     importance: str | None = None
     rounded_to: int | None = None
-    sentence: str
+    included: str = ""
 
     @property
     def wanted(self) -> str:
@@ -97,7 +97,6 @@ STRUCTURES: dict[str, Structure] = {
         matrices=feed_forward_matrices,
         importance="fisher",
         rounded_to=WIDTH_UNIT,
-        sentence="{count} channels of each feed-forward network",
     ),
     "kv_groups": Structure(
         unit="key-value head",
@@ -105,25 +104,24 @@ STRUCTURES: dict[str, Structure] = {
         takes="units",
         matrices=attention_matrices,
         importance="obs",
-        sentence="{count} key-value heads of each attention, with the query heads that read them",
+        included="the query heads that read it",
     ),
     "experts": Structure(
         unit="expert",
         units="experts",
         takes="experts",
         rounded_to=1,
-        sentence="{count} experts of each mixture, with the rows of the router that send tokens to them",
+        included="the row of the router that sends tokens to it",
     ),
     "blocks": Structure(
         unit="block",
         units="blocks",
         takes="blocks",
-        sentence="{count} of the blocks",
     ),
 }
 
 
-def shape_words(going: Mapping[str, int]) -> str:
+def shape_words(going: Mapping[str, float]) -> str:
     """What goes in a shape: `256 FFN channels of every block, 2 blocks`."""
     return ", ".join(
         f"{count} {row.units if count > 1 else row.unit}{'' if row.takes == 'blocks' else ' of every block'}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
-from gradprobe_hf.structures.table import STRUCTURES
+from gradprobe_hf.structures.table import STRUCTURES, shape_words
 
 UNITS = {"global": "the whole model", "block": "each block", "tensor": "each matrix", "row": "each row"}
 
@@ -49,8 +49,10 @@ def _damping(config: GradProbeConfig) -> str:
 
 def _structures(config: GradProbeConfig) -> str:
     """What went whole, and why that."""
-    named = [STRUCTURES[name].sentence.format(count=amount) for name, amount in config.amounts.items()]
-    said = [f"Whole structures were removed: {'; '.join(named)}."]
+    said = [f"Whole structures were removed: {shape_words(config.amounts)}."]
+    for row in (STRUCTURES[name] for name in config.amounts):
+        if row.included:
+            said.append(f"With {'an' if row.unit[0] in 'aeiou' else 'a'} {row.unit} went {row.included}.")
     if config.drops_blocks:
         said.append("Blocks went one after the other, each time the one without which the calibration loss was lowest.")
     if config.drops_experts:
