@@ -65,6 +65,10 @@ DEEPSEEK = MIXTURE | {
     "v_head_dim": 4,
 }
 DEEPSEEK |= {"n_routed_experts": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
+GEMMA4 = {"sliding_window": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 260}
+GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+# Two thirds of its width, rounded up to a multiple of four, are 24.
+LFM2 = {"intermediate_size": 33, "block_multiple_of": 4, "layer_types": ["conv", "full_attention"] * 2}
 DISTILBERT = {"vocab_size": 260, "pad_token_id": 1, "dim": 16, "hidden_dim": 24, "n_heads": 4, "n_layers": 4}
 
 
@@ -102,15 +106,20 @@ FAMILIES = (
     _decoder("Llama", "llama", **WIDE),
     _decoder("Mistral", "mistral", **WIDE, sliding_window=8),
     _decoder("Ministral", "ministral", **WIDE),
+    _decoder("Ministral 3", "ministral3", **WIDE),
     _decoder("Qwen2", "qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=2),
     _decoder("Qwen3", "qwen3", **WIDE, tie_word_embeddings=True),
+    _decoder("Qwen3.5", "qwen3_5_text", **WIDE),
     _decoder("Gemma", "gemma", **WIDE),
     _decoder("Gemma 2", "gemma2", **WIDE, query_pre_attn_scalar=4, sliding_window=8),
     _decoder("Gemma 3", "gemma3_text", **WIDE, query_pre_attn_scalar=4, sliding_window=8),
+    _decoder("Gemma 4", "gemma4_text", **WIDE, **GEMMA4),
+    _decoder("VaultGemma", "vaultgemma", **WIDE),
     _decoder("Phi", "phi"),
     _decoder("Phi-3", "phi3"),
     _decoder("OLMo", "olmo"),
     _decoder("OLMo 2", "olmo2"),
+    _decoder("OLMo 3", "olmo3", sliding_window=8),
     _decoder("SmolLM3", "smollm3", **WIDE),
     _decoder("Granite", "granite", **WIDE),
     _decoder("StarCoder2", "starcoder2", **WIDE),
@@ -121,15 +130,23 @@ FAMILIES = (
     _decoder("Seed-OSS", "seed_oss", **WIDE),
     _decoder("Apertus", "apertus", **WIDE),
     _decoder("Arcee", "arcee", **WIDE),
+    _decoder("ERNIE 4.5", "ernie4_5", **WIDE),
+    _decoder("Helium", "helium", head_dim=4),
+    _decoder("LFM2", "lfm2", **LFM2),
+    _decoder("Falcon-H1", "falcon_h1"),
+    _decoder("MPT", "mpt"),
     _decoder("Hunyuan", "hunyuan_v1_dense", **WIDE),
     _decoder("Mixtral", "mixtral", **WIDE, num_local_experts=6),
     _decoder("Qwen2-MoE", "qwen2_moe", **MIXTURE, num_experts=6, shared_expert_intermediate_size=8),
     _decoder("Qwen3-MoE", "qwen3_moe", **WIDE, **MIXTURE, num_experts=6, norm_topk_prob=True),
+    _decoder("Qwen3.5-MoE", "qwen3_5_moe_text", **WIDE, **MIXTURE, num_experts=6),
+    _decoder("Qwen3-Next", "qwen3_next", **WIDE, **MIXTURE, num_experts=6),
     _decoder("OLMoE", "olmoe", num_experts=6, num_experts_per_tok=2),
     _decoder("PhiMoE", "phimoe", num_local_experts=6),
     _decoder("GraniteMoE", "granitemoe", num_local_experts=6),
     _decoder("GPT-OSS", "gpt_oss", **WIDE, num_local_experts=6, num_experts_per_tok=2, sliding_window=8),
     _decoder("GLM-4 MoE", "glm4_moe", **WIDE, **DEEPSEEK),
+    _decoder("DeepSeek-V2", "deepseek_v2", **DEEPSEEK),
     _decoder("DeepSeek-V3", "deepseek_v3", **DEEPSEEK),
     _decoder("ERNIE 4.5 MoE", "ernie4_5_moe", moe_num_experts=6, moe_intermediate_size=8, moe_k=2),
     _decoder("MiniMax", "minimax", **WIDE, num_local_experts=6),

@@ -380,6 +380,7 @@ REFUSED = [
     ("llama", {"experts": 1}, "LlamaForCausalLM has no experts, or none beside a router of their own"),
     ("grouped", {"experts": 1}, "cannot do without 1 of its 8 experts; the nearest that it can is 2: set that"),
     ("elsewhere", {"experts": 1}, "mlp.gate is not what sends them tokens"),
+    ("unequal", {"experts": 1}, "those of MixtralForCausalLM have 3, 4 in 2 modules: leave it out"),
     ("t5", {"blocks": 1}, "models of one stack of blocks"),
     ("hidden", {"kv_groups": 1}, "the nearest that it can is 2: set that"),
 ]
@@ -394,6 +395,10 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
         model = type(cases.build("llama"))(cases.build("llama").config.__class__(**{**SIZES, "num_key_value_heads": 4}))
     elif name == "grouped":  # a router that compares two groups of experts, which have to be as large
         model = DeepseekV3ForCausalLM(DeepseekV3Config(**GROUPED)).eval()
+    elif name == "unequal":  # one block has an expert fewer, which no configuration says
+        model = build("mixtral")
+        fewer = type(model)(type(model.config)(**{**model.config.to_dict(), "num_local_experts": 3}))
+        model.model.layers[1].mlp = fewer.model.layers[1].mlp
     elif name == "elsewhere":  # an experts module that does not do what its router says
         model = build("mixtral")
         experts = model.model.layers[0].mlp.experts

@@ -15,6 +15,8 @@ _FEED_FORWARDS: tuple[tuple[str, dict[str, int]], ...] = (
     ("mlp.c_proj", {"mlp.c_fc": 1}),  # GPT-2, StarCoder2
     ("mlp.dense_4h_to_h", {"mlp.dense_h_to_4h": 1}),  # GPT-NeoX
     ("mlp.fc2", {"mlp.fc1": 1}),  # Phi, ViT
+    ("feed_forward.w2", {"feed_forward.w1": 1, "feed_forward.w3": 1}),  # LFM2
+    ("feed_forward.down_proj", {"feed_forward.gate_proj": 1, "feed_forward.up_proj": 1}),  # Falcon-H1
     ("fc2", {"fc1": 1}),  # OPT, BART
     ("output.dense", {"intermediate.dense": 1}),  # BERT
     ("ffn.lin2", {"ffn.lin1": 1}),  # DistilBERT

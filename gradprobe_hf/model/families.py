@@ -40,6 +40,9 @@ _WIDTHS = (
     *(("intermediate_size",), ("ffn_dim",), ("n_inner",), ("d_ff",), ("hidden_dim",)),
     ("encoder_ffn_dim", "decoder_ffn_dim"),
 )
+# What has a configuration's width of a feed-forward network computed with, where it is set -> that width: LFM2 takes two
+# thirds of it, rounded up. A smaller model has the width itself, and the switch off.
+COMPUTED_WIDTHS = {"block_auto_adjust_ff_dim": "intermediate_size"}
 # Lists in a configuration that have one element for each block.
 PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size")
 # Numbers in a configuration up to which blocks are of another kind: full attention, no experts.
@@ -262,6 +265,9 @@ def feed_forward_keys(values: dict[str, Any], width: int) -> tuple[str, ...]:
     Raises:
         ValueError: none of the known names has this width.
     """
+    for switch, name in COMPUTED_WIDTHS.items():
+        if values.get(switch):
+            return (name,)
     for names in _WIDTHS:
         # GPT-2 writes none for four times the hidden size.
         if all(name in values and values[name] in (width, None) for name in names):

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradprobe_hf.model.families import (
     BLOCK_NUMBERS,
+    COMPUTED_WIDTHS,
     LEADING_BLOCKS,
     PER_BLOCK,
     config_key,
@@ -33,6 +34,7 @@ def shape_values(config: PreTrainedConfig, removal: Removal) -> dict[str, Any]:
     if "ffn" in plan.units:
         width = plan.units["ffn"][0].count
         found |= dict.fromkeys(feed_forward_keys(values, width), width - plan.going["ffn"])
+        found |= {switch: False for switch in COMPUTED_WIDTHS if values.get(switch)}
     if "kv_groups" in plan.units:
         one, groups = plan.units["kv_groups"][0], key_value_heads(config)
         heads, left = config.num_attention_heads, groups - plan.going["kv_groups"]
