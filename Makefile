@@ -7,8 +7,8 @@ READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
 	bench-refined bench-refined-stories bench-variants bench-stories bench-structured bench-structured-stories \
-	bench-structured-smollm2 bench-structured-speed bench-structure-options bench-rivals bench-matching \
-	bench-gradient-admm bench-choices bench-texts bench-mixtures bench-demo bench-accumulators bench-speed \
+	bench-structured-smollm2 bench-structured-speed bench-elsewhere bench-structure-options bench-rivals \
+	bench-matching bench-gradient-admm bench-choices bench-texts bench-mixtures bench-demo bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
 	bench-chat table clean
 
@@ -150,6 +150,9 @@ bench-structured-smollm2: $(READY) $(MODEL)  ## the same of SmolLM2-135M, calibr
 
 bench-structured-speed: $(READY) $(MODEL)  ## speed, memory and bytes of shapes of SmolLM2-135M beside the dense one
 	$(BIN)/python -m benchmarks.structured_speed --model $(MODEL) $(FLAGS)
+
+bench-elsewhere: $(READY)  ## smaller models in llama.cpp, ONNX Runtime and OpenVINO, each in an environment of its own
+	$(BIN)/python -m benchmarks.elsewhere --model $(STORIES) $(FLAGS)
 
 bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
 	$(QUALITY) --texts --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \

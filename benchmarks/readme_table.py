@@ -18,6 +18,7 @@ from typing import Any
 
 from benchmarks.candidate_sums import candidate_sums_table
 from benchmarks.choices import choices_table
+from benchmarks.elsewhere import elsewhere_table
 from benchmarks.matching import matching_table
 from benchmarks.mixtures_table import mixtures_table
 from benchmarks.profiling import fixes_table, profiling_cost_table, worth_table
@@ -359,6 +360,7 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "smaller stories": (("structured_stories",), structured_table),
     "smaller smollm2": (("structured_smollm2",), structured_table),
     "smaller speed": (("structured_speed",), speed_of_shapes),
+    "smaller elsewhere": (("elsewhere",), elsewhere_table),
 }
 ELSEWHERE = ("structures",)  # markers of what tests/structure_page.py writes
 # What is shown once all of its cells are made: results are written cell by cell.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import sys
 from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from benchmarks import quality_worker, structured_quality
+from benchmarks import elsewhere, quality_worker, structured_quality
 from benchmarks.structured_rows import ROWS, block_influence, flap_scores, gisp_scores
 from benchmarks.structured_table import structured_table
 from gradprobe_hf.data import windows
@@ -176,3 +177,21 @@ def test_a_cell_that_is_there_is_not_made_again(bench, monkeypatch):
     found = bench("--methods", *METHODS[:2])
     assert made == [METHODS[0]]
     assert first["rows"][0] in found["rows"]
+
+
+def test_what_runs_elsewhere_is_beside_what_transformers_writes(tmp_path, monkeypatch):
+    """With this environment in place of one of its own."""
+    model = cases.build("llama")
+    model.save_pretrained(tmp_path / "made")
+    ids = [5, 7, 11]
+    tokens = elsewhere.wanted(tmp_path / "made", ids)
+    plain = model.generate(torch.tensor([ids]), max_new_tokens=20, min_new_tokens=20, do_sample=False)
+    assert tokens == plain[0, 3:].tolist()
+    monkeypatch.setattr(elsewhere, "environment", lambda *_: Path(sys.executable))
+    given, runtime = {"ids": ids, "new": elsewhere.NEW}, elsewhere.RUNTIMES["transformers"]
+    found = elsewhere.run(Path(sys.executable), runtime, tmp_path / "made", given)
+    assert elsewhere.verdict(found, tokens, "") == "same"
+    assert elsewhere.verdict(found, tokens[::-1], "") == "another text"
+    assert elsewhere.verdict({"text": " a b", "how": "slowly"}, [], "a b") == "slowly: same"
+    lost = elsewhere.run(Path(sys.executable), runtime, tmp_path / "nowhere", given)
+    assert elsewhere.verdict(lost, tokens, "").startswith("no: ")
