@@ -5,7 +5,7 @@ transformers writes. What goes does not matter here, only which shapes are left:
 
     make bench-elsewhere      # a model of 15M; environments of a few gigabytes in runs/elsewhere
 
-usage: python -m benchmarks.elsewhere --model DIR [--only NAME ...] [--fresh]
+usage: python -m benchmarks.elsewhere --model DIR [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ RUNTIMES = {
 def environment(runtime: Runtime, folder: Path) -> Path:
     """The Python of the environment that has a runtime; made if it is not there."""
     python, done = folder / "bin" / "python", folder / "done"
-    if not done.exists():
+    asked = json.dumps([*runtime.packages, runtime.source, *runtime.without])
+    if not done.exists() or done.read_text(encoding="utf-8") != asked:
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
         subprocess.run([python, "-m", "pip", "install", "--quiet", *runtime.packages], check=True)
@@ -138,7 +139,7 @@ def environment(runtime: Runtime, folder: Path) -> Path:
             for archive in folder.glob("*.tar.gz"):
                 with tarfile.open(archive) as packed:
                     packed.extractall(folder / "source", filter="data")
-        done.touch()
+        done.write_text(asked, encoding="utf-8")
     return python
 
 
@@ -147,7 +148,7 @@ def run(python: Path, runtime: Runtime, checkpoint: Path, given: Mapping[str, An
     source = python.parent.parent / "source"
     command = [str(python), "-c", HEAD + runtime.program, str(checkpoint), json.dumps(given), str(source)]
     made = subprocess.run(command, capture_output=True, text=True)
-    lines = made.stdout.splitlines()
+    lines = [line for line in made.stdout.splitlines() if line.startswith("{")]
     if made.returncode or not lines:
         said = made.stderr.strip().splitlines() or ["nothing"]
         return {"error": said[-1]}
@@ -216,7 +217,7 @@ def main() -> None:
         tokenizer.save_pretrained(checkpoint)
     ids = tokenizer(PROMPT)["input_ids"]
     expected = {checkpoint: wanted(checkpoint, ids) for checkpoint in checkpoints}
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in args.only:
         runtime = RUNTIMES[name]
         python = environment(runtime, args.folder.absolute() / name.replace(" ", "-"))
@@ -231,6 +232,11 @@ def main() -> None:
         print(json.dumps(rows[-1]))
     settings = {"model": Path(args.model).name, "shapes": args.shapes, "prompt": PROMPT, "new": NEW}
     settings["transformers"] = versions(Path(sys.executable), ["transformers"])["transformers"]
+    if args.output.exists():  # rows of others stay, of the same models
+        before = json.loads(args.output.read_text(encoding="utf-8"))
+        if before["settings"] == settings:
+            rows += [row for row in before["rows"] if row["runtime"] not in args.only]
+    rows.sort(key=lambda row: list(RUNTIMES).index(row["runtime"]))
     results = {"settings": settings, "rows": rows}
     args.output.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(elsewhere_table(results))

@@ -12,6 +12,8 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    BartConfig,
+    BartForSequenceClassification,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     DiffLlamaConfig,
@@ -36,6 +38,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    ViTMAEConfig,
+    ViTMAEModel,
 )
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
@@ -55,6 +59,7 @@ from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import smaller_config
 from tests import cases
+from tests.structure_page import BEGINS, TWO_STACKS
 
 SIZES = {
     **cases.CAUSAL,
@@ -484,6 +489,29 @@ def test_without_room_for_a_second_model_it_is_compared_from_disk(tmp_path, monk
         )
     # With room an example is compared before any work, too.
     assert compared == [(False, False), (True, False), *[(False, True)] * 4]
+
+
+@pytest.mark.parametrize("what", ["zero head", "wants an end", "masks at random"])
+def test_models_that_say_little_of_a_random_batch_are_no_false_alarm(what, caplog):
+    """Outputs of zero, no outputs, and other outputs each time."""
+    state = torch.get_rng_state()
+    if what == "wants an end":
+        sizes = {**TWO_STACKS, **BEGINS, "forced_eos_token_id": None}
+        model, config = BartForSequenceClassification(BartConfig(**sizes)), GradProbeConfig(structure={"ffn": 8})
+    elif what == "masks at random":
+        sizes = {**SIZES, "image_size": 16, "patch_size": 4, "decoder_hidden_size": 16, "decoder_intermediate_size": 16}
+        sizes |= {"decoder_num_attention_heads": 2, "decoder_num_hidden_layers": 1}
+        model, config = ViTMAEModel(ViTMAEConfig(**sizes)), GradProbeConfig(structure={"ffn": 8})
+    else:
+        model, config = build("llama"), GradProbeConfig(structure={"ffn": 8})
+        torch.nn.init.zeros_(model.lm_head.weight)
+    model = model.eval().to(torch.bfloat16)
+    before, seen = cases.bits(model), torch.get_rng_state()
+    equality.check_example(model, find_targets(model), config)
+    assert cases.changed(model, before) == []
+    assert torch.equal(torch.get_rng_state(), seen)
+    assert ("cannot be compared" in caplog.text) == (what == "wants an end")
+    torch.set_rng_state(state)
 
 
 def test_an_interrupt_at_any_pass_leaves_everything_as_it_was(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
@@ -258,8 +259,10 @@ def test_heads_go_before_the_portions_of_channels():
 
 def test_there_are_no_more_rounds_than_channels_that_go():
     model, batches = cases.build("llama"), cases.batches("llama")
-    found = cases.prune(model, batches, structure={"ffn": 3}, update="none", structure_rounds=999)
+    options = {"structure": {"ffn": 3}, "update": "none", "structure_rounds": 999}
+    found = cases.prune(model, batches, **options)
     assert found.report.passes == {"forward": 3.0, "backward": 3.0}
+    assert expected_passes(GradProbeConfig(**options), 3).forward == 3
 
 
 REFUSED = [

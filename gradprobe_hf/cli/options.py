@@ -139,15 +139,15 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def _with_signs(args: list[str]) -> list[str]:
-    """The arguments, those that begin with a sign and are more than a number joined to their options: argparse takes
-    `-1` for a value, and `-1MB` for an option.
+    """The arguments, values that begin with a sign and a digit joined to their options: argparse takes `-1MB`, and
+    `-1e-3`, for options.
 
-    >>> _with_signs(["--memory", "-1MB", "--sparsity", "-1"])
-    ['--memory=-1MB', '--sparsity', '-1']
+    >>> _with_signs(["--memory", "-1MB", "--sparsity", "-1", "--", "-1x"])
+    ['--memory=-1MB', '--sparsity=-1', '--', '-1x']
     """
     found: list[str] = []
     for arg in args:
-        if found and found[-1].startswith("--") and re.fullmatch(r"-\d[\d.]*[A-Za-z%]+", arg):
+        if found and re.fullmatch(r"--[\w-]+", found[-1]) and re.match(r"-\.?\d", arg):
             found[-1] += f"={arg}"
         else:
             found.append(arg)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -603,9 +603,16 @@ class GradProbeConfig:
     @property
     def gate_probes(self) -> int:
         """Probes of gates, of experts and of units, where all of these are there and go."""
-        scores, rounds = self.unit_scores, self.structure_rounds
-        units = rounds if set(scores) & set(self.in_rounds) else int(self.weighs_gates)
-        return rounds * self.drops_experts + units
+        units = {name for name in self.in_rounds if name in self.unit_scores}
+        experts = set(self.in_rounds) - units
+        at_once = int(self.weighs_gates and not units)
+        return at_once + sum(self._rounds_of(names) for names in (units, experts) if names)
+
+    def _rounds_of(self, names: Set[str]) -> int:
+        """No more than units that go, as far as their number is known."""
+        amounts = [self.amounts.get(name) for name in names]
+        counts = [amount for amount in amounts if isinstance(amount, int)]
+        return min(self.structure_rounds, max(counts)) if len(counts) == len(amounts) else self.structure_rounds
 
     @property
     def drops_experts(self) -> bool:

@@ -40,8 +40,8 @@ _WIDTHS = (
     *(("intermediate_size",), ("ffn_dim",), ("n_inner",), ("d_ff",), ("hidden_dim",)),
     ("encoder_ffn_dim", "decoder_ffn_dim"),
 )
-# What has a configuration's width of a feed-forward network computed with, where it is set -> that width: LFM2 takes two
-# thirds of it, rounded up. A smaller model has the width itself, and the switch off.
+# What has the width of a feed-forward network computed from the configuration's, where it is set -> that: LFM2 takes
+# two thirds of it, rounded up. A smaller model has the width itself, and the switch off.
 COMPUTED_WIDTHS = {"block_auto_adjust_ff_dim": "intermediate_size"}
 # Lists in a configuration that have one element for each block.
 PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size")

@@ -13,6 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from gradprobe_hf.runtime.interrupts import uninterrupted
+
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
@@ -22,8 +24,9 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
         model.eval()
         yield
     finally:
-        for module, training in modes:
-            module.training = training
+        with uninterrupted():
+            for module, training in modes:
+                module.training = training
 
 
 @contextmanager
@@ -52,8 +55,9 @@ def in_float32(model: nn.Module) -> Iterator[None]:
             tensor.data = values.to(torch.promote_types(values.dtype, torch.float32))
         yield
     finally:
-        for tensor, values in stored:
-            tensor.data = values
+        with uninterrupted():
+            for tensor, values in stored:
+                tensor.data = values
 
 
 @contextmanager

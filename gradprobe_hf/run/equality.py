@@ -6,6 +6,7 @@ else. So it is tried twice: before any work on an example of what is to go, in m
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -15,6 +16,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.machine import available_bytes
@@ -30,7 +32,9 @@ from gradprobe_hf.run.shape_search import example_of_budget
 from gradprobe_hf.run.structured import packed
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
-from gradprobe_hf.structures.shapes import random_smaller
+from gradprobe_hf.structures.shapes import smaller_config
+
+logger = logging.getLogger(__name__)
 
 ROWS, TOKENS = 1, 32  # one: without a padding token, a classifier of sequences takes no more
 # How far apart the outputs of the two models may be, relative to their size: sums over fewer terms round otherwise.
@@ -44,19 +48,30 @@ class MaskedOutputs:
     """What the masked model computes of a random batch.
 
     Attributes:
+        outputs: None where it takes no such batch (some classifiers want an end-of-sequence token in each sequence).
         wide: whether in float32, from weights of half precision.
     """
 
     model: PreTrainedModel
     batch: dict[str, Tensor]
-    outputs: Tensor
+    outputs: Tensor | None
     wide: bool
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> MaskedOutputs:
-        wide = model.dtype not in TOLERANCE and _has_room_for_float32(model)
-        batch = random_batch(model, ROWS, TOKENS)
-        return cls(model, batch, _outputs(model, batch, wide), wide)
+        wide = model.dtype not in TOLERANCE and _takes_float32(model)
+        batch, outputs = random_batch(model, ROWS, TOKENS), None
+        try:
+            outputs = _outputs(model, batch, wide)
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, ValueError) as error:
+            logger.warning(
+                "a smaller %s cannot be compared with the masked one: it takes no random batch (%s)",
+                type(model).__name__,
+                error,
+            )
+        return cls(model, batch, outputs, wide)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,19 +79,23 @@ class MaskedOutputs:
         return torch.float32 if self.wide else self.model.dtype
 
     def difference(self, smaller: PreTrainedModel) -> str | None:
-        """Why the smaller model is another one; None if it is not."""
+        """Why the smaller model is another one; None if it is not, as far as it can be told."""
+        if self.outputs is None:
+            return None
         _round_buffers(smaller, self.model)
         name, why = type(self.model).__name__, "its code relies on a size that the configuration does not tell"
         try:
             found = _outputs(smaller, self.batch, self.wide)
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             return f"the smaller {name} does not run ({error}): {why}"
-        apart = float((found - self.outputs).norm() / self.outputs.norm())
-        if apart <= TOLERANCE.get(self.dtype, OF_HALF_PRECISION):
+        apart, size = float((found - self.outputs).norm()), float(self.outputs.norm())
+        if apart <= TOLERANCE.get(self.dtype, OF_HALF_PRECISION) * size:
             return None
         return (
-            f"the smaller {name} does not compute what the masked one does (outputs are {apart:.1e} apart, relative): "
-            f"{why}"
+            f"the smaller {name} does not compute what the masked one does (outputs are {apart / size:.1e} apart, "
+            f"relative): {why}"
         )
 
 
@@ -86,27 +105,44 @@ def check_example(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     It is not tried where parts of the model are offloaded, or memory has no room for a second one: what is written is
     looked at in any case.
     """
-    if is_offloaded(model) or is_sharded(model):
+    devices = {parameter.device for parameter in model.parameters()}
+    if is_offloaded(model) or is_sharded(model) or len(devices) > 1:
         return
     plan = Plan.of(model, targets, config.amounts) if config.amounts else example_of_budget(model, targets, config)
     if plan.experts and model.dtype == torch.float64:
         return  # which transformers' own products of experts do not take
     removal = Removal.example(plan)
-    nbytes, devices = 2 * removal.bytes(model), {parameter.device for parameter in model.parameters()}
-    if len(devices) > 1 or not all(fits(nbytes, device) for device in devices):
+    # The smaller model, in float32 at most; beside it what is zero meanwhile is kept.
+    nbytes = torch.float32.itemsize * removal.parameters(model) + sum(one.nbytes for one in model.parameters())
+    if not all(fits(nbytes, device) for device in devices):
         return
-    biases = silenced(model, sorted(removal.blocks))
-    masks = packed(removal, targets)
-    with applied(model, targets, masks, keep=False, new_weights=biases, routes=removal.routes):
-        masked = MaskedOutputs.of(model)
-        made = random_smaller(model, removal, masked.dtype).to(*devices)
-        tensors = {removal.name(name): (name, tensor) for name, tensor in model.state_dict().items()}
-        made.load_state_dict({new: removal.tensor(*old) for new, old in tensors.items() if new is not None})
-        difference = masked.difference(made)
+    try:
+        difference = _difference(model, targets, removal, *devices)
+    except torch.OutOfMemoryError:
+        return
     if difference is not None:
         raise ValueError(
             f"structure={config.structure!r}: {difference}. It cannot be made smaller so. Nothing was changed."
         )
+
+
+def _difference(
+    model: PreTrainedModel, targets: Sequence[Target], removal: Removal, device: torch.device
+) -> str | None:
+    biases, masks = silenced(model, sorted(removal.blocks)), packed(removal, targets)
+    with applied(model, targets, masks, keep=False, new_weights=biases, routes=removal.routes):
+        masked = MaskedOutputs.of(model)
+        if masked.outputs is None:
+            return None
+        # In place and without values: these are copied one after the other.
+        with torch.device(device), no_init_weights():
+            config = smaller_config(model.config, removal)
+            made = type(model)._from_config(config, dtype=masked.dtype).to(device).eval()
+        values = made.state_dict()
+        for name, tensor in model.state_dict().items():
+            if (new := removal.name(name)) is not None:
+                values[new].copy_(removal.tensor(name, tensor))
+        return masked.difference(made)
 
 
 def fits(nbytes: int, device: torch.device) -> bool:
@@ -114,13 +150,14 @@ def fits(nbytes: int, device: torch.device) -> bool:
     return nbytes <= SHARE * available_bytes(device)
 
 
-def _has_room_for_float32(model: PreTrainedModel) -> bool:
-    """Whether all of it is in memory, and its weights once more in float32 would be too.
+def _takes_float32(model: PreTrainedModel) -> bool:
+    """Whether all of it is in memory, its weights once more in float32 would be too, and its code takes them.
 
     Rounding to half precision moves the outputs of a model by one or two percent, and of a mixture by more, where
     tokens go to other experts. Attention that is scaled for other heads does not move them by more than seven.
     """
-    if is_offloaded(model) or is_sharded(model):
+    flash = "flash" in str(model.config._attn_implementation)  # kernels for half precision alone
+    if is_offloaded(model) or is_sharded(model) or flash:
         return False
     needed = Counter[torch.device]()
     for tensor in (*model.parameters(), *model.buffers()):
@@ -138,7 +175,13 @@ def _round_buffers(loaded: PreTrainedModel, model: PreTrainedModel) -> None:
 
 @torch.no_grad()
 def _outputs(model: PreTrainedModel, batch: dict[str, Tensor], wide: bool) -> Tensor:
-    with eval_mode(model), in_float32(model) if wide else nullcontext():
+    drawing = torch.random.fork_rng(_cuda_devices(model))  # some models mask what they read at random
+    with drawing, eval_mode(model), in_float32(model) if wide else nullcontext():
+        torch.manual_seed(0)
         given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in batch.items()}
         output: Tensor = forward_only(model, send_to_device(given, input_device(model)))[0]
         return output.double().cpu()
+
+
+def _cuda_devices(model: PreTrainedModel) -> list[torch.device]:
+    return list({parameter.device for parameter in model.parameters() if parameter.device.type == "cuda"})

@@ -68,7 +68,7 @@ def load_inputs(request: RunRequest) -> RunContext:
         targets = find_targets(model, config.include, config.exclude)
         check_targets(model, targets, config)
         if config.structure is not None:
-            check_example(model, targets, config)
+            processes.on_main(partial(check_example, model, targets, config))
         task = task_for(config.task, type(model).__name__, model.config.is_encoder_decoder)
     if config.sequence_length is None and (length := window_length(None, model)) < DEFAULT_LENGTH:
         logger.info("windows have %d tokens, as many as the model has positions", length)

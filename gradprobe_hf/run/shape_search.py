@@ -81,8 +81,8 @@ def example_of_budget(model: PreTrainedModel, targets: Sequence[Target], config:
     budget = config.shape_budget
     assert budget is not None, "asked for where there is one"
     if not budget.is_measured:
-        shapes = [one for one in budget_shapes(model, targets, config) if is_legal(model, targets, one)]
-        richest = max(shapes, key=lambda shape: len(shape.going), default=None)
+        shapes = sorted(budget_shapes(model, targets, config), key=lambda shape: -len(shape.going))
+        richest = next((one for one in shapes if is_legal(model, targets, one)), None)
         return Plan.of(model, targets, {} if richest is None else richest.going)
     axes = shape_axes(model, targets, _unavailable(model, targets))
     return Plan.of(model, targets, {name: amounts[1] for name, amounts in axes.items()})

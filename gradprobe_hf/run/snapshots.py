@@ -106,6 +106,18 @@ class Snapshots:
         agreed = int(self.processes.min_(torch.tensor(code)))
         return None if agreed < 0 else Step(*divmod(agreed, _NUMBERS))
 
+    def agreed(self) -> Step | None:
+        """As `latest`, and what this process has behind that is dropped: it is made again, by all. A collective.
+
+        Otherwise a process that was ahead would keep what it has, and the others get what is measured now: no two
+        clocks, or kernels, are the same.
+        """
+        latest = self.latest()
+        for state in self._states():
+            if latest is None or _step_of(state) > latest:
+                _drop(state)
+        return latest
+
     def read(self, step: Step) -> Snapshot:
         """The newest state of a step. A collective where processes go on in step."""
         states = {_position(state): state for state in self._states() if _step_of(state) == step}

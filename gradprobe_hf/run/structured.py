@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -52,11 +53,11 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
     for share in _shares(config, plan, {"experts"}) if plan.experts else ():
         with routed(context.model, removal.routes):
             choose = partial(_experts_going, context, removal, share, diagnostics)
-            removal = replace(removal, experts=_found(context, f"experts, {share:g}", diagnostics, choose))
+            removal = replace(removal, experts=_found(context, f"experts, {share}", diagnostics, choose))
     for structures, share in _portions(config, plan):
         with context.stopwatch("units"), routed(context.model, removal.routes), torch.no_grad():
             choose = partial(_units_going, context, removal, structures, share, diagnostics)
-            found = _found(context, f"{', '.join(sorted(structures))}, {share:g}", diagnostics, choose)
+            found = _found(context, f"{', '.join(sorted(structures))}, {share}", diagnostics, choose)
             removal = replace(removal, units={**removal.units, **found})
     return packed(removal, context.targets)
 
@@ -69,22 +70,22 @@ def _found(
     return {name: torch.tensor(gone) for name, gone in found.items()}
 
 
-def _portions(config: GradProbeConfig, plan: Plan) -> list[tuple[Set[str], float]]:
+def _portions(config: GradProbeConfig, plan: Plan) -> list[tuple[Set[str], Fraction]]:
     """Structures of units, and how much of what is to go of them, one portion after the other."""
     in_rounds = {name for name in plan.units if name in config.in_rounds}
     shares = _shares(config, plan, in_rounds)
     if len(shares) < 2:
-        return [(plan.units.keys(), 1.0)] if plan.units else []
+        return [(plan.units.keys(), Fraction(1))] if plan.units else []
     # What goes at once goes first: gates are measured in the model without it.
     at_once = plan.units.keys() - in_rounds
-    return [*([(at_once, 1.0)] if at_once else []), *((in_rounds, share) for share in shares)]
+    return [*([(at_once, Fraction(1))] if at_once else []), *((in_rounds, share) for share in shares)]
 
 
-def _shares(config: GradProbeConfig, plan: Plan, structures: Set[str]) -> list[float]:
+def _shares(config: GradProbeConfig, plan: Plan, structures: Set[str]) -> list[Fraction]:
     """How much of what is to go of these has gone behind each round."""
     # More rounds than units would be probes behind which nothing goes.
     rounds = min(config.structure_rounds, max((plan.going[name] for name in structures), default=0))
-    return [number / rounds for number in range(1, rounds + 1)]
+    return [Fraction(number, rounds) for number in range(1, rounds + 1)]
 
 
 def removal_of(context: RunContext, masks: Mapping[str, Tensor]) -> Removal | None:
@@ -161,7 +162,9 @@ def misrouted(model: PreTrainedModel, plan: Plan) -> str | None:
         return wrongly_routed(model, Removal.example(plan).routes, lambda: forward_only(model, batch))
 
 
-def _experts_going(context: RunContext, removal: Removal, share: float, diagnostics: Diagnostics) -> dict[str, Tensor]:
+def _experts_going(
+    context: RunContext, removal: Removal, share: Fraction, diagnostics: Diagnostics
+) -> dict[str, Tensor]:
     """Name of a router -> which of its experts go, bool `[experts]`; the same in all processes.
 
     Args:
@@ -178,7 +181,7 @@ def _plan(context: RunContext) -> Plan:
 
 
 def _units_going(
-    context: RunContext, removal: Removal, structures: Set[str], share: float, diagnostics: Diagnostics
+    context: RunContext, removal: Removal, structures: Set[str], share: Fraction, diagnostics: Diagnostics
 ) -> dict[str, Tensor]:
     """Name of a reader -> which of its units go, bool `[count]`, in the blocks that stay; the same in all processes.
 
