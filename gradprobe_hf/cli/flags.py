@@ -40,7 +40,7 @@ def unknown_flag(text: str, flags: Collection[str]) -> str:
     'there is no option --spars; did you mean --sparsity?'
     """
     if not text.startswith("-"):
-        return f"{text!r} is one argument too many: what has spaces stands in quotes, and a list is written a,b."
+        return f"{text!r} is one argument too many: quote what has spaces, and write a list as a,b."
     typed = text.split("=")[0]
     name = typed.lstrip("-").replace("-", "_")
     found = flag(OPTIONS_ELSEWHERE.get(name) or ARGUMENTS_ELSEWHERE.get(name) or name)

@@ -108,7 +108,7 @@ class GradProbeConfig:
             for heads.
         structure_rounds: in how many portions experts go, and channels and heads by `importance="fisher"` or
             `"taylor"`; before each the gates are measured anew, in the model without those that went before. Others go
-            before the first, all at once. With `structure="auto"` there are no more portions than units that go.
+            before the first, all at once. There are no more portions than units that go.
         update: how the kept weights change to preserve each matrix's outputs on the calibration inputs. `"none"`: not
             at all. `"obs"`: by SparseGPT's sweep under the mask that was decided. `"least_squares"`: to the best
             weights under it. `"admm"`: to these, after revising the mask within each matrix (row, group).

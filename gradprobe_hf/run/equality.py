@@ -7,6 +7,7 @@ else. So it is tried twice: before any work on an example of what is to go, in m
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -67,7 +68,7 @@ class MaskedOutputs:
             raise
         except (RuntimeError, ValueError) as error:
             logger.warning(
-                "a smaller %s cannot be compared with the masked one: it takes no random batch (%s)",
+                "whether a smaller %s computes what the masked one does was not compared: no random batch runs (%s)",
                 type(model).__name__,
                 error,
             )
@@ -93,8 +94,9 @@ class MaskedOutputs:
         apart, size = float((found - self.outputs).norm()), float(self.outputs.norm())
         if apart <= TOLERANCE.get(self.dtype, OF_HALF_PRECISION) * size:
             return None
+        relative = apart / size if size else math.inf
         return (
-            f"the smaller {name} does not compute what the masked one does (outputs are {apart / size:.1e} apart, "
+            f"the smaller {name} does not compute what the masked one does (outputs are {relative:.1e} apart, "
             f"relative): {why}"
         )
 
@@ -109,8 +111,6 @@ def check_example(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     if is_offloaded(model) or is_sharded(model) or len(devices) > 1:
         return
     plan = Plan.of(model, targets, config.amounts) if config.amounts else example_of_budget(model, targets, config)
-    if plan.experts and model.dtype == torch.float64:
-        return  # which transformers' own products of experts do not take
     removal = Removal.example(plan)
     # The smaller model, in float32 at most; beside it what is zero meanwhile is kept.
     nbytes = torch.float32.itemsize * removal.parameters(model) + sum(one.nbytes for one in model.parameters())
@@ -134,7 +134,7 @@ def _difference(
         masked = MaskedOutputs.of(model)
         if masked.outputs is None:
             return None
-        # In place and without values: these are copied one after the other.
+        # Made where the model is, and with no values: they are copied one after the other.
         with torch.device(device), no_init_weights():
             config = smaller_config(model.config, removal)
             made = type(model)._from_config(config, dtype=masked.dtype).to(device).eval()

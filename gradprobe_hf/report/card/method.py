@@ -52,7 +52,7 @@ def _structures(config: GradProbeConfig) -> str:
     said = [f"Whole structures were removed: {shape_words(config.amounts)}."]
     for row in (STRUCTURES[name] for name in config.amounts):
         if row.included:
-            said.append(f"With {'an' if row.unit[0] in 'aeiou' else 'a'} {row.unit} went {row.included}.")
+            said.append(f"Each {row.unit} went with {row.included}.")
     if config.drops_blocks:
         said.append("Blocks went one after the other, each time the one without which the calibration loss was lowest.")
     if config.drops_experts:
