@@ -62,7 +62,7 @@ def _after_sparsegpt(then: Solve, problem: MatrixProblem, mask: Tensor | None) -
 
 _LEAST_SQUARES = (
     "Then the kept weights were changed, block by block, to those that keep each matrix's outputs on the calibration "
-    "inputs best (conjugate gradients on this mask)."
+    "inputs best (least squares under this mask)."
 )
 _ADMM = (
     "Then, block by block, it was chosen again which weights of each matrix go, as many as before, so that the others "
