@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 	bench-structured-smollm2 bench-structured-speed bench-elsewhere bench-structure-options bench-rivals \
 	bench-matching bench-gradient-admm bench-choices bench-texts bench-mixtures bench-demo bench-accumulators bench-speed \
 	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
-	bench-chat table clean
+	bench-upcast bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% zeros, and to a smaller one, and show what each cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -171,6 +171,9 @@ bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from
 
 bench-speed: $(READY) $(MODEL)  ## time of the probes against bare passes
 	$(BIN)/python -m benchmarks.speed --model $(MODEL)
+
+bench-upcast: $(READY) $(MODEL)  ## passes in bfloat16 on this CPU: its own products, and in float32
+	$(BIN)/python -m benchmarks.upcast --model $(MODEL)
 
 bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, and what callbacks cost (TRAIN_TEXT)
 	$(BIN)/python -m benchmarks.training compare --text $(TRAIN_TEXT)

@@ -19,6 +19,7 @@ from gradprobe_hf.model.loading import load_model
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.patches import checkpointed, checkpointed_layers, eval_mode, frozen
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.model.upcast import upcast_products
 
 
 def seconds_of_bare_pass(model_id: str, batches: list[dict[str, Tensor]]) -> float:
@@ -26,7 +27,7 @@ def seconds_of_bare_pass(model_id: str, batches: list[dict[str, Tensor]]) -> flo
     model = load_model(model_id, device_map="disk", dtype="bfloat16")
     layers = checkpointed_layers(model)
     _instrument(model)
-    with frozen(model), eval_mode(model), checkpointed(model, layers), torch.enable_grad():
+    with frozen(model), eval_mode(model), checkpointed(model, layers), upcast_products(model), torch.enable_grad():
         start = time.perf_counter()
         for batch in batches * 2:
             summed_loss(model, batch)[0].backward()

@@ -29,6 +29,7 @@ from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.windows import WindowSpec, Writing, load_batches
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
@@ -206,7 +207,8 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     bench = Bench(parsed())
-    bench.run()
+    with upcast_products(bench.model):
+        bench.run()
     print(mixtures_table(bench.file.to_dict()))
 
 

@@ -27,6 +27,7 @@ from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.of_pruning import recovered_weights
 from gradprobe_hf.report.build import matrix_rows, peak_memory, versions
@@ -182,7 +183,8 @@ class Bench:
 def measure_dense(protocol: Protocol) -> tuple[dict[str, Any], Dense]:
     """The settings, and the model as it is."""
     bench = Bench(protocol)
-    found = bench.measured(bench_context(bench), PruningDecision({}), "dense")
+    with upcast_products(bench.model):
+        found = bench.measured(bench_context(bench), PruningDecision({}), "dense")
     perplexity = {name: one.dense.perplexity or float("nan") for name, one in found.items()}
     return bench.settings, Dense(perplexity, {name: _losses(one, "dense") for name, one in found.items()})
 
@@ -203,7 +205,8 @@ def make_cell(task: CellTask) -> tuple[Cell, dict[str, str]]:
     register(task.protocol.num_samples, task.protocol.sequence_length)
     bench, row = Bench(task.protocol), TABLES[task.table][0][task.method]
     bench.check(task.settings)
-    return _peer_cell(bench, row, task) if row.peer else _own_cell(bench, row, task)
+    with upcast_products(bench.model):
+        return _peer_cell(bench, row, task) if row.peer else _own_cell(bench, row, task)
 
 
 def _own_cell(bench: Bench, row: Row, task: CellTask) -> tuple[Cell, dict[str, str]]:

@@ -41,6 +41,7 @@ from benchmarks.structured_speed import speed_of_shapes
 from benchmarks.structured_table import structured_table
 from benchmarks.text_table import texts_table
 from benchmarks.training import check_alike
+from benchmarks.upcast import upcast_table
 from gradprobe_hf.config.values import AccumulatorDtype
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 
@@ -330,6 +331,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
     "texts": (("texts",), texts_table),
     "mixtures": (("mixtures",), mixtures_table),
     "speed": (("speed",), speed_table),
+    "upcast": (("upcast",), upcast_table),
     "accumulators": (("accumulators",), accumulators_table),
     "memory": (("memory",), memory_table),
     "recovery": (("recovery",), recovery_table),

@@ -30,6 +30,7 @@ from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.loading import load_model
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.report.build import peak_memory, versions
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
@@ -149,7 +150,8 @@ def main() -> None:
     for fisher in args.fisher:
         config = GradProbeConfig(sparsity=SPARSITY, probes=2, fisher=fisher)
         context = RunContext(model, tokenizer, targets, config, batches, Batches.none(), progress=False)
-        rows.append(measured(context, args.rounds))
+        with upcast_products(model):  # as a run does
+            rows.append(measured(context, args.rounds))
     settings = {
         "model": Path(args.model).name,
         "batches": f"{args.batches} x {args.batch_size} x {args.sequence_length}, bfloat16",

@@ -35,6 +35,7 @@ from gradprobe_hf.data.packing import WindowSpec
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.windows import SELF, Writing, load_batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.report.build import peak_memory, versions
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
@@ -76,8 +77,13 @@ def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
         quality_worker.OtherSettingsError: the file's settings are of another model or text.
         ValueError: what pruning raises.
     """
-    bench, row = worker.Bench(task.protocol), ROWS[task.method]
+    bench = worker.Bench(task.protocol)
     bench.check(task.settings)
+    with upcast_products(bench.model):
+        return _cell(bench, ROWS[task.method], task), versions()
+
+
+def _cell(bench: worker.Bench, row: Row, task: Task) -> Cell:
     context = _context(bench, row, task)
     begun = time.perf_counter()
     masks, diagnostics = chosen_masks(context, row), Diagnostics()
@@ -90,7 +96,7 @@ def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
         found = bench.measured(context, decision, task.method)
     dense, blocks = _parameters(context)
     apart = {name: one.divergence for name, one in found.items() if one.divergence is not None}
-    cell = Cell(
+    return Cell(
         method=task.method,
         seed=task.seed,
         column=task.column,
@@ -109,7 +115,6 @@ def make_cell(task: Task) -> tuple[Cell, dict[str, str]]:
         },
         commit=task.commit,
     )
-    return cell, versions()
 
 
 def _context(bench: worker.Bench, row: Row, task: Task) -> RunContext:

@@ -22,6 +22,7 @@ from gradprobe_hf.estimation.passes import activation_bytes, by_formula, cost_of
 from gradprobe_hf.estimation.sizes import AccumulatorSizes, BatchSizes, ModelSizes, Sizes, accumulator_bytes
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.memory import checkpointing
+from gradprobe_hf.model import upcast
 from gradprobe_hf.model.loading import load_config, model_class, skeleton
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
@@ -69,13 +70,12 @@ def large(name, layers=None):
 def shallow():
     """The large models with few layers, and what the defaults take of them where memory is no matter."""
     found = {}
-    for name in LARGE:
-        model, targets = large(name, LAYERS)
-        found[name] = (
-            model,
-            targets,
-            estimate(model, targets, cases.config(accumulator_device="same"), base=0, device=CPU),
-        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(upcast, "needs_upcast", lambda _: False)  # whatever CPU this is
+        for name in LARGE:
+            model, targets = large(name, LAYERS)
+            config = cases.config(accumulator_device="same")
+            found[name] = model, targets, estimate(model, targets, config, base=0, device=CPU)
     return found
 
 

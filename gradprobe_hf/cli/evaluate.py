@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -88,6 +89,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.checkpoint.card_results import add_results, check_card
     from gradprobe_hf.cli.output import print_evaluation, print_json
     from gradprobe_hf.evaluation.harness import TaskRequest, check_tasks, evaluate_tasks
+    from gradprobe_hf.model.upcast import upcast_products
     from gradprobe_hf.report.eval_results import task_results, text_results
     from gradprobe_hf.run.request_checks import check_paths
 
@@ -104,13 +106,16 @@ def run(options: argparse.Namespace) -> None:
         models["dense"] = _Loaded.from_name(options.against, options.task, **kwargs)
     values: dict[str, Any] = {"model": options.model, **given(options, "against")}
     results = []
-    if _measures_text(options):
-        values |= _on_text(options, models["pruned"], models.get("dense"))
-        results += text_results(values, values["task"] or "text-generation", values)
-    if asked:
-        scores = {name: evaluate_tasks(one.model, one.tokenizer, asked, manager) for name, one in models.items()}
-        values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}
-        results += task_results(scores["pruned"])
+    with ExitStack() as upcast:
+        for one in models.values():
+            upcast.enter_context(upcast_products(one.model))
+        if _measures_text(options):
+            values |= _on_text(options, models["pruned"], models.get("dense"))
+            results += text_results(values, values["task"] or "text-generation", values)
+        if asked:
+            scores = {name: evaluate_tasks(one.model, one.tokenizer, asked, manager) for name, one in models.items()}
+            values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}
+            results += task_results(scores["pruned"])
     if options.write_card:
         add_results(options.model, results)
     print_json(values) if options.json else print_evaluation(values)

@@ -24,6 +24,7 @@ from gradprobe_hf.model.families import is_causal, text_attribute
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.runtime.processes import Processes
 
 # Windows in one batch of generation: what reads every weight for one token may as well write many; 128 are no faster.
@@ -71,6 +72,7 @@ def own_text(
     steps = len(parts) * (length - first.shape[1])
     with (
         eval_mode(model),
+        upcast_products(model),
         tqdm(total=steps, desc="the model writes its own text", unit="token", disable=not progress, leave=False) as bar,
     ):
         for part in parts:

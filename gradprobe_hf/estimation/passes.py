@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, loss_bytes
+from gradprobe_hf.estimation.machine import compute_device
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, gradients_required, recomputed_blocks
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.model.families import is_causal, sample_batch
@@ -26,6 +27,7 @@ from gradprobe_hf.model.loading import skeleton
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.patches import eval_mode, frozen
 from gradprobe_hf.model.targets import Target, find_targets, is_routed
+from gradprobe_hf.model.upcast import upcast_products
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +156,7 @@ def _simulated(
             stack.enter_context(recomputed_blocks(model))
         stack.enter_context(WithoutData())
         watch = stack.enter_context(Watch([*model.parameters(), *model.buffers(), *batch.values()]))
+        stack.enter_context(upcast_products(model, device=compute_device()))  # what it widens is watched
         if not backward:
             with torch.no_grad():
                 model(**batch, **({"use_cache": False} if is_causal(model) else {}))

@@ -20,6 +20,7 @@ from gradprobe_hf.memory.memory_errors import memory_errors, remedies_for
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import is_routed
+from gradprobe_hf.model.upcast import upcast_note, upcast_products
 from gradprobe_hf.run.context import RunContext
 
 logger = logging.getLogger(__name__)
@@ -60,8 +61,10 @@ def open_run(
         MemoryError: not even one sequence fits; or the body has run out of memory.
     """
     planned = replace(context, config=plan_for or context.config)
-    plan = plan_memory(planned, rows, shares_probe)
+    with upcast_products(context.model):  # the largest batch is found with passes like those of the run
+        plan = plan_memory(planned, rows, shares_probe)
     with (
+        upcast_products(context.model),
         memory_errors(context.stopwatch, plan.remedies),
         accumulator_files(
             context.model, context.targets, context.config, context.folder, plan.accumulator_device
@@ -80,6 +83,9 @@ def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool
     """Decide from memory alone; arguments and errors are those of `open_run`."""
     model, config, offloaded = context.model, context.config, is_offloaded(context.model)
     notes = {"placement": _placement(model), "processes": str(context.processes.count)}
+    if (products := upcast_note(model)) is not None:
+        notes["products"] = products
+        logger.info("products: %s", products)
     remedies = remedies_for(config, 1, config.checkpointing is True, offloaded)
     if not context.calibration:
         return MemoryPlan(context.calibration, "same", False, notes, remedies)

@@ -23,6 +23,7 @@ from gradprobe_hf.memory.memory_errors import remedies_for
 from gradprobe_hf.model.fsdp import is_sharded, plain_class
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import checkpointed_layers
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.profiling.findings.finding import gigabytes
 from gradprobe_hf.profiling.observing.observation import BatchSize, Observation, RunOption
 from gradprobe_hf.report.against_estimate import Expectation, planned
@@ -47,7 +48,8 @@ def with_passes(seen: Observation, result: PruneResult, batch: Mapping[str, Any]
         return seen
     place = planned(result.report).accumulator_device
     # "auto" still: the run kept no statistics of single weights.
-    with accumulator_files(model, result.targets, config, None, "same" if place == "auto" else place) as storage:
+    device = "same" if place == "auto" else place
+    with upcast_products(model), accumulator_files(model, result.targets, config, None, device) as storage:
         own = result.report.execution["checkpointing"].startswith("on")
         without = _estimated(result, batch, row_count(batch), checkpointing=False)
         passes = _Passes(ProbePasses(model, result.targets, config, storage), batch, input_device(model), without)

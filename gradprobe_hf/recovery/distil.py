@@ -28,6 +28,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.memory.memory_errors import memory_errors
 from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
 from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.recovery.trainer import (
@@ -194,6 +195,7 @@ def distil(
         place.stopwatch("recovery"),
         generators_kept(),
         torch.enable_grad(),
+        upcast_products(student, autocast=torch.bfloat16 if bf16 else None),
         _trainable(student, frozen),
         without_dropout(student),
         ExitStack() as adapted,

@@ -19,6 +19,7 @@ from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.task_metric import measure_metric
 from gradprobe_hf.model.routing import routed
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.result import described_recovery
@@ -69,7 +70,8 @@ def recovered_weights(
     """
     config, dense = RecoveryConfig.of_pruning(context.config), context.model
     folder = None if resume_dir is None else Path(resume_dir) / FOLDER
-    with workplace(folder, context.processes, context.stopwatch, context.progress) as place:
+    own_folder = workplace(folder, context.processes, context.stopwatch, context.progress)
+    with upcast_products(dense), own_folder as place:
         with context.stopwatch("read data"):
             source = default_calibration(dense) if calibration is None else calibration
             text = read_text(source, config, _reading(context, place))

@@ -26,6 +26,7 @@ from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.data.windows import SELF, WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
 from gradprobe_hf.model.loading import load, load_processing_class
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_alike, check_models, check_pruned, check_texts, check_trainable
@@ -113,7 +114,8 @@ def recover_pretrained(
         if output_dir is not None:
             processes.on_main(partial(check_room, output_dir, student.model))
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
-    with workplace(None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress) as place:
+    folder = workplace(None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress)
+    with upcast_products(dense.model), folder as place:
         with stopwatch("read data"):
             measured_on = _evaluation(evaluation, config, dense.model, student.processing_class)
             trained_on = read_text(text, config, _reading(dense.model, student.processing_class, place))

@@ -1,0 +1,160 @@
+"""Passes in bfloat16 on this CPU, as torch computes them and with products in float32, beside a model in float32.
+
+    make bench-upcast        # SmolLM2-135M, into results/upcast.json
+
+All three have the same weights. A round has each pass once of all of them, in turns; one before the first is in no
+figure. How far bfloat16 is from float32 is measured, too. On a CPU that has units for bfloat16 the first two are alike.
+
+usage: python -m benchmarks.upcast --model DIR [--rounds 3] [--batch-size 2] [--sequence-length 256]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from gradprobe_hf.bench.result import Timing
+from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.model.loading import load_model, load_processing_class
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.upcast import needs_upcast, upcast_products
+from gradprobe_hf.report.build import versions
+
+RESULTS = Path(__file__).parent / "results"
+NATIVE, UPCAST, FLOAT32 = ("bfloat16", "bfloat16, products in float32", "float32")
+FORWARD, BACKWARD, STEP = PASSES = ("forward", "backward", "one token of each sequence")
+
+
+class Subject:
+    """A model, and how it computes."""
+
+    def __init__(self, way: str, model: PreTrainedModel) -> None:
+        self.way, self.model = way, model
+
+    def seconds(self, batch: Mapping[str, Tensor]) -> dict[str, float]:
+        """Of each pass over the same tokens."""
+        with upcast_products(self.model) if self.way == UPCAST else nullcontext():
+            forward, (loss, _) = timed(lambda: summed_loss(self.model, batch))
+            backward, _ = timed(loss.backward)
+            with torch.inference_mode():
+                cache = self.model(**batch, use_cache=True).past_key_values
+                last = batch["input_ids"][:, -1:]
+                step, _ = timed(lambda: self.model(input_ids=last, past_key_values=cache))
+        self.model.zero_grad(set_to_none=True)
+        return {FORWARD: forward, BACKWARD: backward, STEP: step}
+
+    def results(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
+        """The logits of a batch, and the gradients of its loss."""
+        with upcast_products(self.model) if self.way == UPCAST else nullcontext():
+            with torch.no_grad():
+                logits = self.model(**batch).logits
+            summed_loss(self.model, batch)[0].backward()
+        gradients = [one.grad.float() for one in self.model.parameters() if one.grad is not None]
+        self.model.zero_grad(set_to_none=True)
+        return {"logits": [logits.float()], "gradients": gradients}
+
+
+def timed(action: Callable[[], Any]) -> tuple[float, Any]:
+    """Seconds, and what the action returns."""
+    start = time.perf_counter()
+    made = action()
+    return time.perf_counter() - start, made
+
+
+def distance(found: list[Tensor], exact: list[Tensor]) -> float:
+    """The norm of the difference over that of what is exact."""
+    apart = sum(float((one - other).square().sum()) for one, other in zip(found, exact, strict=True))
+    return float((apart / sum(float(one.square().sum()) for one in exact)) ** 0.5)
+
+
+def measured(subjects: list[Subject], batch: Mapping[str, Tensor], rounds: int) -> list[dict[str, Any]]:
+    """A row for each subject; the last is what is exact."""
+    exact = subjects[-1].results(batch)
+    rows: list[dict[str, Any]] = []
+    for subject in subjects:
+        found = exact if subject is subjects[-1] else subject.results(batch)
+        apart = {f"{name}_from_float32": round(distance(found[name], exact[name]), 5) for name in exact}
+        rows.append({"way": subject.way, "seconds": {name: [] for name in PASSES}, **apart})
+    for _ in range(rounds):
+        for row, subject in zip(rows, subjects, strict=True):
+            for name, seconds in subject.seconds(batch).items():
+                row["seconds"][name].append(round(seconds, 3))
+    return rows
+
+
+def upcast_table(results: Mapping[str, Any]) -> str:
+    """A row for each way to compute; seconds are medians."""
+    lines = [
+        f"| | {' | '.join(PASSES)} | logits from float32 | gradients from float32 |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in results["rows"]:
+        seconds = " | ".join(f"{_median(row, name):.2f} s" for name in PASSES)
+        lines.append(f"| {row['way']} | {seconds} | {_apart(row, 'logits')} | {_apart(row, 'gradients')} |")
+    settings = results["settings"]
+    note = (
+        f"{settings['model']}, {settings['batch']} tokens of pydoc, {settings['threads']} CPU threads, "
+        f"{settings['cpu']}; medians of {settings['rounds']} rounds. From float32: the norm of the difference "
+        f"over that of what float32 computes. Made by `make bench-upcast`."
+    )
+    return "\n".join([*lines, "", note])
+
+
+def _median(row: Mapping[str, Any], name: str) -> float:
+    return Timing.of(row["seconds"][name]).median
+
+
+def _apart(row: Mapping[str, Any], what: str) -> str:
+    return "" if row["way"] == FLOAT32 else f"{row[f'{what}_from_float32']:.2%}"
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    table = Table("", *PASSES, "logits from float32", "gradients from float32")
+    for row in rows:
+        seconds = [f"{_median(row, name):.2f} s" for name in PASSES]
+        table.add_row(row["way"], *seconds, _apart(row, "logits"), _apart(row, "gradients"))
+    Console(soft_wrap=True).print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--batch-size", type=int, default=2)
+    parser.add_argument("--sequence-length", type=int, default=256)
+    parser.add_argument("--output", type=Path, default=RESULTS / "upcast.json")
+    args = parser.parse_args()
+    model = load_model(args.model, dtype=torch.bfloat16).eval()
+    wide = load_model(args.model, dtype=torch.bfloat16).eval().float()  # the same numbers
+    windows = WindowSpec(args.batch_size, args.sequence_length, args.batch_size)
+    tokenizer = load_processing_class(model)
+    batches = load_batches("pydoc", windows, part="calibration", model=model, processing_class=tokenizer)
+    rows = measured(
+        [Subject(NATIVE, model), Subject(UPCAST, model), Subject(FLOAT32, wide)], batches.items[0], args.rounds
+    )
+    settings = {
+        "model": Path(args.model).name,
+        "batch": f"{args.batch_size} x {args.sequence_length}",
+        "rounds": args.rounds,
+        "threads": torch.get_num_threads(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "needs_upcast": needs_upcast(torch.bfloat16),
+    }
+    values = {"settings": settings, "rows": rows, "versions": versions()}
+    args.output.write_text(json.dumps(values, indent=1) + "\n")
+    show(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Products of half precision on a CPU that has no units for them."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.data.self_generated import own_text
+from gradprobe_hf.estimation import passes
+from gradprobe_hf.estimation.passes import cost_of_batch
+from gradprobe_hf.model import upcast
+from gradprobe_hf.model.loading import skeleton
+from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.model.upcast import own_products, upcast_products
+from gradprobe_hf.run.latency import _Subject
+from tests import cases
+
+HALF = (torch.bfloat16, torch.float16)
+# Every operation that torch itself counts as products, the CPU's attention, and what inference_mode leaves whole.
+COUNTED = {
+    *flop_registry,
+    torch.ops.aten.linear,
+    torch.ops.aten.matmul,
+    torch.ops.aten.scaled_dot_product_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward,
+}
+
+
+class Products(TorchDispatchMode):
+    """The dtypes of the operands of all products, as they arrive at the CPU when this is entered first."""
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._overloadpacket in COUNTED:
+            self.dtypes |= {one.dtype for one in tree_leaves(args) if isinstance(one, torch.Tensor)}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def without_units(monkeypatch):
+    monkeypatch.setattr(upcast, "needs_upcast", HALF.__contains__)
+
+
+@pytest.fixture
+def with_units(monkeypatch):
+    monkeypatch.setattr(upcast, "needs_upcast", lambda _: False)
+
+
+def gradients(model, batch):
+    model.zero_grad()
+    summed_loss(model, batch)[0].backward()
+    return {name: one.grad.float() for name, one in model.named_parameters() if one.grad is not None}
+
+
+def error(found, exact):
+    return sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("name", list(cases.CASES))
+def test_gradients_are_as_near_to_float32_as_those_of_half_precision(name, dtype, without_units):
+    """The weights are the same numbers in all three."""
+    half, batch = cases.build(name, dtype), cases.batches(name)[0]
+    inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    whole = cases.build(name)
+    whole.load_state_dict({key: value.float() for key, value in half.state_dict().items()})
+    wide = {key: value.float() if value.is_floating_point() else value for key, value in inputs.items()}
+    exact = gradients(whole, wide)
+    native = gradients(half, inputs)
+    with Products() as heard, upcast_products(half):
+        widened = gradients(half, inputs)
+    assert heard.dtypes
+    assert not heard.dtypes & set(HALF)
+    assert widened.keys() == exact.keys()
+    assert all(parameter.grad is None or parameter.grad.dtype == dtype for parameter in half.parameters())
+    assert error(widened, exact) <= 1.5 * error(native, exact)
+    assert error(widened, exact) > 0  # it is rounded where half precision rounds
+
+
+def test_under_inference_mode_as_well(without_units):
+    model, batch = cases.build("llama", torch.bfloat16), cases.batches("llama")[0]
+    with Products() as heard, upcast_products(model), torch.inference_mode():
+        logits = model(**batch).logits
+    assert heard.dtypes
+    assert not heard.dtypes & set(HALF)
+    assert logits.dtype == torch.bfloat16
+
+
+def test_nothing_changes_where_there_are_units(with_units):
+    model = cases.build("llama", torch.bfloat16)
+    with upcast_products(model):
+        assert not _get_current_dispatch_mode_stack()
+    assert upcast.upcast_note(model) is None
+
+
+def test_nothing_changes_for_float32(without_units):
+    model = cases.build("llama")
+    with upcast_products(model):
+        assert not _get_current_dispatch_mode_stack()
+    assert upcast.upcast_note(model) is None
+    with upcast_products(model, autocast=torch.bfloat16):
+        assert len(_get_current_dispatch_mode_stack()) == 1
+
+
+def test_nor_for_a_model_that_computes_elsewhere(without_units):
+    model = cases.build("llama", torch.bfloat16)
+    with upcast_products(model, device=torch.device("cuda")):
+        assert not _get_current_dispatch_mode_stack()
+
+
+def test_once_is_enough(without_units):
+    model = cases.build("llama", torch.bfloat16)
+    with upcast_products(model), upcast_products(model):
+        assert len(_get_current_dispatch_mode_stack()) == 1
+
+
+def test_what_cpus_have_is_asked_of_torch():
+    assert upcast.needs_upcast(torch.bfloat16) == (not torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    assert upcast.needs_upcast(torch.float16) == (not torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    assert not upcast.needs_upcast(torch.float32)
+
+
+TEXT = ("Of plain sentences this is one, and the next is much like it. " * 40).split(". ") * 6
+OTHER_TEXT = [f"Here is number {number} of the sentences that none of them has." for number in range(40)]
+
+
+def test_a_run_computes_in_float32_and_says_so(without_units, tmp_path):
+    """Probe, reconstruction, evaluation and recovery."""
+    model, tokenizer = cases.build("llama", torch.bfloat16), cases.tokenizer()
+    config = GradProbeConfig(sparsity=0.5, num_samples=4, sequence_length=16, evaluation_samples=2, recovery_steps=2)
+    with Products() as heard:
+        prune_pretrained(
+            model,
+            config,
+            calibration=TEXT,
+            evaluation=OTHER_TEXT,
+            processing_class=tokenizer,
+            output_dir=tmp_path / "made",
+            progress=False,
+        )
+    assert heard.dtypes
+    assert not heard.dtypes & set(HALF)
+    written = json.loads((tmp_path / "made" / "gradprobe_report.json").read_text())
+    assert written["execution"]["products"] == "bfloat16 in float32: this CPU has no units for it"
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert not _get_current_dispatch_mode_stack()
+
+
+def test_autocast_of_a_recovery_is_no_slower_way(without_units):
+    """Of a model in float32 that is trained in bfloat16: weights say nothing of what it computes in."""
+    dense = cases.build("llama")
+    pruned = cases.prune(cases.build("llama"), cases.batches("llama"), apply=True, sparsity=0.5).model
+    config = RecoveryConfig(steps=2, batch_size=2, sequence_length=16, bf16=True)
+    with Products() as heard:
+        recover_pretrained(
+            pruned, dense, config, text=TEXT, evaluation=False, processing_class=cases.tokenizer(), progress=False
+        )
+    assert torch.float32 in heard.dtypes
+    assert not heard.dtypes & set(HALF)
+
+
+def test_own_text_and_the_verb_that_measures(without_units, checkpoint, text_file, capsys):
+    model = cases.build("llama", torch.bfloat16)
+    with Products() as heard:
+        own_text(model, samples=2, length=8, begins=[1], seed=0, progress=False)
+        main(["evaluate", str(checkpoint), "--data", str(text_file), "--dtype", "bfloat16", "--sequence-length", "16"])
+    assert heard.dtypes
+    assert not heard.dtypes & set(HALF)
+    assert "perplexity" in capsys.readouterr().out
+
+
+def test_what_users_wait_for_is_timed_as_it_is(without_units):
+    model = cases.build("llama", torch.bfloat16)
+    seen = []
+    hook = model.model.layers[0].register_forward_hook(lambda *_: seen.append(_get_current_dispatch_mode_stack()))
+    with upcast_products(model):
+        _Subject(model, 8).time()
+        with own_products():
+            assert not _get_current_dispatch_mode_stack()
+        assert len(_get_current_dispatch_mode_stack()) == 1
+    hook.remove()
+    assert seen
+    assert not any(seen)
+
+
+def test_what_is_widened_is_in_the_estimate(monkeypatch):
+    """Of a forward pass: the logits are the largest, and are there in float32 while they are rounded."""
+    cost = {}
+    for widened in (False, True):
+        monkeypatch.setattr(upcast, "needs_upcast", lambda dtype, widened=widened: widened and dtype in HALF)
+        monkeypatch.setattr(passes, "compute_device", lambda: torch.device("cpu"))
+        dense = cases.build("llama")
+        model = skeleton(dense.config, type(dense), torch.bfloat16)
+        cost[widened] = cost_of_batch(model, find_targets(model), 2, 32, backward=False)
+        assert cost[widened].simulated
+    logits = 2 * 32 * cases.VOCABULARY
+    assert cost[True].flops == cost[False].flops
+    assert cost[True].peak_bytes == cost[False].peak_bytes + 4 * logits
