@@ -70,8 +70,9 @@ def error(found, exact):
 
 @pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
 @pytest.mark.parametrize("name", list(cases.CASES))
-def test_gradients_are_as_near_to_float32_as_those_of_half_precision(name, dtype, without_units):
+def test_gradients_are_as_near_to_float32_as_those_of_half_precision(name, dtype, without_units, monkeypatch):
     """The weights are the same numbers in all three."""
+    monkeypatch.setattr(upcast, "_FEW_ROWS", 0)
     half, batch = cases.build(name, dtype), cases.batches(name)[0]
     inputs = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
     whole = cases.build(name)
@@ -96,6 +97,18 @@ def test_under_inference_mode_as_well(without_units):
     assert heard.dtypes
     assert not heard.dtypes & set(HALF)
     assert logits.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_few_rows_are_left_to_torch(bias, mode, without_units):
+    """What a model writes token by token, in few sequences at once."""
+    model = cases.build("llama", torch.bfloat16)
+    linear = torch.nn.Linear(8, 16, bias=bias, dtype=torch.bfloat16)
+    for rows, dtype in {4: torch.bfloat16, 5: torch.float32}.items():
+        with Products() as heard, upcast_products(model), mode():
+            linear(torch.randn(rows, 1, 8, dtype=torch.bfloat16))
+        assert heard.dtypes == {dtype}
 
 
 def test_nothing_changes_where_there_are_units(with_units):
@@ -174,7 +187,7 @@ def test_autocast_of_a_recovery_is_no_slower_way(without_units):
 def test_own_text_and_the_verb_that_measures(without_units, checkpoint, text_file, capsys):
     model = cases.build("llama", torch.bfloat16)
     with Products() as heard:
-        own_text(model, samples=2, length=8, begins=[1], seed=0, progress=False)
+        own_text(model, samples=5, length=8, begins=[1], seed=0, progress=False)
         main(["evaluate", str(checkpoint), "--data", str(text_file), "--dtype", "bfloat16", "--sequence-length", "16"])
     assert heard.dtypes
     assert not heard.dtypes & set(HALF)

@@ -46,6 +46,9 @@ _PRODUCTS = frozenset(
         _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     }
 )
+# Where their operands are of which one has a row for each token.
+_ROWS_AT = {_aten.linear.default: 0, _aten.mm.default: 0, _aten.addmm.default: 1}
+_FEW_ROWS = 4
 # The log of the sum of the exponentials, which backward wants in float32 whatever the queries are.
 _STAYS_WIDE = {_aten._scaled_dot_product_flash_attention_for_cpu.default: 1}
 
@@ -96,7 +99,7 @@ def upcast_note(model: PreTrainedModel) -> str | None:
 class _Upcast(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS:
+        if func not in _PRODUCTS or _has_few_rows(func, args):
             return func(*args, **kwargs)
         dtype = next((value.dtype for value in args if _is_half(value)), None)
         if dtype is None:
@@ -109,6 +112,15 @@ class _Upcast(TorchDispatchMode):
             value.to(dtype) if number < narrow and isinstance(value, Tensor) else value
             for number, value in enumerate(wide)
         )
+
+
+def _has_few_rows(func: Any, args: Any) -> bool:
+    """Whether it is a few rows by a weight: dot products, a loop that takes less time than to widen the weight."""
+    if func not in _ROWS_AT:
+        return False
+    rows, weight = args[_ROWS_AT[func] : _ROWS_AT[func] + 2]
+    is_transposed = func is _aten.linear.default or weight.stride(0) == 1
+    return bool(is_transposed and rows.numel() <= _FEW_ROWS * rows.shape[-1])
 
 
 def _widened(value: Any) -> Any:
