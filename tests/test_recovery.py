@@ -585,6 +585,50 @@ def test_options_that_cannot_be_meant(options, said):
         RecoveryConfig(**options)
 
 
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_steps": 9}, "RecoveryConfig: unknown option 'max_steps': it is called steps here"),
+        ({"lr": 1e-3}, "it is called learning_rate here"),
+        ({"warmup_ratio": 0.1}, "did you mean 'warmup_steps'"),
+        ({"text": "mine.txt"}, "it is an argument of recover_pretrained, text="),
+        ({"train_dataset": "mine.txt"}, "it is an argument of recover_pretrained, text="),
+        ({"zeal": 1}, "the options are those of RecoveryConfig, steps and learning_rate first"),
+    ],
+    ids=str,
+)
+def test_options_by_another_name(options, said):
+    with pytest.raises(TypeError, match=said):
+        RecoveryConfig(**options)
+    with pytest.raises(ValueError, match=said.removeprefix("RecoveryConfig: ")):
+        RecoveryConfig.from_dict(options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"steps": 9}, r"steps is an option of the configuration: pass RecoveryConfig\(steps=9\) as config"),
+        ({"max_steps": 9}, r"pass RecoveryConfig\(steps=9\) as config"),
+        ({"tokenizer": "gpt2"}, "recover_pretrained: tokenizer= is called processing_class= here"),
+        ({"train_dataset": "mine.txt"}, "train_dataset= is called text= here"),
+        ({"calibration": "mine.txt"}, "calibration= is called text= here"),
+    ],
+    ids=str,
+)
+def test_arguments_by_another_name(arguments, said):
+    with pytest.raises(TypeError, match=said):
+        recover_pretrained("nowhere", "nothing", **arguments)
+
+
+def test_a_configuration_in_a_file(tmp_path):
+    config = RecoveryConfig(steps=9, learning_rate=1e-3, lora_r=4, text_column="body")
+    config.to_yaml(tmp_path / "config.yaml")
+    assert RecoveryConfig.from_yaml(tmp_path / "config.yaml") == config
+    (tmp_path / "other.yaml").write_text("max_steps: 9")
+    with pytest.raises(ValueError, match=r"other\.yaml: unknown option 'max_steps': it is called steps here"):
+        RecoveryConfig.from_yaml(tmp_path / "other.yaml")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", "gpt_neox", "opt", "mixtral"])
 def test_other_architectures(name):

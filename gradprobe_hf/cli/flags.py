@@ -6,7 +6,7 @@ import difflib
 import re
 from collections.abc import Collection
 
-from gradprobe_hf.runtime.names_elsewhere import ARGUMENTS_ELSEWHERE, OPTIONS_ELSEWHERE
+from gradprobe_hf.runtime.names_elsewhere import PRUNING, RECOVERY
 
 # Arguments of the functions that are called otherwise here.
 _CALLED = {
@@ -43,9 +43,10 @@ def unknown_flag(text: str, flags: Collection[str]) -> str:
         return f"{text!r} is one argument too many: quote what has spaces, and write a list as a,b."
     typed = text.split("=")[0]
     name = typed.lstrip("-").replace("-", "_")
-    found = flag(OPTIONS_ELSEWHERE.get(name) or ARGUMENTS_ELSEWHERE.get(name) or name)
-    if found in flags or found == "MODEL":
-        return f"there is no option {typed}; it is {found} here."
+    known = [words.options.get(name) or words.arguments.get(name) for words in (PRUNING, RECOVERY)]
+    for found in [flag(one or name) for one in known]:
+        if found in flags or found == "MODEL":
+            return f"there is no option {typed}; it is {found} here."
     longer = [one for one in flags if one.startswith(typed) and len(typed) > 3]
     meant = longer or difflib.get_close_matches(typed.replace("_", "-"), flags, n=1)
     return f"there is no option {typed}" + (f"; did you mean {meant[0]}?" if meant else ".")

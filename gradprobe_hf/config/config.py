@@ -10,14 +10,14 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
-import yaml
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HFValidationError
 
+from gradprobe_hf.config.options import Options
 from gradprobe_hf.config.presets import (
     DEFAULT_OF_TWO_PROBES,
     DEFAULT_PRESET,
@@ -39,10 +39,9 @@ from gradprobe_hf.config.values import (
 from gradprobe_hf.data.text_options import DEFAULT_LENGTH, TextOptions
 from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
 from gradprobe_hf.decisions.table import DECISIONS, Decision
-from gradprobe_hf.runtime.names_elsewhere import unknown_option
+from gradprobe_hf.runtime.names_elsewhere import PRUNING, Words
 from gradprobe_hf.runtime.option_checks import number, patterns, rounds, threshold
 from gradprobe_hf.runtime.paths import looks_like_path
-from gradprobe_hf.runtime.yaml_options import read_yaml
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.table import SCORES, Score
 from gradprobe_hf.structures.budgets import BUDGETS, ShapeBudget
@@ -65,7 +64,7 @@ _OF_STRUCTURES: dict[str, Any] = {"sparsity": 0.0, "probes": 0, "rule": "budget"
 
 
 @dataclass(frozen=True, kw_only=True)
-class GradProbeConfig:
+class GradProbeConfig(Options):
     """How to prune.
 
     Args:
@@ -192,6 +191,7 @@ class GradProbeConfig:
         save_every: batches between two snapshots of a run with `resume_dir`.
     """
 
+    words: ClassVar[Words] = PRUNING
     # The target.
     sparsity: float | None = None
     pattern: str = "unstructured"
@@ -253,14 +253,7 @@ class GradProbeConfig:
     save_every: int = 16
 
     def __new__(cls, *values: Any, **options: Any) -> GradProbeConfig:
-        """Raises TypeError for what is no option; a dataclass would not say which one it may be."""
-        known = [field.name for field in fields(cls)]
-        if values:
-            raise TypeError(f"options are given by their names, like sparsity=0.5, got {values[0]!r}.")
-        for name in options:
-            if name not in known:
-                raise TypeError(f"GradProbeConfig: {unknown_option(name, known)}")
-        made = super().__new__(cls)
+        made = super().__new__(cls, *values, **options)
         object.__setattr__(made, "_given", _named(options))
         return made
 
@@ -702,45 +695,6 @@ class GradProbeConfig:
         found = replace(plain, **{name: getattr(self, name) for name in kept if getattr(self, name) is not None})
         object.__setattr__(found, "_given", self.given | _named(changes))
         return found
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `from_dict` gives the same configuration back."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> GradProbeConfig:
-        """The configuration of these options.
-
-        Raises:
-            ValueError: an option that there is not, or a value that is wrong.
-        """
-        if not isinstance(values, Mapping):
-            raise ValueError(f"options are a dict, like {{'sparsity': 0.5}}, got {type(values).__name__}.")
-        known = [field.name for field in fields(cls)]
-        for name in values:
-            if name not in known:
-                raise ValueError(unknown_option(name, known))
-        return cls(**values)
-
-    def to_yaml(self, path: str | Path) -> None:
-        Path(path).write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
-
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> GradProbeConfig:
-        """The configuration in a YAML file.
-
-        Raises:
-            OSError: no such file.
-            ValueError: not YAML, or not a configuration; the message names the file.
-        """
-        return cls._of_file(path, read_yaml(path))
-
-    @classmethod
-    def _of_file(cls, path: str | Path, values: Any) -> GradProbeConfig:
-        try:
-            return cls.from_dict(values)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Write `gradprobe_config.json` into `directory`."""

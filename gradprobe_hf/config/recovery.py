@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.options import Options
 from gradprobe_hf.config.values import LARGEST_SEED
 from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
+from gradprobe_hf.runtime.names_elsewhere import RECOVERY, Words
 from gradprobe_hf.runtime.option_checks import number, whole
 
 EVALUATIONS = 10  # of the held-out text in a run, where no distance was asked for
@@ -33,7 +35,7 @@ _WHOLE = {  # the least of each
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecoveryConfig:
+class RecoveryConfig(Options):
     """How to train a pruned model towards the dense one.
 
     Args:
@@ -72,6 +74,7 @@ class RecoveryConfig:
         save_steps: steps between two checkpoints of a run with `resume_dir`.
     """
 
+    words: ClassVar[Words] = RECOVERY
     # The training.
     steps: int = 300
     learning_rate: float = 2e-4
@@ -145,9 +148,6 @@ class RecoveryConfig:
             **{name: getattr(config, name) for name in ("sequence_length", *TEXT_OPTIONS, "seed")},
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def resolve_recovery(config: RecoveryConfig | None) -> RecoveryConfig:
     """The configuration that was passed, or the default one.
@@ -157,5 +157,5 @@ def resolve_recovery(config: RecoveryConfig | None) -> RecoveryConfig:
     """
     if config is None or isinstance(config, RecoveryConfig):
         return config or RecoveryConfig()
-    remedy = ": RecoveryConfig(**options) makes one of it" if isinstance(config, Mapping) else ""
+    remedy = ": RecoveryConfig.from_dict makes one of it" if isinstance(config, Mapping) else ""
     raise TypeError(f"config must be a RecoveryConfig, got {type(config).__name__} ({config!r:.80}){remedy}.")

@@ -35,6 +35,7 @@ from gradprobe_hf.recovery.result import RecoverResult, described_recovery, reco
 from gradprobe_hf.recovery.text import Reading, read_text
 from gradprobe_hf.report.report import REPORT_NAME, Report
 from gradprobe_hf.run.apply import replaced
+from gradprobe_hf.run.request_checks import check_names
 from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.option_checks import check_resume_dir
 from gradprobe_hf.runtime.paths import looks_like_path
@@ -97,6 +98,7 @@ def recover_pretrained(
     config, processes, stopwatch = resolve_recovery(config), join_processes(), Stopwatch()
     if overwrite and output_dir is None:
         raise ValueError("overwrite=True has no effect here: it belongs to output_dir. Set that, or leave it out.")
+    check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
     check_models(pruned, teacher, from_pretrained_kwargs)
     check_texts(text, evaluation)
     if output_dir is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.options import Options
 from gradprobe_hf.data.mixture import is_mixture
 from gradprobe_hf.data.sources import is_path
 from gradprobe_hf.run.context import RunRequest
@@ -28,7 +29,7 @@ def check_request(request: RunRequest, verb: Callable[..., Any]) -> None:
         ValueError: a value that is wrong.
         FileNotFoundError: paths that are not there, all of them in one message.
     """
-    check_names(request.from_pretrained_kwargs, verb)
+    check_names(request.from_pretrained_kwargs, verb, GradProbeConfig)
     check_callable("loss_fn", request.loss_fn, ("model", "batch"))
     given = request.processing_class
     if given is not None and not callable(given) and not hasattr(given, "tokenizer"):
@@ -43,12 +44,12 @@ def check_request(request: RunRequest, verb: Callable[..., Any]) -> None:
     check_paths(request.model_or_id, {"calibration": request.calibration, "evaluation": request.evaluation})
 
 
-def check_names(given: Mapping[str, object], verb: Callable[..., Any]) -> None:
-    """Raise TypeError for what `from_pretrained` does not take, and the verb takes under another name."""
+def check_names(given: Mapping[str, object], verb: Callable[..., Any], config: type[Options]) -> None:
+    """Raise TypeError for another name of an argument of the verb, and for an option of its configuration."""
     arguments = [name for name in inspect.signature(verb).parameters if name != "from_pretrained_kwargs"]
-    options = [field.name for field in fields(GradProbeConfig)]
+    options = [field.name for field in fields(config)]
     for name, value in given.items():
-        if said := unknown_argument(name, value, options, [*arguments, "dtype", "device_map"]):
+        if said := unknown_argument(name, value, options, [*arguments, "dtype", "device_map"], config.words):
             raise TypeError(f"{verb.__name__}: {said}")
 
 

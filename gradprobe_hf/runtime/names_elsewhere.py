@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
-# torch.nn.utils.prune, llm-compressor, Wanda, SparseGPT, optimum, transformers and TRL; options of `GradProbeConfig`.
-OPTIONS_ELSEWHERE: dict[str, str] = {
+# torch.nn.utils.prune, llm-compressor, Wanda, SparseGPT, optimum, transformers, PEFT and TRL.
+_OF_BOTH = {
+    "nsamples": "num_samples",
+    "num_calibration_samples": "num_samples",
+    "max_samples": "num_samples",
+    "n_samples": "num_samples",
+    "seqlen": "sequence_length",
+    "seq_len": "sequence_length",
+    "max_length": "sequence_length",
+    "max_seq_length": "sequence_length",
+    "block_size": "sequence_length",
+    "per_device_train_batch_size": "batch_size",
+    "random_seed": "seed",
+}
+_OPTIONS_OF_PRUNING = {
+    **_OF_BOTH,
     "amount": "sparsity",
     "ratio": "sparsity",
     "density": "sparsity",
@@ -34,16 +49,6 @@ OPTIONS_ELSEWHERE: dict[str, str] = {
     "weight_update": "update",
     "percdamp": "damping",
     "dampening_frac": "damping",
-    "nsamples": "num_samples",
-    "num_calibration_samples": "num_samples",
-    "max_samples": "num_samples",
-    "n_samples": "num_samples",
-    "seqlen": "sequence_length",
-    "seq_len": "sequence_length",
-    "max_length": "sequence_length",
-    "max_seq_length": "sequence_length",
-    "block_size": "sequence_length",
-    "per_device_train_batch_size": "batch_size",
     "gradient_checkpointing": "checkpointing",
     "targets": "include",
     "target_modules": "include",
@@ -52,11 +57,49 @@ OPTIONS_ELSEWHERE: dict[str, str] = {
     "skip": "exclude",
     "exclude_modules": "exclude",
     "modules_to_not_convert": "exclude",
-    "random_seed": "seed",
     "save_steps": "save_every",
 }
-# Arguments of `prune_pretrained` and the functions beside it.
-ARGUMENTS_ELSEWHERE: dict[str, str] = {
+_OPTIONS_OF_RECOVERY = {
+    **_OF_BOTH,
+    "max_steps": "steps",
+    "num_steps": "steps",
+    "train_steps": "steps",
+    "training_steps": "steps",
+    "num_training_steps": "steps",
+    "recovery_steps": "steps",
+    "lr": "learning_rate",
+    "recovery_learning_rate": "learning_rate",
+    "num_warmup_steps": "warmup_steps",
+    "warmup": "warmup_steps",
+    "train_batch_size": "batch_size",
+    "patience": "early_stopping_patience",
+    "r": "lora_r",
+    "rank": "lora_r",
+    "lora_rank": "lora_r",
+    "top_k": "teacher_top_k",
+    "checkpointing": "gradient_checkpointing",
+    "save_every": "save_steps",
+}
+_ARGUMENTS_OF_BOTH = {
+    "tokenizer": "processing_class",
+    "processor": "processing_class",
+    "image_processor": "processing_class",
+    "feature_extractor": "processing_class",
+    "eval_dataset": "evaluation",
+    "eval_data": "evaluation",
+    "test_dataset": "evaluation",
+    "evaluation_data": "evaluation",
+    "save": "output_dir",
+    "save_dir": "output_dir",
+    "save_directory": "output_dir",
+    "output": "output_dir",
+    "resume_from_checkpoint": "resume_dir",
+    "torch_dtype": "dtype",
+}
+_TEXTS = ("dataset", "data", "calibration_data", "calibration_dataset", "calib_data", "train_dataset")
+_ARGUMENTS_OF_PRUNING = {
+    **_ARGUMENTS_OF_BOTH,
+    **dict.fromkeys(_TEXTS, "calibration"),
     "model": "model_or_id",
     "model_name": "model_or_id",
     "model_id": "model_or_id",
@@ -66,34 +109,63 @@ ARGUMENTS_ELSEWHERE: dict[str, str] = {
     "recipe": "config",
     "gradprobe_config": "config",
     "pruning_config": "config",
-    "tokenizer": "processing_class",
-    "processor": "processing_class",
-    "image_processor": "processing_class",
-    "feature_extractor": "processing_class",
-    "dataset": "calibration",
-    "data": "calibration",
-    "calibration_data": "calibration",
-    "calibration_dataset": "calibration",
-    "calib_data": "calibration",
-    "train_dataset": "calibration",
-    "eval_dataset": "evaluation",
-    "eval_data": "evaluation",
-    "test_dataset": "evaluation",
-    "evaluation_data": "evaluation",
     "loss": "loss_fn",
     "compute_loss": "loss_fn",
     "compute_loss_func": "loss_fn",
     "compute_metrics": "metric_fn",
     "metrics": "metric_fn",
-    "save": "output_dir",
-    "save_dir": "output_dir",
-    "save_directory": "output_dir",
-    "output": "output_dir",
     "hub_model_id": "push_to_hub",
-    "resume_from_checkpoint": "resume_dir",
-    "torch_dtype": "dtype",
     "device": "device_map",
 }
+_ARGUMENTS_OF_RECOVERY = {
+    **_ARGUMENTS_OF_BOTH,
+    **dict.fromkeys((*_TEXTS, "calibration"), "text"),
+    "model": "pruned",
+    "model_or_id": "pruned",
+    "student": "pruned",
+    "student_model": "pruned",
+    "dense": "teacher",
+    "teacher_model": "teacher",
+    "args": "config",
+    "recovery_config": "config",
+}
+
+
+@dataclass(frozen=True)
+class Words:
+    """What others call the options of a configuration, and the arguments of the function that takes it.
+
+    Attributes:
+        config: the name of its class.
+        verb: that of the function.
+        first: options to look at first.
+        example: an option, and a value of it.
+    """
+
+    config: str
+    verb: str
+    first: str
+    example: tuple[str, object]
+    options: Mapping[str, str]
+    arguments: Mapping[str, str]
+
+
+PRUNING = Words(
+    "GradProbeConfig",
+    "prune_pretrained",
+    "sparsity and pattern",
+    ("sparsity", 0.5),
+    _OPTIONS_OF_PRUNING,
+    _ARGUMENTS_OF_PRUNING,
+)
+RECOVERY = Words(
+    "RecoveryConfig",
+    "recover_pretrained",
+    "steps and learning_rate",
+    ("steps", 100),
+    _OPTIONS_OF_RECOVERY,
+    _ARGUMENTS_OF_RECOVERY,
+)
 
 
 def near(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
@@ -101,7 +173,7 @@ def near(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=alike)), None)
 
 
-def unknown_option(name: object, options: Collection[str]) -> str:
+def unknown_option(name: object, known: Collection[str], words: Words = PRUNING) -> str:
     """What to say of an option that the configuration does not have.
 
     >>> unknown_option("amount", ["sparsity"])
@@ -110,17 +182,19 @@ def unknown_option(name: object, options: Collection[str]) -> str:
     "unknown option 'sparsty'; did you mean 'sparsity'?"
     """
     text = str(name)
-    if text in OPTIONS_ELSEWHERE:
-        return f"unknown option {name!r}: it is called {OPTIONS_ELSEWHERE[text]} here."
-    argument = ARGUMENTS_ELSEWHERE.get(text, text)
-    if argument in ARGUMENTS_ELSEWHERE.values():
-        return f"{name!r} is no option of the configuration: it is an argument of prune_pretrained, {argument}=."
-    if meant := near(text, options):
+    if text in words.options:
+        return f"unknown option {name!r}: it is called {words.options[text]} here."
+    argument = words.arguments.get(text, text)
+    if argument in words.arguments.values():
+        return f"{name!r} is no option of the configuration: it is an argument of {words.verb}, {argument}=."
+    if meant := near(text, known):
         return f"unknown option {name!r}; did you mean {meant!r}?"
-    return f"unknown option {name!r}; the options are those of GradProbeConfig, sparsity and pattern first."
+    return f"unknown option {name!r}; the options are those of {words.config}, {words.first} first."
 
 
-def unknown_argument(name: str, value: object, options: Collection[str], arguments: Collection[str]) -> str | None:
+def unknown_argument(
+    name: str, value: object, options: Collection[str], arguments: Collection[str], words: Words = PRUNING
+) -> str | None:
     """What to say of an argument that is another's, or of the configuration; None if nothing is known of it.
 
     >>> unknown_argument("tokenizer", None, ["sparsity"], ["calibration", "processing_class"])
@@ -128,10 +202,10 @@ def unknown_argument(name: str, value: object, options: Collection[str], argumen
     >>> unknown_argument("sparsity", 0.5, ["sparsity"], ["calibration"])
     'sparsity is an option of the configuration: pass GradProbeConfig(sparsity=0.5) as config.'
     """
-    option = name if name in options else OPTIONS_ELSEWHERE.get(name)
+    option = name if name in options else words.options.get(name)
     if option in options:
-        return f"{name} is an option of the configuration: pass GradProbeConfig({option}={value!r}) as config."
-    other = ARGUMENTS_ELSEWHERE.get(name)
+        return f"{name} is an option of the configuration: pass {words.config}({option}={value!r}) as config."
+    other = words.arguments.get(name)
     if other in arguments:
         return f"{name}= is called {other}= here."
     meant = near(name, arguments, alike=0.85)  # other words may be arguments of `from_pretrained`
