@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.bench.of_shapes import check_measurable, speed_of_decision
-from gradprobe_hf.checkpoint.push import check_push, check_repository_name, push_folder
+from gradprobe_hf.checkpoint.destination import Destination
 from gradprobe_hf.checkpoint.result import PruneResult
-from gradprobe_hf.checkpoint.write import Checkpoint, check_destination, check_room, write_checkpoint
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.memory.memory_plan import open_run
@@ -26,7 +24,6 @@ from gradprobe_hf.recovery.checks import check_trainable
 from gradprobe_hf.recovery.distil import check_own
 from gradprobe_hf.recovery.of_pruning import FOLDER, recovered_weights
 from gradprobe_hf.report.build import build_report, foreseen_warnings
-from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Judge, Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
@@ -36,7 +33,6 @@ from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.run.snapshots import Snapshots, batch_identity, check_begun, rows_at_once, run_identity
 from gradprobe_hf.runtime.option_checks import check_callable, check_resume_dir
-from gradprobe_hf.runtime.processes import join_processes
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +107,7 @@ def prune_pretrained(
         raise ValueError(f"metric={config.metric!r} and metric_fn are two metrics: give one of them.")
     if metric_fn is not None and config.max_metric_drop is None:
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
-    out = _Destination(output_dir, overwrite, _repository(push_to_hub, output_dir), hub_private_repo)
+    out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
     out.check(_name_of(model_or_id))
     if resume_dir is not None:
         check_resume_dir(resume_dir, output_dir)
@@ -145,7 +141,9 @@ def prune_pretrained(
     if resume_dir is not None:
         check_begun(resume_dir, _identity(context), context.processes)
         rows = rows_at_once(resume_dir, context.processes) if config.batch_size == "auto" else None
-    out = out.checked(context, writes_store=apply)
+    if apply:
+        check_store_room(context.model, {target.parameter for target in context.targets}, output_dir)
+    out = out.checked(context.model, context.processes)
     judge = None if metric_fn is None else Judge.of(context, metric_fn)
     with open_run(written(context), rows=rows) as context:
         snapshots = _snapshots(context, resume_dir)
@@ -179,72 +177,11 @@ def prune_pretrained(
     )
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
     with result.applied(keep=apply):
-        report = out.write(context, result)
+        report = out.write(result, context.stopwatch)
         context.processes.barrier()  # none keeps its zeros if the main one could not save them
     if context.snapshots is not None:
         context.snapshots.finish()
     return replace(result, report=replace(report, timings=dict(context.stopwatch.seconds)))
-
-
-@dataclass(frozen=True)
-class _Destination:
-    """Where the result goes: a folder, a repository, both or neither.
-
-    Attributes:
-        repo_id: its full name, once it is `checked`.
-    """
-
-    output_dir: str | Path | None
-    overwrite: bool
-    repo_id: str | None
-    private: bool | None
-
-    def check(self, model_name: str) -> None:
-        """Before anything is loaded: options without effect, and a folder that must not be replaced."""
-        if self.overwrite and self.output_dir is None:
-            raise ValueError("overwrite=True has no effect here: it belongs to output_dir. Set that, or leave it out.")
-        if self.private is not None and self.repo_id is None:
-            raise ValueError(
-                f"hub_private_repo={self.private!r} has no effect here: it belongs to push_to_hub. Set that, or leave "
-                "it out."
-            )
-        if self.repo_id is not None:
-            check_repository_name(self.repo_id)
-        if self.output_dir is not None:
-            check = partial(check_destination, self.output_dir, model_name, self.overwrite)
-            join_processes().on_main(check)
-
-    def checked(self, context: RunContext, writes_store: bool) -> _Destination:
-        """Before any work: room on the disk, and a repository that can be written to, which is created."""
-        processes = context.processes
-        if self.output_dir is not None:
-            processes.on_main(partial(check_room, self.output_dir, context.model))
-        if writes_store:
-            parameters = {target.parameter for target in context.targets}
-            check_store_room(context.model, parameters, self.output_dir)
-        if self.repo_id is None:
-            return self
-        named = check_push(self.repo_id, self.private) if processes.is_main else None
-        return replace(self, repo_id=processes.broadcast(named))
-
-    def write(self, context: RunContext, result: PruneResult) -> Report:
-        """Save and upload the model as it is now, with its zeros. Returns the report, as it was saved if it was."""
-        processes, model = context.processes, context.model
-        takes_part = processes.is_main or is_sharded(model)  # shards are gathered by all
-        report = result.report
-        if self.output_dir is not None and takes_part:
-            made = Checkpoint(model, result.processing_class, result.config, result.report, result.removal)
-            with context.stopwatch("save"):
-                report = write_checkpoint(
-                    self.output_dir, made, overwrite=self.overwrite, where=self.repo_id, writes=processes.is_main
-                )
-        if self.repo_id is not None and takes_part:
-            with context.stopwatch("upload"):
-                if self.output_dir is None:
-                    result.push_to_hub(self.repo_id)
-                elif processes.is_main:
-                    push_folder(self.output_dir, self.repo_id)
-        return report
 
 
 def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots | None:
@@ -290,20 +227,6 @@ def _task_metric(context: RunContext, decision: PruningDecision) -> dict[str, An
         with context.stopwatch(f"evaluate {name}"):
             found[name] = evaluate_metric(context, made, name)
     return found
-
-
-def _repository(push_to_hub: bool | str, output_dir: str | Path | None) -> str | None:
-    if isinstance(push_to_hub, str):
-        return push_to_hub
-    if not isinstance(push_to_hub, bool):
-        raise ValueError(f"push_to_hub must be True, False or a repository 'user/name', got {push_to_hub!r}.")
-    if not push_to_hub:
-        return None
-    if output_dir is None:
-        raise ValueError(
-            "push_to_hub=True names the repository after output_dir: set that, or push_to_hub='user/name'."
-        )
-    return Path(output_dir).absolute().name
 
 
 def _name_of(model_or_id: PreTrainedModel | str | Path) -> str:

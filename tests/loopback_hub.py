@@ -128,7 +128,7 @@ class Handler(BaseHTTPRequestHandler):
         answer = {"url": f"{self.hub.url}/{name}", "name": name, "id": name}
         if name in self.hub.repositories:
             return self.answer(409, {"error": "You already created this model repo", **answer})
-        self.hub.repositories[name] = Repository(private=bool(asked.get("private")))
+        self.hub.repositories[name] = Repository(private=asked.get("visibility") == "private")
         return self.answer(200, answer)
 
     def branch(self, _body: bytes, name: str, branch: str) -> None:

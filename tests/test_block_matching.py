@@ -154,7 +154,7 @@ def test_what_is_evaluated_applied_saved_and_loaded_is_one_model(tmp_path):
 def test_a_failure_behind_it_gives_every_gain_and_bias_back(tmp_path, monkeypatch):
     model = cases.build("gpt2")
     before = cases.bits(model)
-    monkeypatch.setattr("gradprobe_hf.pruning.write_checkpoint", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("gradprobe_hf.checkpoint.destination.write_checkpoint", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         cases.prune(model, cases.batches("gpt2", rows=8), apply=True, output_dir=tmp_path / "out", **BLOCKS)
     assert cases.changed(model, before) == []

@@ -246,7 +246,7 @@ def test_a_full_disk(when, checkpoint, text_file, tmp_path, monkeypatch):
         model = cases.build("llama")
         before = {name: value.clone() for name, value in model.state_dict().items()}
         if when == "while writing":
-            monkeypatch.setattr("gradprobe_hf.pruning.check_room", lambda *_: None)
+            monkeypatch.setattr("gradprobe_hf.checkpoint.destination.check_room", lambda *_: None)
         with pytest.raises(OSError, match=r"No space left|free; nothing was written|disk is full"):
             prune(model, text_file, output_dir=small / "out", processing_class=cases.tokenizer())
         assert list(small.iterdir()) == []
@@ -307,6 +307,48 @@ def test_push_and_load_again(hub, user, checkpoint, text_file, tmp_path):
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     for name, value in ours.model.state_dict().items():
         assert torch.equal(value, again.state_dict()[name])
+
+
+def test_a_recovered_model_is_pushed(hub, user, checkpoint, text_file, written, tmp_path):
+    """In the run itself, and afterwards, from Python and from the command line."""
+    _, pruned = written
+    script = """
+import sys
+from gradprobe_hf import RecoveryConfig, recover_pretrained
+pruned, dense, text = sys.argv[1:4]
+config = RecoveryConfig(steps=1, batch_size=2, sequence_length=16)
+result = recover_pretrained(pruned, dense, config, text=text, evaluation=False, progress=False,
+                            push_to_hub="tiny-again")
+print(result.push_to_hub("me/tiny-again", create_pr=True))
+"""
+    environment = {"HF_TOKEN": TOKEN}
+    ran = user.run(script, pruned, checkpoint, text_file, cwd=tmp_path, environment=environment)
+    assert ran.returncode == 0, ran.stderr
+    assert "/me/tiny-again/discussions/1" in ran.stdout
+    main = hub.repositories["me/tiny-again"].revisions["main"]
+    assert set(main) >= {"model.safetensors", "README.md", "gradprobe_report.json"}
+    assert b'from_pretrained("me/tiny-again")' in main["README.md"]
+    assert json.loads(main["gradprobe_report.json"])["recovery"]["steps"] == 1
+
+    command = "import sys; from gradprobe_hf.cli import main; sys.exit(main(sys.argv[1:]))"
+    verb = f"recover {pruned} --teacher {checkpoint} --text {text_file} --evaluation none --steps 1 --batch-size 2"
+    options = "--sequence-length 16 --output again --push-to-hub me/once-more --private --quiet"
+    ran = user.run(command, *verb.split(), *options.split(), cwd=tmp_path, environment=environment)
+    assert ran.returncode == 0, ran.stderr
+    pushed = hub.repositories["me/once-more"]
+    assert pushed.private
+    assert pushed.revisions["main"]["model.safetensors"] == (tmp_path / "again" / "model.safetensors").read_bytes()
+    assert hub.unknown == []
+
+
+def test_a_recovery_that_cannot_be_pushed_fails_before_the_work(hub, user, checkpoint, text_file, written, tmp_path):
+    _, pruned = written
+    command = "import sys; from gradprobe_hf.cli import main; sys.exit(main(sys.argv[1:]))"
+    verb = f"recover {pruned} --teacher {checkpoint} --text {text_file} --output again --push-to-hub someone-else/tiny"
+    ran = user.run(command, *verb.split(), cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
+    assert ran.returncode == 1
+    assert "refuses to let you write to someone-else/tiny" in ran.stderr
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(

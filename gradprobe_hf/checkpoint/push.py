@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -10,6 +13,8 @@ from httpx2 import TransportError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils._validators import validate_repo_id
+
+logger = logging.getLogger(__name__)
 
 
 def check_repository_name(repo_id: str) -> None:
@@ -55,6 +60,38 @@ def push_folder(
             repo_id=repo_id, folder_path=folder, revision=revision, create_pr=create_pr, commit_message=message
         )
     return str(commit.pr_url or commit.commit_url)
+
+
+def push_saved(
+    save: Callable[..., None],
+    repo_id: str,
+    *,
+    private: bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    token: str | None = None,
+) -> str:
+    """Save a checkpoint in a temporary folder and upload it; returns the address of the commit.
+
+    Args:
+        save: `save_pretrained` of a result.
+
+    Raises:
+        OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
+    """
+    full_name = check_push(repo_id, private, token)
+    scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
+    folder = scratch / full_name.split("/")[-1]
+    save(folder, repo_id=full_name)
+    try:
+        address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
+    except BaseException as error:
+        logger.error("the upload did not finish; the pruned checkpoint is kept in %s", folder)
+        if isinstance(error, OSError):
+            raise OSError(f"{error} The pruned checkpoint is kept in {folder}.") from error
+        raise
+    shutil.rmtree(scratch, ignore_errors=True)
+    return address
 
 
 @contextmanager

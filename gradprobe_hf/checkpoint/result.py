@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.push import check_push, push_folder
+from gradprobe_hf.checkpoint.push import push_saved
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
@@ -24,8 +21,6 @@ from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.apply import applied, mark_smaller, replaced
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.structures.removal import Removal
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -56,6 +51,11 @@ class PruneResult:
     new_weights: NewWeights = field(default_factory=NewWeights)
     recovered: NewWeights = field(default_factory=NewWeights)
     removal: Removal | None = None
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is written while it is `applied`."""
+        return Checkpoint(self.model, self.processing_class, self.config, self.report, self.removal)
 
     @contextmanager
     def applied(self, keep: bool = True) -> Iterator[None]:
@@ -88,8 +88,9 @@ class PruneResult:
         if not self.processes.is_main and not is_sharded(self.model):
             return
         with self.applied(keep=False):
-            made = Checkpoint(self.model, self.processing_class, self.config, self.report, self.removal)
-            write_checkpoint(directory, made, overwrite=overwrite, where=repo_id, writes=self.processes.is_main)
+            write_checkpoint(
+                directory, self.checkpoint, overwrite=overwrite, where=repo_id, writes=self.processes.is_main
+            )
 
     def push_to_hub(
         self,
@@ -109,16 +110,6 @@ class PruneResult:
         if not self.processes.is_main:
             self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
             return ""
-        full_name = check_push(repo_id, private, token)
-        scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
-        folder = scratch / full_name.split("/")[-1]
-        self.save_pretrained(folder, repo_id=full_name)
-        try:
-            address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
-        except BaseException as error:
-            logger.error("the upload did not finish; the pruned checkpoint is kept in %s", folder)
-            if isinstance(error, OSError):
-                raise OSError(f"{error} The pruned checkpoint is kept in {folder}.") from error
-            raise
-        shutil.rmtree(scratch, ignore_errors=True)
-        return address
+        return push_saved(
+            self.save_pretrained, repo_id, private=private, revision=revision, create_pr=create_pr, token=token
+        )

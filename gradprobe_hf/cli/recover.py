@@ -24,7 +24,7 @@ def add_arguments(parser: VerbParser) -> None:
     )
     parser.add_option("data", "text", nargs="+", action=Mixture, metavar="SPEC", help=text)
     evaluation = "another text, to measure on before and after, or 'none' (default: pydoc, its held-out part)"
-    parser.add_options("overwrite", "quiet", "resume_dir")
+    parser.add_options("overwrite", "quiet", "resume_dir", "push_to_hub", "private")
     parser.add_options("evaluation", help=evaluation)
     add_recovery_options(parser)
 
@@ -41,6 +41,8 @@ def run(options: argparse.Namespace) -> None:
         RecoveryConfig(**given(options, *RECOVERY_FIELDS)),
         output_dir=options.output,
         overwrite=options.overwrite,
+        push_to_hub=False if options.push_to_hub is None else options.push_to_hub,
+        hub_private_repo=options.private or None,
         resume_dir=options.resume_dir,
         progress=shows_progress(options),
         **given(options, "text", "evaluation", *_SOURCE),

@@ -14,8 +14,8 @@ from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import PreTrainedModel
 
+from gradprobe_hf.checkpoint.destination import Destination
 from gradprobe_hf.checkpoint.result import PruneResult
-from gradprobe_hf.checkpoint.write import check_destination, check_room
 from gradprobe_hf.config.config import CONFIG_NAME, GradProbeConfig
 from gradprobe_hf.config.recovery import RecoveryConfig, resolve_recovery
 from gradprobe_hf.data.batch_checks import check_batches
@@ -56,6 +56,8 @@ def recover_pretrained(
     processing_class: Any = None,
     output_dir: str | Path | None = None,
     overwrite: bool = False,
+    push_to_hub: bool | str = False,
+    hub_private_repo: bool | None = None,
     resume_dir: str | Path | None = None,
     progress: bool = True,
     **from_pretrained_kwargs: Any,
@@ -81,6 +83,8 @@ def recover_pretrained(
             `"pydoc"` that is never trained on. False: nothing.
         processing_class: the tokenizer; loaded from the pruned model's name, or the teacher's, by default.
         output_dir: where to save the checkpoint. An existing folder is refused unless `overwrite` is set.
+        push_to_hub: upload it: to this repository, or with True to one of the name of `output_dir`.
+        hub_private_repo: whether a repository that is created is private.
         resume_dir: a folder for checkpoints of the training, every `save_steps` steps. Called again with the same
             arguments, a run that was killed goes on from there, to the same bits.
         progress: show progress bars.
@@ -96,14 +100,11 @@ def recover_pretrained(
         OSError: no such model, or a full disk.
     """
     config, processes, stopwatch = resolve_recovery(config), join_processes(), Stopwatch()
-    if overwrite and output_dir is None:
-        raise ValueError("overwrite=True has no effect here: it belongs to output_dir. Set that, or leave it out.")
+    out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
     check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
     check_models(pruned, teacher, from_pretrained_kwargs)
     check_texts(text, evaluation)
-    if output_dir is not None:
-        for model in (pruned, teacher):
-            processes.on_main(partial(check_destination, output_dir, _name_of(model), overwrite))
+    out.check(_name_of(pruned), _name_of(teacher))
     if resume_dir is not None:
         check_resume_dir(resume_dir, output_dir)
         check_own(Path(resume_dir), output_dir)
@@ -113,8 +114,7 @@ def recover_pretrained(
         student.check(dense, config)
         if student.processing_class is None:
             student = replace(student, processing_class=load_processing_class(dense.model, **from_pretrained_kwargs))
-        if output_dir is not None:
-            processes.on_main(partial(check_room, output_dir, student.model))
+    out = out.checked(student.model, processes)
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
     folder = workplace(None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress)
     with upcast_products(dense.model), folder as place:
@@ -143,8 +143,7 @@ def recover_pretrained(
                 student.processing_class,
                 processes,
             )
-            if output_dir is not None:
-                result = result.written(output_dir, overwrite)
+            result = replace(result, report=out.write(result, stopwatch))
             processes.barrier()  # none keeps the new weights if the main one could not save them
     return result
 

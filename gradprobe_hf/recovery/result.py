@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from gradprobe_hf.checkpoint.push import push_saved
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.recovery import RecoveryConfig
@@ -44,6 +45,11 @@ class RecoverResult:
     processing_class: Any
     processes: Processes = field(default_factory=Processes)
 
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is written."""
+        return Checkpoint(self.model, self.processing_class, self.config, self.report)
+
     def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
         """Write the checkpoint, whole or not at all: weights, configuration, tokenizer, report, pictures and card.
 
@@ -54,14 +60,29 @@ class RecoverResult:
             FileExistsError: the folder exists and `overwrite` is not set.
             OSError: it cannot be written; nothing of it remains.
         """
-        self.written(directory, overwrite, repo_id)
+        if self.processes.is_main:
+            write_checkpoint(directory, self.checkpoint, overwrite=overwrite, where=repo_id)
 
-    def written(self, directory: str | Path, overwrite: bool, repo_id: str | None = None) -> RecoverResult:
-        """`save_pretrained`; the same with its report as it was written, where the main process did that."""
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        token: str | None = None,
+    ) -> str:
+        """Upload the checkpoint with its card; returns the address of the commit (or pull request), in the main
+        process.
+
+        Raises:
+            OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
+        """
         if not self.processes.is_main:
-            return self
-        made = Checkpoint(self.model, self.processing_class, self.config, self.report)
-        return replace(self, report=write_checkpoint(directory, made, overwrite=overwrite, where=repo_id))
+            return ""
+        return push_saved(
+            self.save_pretrained, repo_id, private=private, revision=revision, create_pr=create_pr, token=token
+        )
 
 
 def described_recovery(

@@ -1,0 +1,114 @@
+"""Destination: where a result goes, a folder, a repository of the Hub, both or neither."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.checkpoint.push import check_push, check_repository_name, push_folder
+from gradprobe_hf.checkpoint.write import Checkpoint, check_destination, check_room, write_checkpoint
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.runtime.processes import Processes, join_processes
+from gradprobe_hf.runtime.stopwatch import Stopwatch
+
+
+class Result(Protocol):
+    """What a run gives back."""
+
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+
+    @property
+    def processes(self) -> Processes: ...
+
+    def push_to_hub(self, repo_id: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class Destination:
+    """Where a result goes.
+
+    Attributes:
+        repo_id: the repository; its full name, once it is `checked`.
+        private: whether one that is created is.
+    """
+
+    output_dir: str | Path | None
+    overwrite: bool
+    repo_id: str | None
+    private: bool | None
+
+    @classmethod
+    def of(
+        cls, output_dir: str | Path | None, overwrite: bool, push_to_hub: bool | str, private: bool | None
+    ) -> Destination:
+        """Of the arguments of a run.
+
+        Raises:
+            ValueError: one of them has no effect, or names no repository.
+        """
+        if overwrite and output_dir is None:
+            raise ValueError("overwrite=True has no effect here: it belongs to output_dir. Set that, or leave it out.")
+        repo_id = _repository(push_to_hub, output_dir)
+        if private is not None and repo_id is None:
+            raise ValueError(
+                f"hub_private_repo={private!r} has no effect here: it belongs to push_to_hub. Set that, or leave it "
+                "out."
+            )
+        if repo_id is not None:
+            check_repository_name(repo_id)
+        return cls(output_dir, overwrite, repo_id, private)
+
+    def check(self, *model_names: str) -> None:
+        """Before anything is loaded: a folder that must not be replaced. Args: model_names: of what is read."""
+        if self.output_dir is None:
+            return
+        for name in model_names:
+            join_processes().on_main(partial(check_destination, self.output_dir, name, self.overwrite))
+
+    def checked(self, model: PreTrainedModel, processes: Processes) -> Destination:
+        """Before any work: room on the disk, and a repository that can be written to, which is created."""
+        if self.output_dir is not None:
+            processes.on_main(partial(check_room, self.output_dir, model))
+        if self.repo_id is None:
+            return self
+        named = check_push(self.repo_id, self.private) if processes.is_main else None
+        return replace(self, repo_id=processes.broadcast(named))
+
+    def write(self, result: Result, stopwatch: Stopwatch) -> Report:
+        """Save and upload the model as it is now. Returns the report, as it was saved if it was."""
+        made, writes = result.checkpoint, result.processes.is_main
+        report = made.report
+        if not writes and not is_sharded(made.model):  # shards are gathered by all
+            return report
+        if self.output_dir is not None:
+            with stopwatch("save"):
+                report = write_checkpoint(
+                    self.output_dir, made, overwrite=self.overwrite, where=self.repo_id, writes=writes
+                )
+        if self.repo_id is not None:
+            with stopwatch("upload"):
+                if self.output_dir is None:
+                    result.push_to_hub(self.repo_id)
+                elif writes:
+                    push_folder(self.output_dir, self.repo_id)
+        return report
+
+
+def _repository(push_to_hub: bool | str, output_dir: str | Path | None) -> str | None:
+    if isinstance(push_to_hub, str):
+        return push_to_hub
+    if not isinstance(push_to_hub, bool):
+        raise ValueError(f"push_to_hub must be True, False or a repository 'user/name', got {push_to_hub!r}.")
+    if not push_to_hub:
+        return None
+    if output_dir is None:
+        raise ValueError(
+            "push_to_hub=True names the repository after output_dir: set that, or push_to_hub='user/name'."
+        )
+    return Path(output_dir).absolute().name
