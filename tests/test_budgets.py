@@ -370,6 +370,15 @@ def test_a_budget_that_the_model_cannot_meet_is_refused_before_any_work(monkeypa
         prune_pretrained(vit, GradProbeConfig(structure="auto", params=0.01), calibration=cases.batches("bert"))
 
 
+def test_rounds_that_the_model_has_no_use_for_are_refused_before_any_work(monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.pruning.open_run", lambda *_, **__: pytest.fail("work began"))
+    options = {"structure": "auto", "params": 0.8, "importance": "obs", "structure_rounds": 2}
+    with pytest.raises(ValueError, match=r"structure_rounds=2 has no effect here: .* LlamaForCausalLM has none"):
+        cases.prune(cases.build("llama"), cases.batches("llama"), **options)
+    with pytest.raises(BaseException, match="work began"):
+        cases.prune(cases.build("mixtral"), cases.batches("mixtral"), **options)
+
+
 def test_budgets_are_read_as_they_are_written():
     assert ShapeBudget.of(params="0.75").share == 0.75
     assert ShapeBudget.of(params="1.2B").limit == 1_200_000_000

@@ -74,6 +74,12 @@ def check_budget(model: PreTrainedModel, targets: Sequence[Target], config: Grad
         shape_axes(model, targets, _unavailable(model, targets))
     else:
         budget_shapes(model, targets, config)
+    if config.structure_rounds > 1 and not shape_axes(model, targets, ()).keys() & set(config.in_rounds):
+        raise ValueError(
+            f"structure_rounds={config.structure_rounds} has no effect here: with importance={config.importance!r} "
+            f"only experts go in rounds, and {type(model).__name__} has none that can. Leave it unset, or set "
+            "importance='fisher'."
+        )
 
 
 def example_of_budget(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> Plan:
