@@ -145,6 +145,13 @@ def test_what_cpus_have_is_asked_of_torch():
     assert not upcast.needs_upcast(torch.float32)
 
 
+@pytest.mark.parametrize("dtype", HALF)
+def test_a_torch_without_onednn_has_nothing_but_the_loop(dtype, monkeypatch):
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert upcast.needs_upcast(dtype)
+    assert not upcast.needs_upcast(torch.float32)
+
+
 TEXT = ("Of plain sentences this is one, and the next is much like it. " * 40).split(". ") * 6
 OTHER_TEXT = [f"Here is number {number} of the sentences that none of them has." for number in range(40)]
 

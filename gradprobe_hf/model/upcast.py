@@ -56,11 +56,11 @@ _STAYS_WIDE = {_aten._scaled_dot_product_flash_attention_for_cpu.default: 1}
 def needs_upcast(dtype: torch.dtype) -> bool:
     """Whether the CPU of this process multiplies matrices of this dtype in a scalar loop."""
     # What ATen itself asks before it calls oneDNN (aten/src/ATen/native/mkldnn/Matmul.cpp).
-    supported = {
-        torch.bfloat16: torch.ops.mkldnn._is_mkldnn_bf16_supported,
-        torch.float16: torch.ops.mkldnn._is_mkldnn_fp16_supported,
-    }.get(dtype)
-    return supported is not None and not supported()
+    asked = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
+    if dtype not in asked:
+        return False
+    supported = getattr(torch.ops.mkldnn, asked[dtype], None)  # None: torch was built without oneDNN, as for macOS
+    return supported is None or not supported()
 
 
 @contextmanager
