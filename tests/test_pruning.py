@@ -7,8 +7,8 @@ from itertools import cycle
 import pytest
 import torch
 
-from gradprobe_hf import prune_pretrained, pruning
-from gradprobe_hf.checkpoint import result
+from gradprobe_hf import prune_pretrained
+from gradprobe_hf.checkpoint import destination, result
 from gradprobe_hf.checkpoint.inspect import pattern_holds
 from gradprobe_hf.evaluation import divergence
 from gradprobe_hf.evaluation.perplexity import measure
@@ -147,7 +147,7 @@ CALLS = {
     "select_masks": (probe_pair, 2, {}),
     "reconstruct": (decide, 1, {"update": "obs"}),
     "next_token_logits": (divergence, 2, {}),
-    "write_checkpoint": (pruning, 1, {}),
+    "write_checkpoint": (destination, 1, {}),
     "applied": (result, 1, {}),
 }
 MOMENTS = [(stage, call) for stage, (_, calls, _) in CALLS.items() for call in range(1, calls + 1)]

@@ -475,7 +475,7 @@ def test_a_model_in_memory_has_its_bits_when_saving_fails(checkpoint, text_file,
         assert cases.changed(model, before)
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("gradprobe_hf.recovery.result.write_checkpoint", full)
+    monkeypatch.setattr("gradprobe_hf.checkpoint.destination.write_checkpoint", full)
     with pytest.raises(OSError, match="full"):
         recover_pretrained(model, dense, config, **options, output_dir=tmp_path / "out")
     assert not cases.changed(model, before)

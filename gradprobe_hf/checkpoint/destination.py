@@ -5,28 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.push import check_push, check_repository_name, push_folder
-from gradprobe_hf.checkpoint.write import Checkpoint, check_destination, check_room, write_checkpoint
+from gradprobe_hf.checkpoint.saving import Savable
+from gradprobe_hf.checkpoint.write import check_destination, check_room, write_checkpoint
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
-
-
-class Result(Protocol):
-    """What a run gives back."""
-
-    @property
-    def checkpoint(self) -> Checkpoint: ...
-
-    @property
-    def processes(self) -> Processes: ...
-
-    def push_to_hub(self, repo_id: str) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -80,7 +68,7 @@ class Destination:
         named = check_push(self.repo_id, self.private) if processes.is_main else None
         return replace(self, repo_id=processes.broadcast(named))
 
-    def write(self, result: Result, stopwatch: Stopwatch) -> Report:
+    def write(self, result: Savable, stopwatch: Stopwatch) -> Report:
         """Save and upload the model as it is now. Returns the report, as it was saved if it was."""
         made, writes = result.checkpoint, result.processes.is_main
         report = made.report

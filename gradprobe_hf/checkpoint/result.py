@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.push import push_saved
-from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
+from gradprobe_hf.checkpoint.saving import Savable
+from gradprobe_hf.checkpoint.write import Checkpoint
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.report.report import Report
@@ -24,7 +22,7 @@ from gradprobe_hf.structures.removal import Removal
 
 
 @dataclass(frozen=True)
-class PruneResult:
+class PruneResult(Savable):
     """What `prune_pretrained` returns.
 
     Attributes:
@@ -54,7 +52,6 @@ class PruneResult:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is written while it is `applied`."""
         return Checkpoint(self.model, self.processing_class, self.config, self.report, self.removal)
 
     @contextmanager
@@ -75,41 +72,5 @@ class PruneResult:
             if self.removal is not None:
                 mark_smaller(self.model)
 
-    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
-        """Write the pruned checkpoint, whole or not at all; with `apply=False` the model in memory stays as it is.
-
-        Args:
-            repo_id: the name the card's loading snippet uses; the folder's by default.
-
-        Raises:
-            FileExistsError: the folder exists and `overwrite` is not set.
-            OSError: it cannot be written; nothing of it remains.
-        """
-        if not self.processes.is_main and not is_sharded(self.model):
-            return
-        with self.applied(keep=False):
-            write_checkpoint(
-                directory, self.checkpoint, overwrite=overwrite, where=repo_id, writes=self.processes.is_main
-            )
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        token: str | None = None,
-    ) -> str:
-        """Upload the pruned checkpoint with its card; returns the address of the commit (or pull request), in the main
-        process.
-
-        Raises:
-            OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
-        """
-        if not self.processes.is_main:
-            self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
-            return ""
-        return push_saved(
-            self.save_pretrained, repo_id, private=private, revision=revision, create_pr=create_pr, token=token
-        )
+    def as_written(self) -> AbstractContextManager[None]:
+        return self.applied(keep=False)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.push import push_saved
-from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
+from gradprobe_hf.checkpoint.saving import Savable
+from gradprobe_hf.checkpoint.write import Checkpoint
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.batches import Batches
@@ -26,7 +25,7 @@ from gradprobe_hf.tasks.table import task_for
 
 
 @dataclass(frozen=True)
-class RecoverResult:
+class RecoverResult(Savable):
     """What `recover_pretrained` returns.
 
     Attributes:
@@ -47,42 +46,7 @@ class RecoverResult:
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """What is written."""
         return Checkpoint(self.model, self.processing_class, self.config, self.report)
-
-    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
-        """Write the checkpoint, whole or not at all: weights, configuration, tokenizer, report, pictures and card.
-
-        Args:
-            repo_id: the name the card's loading snippet uses; the folder's by default.
-
-        Raises:
-            FileExistsError: the folder exists and `overwrite` is not set.
-            OSError: it cannot be written; nothing of it remains.
-        """
-        if self.processes.is_main:
-            write_checkpoint(directory, self.checkpoint, overwrite=overwrite, where=repo_id)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        private: bool | None = None,
-        revision: str | None = None,
-        create_pr: bool = False,
-        token: str | None = None,
-    ) -> str:
-        """Upload the checkpoint with its card; returns the address of the commit (or pull request), in the main
-        process.
-
-        Raises:
-            OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
-        """
-        if not self.processes.is_main:
-            return ""
-        return push_saved(
-            self.save_pretrained, repo_id, private=private, revision=revision, create_pr=create_pr, token=token
-        )
 
 
 def described_recovery(

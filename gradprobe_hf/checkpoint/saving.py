@@ -1,0 +1,70 @@
+"""Saving: a result in a folder, and on the Hub."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+
+from transformers import PreTrainedModel
+
+from gradprobe_hf.checkpoint.push import push_saved
+from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
+from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.runtime.processes import Processes
+
+
+class Savable(ABC):
+    """What a run gives back: a model that is saved and shared with its report and card."""
+
+    model: PreTrainedModel
+    processes: Processes
+
+    @property
+    @abstractmethod
+    def checkpoint(self) -> Checkpoint:
+        """What is written."""
+
+    def as_written(self) -> AbstractContextManager[None]:
+        """In the body of the `with`, the model has the weights that are written."""
+        return nullcontext()
+
+    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
+        """Write the checkpoint, whole or not at all: weights, configuration, tokenizer, report, pictures and card.
+
+        The model in memory stays as it is, with `apply=False` too.
+
+        Args:
+            repo_id: the name the card's loading snippet uses; the folder's by default.
+
+        Raises:
+            FileExistsError: the folder exists and `overwrite` is not set.
+            OSError: it cannot be written; nothing of it remains.
+        """
+        writes = self.processes.is_main
+        if not writes and not is_sharded(self.model):  # shards are gathered by all
+            return
+        with self.as_written():
+            write_checkpoint(directory, self.checkpoint, overwrite=overwrite, where=repo_id, writes=writes)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        private: bool | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        token: str | None = None,
+    ) -> str:
+        """Upload the checkpoint with its card; returns the address of the commit (or pull request), in the main
+        process.
+
+        Raises:
+            OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
+        """
+        if not self.processes.is_main:
+            self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
+            return ""
+        return push_saved(
+            self.save_pretrained, repo_id, private=private, revision=revision, create_pr=create_pr, token=token
+        )
