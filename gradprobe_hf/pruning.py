@@ -19,6 +19,7 @@ from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.model.offload_store import check_store_room
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
 from gradprobe_hf.recovery.distil import check_own
@@ -144,7 +145,8 @@ def prune_pretrained(
     if apply:
         check_store_room(context.model, {target.parameter for target in context.targets}, output_dir)
     out = out.checked(context.model, context.processes)
-    judge = None if metric_fn is None else Judge.of(context, metric_fn)
+    with upcast_products(context.model):  # as what it is compared with
+        judge = None if metric_fn is None else Judge.of(context, metric_fn)
     with open_run(written(context), rows=rows) as context:
         snapshots = _snapshots(context, resume_dir)
         context = replace(context, snapshots=snapshots, findings=Findings.of(snapshots))

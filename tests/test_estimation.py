@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
@@ -285,7 +285,8 @@ DEEP = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=8, nu
 
 def test_activations_grow_with_the_batch_and_shrink_with_checkpointing():
     def of(rows, length, checkpointed=False, dtype=torch.float32):
-        return activation_bytes(DEEP, AutoModelForCausalLM, rows, length, dtype, checkpointed)
+        model = skeleton(DEEP, LlamaForCausalLM, dtype)
+        return activation_bytes(model, rows, length, checkpointed=checkpointed)
 
     assert of(1, 64) < of(2, 64) < of(4, 64)
     assert of(1, 32) < of(1, 64) < of(1, 128)
@@ -296,13 +297,15 @@ def test_activations_grow_with_the_batch_and_shrink_with_checkpointing():
 
 
 def test_a_class_that_cannot_be_made_gets_no_number_and_is_checkpointed(monkeypatch):
-    class Broken(LlamaForCausalLM):
-        def __init__(self, *_):
-            raise RuntimeError("not without its weights")
+    class WithCode(LlamaForCausalLM):
+        def __init__(self, config, made_of=None):
+            if made_of is None:
+                raise RuntimeError("not without its weights")
+            super().__init__(config)
 
-    assert activation_bytes(DEEP, LlamaForCausalLM, 2, 64, torch.float32, checkpointed=False) > 0
+    assert activation_bytes(LlamaForCausalLM(DEEP), 2, 64, checkpointed=False) > 0
     for checkpointed in (False, True):
-        assert activation_bytes(DEEP, Broken, 2, 64, torch.float32, checkpointed) is None
+        assert activation_bytes(WithCode(DEEP, "weights"), 2, 64, checkpointed=checkpointed) is None
     monkeypatch.setattr(checkpointing, "activation_bytes", lambda *_, **__: None)
     chosen, why = checkpointing.choose_checkpointing(cases.build("llama"), cases.config(), 2, 64)
     assert chosen

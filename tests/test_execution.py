@@ -175,7 +175,7 @@ def test_what_was_promised_and_does_not_fit_is_halved(monkeypatch):
 
 def test_auto_batches_by_estimate_where_memory_cannot_be_measured(monkeypatch):
     taking(monkeypatch, each=None, room=1)
-    monkeypatch.setattr(batch_size, "activation_bytes", lambda *a, **_: 100 * a[2])
+    monkeypatch.setattr(batch_size, "activation_bytes", lambda *a, **_: 100 * a[1])
     monkeypatch.setattr(batch_size, "available_bytes", lambda _: 700)  # 0.6 of it: room for four
     assert (
         prune(batch_size="auto").report.execution["batch_size"]
@@ -326,7 +326,7 @@ def test_checkpointing_is_measured_where_an_estimate_is_close(monkeypatch, free,
     taking(monkeypatch, each=300, room=10**6)
     for module in (batch_size, checkpointing_choice):
         monkeypatch.setattr(module, "available_bytes", lambda _: free)
-        monkeypatch.setattr(module, "activation_bytes", lambda *given, **_: estimated * given[2] // 7)
+        monkeypatch.setattr(module, "activation_bytes", lambda *given, **_: estimated * given[1] // 7)
     monkeypatch.setattr(accumulator_place, "accumulator_bytes", lambda *_: 0)
     said = prune(parts=cases.batches("llama", rows=7, batch_size=7)).report.execution["checkpointing"]
     assert said.startswith("on" if on else "off")

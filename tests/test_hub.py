@@ -16,7 +16,7 @@ import yaml
 from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.perplexity import measure
@@ -269,7 +269,7 @@ def test_an_infinite_perplexity_and_a_broken_base_card_cost_no_result(checkpoint
 
 HUB_SCRIPT = """
 import sys
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 source, text, repo, out = sys.argv[1:5]
 config = GradProbeConfig(num_samples=4, sequence_length=16, evaluation_samples=4)
 result = prune_pretrained(source, config, calibration=text, evaluation="pydoc", progress=False,
@@ -349,6 +349,31 @@ def test_a_recovery_that_cannot_be_pushed_fails_before_the_work(hub, user, check
     assert ran.returncode == 1
     assert "refuses to let you write to someone-else/tiny" in ran.stderr
     assert not (tmp_path / "again").exists()
+
+
+def test_an_upload_that_fails_says_where_the_checkpoint_is(written, checkpoint, text_file, tmp_path, monkeypatch):
+    def refused(*_, **__):
+        raise OSError("the Hub answered 500.")
+
+    monkeypatch.setattr("gradprobe_hf.checkpoint.destination.check_push", lambda name, *_: name)
+    monkeypatch.setattr("gradprobe_hf.checkpoint.destination.push_folder", refused)
+    _, pruned = written
+    config = RecoveryConfig(steps=1, batch_size=2, sequence_length=16)
+    options = {"evaluation": False, "progress": False, "output_dir": tmp_path / "again", "push_to_hub": "me/tiny"}
+    with pytest.raises(OSError, match=rf"answered 500\. The checkpoint is kept in {tmp_path / 'again'}"):
+        recover_pretrained(pruned, checkpoint, config, text=str(text_file), **options)
+    assert (tmp_path / "again" / "model.safetensors").is_file()
+
+
+def test_no_repository_is_made_for_a_recovery_whose_text_is_too_short(written, checkpoint, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.checkpoint.destination.check_push", lambda *_: pytest.fail("it was made"))
+    (tmp_path / "short.txt").write_text("Too short.")
+    _, pruned = written
+    config = RecoveryConfig(steps=1, batch_size=2, sequence_length=16)
+    with pytest.raises(ValueError, match=r"short\.txt"):
+        recover_pretrained(
+            pruned, checkpoint, config, text=str(tmp_path / "short.txt"), evaluation=False, push_to_hub="me/tiny"
+        )
 
 
 @pytest.mark.parametrize(

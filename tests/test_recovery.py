@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import math
 import re
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
@@ -585,6 +586,22 @@ def test_options_that_cannot_be_meant(options, said):
         RecoveryConfig(**options)
 
 
+def test_the_teacher_is_let_go_once_its_probabilities_are_written(checkpoint, text_file, monkeypatch):
+    pruned = cases.prune(cases.build("llama"), cases.batches("llama"), apply=True, sparsity=0.5).model
+    alive = {}
+    for top_k in (None, 9):
+
+        def watched(*args, top_k=top_k):
+            gc.collect()
+            alive[top_k] = sum(isinstance(one, LlamaForCausalLM) for one in gc.get_objects())
+            return distil(*args)
+
+        monkeypatch.setattr("gradprobe_hf.recovery.recover.distil", watched)
+        config = RecoveryConfig(steps=1, batch_size=2, sequence_length=16, teacher_top_k=top_k)
+        recover_pretrained(pruned, str(checkpoint), config, text=str(text_file), evaluation=False, progress=False)
+    assert alive[9] == alive[None] - 1
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -609,6 +626,7 @@ def test_options_by_another_name(options, said):
     [
         ({"steps": 9}, r"steps is an option of the configuration: pass RecoveryConfig\(steps=9\) as config"),
         ({"max_steps": 9}, r"pass RecoveryConfig\(steps=9\) as config"),
+        ({"hub_model_id": "me/x"}, "hub_model_id= is called push_to_hub= here"),
         ({"tokenizer": "gpt2"}, "recover_pretrained: tokenizer= is called processing_class= here"),
         ({"train_dataset": "mine.txt"}, "train_dataset= is called text= here"),
         ({"calibration": "mine.txt"}, "calibration= is called text= here"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.push import check_push, check_repository_name, push_folder
+from gradprobe_hf.checkpoint.push import check_push, check_repository_name, kept_in, push_folder
 from gradprobe_hf.checkpoint.saving import Savable
 from gradprobe_hf.checkpoint.write import check_destination, check_room, write_checkpoint
 from gradprobe_hf.model.fsdp import is_sharded
@@ -53,14 +53,22 @@ class Destination:
         return cls(output_dir, overwrite, repo_id, private)
 
     def check(self, *model_names: str) -> None:
-        """Before anything is loaded: a folder that must not be replaced. Args: model_names: of what is read."""
+        """Raise FileExistsError, before anything is loaded, for a folder that must not be replaced.
+
+        Args:
+            model_names: of the models that are read.
+        """
         if self.output_dir is None:
             return
         for name in model_names:
             join_processes().on_main(partial(check_destination, self.output_dir, name, self.overwrite))
 
     def checked(self, model: PreTrainedModel, processes: Processes) -> Destination:
-        """Before any work: room on the disk, and a repository that can be written to, which is created."""
+        """The same with its repository, which is created: before any work.
+
+        Raises:
+            OSError: no room on the disk, or the Hub refuses.
+        """
         if self.output_dir is not None:
             processes.on_main(partial(check_room, self.output_dir, model))
         if self.repo_id is None:
@@ -84,7 +92,8 @@ class Destination:
                 if self.output_dir is None:
                     result.push_to_hub(self.repo_id)
                 elif writes:
-                    push_folder(self.output_dir, self.repo_id)
+                    with kept_in(self.output_dir):
+                        push_folder(self.output_dir, self.repo_id)
         return report
 
 

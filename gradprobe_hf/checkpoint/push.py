@@ -83,15 +83,22 @@ def push_saved(
     scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
     folder = scratch / full_name.split("/")[-1]
     save(folder, repo_id=full_name)
-    try:
+    with kept_in(folder):
         address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
-    except BaseException as error:
-        logger.error("the upload did not finish; the pruned checkpoint is kept in %s", folder)
-        if isinstance(error, OSError):
-            raise OSError(f"{error} The pruned checkpoint is kept in {folder}.") from error
-        raise
     shutil.rmtree(scratch, ignore_errors=True)
     return address
+
+
+@contextmanager
+def kept_in(folder: str | Path) -> Iterator[None]:
+    """Errors of an upload say where the checkpoint is."""
+    try:
+        yield
+    except BaseException as error:
+        logger.error("the upload did not finish; the checkpoint is kept in %s", folder)
+        if isinstance(error, OSError):
+            raise OSError(f"{error} The checkpoint is kept in {folder}.") from error
+        raise
 
 
 @contextmanager

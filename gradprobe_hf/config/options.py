@@ -1,4 +1,4 @@
-"""Options: what both configurations are, a frozen dataclass that goes by names, dictionaries and YAML files."""
+"""Options: what both configurations share, options by name, to and from dictionaries and YAML files."""
 
 from __future__ import annotations
 

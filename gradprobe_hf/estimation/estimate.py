@@ -89,10 +89,12 @@ def estimate(
     device = device or compute_device()
     base = process_bytes() if base is None else base
     walk = walk_of(config, targets)
-    costs = {recomputes: _cost(model, targets, config, walk, recomputes) for recomputes in (False, True)}
+    costs = {recomputes: _cost(model, targets, config, walk, recomputes, device) for recomputes in (False, True)}
     loss = loss_bytes(model, walk.rows, walk.length) if config.needs.probes else 0
     batch = {key: BatchSizes(cost.peak_bytes, cost.heap_bytes, loss) for key, cost in costs.items()}
-    forward = cost_of_batch(model, targets, walk.rows, walk.length, backward=False) if is_causal(model) else _NOTHING
+    forward = _NOTHING
+    if is_causal(model):
+        forward = cost_of_batch(model, targets, walk.rows, walk.length, backward=False, device=device)
     text, evaluation = written(model, config, walk, forward), measured(model, config, walk, forward)
     sizes, room = sizes_of(model, targets, config, process=base, snapshots=snapshots), room_of(device, base)
     sizes = replace(sizes, writing=text.bytes if text else 0, measuring=evaluation.bytes if evaluation else 0)
@@ -133,9 +135,15 @@ def room_of(device: torch.device, base: int) -> dict[Device, int]:
 
 
 def _cost(
-    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, walk: Walk, recomputes: bool
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    config: GradProbeConfig,
+    walk: Walk,
+    recomputes: bool,
+    device: torch.device,
 ) -> PassCost:
-    needs = config.needs
-    if needs.passes == "none":
+    if config.needs.passes == "none":
         return _NOTHING
-    return cost_of_batch(model, targets, walk.rows, walk.length, checkpoint=recomputes, backward=needs.probes)
+    return cost_of_batch(
+        model, targets, walk.rows, walk.length, checkpoint=recomputes, backward=config.needs.probes, device=device
+    )

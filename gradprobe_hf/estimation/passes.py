@@ -16,18 +16,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, loss_bytes
 from gradprobe_hf.estimation.machine import compute_device
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, gradients_required, recomputed_blocks
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.model.families import is_causal, sample_batch
+from gradprobe_hf.model.fsdp import plain_class
 from gradprobe_hf.model.loading import skeleton
 from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode, frozen
 from gradprobe_hf.model.targets import Target, find_targets, is_routed
-from gradprobe_hf.model.upcast import upcast_products
+from gradprobe_hf.model.upcast import native_products, upcast_products
 
 logger = logging.getLogger(__name__)
 
@@ -52,36 +54,38 @@ class PassCost:
 
 
 def activation_bytes(
-    config: PreTrainedConfig,
-    cls: Any,
-    batch_size: int,
-    sequence_length: int,
-    dtype: torch.dtype,
-    checkpointed: bool,
+    model: PreTrainedModel, batch_size: int, sequence_length: int, *, checkpointed: bool
 ) -> int | None:
     """The most memory, in bytes, that a batch of a probe takes besides weights and statistics.
 
     Answers are cached. An architecture that cannot be simulated gets a formula.
 
     Args:
-        config: of the model; its weights are not needed.
-        cls: its class, as `loading.model_class` returns it.
+        model: what it is of, and where; its weights are not needed.
         batch_size: sequences in a batch.
         sequence_length: tokens in a sequence.
-        dtype: of the weights.
         checkpointed: whether every block is recomputed in backward.
 
     Returns:
         None if the model cannot be built without its weights (custom code): then nothing is known.
     """
-    config_class: Any = type(config)
+    config_class: Any = type(model.config)
+    cls: Any = plain_class(model)
     # As JSON: configurations are not hashable, and two that are equal have one answer.
-    return _cached(config_class, config.to_json_string(), cls, batch_size, sequence_length, dtype, checkpointed)
+    values, device = model.config.to_json_string(), input_device(model)
+    return _cached(config_class, values, cls, model.dtype, device, batch_size, sequence_length, checkpointed)
 
 
 @lru_cache(maxsize=256)
 def _cached(
-    config_class: Any, values: str, cls: Any, rows: int, length: int, dtype: torch.dtype, checkpoint: bool
+    config_class: Any,
+    values: str,
+    cls: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    rows: int,
+    length: int,
+    checkpoint: bool,
 ) -> int | None:
     config = config_class.from_dict(json.loads(values))
     try:
@@ -90,7 +94,7 @@ def _cached(
     except Exception as error:  # custom code, or no blocks: the caller wants a number, not a reason
         logger.debug("no skeleton of %s: %s", config_class.__name__, error)
         return None
-    return cost_of_batch(model, targets, rows, length, checkpoint=checkpoint).peak_bytes
+    return cost_of_batch(model, targets, rows, length, checkpoint=checkpoint, device=device).peak_bytes
 
 
 def cost_of_batch(
@@ -101,6 +105,7 @@ def cost_of_batch(
     *,
     checkpoint: bool = False,
     backward: bool = True,
+    device: torch.device | None = None,
 ) -> PassCost:
     """What one batch takes.
 
@@ -111,10 +116,12 @@ def cost_of_batch(
         sequence_length: tokens in a sequence.
         checkpoint: whether every block is recomputed in backward.
         backward: False for a forward pass alone.
+        device: what it computes on; default: the first CUDA device, or the CPU.
     """
+    device = device or compute_device()
     rows = 1 if is_routed(targets) else batch_size
     try:
-        return _simulated(model, targets, sample_batch(model, rows, sequence_length), checkpoint, backward)
+        return _simulated(model, targets, sample_batch(model, rows, sequence_length), checkpoint, backward, device)
     except Exception as error:  # whatever an architecture does that needs data: a rough figure is better than none
         logger.debug("%s cannot be run on the meta device: %s", type(model).__name__, error)
         return by_formula(model, targets, rows, sequence_length, checkpoint=checkpoint, backward=backward)
@@ -146,17 +153,23 @@ def by_formula(
 
 
 def _simulated(
-    model: PreTrainedModel, targets: Sequence[Target], batch: Mapping[str, Tensor], checkpoint: bool, backward: bool
+    model: PreTrainedModel,
+    targets: Sequence[Target],
+    batch: Mapping[str, Tensor],
+    checkpoint: bool,
+    backward: bool,
+    device: torch.device,
 ) -> PassCost:
     """One batch on the meta device, in the modes of a probe."""
     with ExitStack() as stack:
+        stack.enter_context(native_products())  # those of a run that asks lie under the watch, which would see none
         for mode in (frozen(model), eval_mode(model), gradients_required(model, targets), balanced_experts(model)):
             stack.enter_context(mode)
         if checkpoint:
             stack.enter_context(recomputed_blocks(model))
         stack.enter_context(WithoutData())
         watch = stack.enter_context(Watch([*model.parameters(), *model.buffers(), *batch.values()]))
-        stack.enter_context(upcast_products(model, device=compute_device()))  # what it widens is watched
+        stack.enter_context(upcast_products(model, device=device))
         if not backward:
             with torch.no_grad():
                 model(**batch, **({"use_cache": False} if is_causal(model) else {}))

@@ -16,7 +16,7 @@ from gradprobe_hf.estimation.machine import available_bytes, free_disk_bytes
 from gradprobe_hf.estimation.passes import activation_bytes
 from gradprobe_hf.estimation.sizes import accumulator_bytes
 from gradprobe_hf.memory.measured_passes import SHARE, ProbePasses, free_bytes
-from gradprobe_hf.model.fsdp import is_sharded, plain_class
+from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.offload_store import existing_parent
 from gradprobe_hf.model.parameters import execution_device, input_device
 from gradprobe_hf.model.patches import checkpointed_layers
@@ -131,9 +131,7 @@ def _pass_bytes(context: RunContext, rows: int | None) -> int | None:
             raise MemoryError("not even one sequence fits")
         if measured.nbytes is not None:
             return measured.nbytes * rows // measured.rows
-    return activation_bytes(
-        model.config, plain_class(model), rows, batches.longest, model.dtype, checkpointed=recomputed
-    )
+    return activation_bytes(model, rows, batches.longest, checkpointed=recomputed)
 
 
 def _length(batch: Any) -> int:

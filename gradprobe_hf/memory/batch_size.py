@@ -13,7 +13,7 @@ from gradprobe_hf.memory.accumulator_files import accumulator_files
 from gradprobe_hf.memory.accumulator_place import ChosenPlace
 from gradprobe_hf.memory.checkpointing import ACTIVATIONS_SHARE, choose_checkpointing
 from gradprobe_hf.memory.measured_passes import MeasuredPass, ProbePasses, free_bytes, leaves_room, promised_rows
-from gradprobe_hf.model.fsdp import is_sharded, plain_class
+from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.run.context import RunContext
@@ -72,9 +72,7 @@ def passes_that_tell(context: RunContext, place: ChosenPlace, shares_probe: bool
         return ()
     free = available_bytes(input_device(model)) - place.held
     rows = max(map(row_count, batches))
-    expected = activation_bytes(
-        model.config, plain_class(model), rows, batches.longest, model.dtype, checkpointed=False
-    )
+    expected = activation_bytes(model, rows, batches.longest, checkpointed=False)
     if expected is None or not 1 / _CLOSE <= expected / max(1, free) <= _CLOSE:
         return ()
     with accumulator_files(model, context.targets, config, context.folder, place.device) as storage:
@@ -174,9 +172,7 @@ def first_guess(context: RunContext, held: int = 0) -> int:
     recomputed = config.checkpointing is True or is_offloaded(model)
 
     def fits(rows: int) -> bool:
-        taken = activation_bytes(
-            model.config, plain_class(model), rows, batches.longest, model.dtype, checkpointed=recomputed
-        )
+        taken = activation_bytes(model, rows, batches.longest, checkpointed=recomputed)
         return taken is not None and taken <= free
 
     size = 1

@@ -10,7 +10,6 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.passes import activation_bytes
 from gradprobe_hf.memory.measured_passes import SHARE, MeasuredPass, promised_bytes
-from gradprobe_hf.model.fsdp import plain_class
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import checkpointed_layers
 
@@ -48,7 +47,7 @@ def choose_checkpointing(
     free = max(0, available_bytes(input_device(model)) - held)
     needed, share, about = promised_bytes(measured, rows), SHARE, "by measured passes"
     if needed is None:
-        needed = activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=False)
+        needed = activation_bytes(model, rows, length, checkpointed=False)
         share, about = ACTIVATIONS_SHARE, "about"
     if needed is None:
         return True, "on: what activations would take cannot be told for this architecture"

@@ -2,8 +2,8 @@
 
 PyTorch multiplies half precision through oneDNN where that has kernels for the CPU, and else in a scalar loop, which
 takes many times as long as float32 (docs/memory.md, `make bench-upcast`). Operands that are widened, multiplied in
-float32 and rounded once are what the units compute, which add in float32 too: only the order of the sums is another, as
-it is on any other machine.
+float32 and rounded are what the units compute, which add in float32 too; sums come in another order, and attention
+keeps its probabilities in float32 between its two products.
 """
 
 from __future__ import annotations
@@ -25,32 +25,28 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.parameters import input_device
 
 _HALF = (torch.bfloat16, torch.float16)
-_aten = torch.ops.aten
-# Those that a model's forward and backward passes arrive at. The first six have parts, and are seen as a whole under
-# inference_mode alone.
-_PRODUCTS = frozenset(
-    {
-        _aten.linear.default,
-        _aten.matmul.default,
-        _aten.scaled_dot_product_attention.default,
-        _aten.conv1d.default,
-        _aten.conv2d.default,
-        _aten.conv3d.default,
-        _aten.mm.default,
-        _aten.addmm.default,
-        _aten.bmm.default,
-        _aten.baddbmm.default,
-        _aten.convolution.default,
-        _aten.convolution_backward.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-    }
-)
+# Those that a model's forward and backward passes arrive at, in all their overloads. What has parts arrives as them.
+_PRODUCTS = {
+    "aten::mm",
+    "aten::addmm",
+    "aten::bmm",
+    "aten::baddbmm",
+    "aten::addbmm",
+    "aten::_grouped_mm",  # of experts
+    "transformers::grouped_mm_fallback",  # where torch has no such product
+    "transformers::grouped_mm_fallback_backward",
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+}
 # Where their operands are of which one has a row for each token.
-_ROWS_AT = {_aten.linear.default: 0, _aten.mm.default: 0, _aten.addmm.default: 1}
-_FEW_ROWS = 4
+_ROWS_AT = {"aten::mm": 0, "aten::addmm": 1}
+# So many rows take less time in the loop than the copy of a weight. One of memory that is new takes the longest:
+# beyond 32 MiB glibc asks the system for it each time.
+_FEW_ROWS, _FEW_ROWS_OF_LARGE, _LARGE_COPY = 4, 20, 32 * 2**20
 # The log of the sum of the exponentials, which backward wants in float32 whatever the queries are.
-_STAYS_WIDE = {_aten._scaled_dot_product_flash_attention_for_cpu.default: 1}
+_STAYS_WIDE = {"aten::_scaled_dot_product_flash_attention_for_cpu": 1}
 
 
 def needs_upcast(dtype: torch.dtype) -> bool:
@@ -65,18 +61,20 @@ def needs_upcast(dtype: torch.dtype) -> bool:
 
 @contextmanager
 def upcast_products(
-    model: PreTrainedModel, *, device: torch.device | None = None, autocast: torch.dtype | None = None
+    *models: PreTrainedModel, device: torch.device | None = None, autocast: torch.dtype | None = None
 ) -> Iterator[None]:
     """In the body of the `with`, products of half precision on the CPU are computed in float32 where it is slow at
-    them. On any other CPU, and for any other model, nothing changes.
+    half precision. On any other CPU, and where none of the models computes in it, nothing changes.
 
     A dispatch mode sees every operation below autograd and autocast, those of a backward pass too. It is one thread's.
 
     Args:
-        device: that the model computes on; None: the one its batches go to.
-        autocast: a dtype that it will compute in, whatever its weights are.
+        device: that the models compute on; None: the one their batches go to.
+        autocast: a dtype that they will compute in, whatever their weights are.
     """
-    if _is_active() or not _looped(model, device, autocast):
+    is_needed = not _is_active() and any(_to_widen(model, device, autocast) for model in models)
+    del models  # one of them may be let go in the body
+    if not is_needed:
         yield
         return
     with _Upcast():
@@ -84,7 +82,7 @@ def upcast_products(
 
 
 @contextmanager
-def own_products() -> Iterator[None]:
+def native_products() -> Iterator[None]:
     """In the body of the `with`, the model computes as it does without this package, to be timed."""
     with _disable_current_modes():
         yield
@@ -92,35 +90,42 @@ def own_products() -> Iterator[None]:
 
 def upcast_note(model: PreTrainedModel) -> str | None:
     """What a report says of it; None: nothing is upcast."""
-    names = [str(dtype).removeprefix("torch.") for dtype in _looped(model)]
-    return f"{' and '.join(sorted(names))} in float32: this CPU has no units for it" if names else None
+    names = [str(dtype).removeprefix("torch.") for dtype in _to_widen(model)]
+    return f"in float32, because this CPU has no units for {' and '.join(sorted(names))}" if names else None
 
 
 class _Upcast(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS or _has_few_rows(func, args):
-            return func(*args, **kwargs)
+        name = func._schema.name
+        if name not in _PRODUCTS:
+            return self._of_parts(func, args, kwargs)
         dtype = next((value.dtype for value in args if _is_half(value)), None)
-        if dtype is None:
+        if dtype is None or _has_few_rows(name, args):
             return func(*args, **kwargs)
         wide = func(*tree_map(_widened, args), **tree_map(_widened, kwargs))
         if isinstance(wide, Tensor):
             return wide.to(dtype)
-        narrow = len(wide) if func not in _STAYS_WIDE else _STAYS_WIDE[func]
+        narrow = _STAYS_WIDE.get(name, len(wide))
         return tuple(
             value.to(dtype) if number < narrow and isinstance(value, Tensor) else value
             for number, value in enumerate(wide)
         )
 
+    def _of_parts(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """An operation that may be made of others: inference_mode hands it on as a whole."""
+        with self:
+            made = func.decompose(*args, **kwargs)
+        return func(*args, **kwargs) if made is NotImplemented else made
 
-def _has_few_rows(func: Any, args: Any) -> bool:
+
+def _has_few_rows(name: str, args: Any) -> bool:
     """Whether it is a few rows by a weight: dot products, a loop that takes less time than to widen the weight."""
-    if func not in _ROWS_AT:
+    if name not in _ROWS_AT:
         return False
-    rows, weight = args[_ROWS_AT[func] : _ROWS_AT[func] + 2]
-    is_transposed = func is _aten.linear.default or weight.stride(0) == 1
-    return bool(is_transposed and rows.numel() <= _FEW_ROWS * rows.shape[-1])
+    rows, weight = args[_ROWS_AT[name] : _ROWS_AT[name] + 2]
+    few = _FEW_ROWS_OF_LARGE if 4 * weight.numel() > _LARGE_COPY else _FEW_ROWS
+    return bool(weight.stride(0) == 1 and len(rows) <= few)
 
 
 def _widened(value: Any) -> Any:
@@ -132,10 +137,10 @@ def _is_half(value: Any) -> bool:
     return isinstance(value, Tensor) and value.device.type in ("cpu", "meta") and value.dtype in _HALF
 
 
-def _looped(
+def _to_widen(
     model: PreTrainedModel, device: torch.device | None = None, autocast: torch.dtype | None = None
 ) -> set[torch.dtype]:
-    """The dtypes that the model computes in and that are multiplied in a scalar loop where it does so."""
+    """The dtypes that the model computes in, of which products are to be in float32."""
     if (device or input_device(model)).type != "cpu":
         return set()
     dtypes = {parameter.dtype for parameter in model.parameters()}

@@ -20,7 +20,7 @@ from gradprobe_hf.memory.accumulator_files import accumulator_files
 from gradprobe_hf.memory.batch_size import LARGEST_BATCH
 from gradprobe_hf.memory.measured_passes import SHARE, MeasuredPass, ProbePasses, free_bytes, leaves_room, promised_rows
 from gradprobe_hf.memory.memory_errors import remedies_for
-from gradprobe_hf.model.fsdp import is_sharded, plain_class
+from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import checkpointed_layers
 from gradprobe_hf.model.upcast import upcast_products
@@ -186,7 +186,7 @@ def _expectation(result: PruneResult, batch: Mapping[str, Any], passes: _Passes,
 def _estimated(result: PruneResult, batch: Mapping[str, Any], rows: int, checkpointing: bool) -> int | None:
     model, ids = result.model, batch.get("input_ids")
     length = ids.shape[1] if isinstance(ids, Tensor) else 1
-    return activation_bytes(model.config, plain_class(model), rows, length, model.dtype, checkpointed=checkpointing)
+    return activation_bytes(model, rows, length, checkpointed=checkpointing)
 
 
 def _options(seen: Observation, result: PruneResult, passes: _Passes) -> tuple[RunOption, ...]:

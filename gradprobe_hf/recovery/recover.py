@@ -31,8 +31,14 @@ from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_alike, check_models, check_pruned, check_texts, check_trainable
 from gradprobe_hf.recovery.distil import Workplace, check_own, check_top_k, distil, teacher_of, weights_of, workplace
-from gradprobe_hf.recovery.result import RecoverResult, described_recovery, recovered_report, report_without_pruning
-from gradprobe_hf.recovery.text import Reading, read_text
+from gradprobe_hf.recovery.result import (
+    RecoverResult,
+    described_recovery,
+    recovered_report,
+    report_without_pruning,
+    timings_of,
+)
+from gradprobe_hf.recovery.text import Reading, RecoveryText, is_written, read_text
 from gradprobe_hf.report.report import REPORT_NAME, Report
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.request_checks import check_names
@@ -97,7 +103,8 @@ def recover_pretrained(
         ValueError: an option or a text is wrong, the teacher is of another kind, or no weight was pruned.
         FileExistsError: `output_dir` exists.
         MemoryError: out of memory; the message says what would help.
-        OSError: no such model, or a full disk.
+        TypeError: an option or argument by another name.
+        OSError: no such model, no network or login, or a full disk.
     """
     config, processes, stopwatch = resolve_recovery(config), join_processes(), Stopwatch()
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
@@ -114,13 +121,16 @@ def recover_pretrained(
         student.check(dense, config)
         if student.processing_class is None:
             student = replace(student, processing_class=load_processing_class(dense.model, **from_pretrained_kwargs))
-    out = out.checked(student.model, processes)
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
     folder = workplace(None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress)
-    with upcast_products(dense.model), folder as place:
+    with upcast_products(dense.model, student.model), folder as place:
         with stopwatch("read data"):
             measured_on = _evaluation(evaluation, config, dense.model, student.processing_class)
-            trained_on = read_text(text, config, _reading(dense.model, student.processing_class, place))
+            # A text that is too short comes before a repository is created, and one that is yet to be written after.
+            given = None if is_written(text) else _read(text, config, dense, student, place)
+        out = out.checked(student.model, processes)
+        with stopwatch("read data"):
+            trained_on = given or _read(text, config, dense, student, place)
             trained_on.check_apart(measured_on)
         before = _measured(dense.model, student.model, measured_on, place)
         teaching = teacher_of(dense.model, trained_on, config, place)
@@ -143,7 +153,8 @@ def recover_pretrained(
                 student.processing_class,
                 processes,
             )
-            result = replace(result, report=out.write(result, stopwatch))
+            report = out.write(result, stopwatch)
+            result = replace(result, report=replace(report, timings=timings_of(report, stopwatch.seconds)))
             processes.barrier()  # none keeps the new weights if the main one could not save them
     return result
 
@@ -249,12 +260,12 @@ def _evaluation(source: Any, config: RecoveryConfig, model: PreTrainedModel, pro
     return found
 
 
-def _reading(model: PreTrainedModel, processing_class: Any, place: Workplace) -> Reading:
-    kept = None
+def _read(text: Any, config: RecoveryConfig, dense: _Dense, student: _Student, place: Workplace) -> RecoveryText:
+    model, kept = dense.model, None
     if place.resumable:
         path = place.folder / f"own_text-{place.processes.rank}.safetensors"
         kept = KeptText(path, weights_fingerprint(model), place.processes)
-    return Reading(model, processing_class, place.processes, place.progress, kept)
+    return read_text(text, config, Reading(model, student.processing_class, place.processes, place.progress, kept))
 
 
 def _measured(

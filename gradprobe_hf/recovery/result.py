@@ -74,7 +74,7 @@ def recovered_report(
     recovery: dict[str, Any],
     evaluation: Batches,
     after: PairedMeasurement | None,
-    timings: Mapping[str, float],
+    seconds: Mapping[str, float],
 ) -> Report:
     """The report of a pruning, after the recovery; what was measured before it stands in `recovery`."""
     # The rows of a model that lost whole structures are of the dense one's matrices: what they say stays.
@@ -94,10 +94,15 @@ def recovered_report(
         matrices=rows,
         evaluation=measured,
         recovery=recovery,
-        timings=dict(report.timings) | {f"recover: {stage}": seconds for stage, seconds in timings.items()},
+        timings=timings_of(report, seconds),
         memory=dict(report.memory) | peak_memory(),
         versions=versions(),
     )
+
+
+def timings_of(report: Report, seconds: Mapping[str, float]) -> dict[str, float]:
+    """Those of a report, and of the stages of a recovery."""
+    return dict(report.timings) | {f"recover: {stage}": took for stage, took in seconds.items()}
 
 
 def report_without_pruning(model: PreTrainedModel, dense: PreTrainedModel, processing_class: Any) -> Report:

@@ -123,7 +123,7 @@ def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> Recovery
     if is_plain_text(source):
         check_reads_text(model, "text")
     samples = config.windows
-    if _is_written(source) and config.num_samples is None:
+    if is_written(source) and config.num_samples is None:
         samples = min(samples, OWN_WINDOWS)
     length = window_length(config.sequence_length, model)
     batches = load_batches(
@@ -155,7 +155,7 @@ def _check_read(model: PreTrainedModel, batches: Batches) -> None:
         )
 
 
-def _is_written(source: Any) -> bool:
+def is_written(source: Any) -> bool:
     """Whether the dense model writes some of it itself."""
     names = source if isinstance(source, Mapping) else [source]
     return any(isinstance(name, str) and name == SELF for name in names)

@@ -27,6 +27,7 @@ from gradprobe_hf.model.loss import forward_only
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import eval_mode, in_float32
 from gradprobe_hf.model.targets import Target
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.shape_search import example_of_budget
@@ -176,7 +177,7 @@ def _round_buffers(loaded: PreTrainedModel, model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _outputs(model: PreTrainedModel, batch: dict[str, Tensor], wide: bool) -> Tensor:
     drawing = torch.random.fork_rng(_cuda_devices(model))  # some models mask what they read at random
-    with drawing, eval_mode(model), in_float32(model) if wide else nullcontext():
+    with drawing, eval_mode(model), upcast_products(model), in_float32(model) if wide else nullcontext():
         torch.manual_seed(0)
         given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in batch.items()}
         output: Tensor = forward_only(model, send_to_device(given, input_device(model)))[0]

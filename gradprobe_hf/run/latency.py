@@ -25,7 +25,7 @@ from gradprobe_hf.model.families import random_batch, stack_of, text_attribute, 
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.model.upcast import own_products
+from gradprobe_hf.model.upcast import native_products
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.structures.latency_table import LatencyTable
 from gradprobe_hf.structures.plan import Plan
@@ -179,7 +179,7 @@ class _Subject:
     @torch.inference_mode()
     def time(self) -> Timed:
         """Seconds of one text: reading it, and writing as many tokens as is said of a few."""
-        with self._watched(), eval_mode(self._model), own_products():
+        with self._watched(), eval_mode(self._model), native_products():
             if not _written(self._model):
                 return self._timed(partial(self._model, **self._batch, **without_cache(self._model)))[1]
             output, read = self._timed(partial(self._model, **self._batch, **self._last, use_cache=True))

@@ -25,6 +25,7 @@ from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.model.routing import routed, wrongly_routed
 from gradprobe_hf.model.targets import Target
+from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.block_order import blocks_going
@@ -133,6 +134,7 @@ def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
         serving(model, [*inside, *biases.vectors], masks, new_weights=biases),
         replaced_forward(module, forward),
         eval_mode(model),
+        upcast_products(model),
     ):
         forward_only(model, batch)
     given, handed_on = seen
@@ -158,7 +160,7 @@ def misrouted(model: PreTrainedModel, plan: Plan) -> str | None:
     batch = send_to_device(random_batch(model, 1, RANDOM_TOKENS), input_device(model))
     inside = [matrix for one in plan.experts for expert in one.matrices for matrix in expert]
     # Through measured maps, as in every pass of a run: transformers' own products take no float64.
-    with serving(model, inside, {}), eval_mode(model):
+    with serving(model, inside, {}), eval_mode(model), upcast_products(model):
         return wrongly_routed(model, Removal.example(plan).routes, lambda: forward_only(model, batch))
 
 

@@ -93,18 +93,18 @@ _ARGUMENTS_OF_BOTH = {
     "save_dir": "output_dir",
     "save_directory": "output_dir",
     "output": "output_dir",
+    "hub_model_id": "push_to_hub",
+    "hub_private": "hub_private_repo",
+    "private": "hub_private_repo",
     "resume_from_checkpoint": "resume_dir",
     "torch_dtype": "dtype",
 }
+_MODELS = ("model", "model_name", "model_id", "model_name_or_path", "pretrained_model_name_or_path")
 _TEXTS = ("dataset", "data", "calibration_data", "calibration_dataset", "calib_data", "train_dataset")
 _ARGUMENTS_OF_PRUNING = {
     **_ARGUMENTS_OF_BOTH,
     **dict.fromkeys(_TEXTS, "calibration"),
-    "model": "model_or_id",
-    "model_name": "model_or_id",
-    "model_id": "model_or_id",
-    "model_name_or_path": "model_or_id",
-    "pretrained_model_name_or_path": "model_or_id",
+    **dict.fromkeys(_MODELS, "model_or_id"),
     "args": "config",
     "recipe": "config",
     "gradprobe_config": "config",
@@ -114,14 +114,12 @@ _ARGUMENTS_OF_PRUNING = {
     "compute_loss_func": "loss_fn",
     "compute_metrics": "metric_fn",
     "metrics": "metric_fn",
-    "hub_model_id": "push_to_hub",
     "device": "device_map",
 }
 _ARGUMENTS_OF_RECOVERY = {
     **_ARGUMENTS_OF_BOTH,
     **dict.fromkeys((*_TEXTS, "calibration"), "text"),
-    "model": "pruned",
-    "model_or_id": "pruned",
+    **dict.fromkeys((*_MODELS, "model_or_id"), "pruned"),
     "student": "pruned",
     "student_model": "pruned",
     "dense": "teacher",
