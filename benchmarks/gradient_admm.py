@@ -51,9 +51,12 @@ class Way:
     rate: float | None = None
 
     @property
+    def label(self) -> str:
+        return self.method if self.rate is None else f"{self.method}, rate {self.rate:g}"
+
+    @property
     def name(self) -> str:
-        rate = "" if self.rate is None else f", rate {self.rate:g}"
-        return f"{self.method}{rate}, {self.sparsity:.0%}"
+        return f"{self.label}, {self.sparsity:.0%}"
 
 
 WAYS = [
@@ -219,6 +222,28 @@ def row(bench: Bench, name: str) -> dict[str, Any]:
         "kept": sum(kept.values()),
         "seconds": round(time.perf_counter() - start, 1),
     }
+
+
+def gradient_admm_table(results: Mapping[str, Any]) -> str:
+    """A row for each method and rate, a column for each sparsity that any of them was made at."""
+    made, settings = {one["row"]: one for one in results["rows"]}, results["settings"]
+    columns = [sparsity for sparsity in SPARSITIES if any(ROWS[name].sparsity == sparsity for name in made)]
+    lines = [f"| | {' | '.join(f'{one:.0%}' for one in columns)} |", f"|---|{'---:|' * len(columns)}"]
+    dense = f"{results['rows'][0]['dense']:.2f}"
+    lines.append(f"| dense | {' | '.join(dense for _ in columns)} |")
+    for label in dict.fromkeys(way.label for way in WAYS):
+        found = [made.get(f"{label}, {one:.0%}") for one in columns]
+        if any(found):
+            cells = ["" if one is None else f"{one['perplexity']:.2f}, {one['kl']:.2f}" for one in found]
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    note = (
+        f"Perplexity, KL from dense. {settings['model']} in float32; pruned on {settings['num_samples']} x "
+        f"{settings['sequence_length']} of {settings['calibration']}, trained for {settings['steps']:,} steps of "
+        f"{settings['batch_size']} windows of {settings['text_length']} tokens that the dense model writes, "
+        f"{settings['text_windows']:,} in all; evaluation {settings['evaluation_samples']} x "
+        f"{settings['sequence_length']} of {settings['evaluation']}, 1 draw. Made by `make bench-gradient-admm`."
+    )
+    return "\n".join([*lines, "", note])
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.candidate_sums import candidate_sums_table
 from benchmarks.choices import choices_table
 from benchmarks.elsewhere import elsewhere_table
+from benchmarks.gradient_admm import gradient_admm_table
 from benchmarks.matching import matching_table
 from benchmarks.mixtures_table import mixtures_table
 from benchmarks.profiling import fixes_table, profiling_cost_table, worth_table
@@ -357,6 +358,7 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "refined divergence": (("refined",), divergence_table),
     "refined stories": (("refined-stories",), quality_table),
     "choices": (("choices",), choices_table),
+    "gradient admm": (("gradient_admm",), gradient_admm_table),
     "paper": (("paper",), quality_table),
     "faces": (("demo",), faces_table),
     "smaller stories": (("structured_stories",), structured_table),

@@ -2,8 +2,8 @@
 
     make bench-upcast        # SmolLM2-135M, into results/upcast.json
 
-All three have the same weights. A round has each pass once of all of them, in turns; one before the first is in no
-figure. How far bfloat16 is from float32 is measured, too. On a CPU that has units for bfloat16 the first two are alike.
+All three have the same weights. How far bfloat16 is from float32 is measured first, on a few short windows. Then a
+round has each pass once of all of them, in turns. On a CPU that has units for bfloat16 the first two are alike.
 
 usage: python -m benchmarks.upcast --model DIR [--rounds 3] [--batch-size 2] [--sequence-length 256]
 """
@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.bench.result import Timing
+from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.loading import load_model, load_processing_class
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.upcast import needs_upcast, upcast_products
 from gradprobe_hf.report.build import versions
 
+COMPARED_ON = 5, 128  # windows, tokens
 RESULTS = Path(__file__).parent / "results"
 NATIVE, UPCAST, FLOAT32 = ("bfloat16", "bfloat16, products in float32", "float32")
 FORWARD, BACKWARD, STEP = PASSES = ("forward", "backward", "one token of each sequence")
@@ -72,20 +75,24 @@ def timed(action: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - start, made
 
 
-def distance(found: list[Tensor], exact: list[Tensor]) -> float:
+def distance(found: Sequence[Tensor], exact: Sequence[Tensor]) -> float:
     """The norm of the difference over that of what is exact."""
     apart = sum(float((one - other).square().sum()) for one, other in zip(found, exact, strict=True))
     return float((apart / sum(float(one.square().sum()) for one in exact)) ** 0.5)
 
 
-def measured(subjects: list[Subject], batch: Mapping[str, Tensor], rounds: int) -> list[dict[str, Any]]:
-    """A row for each subject; the last is what is exact."""
-    exact = subjects[-1].results(batch)
-    rows: list[dict[str, Any]] = []
-    for subject in subjects:
-        found = exact if subject is subjects[-1] else subject.results(batch)
-        apart = {f"{name}_from_float32": round(distance(found[name], exact[name]), 5) for name in exact}
-        rows.append({"way": subject.way, "seconds": {name: [] for name in PASSES}, **apart})
+def measured(
+    subjects: Sequence[Subject], batch: Mapping[str, Tensor], windows: Batches, rounds: int
+) -> list[dict[str, Any]]:
+    """A row for each subject; the last is what is exact. Args: windows: that results are compared on."""
+    rows: list[dict[str, Any]] = [
+        {"way": subject.way, "seconds": {name: [] for name in PASSES}, "from_float32": {}} for subject in subjects
+    ]
+    for window in windows:
+        exact = subjects[-1].results(window)
+        for row, subject in zip(rows[:-1], subjects[:-1], strict=True):
+            for name, found in subject.results(window).items():
+                row["from_float32"].setdefault(name, []).append(round(distance(found, exact[name]), 5))
     for _ in range(rounds):
         for row, subject in zip(rows, subjects, strict=True):
             for name, seconds in subject.seconds(batch).items():
@@ -106,7 +113,7 @@ def upcast_table(results: Mapping[str, Any]) -> str:
     note = (
         f"{settings['model']}, {settings['batch']} tokens of pydoc, {settings['threads']} CPU threads, "
         f"{settings['cpu']}; medians of {settings['rounds']} rounds. From float32: the norm of the difference "
-        f"over that of what float32 computes. Made by `make bench-upcast`."
+        f"over that of what float32 computes, the mean of {settings['windows']}. Made by `make bench-upcast`."
     )
     return "\n".join([*lines, "", note])
 
@@ -116,7 +123,7 @@ def _median(row: Mapping[str, Any], name: str) -> float:
 
 
 def _apart(row: Mapping[str, Any], what: str) -> str:
-    return "" if row["way"] == FLOAT32 else f"{row[f'{what}_from_float32']:.2%}"
+    return "" if row["way"] == FLOAT32 else f"{statistics.mean(row['from_float32'][what]):.2%}"
 
 
 def show(rows: list[dict[str, Any]]) -> None:
@@ -137,16 +144,20 @@ def main() -> None:
     args = parser.parse_args()
     model = load_model(args.model, dtype=torch.bfloat16).eval()
     wide = load_model(args.model, dtype=torch.bfloat16).eval().float()  # the same numbers
-    windows = WindowSpec(args.batch_size, args.sequence_length, args.batch_size)
     tokenizer = load_processing_class(model)
-    batches = load_batches("pydoc", windows, part="calibration", model=model, processing_class=tokenizer)
-    rows = measured(
-        [Subject(NATIVE, model), Subject(UPCAST, model), Subject(FLOAT32, wide)], batches.items[0], args.rounds
-    )
+
+    def batches(samples: int, length: int, size: int) -> Batches:
+        spec = WindowSpec(samples, length, size)
+        return load_batches("pydoc", spec, part="calibration", model=model, processing_class=tokenizer)
+
+    batch = batches(args.batch_size, args.sequence_length, args.batch_size).items[0]
+    subjects = [Subject(NATIVE, model), Subject(UPCAST, model), Subject(FLOAT32, wide)]
+    rows = measured(subjects, batch, batches(*COMPARED_ON, 1), args.rounds)
     settings = {
         "model": Path(args.model).name,
         "batch": f"{args.batch_size} x {args.sequence_length}",
         "rounds": args.rounds,
+        "windows": "{} windows of {} tokens".format(*COMPARED_ON),
         "threads": torch.get_num_threads(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "needs_upcast": needs_upcast(torch.bfloat16),
