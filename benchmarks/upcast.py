@@ -36,7 +36,7 @@ from gradprobe_hf.report.build import versions
 COMPARED_ON = 5, 128  # windows, tokens
 RESULTS = Path(__file__).parent / "results"
 NATIVE, UPCAST, FLOAT32 = ("bfloat16", "bfloat16, products in float32", "float32")
-FORWARD, BACKWARD, STEP = PASSES = ("forward", "backward", "one token of each sequence")
+FORWARD, BACKWARD = PASSES = ("forward", "backward")
 
 
 class Subject:
@@ -50,12 +50,8 @@ class Subject:
         with upcast_products(self.model) if self.way == UPCAST else nullcontext():
             forward, (loss, _) = timed(lambda: summed_loss(self.model, batch))
             backward, _ = timed(loss.backward)
-            with torch.inference_mode():
-                cache = self.model(**batch, use_cache=True).past_key_values
-                last = batch["input_ids"][:, -1:]
-                step, _ = timed(lambda: self.model(input_ids=last, past_key_values=cache))
         self.model.zero_grad(set_to_none=True)
-        return {FORWARD: forward, BACKWARD: backward, STEP: step}
+        return {FORWARD: forward, BACKWARD: backward}
 
     def results(self, batch: Mapping[str, Tensor]) -> dict[str, list[Tensor]]:
         """The logits of a batch, and the gradients of its loss."""
