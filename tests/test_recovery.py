@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
 
@@ -24,6 +25,7 @@ from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil, teacher_of, workplace
 from gradprobe_hf.recovery.divergence import SummedDivergence, TopPredictions, WholePredictions
+from gradprobe_hf.recovery.result import RecoverResult
 from gradprobe_hf.recovery.teacher import LiveTeacher
 from gradprobe_hf.recovery.text import RecoveryText, collated
 from gradprobe_hf.recovery.trainer import BestState, without_dropout
@@ -578,12 +580,40 @@ def test_what_cannot_work_is_said_before_anything_is_trained(change, said, text_
         ({"bf16": "on"}, "bf16 must be True, False or 'auto', got 'on'"),
         ({"text_column": "a", "text_template": "{b}"}, "both say what the text is"),
         ({"lora_r": 0}, "lora_r must be a whole number >= 1"),
+        ({"packing": False, "document_separator": "eos"}, "document_separator='eos' has no effect here"),
     ],
     ids=str,
 )
 def test_options_that_cannot_be_meant(options, said):
     with pytest.raises(ValueError, match=said):
         RecoveryConfig(**options)
+
+
+def test_the_seed_decides_where_adapters_begin(checkpoint, text_file):
+    """Whatever the caller drew before."""
+    config = RecoveryConfig(steps=2, batch_size=2, sequence_length=16, lora_r=2, learning_rate=1e-2)
+    found = []
+    for drawn in (1, 2):
+        pruned = cases.prune(cases.build("llama"), cases.batches("llama"), apply=True, sparsity=0.5).model
+        torch.manual_seed(drawn)
+        options = {"text": str(text_file), "evaluation": False, "processing_class": cases.tokenizer()}
+        found.append(recover_pretrained(pruned, str(checkpoint), config, progress=False, **options).model.state_dict())
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+    before = cases.prune(cases.build("llama"), cases.batches("llama"), apply=True, sparsity=0.5).model.state_dict()
+    assert any(not torch.equal(value, found[0][name]) for name, value in before.items())  # something was learned
+
+
+def test_a_result_of_a_recovery_is_no_model(checkpoint):
+    result = RecoverResult(cases.build("llama"), None, None, RecoveryConfig(), None)
+    for arguments in ((result, str(checkpoint)), (str(checkpoint), result)):
+        with pytest.raises(TypeError, match=r"got RecoverResult: pass its \.model"):
+            recover_pretrained(*arguments)
+
+
+def test_a_dataset_of_several_splits_is_no_mixture():
+    splits = DatasetDict({"train": Dataset.from_dict({"text": ["a", "b"]})})
+    with pytest.raises(ValueError, match=r"a DatasetDict is several data sets: choose one of them, with \['train'\]"):
+        shares(splits, 4)
 
 
 def test_the_teacher_is_let_go_once_its_probabilities_are_written(checkpoint, text_file, monkeypatch):

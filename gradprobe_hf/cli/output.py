@@ -96,7 +96,11 @@ def print_recovery(report: Report, output: str) -> None:
     )
     if after is not None:
         out.print(f"measured on {after['source']}: {after['protocol']}", style="dim")
-    out.print(f"{report.zeros:,} of {report.weights:,} weights are zero, {report.sparsity:.4%}")
+    if report.structure is None:
+        out.print(f"{report.zeros:,} of {report.weights:,} weights are zero, {report.sparsity:.4%}")
+    else:  # what its rows count as zero was cut out
+        parameters = report.structure["parameters"]
+        out.print(f"{parameters['after']:,} of {parameters['before']:,} parameters are left")
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
 
 

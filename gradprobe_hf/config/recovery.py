@@ -114,6 +114,11 @@ class RecoveryConfig(Options):
         if self.bf16 != "auto" and not isinstance(self.bf16, bool):
             raise ValueError(f"bf16 must be True, False or 'auto', got {self.bf16!r}.")
         TextOptions.of(self)  # refuses what is wrong in it
+        if self.document_separator is not None and not self.packing:
+            raise ValueError(
+                f"document_separator={self.document_separator!r} has no effect here: it belongs to packing=True. Set "
+                "that, or leave document_separator unset."
+            )
         self._check_batches()
 
     def _check_batches(self) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.result import PruneResult
+from gradprobe_hf.checkpoint.saving import Savable
 from gradprobe_hf.data.sources import is_path
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded
@@ -27,6 +28,12 @@ def check_models(pruned: Any, teacher: Any, from_pretrained_kwargs: Mapping[str,
         FileNotFoundError: no such folder.
         ValueError: an argument for loading that has no effect, or cannot be used here.
     """
+    for name, given in (("pruned", pruned), ("teacher", teacher)):
+        if isinstance(given, Savable) and not isinstance(given, PruneResult):
+            raise TypeError(
+                f"{name} must be a model or its name, got {type(given).__name__}: pass its .model, or the folder that "
+                "it was saved in."
+            )
     if isinstance(teacher, PruneResult):
         raise TypeError("teacher must be the dense model, or its name, and this PruneResult is of the pruned one.")
     if isinstance(pruned, PruneResult) and pruned.removal is not None:

@@ -205,6 +205,7 @@ def distil(
         if config.lora_r is None:
             callbacks.append(SparsityCallback(masks))
         else:
+            torch.manual_seed(config.seed)  # adapters begin at random, and Trainer seeds later
             trains = _with_adapters(student, targets, config.lora_r)
             adapted.enter_context(masked_adapters(trains, masks))
         best = BestState(place.folder, config.early_stopping_patience)
