@@ -3,7 +3,8 @@
     make bench-upcast        # SmolLM2-135M, into results/upcast.json
 
 All three have the same weights. How far bfloat16 is from float32 is measured first, on a few short windows. Then a
-round has each pass once of all of them, in turns. On a CPU that has units for bfloat16 the first two are alike.
+round has each pass once of all of them, in turns. On a CPU that has units for bfloat16 the first two are alike. Last, a
+few rows by a small and by a large weight, in the loop and by a float32 copy: why few rows are left to the loop.
 
 usage: python -m benchmarks.upcast --model DIR [--rounds 3] [--batch-size 2] [--sequence-length 256]
 """
@@ -16,10 +17,12 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -30,10 +33,12 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.loading import load_model, load_processing_class
 from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.model.upcast import needs_upcast, upcast_products
 from gradprobe_hf.report.build import versions
 
 COMPARED_ON = 5, 128  # windows, tokens
+FEW, FEW_ROUNDS = (1, 2, 4, 8, 16, 32), 11
 RESULTS = Path(__file__).parent / "results"
 NATIVE, UPCAST, FLOAT32 = ("bfloat16", "bfloat16, products in float32", "float32")
 FORWARD, BACKWARD = PASSES = ("forward", "backward")
@@ -62,6 +67,21 @@ class Subject:
         gradients = [one.grad.float() for one in self.model.parameters() if one.grad is not None]
         self.model.zero_grad(set_to_none=True)
         return {"logits": [logits.float()], "gradients": gradients}
+
+
+def few_rows(weight: Tensor) -> list[dict[str, Any]]:
+    """Milliseconds of few rows by a weight `[out, in]` in bfloat16, of each round."""
+    found = []
+    for count in FEW:
+        rows = torch.randn(count, weight.shape[1], dtype=weight.dtype)
+        ways = {"loop": partial(F.linear, rows, weight), "copy": partial(by_copy, rows, weight)}
+        taken = [{name: 1000 * timed(way)[0] for name, way in ways.items()} for _ in range(FEW_ROUNDS)]
+        found.append({"rows": count} | {name: [round(one[name], 3) for one in taken] for name in ways})
+    return found
+
+
+def by_copy(rows: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(rows.float(), weight.float()).to(weight.dtype)
 
 
 def timed(action: Callable[[], Any]) -> tuple[float, Any]:
@@ -111,7 +131,16 @@ def upcast_table(results: Mapping[str, Any]) -> str:
         f"{settings['cpu']}; medians of {settings['rounds']} rounds. From float32: the norm of the difference "
         f"over that of what float32 computes, the mean of {settings['windows']}. Made by `make bench-upcast`."
     )
-    return "\n".join([*lines, "", note])
+    return "\n".join([*lines, "", note, "", *_few_rows_table(results["few_rows"])])
+
+
+def _few_rows_table(results: Mapping[str, Any]) -> list[str]:
+    """Medians: in the loop, and by a copy."""
+    lines = [f"| rows | {' | '.join(str(count) for count in FEW)} |", f"|---|{'---:|' * len(FEW)}"]
+    for shape, found in results.items():
+        cells = [f"{statistics.median(one['loop']):.2f} / {statistics.median(one['copy']):.2f}" for one in found]
+        lines.append(f"| {shape} | {' | '.join(cells)} |")
+    return [*lines, "", f"Milliseconds in the loop / by a float32 copy of the weight, medians of {FEW_ROUNDS} rounds."]
 
 
 def _median(row: Mapping[str, Any], name: str) -> float:
@@ -158,7 +187,9 @@ def main() -> None:
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "needs_upcast": needs_upcast(torch.bfloat16),
     }
-    values = {"settings": settings, "rows": rows, "versions": versions()}
+    weights = [model.get_parameter(find_targets(model)[-1].parameter), model.get_output_embeddings().weight]
+    few = {"{:,} x {:,}".format(*one.shape): few_rows(one.detach()) for one in weights}
+    values = {"settings": settings, "rows": rows, "few_rows": few, "versions": versions()}
     args.output.write_text(json.dumps(values, indent=1) + "\n")
     show(rows)
 

@@ -249,7 +249,7 @@ def test_what_is_widened_is_in_the_estimate(monkeypatch):
     assert cost[True].peak_bytes == cost[False].peak_bytes + 4 * logits
 
 
-def test_a_metric_of_the_dense_model_is_measured_like_those_it_is_compared_with(without_units, text_file):
+def test_a_metric_of_the_dense_model_is_measured_like_those_it_is_compared_with(without_units):
     seen = []
 
     def metric(model):

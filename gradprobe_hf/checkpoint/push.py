@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -60,33 +58,6 @@ def push_folder(
             repo_id=repo_id, folder_path=folder, revision=revision, create_pr=create_pr, commit_message=message
         )
     return str(commit.pr_url or commit.commit_url)
-
-
-def push_saved(
-    save: Callable[..., None],
-    repo_id: str,
-    *,
-    private: bool | None = None,
-    revision: str | None = None,
-    create_pr: bool = False,
-    token: str | None = None,
-) -> str:
-    """Save a checkpoint in a temporary folder and upload it; returns the address of the commit.
-
-    Args:
-        save: `save_pretrained` of a result.
-
-    Raises:
-        OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
-    """
-    full_name = check_push(repo_id, private, token)
-    scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
-    folder = scratch / full_name.split("/")[-1]
-    save(folder, repo_id=full_name)
-    with kept_in(folder):
-        address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
-    shutil.rmtree(scratch, ignore_errors=True)
-    return address
 
 
 @contextmanager

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.push import push_saved
+from gradprobe_hf.checkpoint.push import check_push, kept_in, push_folder
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.runtime.processes import Processes
@@ -65,6 +67,11 @@ class Savable(ABC):
         if not self.processes.is_main:
             self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
             return ""
-        return push_saved(
-            self.save_pretrained, repo_id, private=private, revision=revision, create_pr=create_pr, token=token
-        )
+        full_name = check_push(repo_id, private, token)
+        scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
+        folder = scratch / full_name.split("/")[-1]
+        self.save_pretrained(folder, repo_id=full_name)
+        with kept_in(folder):
+            address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
+        shutil.rmtree(scratch, ignore_errors=True)
+        return address

@@ -43,8 +43,8 @@ def unknown_flag(text: str, flags: Collection[str]) -> str:
         return f"{text!r} is one argument too many: quote what has spaces, and write a list as a,b."
     typed = text.split("=")[0]
     name = typed.lstrip("-").replace("-", "_")
-    known = [words.options.get(name) or words.arguments.get(name) for words in (PRUNING, RECOVERY)]
-    for found in [flag(one or name) for one in known]:
+    known = [one.options.get(name) or one.arguments.get(name) for one in (PRUNING, RECOVERY)]
+    for found in [flag(meant or name) for meant in known]:
         if found in flags or found == "MODEL":
             return f"there is no option {typed}; it is {found} here."
     longer = [one for one in flags if one.startswith(typed) and len(typed) > 3]

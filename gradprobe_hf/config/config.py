@@ -39,7 +39,7 @@ from gradprobe_hf.config.values import (
 from gradprobe_hf.data.text_options import DEFAULT_LENGTH, TextOptions
 from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
 from gradprobe_hf.decisions.table import DECISIONS, Decision
-from gradprobe_hf.runtime.names_elsewhere import PRUNING, Words
+from gradprobe_hf.runtime.names_elsewhere import PRUNING, NamesElsewhere
 from gradprobe_hf.runtime.option_checks import number, patterns, rounds, threshold
 from gradprobe_hf.runtime.paths import looks_like_path
 from gradprobe_hf.scores.budget import Budget, Scope
@@ -191,7 +191,7 @@ class GradProbeConfig(Options):
         save_every: batches between two snapshots of a run with `resume_dir`.
     """
 
-    words: ClassVar[Words] = PRUNING
+    elsewhere: ClassVar[NamesElsewhere] = PRUNING
     # The target.
     sparsity: float | None = None
     pattern: str = "unstructured"

@@ -9,25 +9,25 @@ from typing import Any, ClassVar, Self
 
 import yaml
 
-from gradprobe_hf.runtime.names_elsewhere import Words, unknown_option
+from gradprobe_hf.runtime.names_elsewhere import NamesElsewhere, unknown_option
 from gradprobe_hf.runtime.yaml_options import read_yaml
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options by name. Attributes: `words`: what others call them."""
+    """Options by name. Attributes: `elsewhere`: what others call them."""
 
-    words: ClassVar[Words]
+    elsewhere: ClassVar[NamesElsewhere]
 
     def __new__(cls, *values: Any, **options: Any) -> Self:
         """Raises TypeError for what is no option; a dataclass would not say which one it may be."""
         known = [field.name for field in fields(cls)]
         if values:
-            name, value = cls.words.example
+            name, value = cls.elsewhere.example
             raise TypeError(f"options are given by their names, like {name}={value!r}, got {values[0]!r}.")
         for name in options:
             if name not in known:
-                raise TypeError(f"{cls.__name__}: {unknown_option(name, known, cls.words)}")
+                raise TypeError(f"{cls.__name__}: {unknown_option(name, known, cls.elsewhere)}")
         return super().__new__(cls)
 
     def to_dict(self) -> dict[str, Any]:
@@ -42,11 +42,13 @@ class Options:
             ValueError: an option that there is not, or a value that is wrong.
         """
         if not isinstance(values, Mapping):
-            raise ValueError(f"options are a dict, like {dict([cls.words.example])!r}, got {type(values).__name__}.")
+            raise ValueError(
+                f"options are a dict, like {dict([cls.elsewhere.example])!r}, got {type(values).__name__}."
+            )
         known = [field.name for field in fields(cls)]
         for name in values:
             if name not in known:
-                raise ValueError(unknown_option(name, known, cls.words))
+                raise ValueError(unknown_option(name, known, cls.elsewhere))
         return cls(**values)
 
     def to_yaml(self, path: str | Path) -> None:

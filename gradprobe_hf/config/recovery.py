@@ -10,7 +10,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.options import Options
 from gradprobe_hf.config.values import LARGEST_SEED
 from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
-from gradprobe_hf.runtime.names_elsewhere import RECOVERY, Words
+from gradprobe_hf.runtime.names_elsewhere import RECOVERY, NamesElsewhere
 from gradprobe_hf.runtime.option_checks import number, whole
 
 EVALUATIONS = 10  # of the held-out text in a run, where no distance was asked for
@@ -74,7 +74,7 @@ class RecoveryConfig(Options):
         save_steps: steps between two checkpoints of a run with `resume_dir`.
     """
 
-    words: ClassVar[Words] = RECOVERY
+    elsewhere: ClassVar[NamesElsewhere] = RECOVERY
     # The training.
     steps: int = 300
     learning_rate: float = 2e-4

@@ -70,8 +70,10 @@ def recovered_weights(
     """
     config, dense = RecoveryConfig.of_pruning(context.config), context.model
     folder = None if resume_dir is None else Path(resume_dir) / FOLDER
-    own_folder = workplace(folder, context.processes, context.stopwatch, context.progress)
-    with upcast_products(dense), own_folder as place:
+    with (
+        upcast_products(dense),
+        workplace(folder, context.processes, context.stopwatch, context.progress) as place,
+    ):
         with context.stopwatch("read data"):
             source = default_calibration(dense) if calibration is None else calibration
             text = read_text(source, config, _reading(context, place))

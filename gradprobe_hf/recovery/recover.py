@@ -122,8 +122,10 @@ def recover_pretrained(
         if student.processing_class is None:
             student = replace(student, processing_class=load_processing_class(dense.model, **from_pretrained_kwargs))
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
-    folder = workplace(None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress)
-    with upcast_products(dense.model, student.model), folder as place:
+    with (
+        upcast_products(dense.model, student.model),
+        workplace(None if resume_dir is None else Path(resume_dir), processes, stopwatch, progress) as place,
+    ):
         with stopwatch("read data"):
             measured_on = _evaluation(evaluation, config, dense.model, student.processing_class)
             # A text that is too short comes before a repository is created, and one that is yet to be written after.

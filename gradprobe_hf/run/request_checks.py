@@ -49,7 +49,7 @@ def check_names(given: Mapping[str, object], verb: Callable[..., Any], config: t
     arguments = [name for name in inspect.signature(verb).parameters if name != "from_pretrained_kwargs"]
     options = [field.name for field in fields(config)]
     for name, value in given.items():
-        if said := unknown_argument(name, value, options, [*arguments, "dtype", "device_map"], config.words):
+        if said := unknown_argument(name, value, options, [*arguments, "dtype", "device_map"], config.elsewhere):
             raise TypeError(f"{verb.__name__}: {said}")
 
 

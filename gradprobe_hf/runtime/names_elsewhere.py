@@ -130,7 +130,7 @@ _ARGUMENTS_OF_RECOVERY = {
 
 
 @dataclass(frozen=True)
-class Words:
+class NamesElsewhere:
     """What others call the options of a configuration, and the arguments of the function that takes it.
 
     Attributes:
@@ -148,7 +148,7 @@ class Words:
     arguments: Mapping[str, str]
 
 
-PRUNING = Words(
+PRUNING = NamesElsewhere(
     "GradProbeConfig",
     "prune_pretrained",
     "sparsity and pattern",
@@ -156,7 +156,7 @@ PRUNING = Words(
     _OPTIONS_OF_PRUNING,
     _ARGUMENTS_OF_PRUNING,
 )
-RECOVERY = Words(
+RECOVERY = NamesElsewhere(
     "RecoveryConfig",
     "recover_pretrained",
     "steps and learning_rate",
@@ -171,7 +171,7 @@ def near(name: str, known: Iterable[str], alike: float = 0.6) -> str | None:
     return next(iter(difflib.get_close_matches(name, list(known), n=1, cutoff=alike)), None)
 
 
-def unknown_option(name: object, known: Collection[str], words: Words = PRUNING) -> str:
+def unknown_option(name: object, known: Collection[str], elsewhere: NamesElsewhere = PRUNING) -> str:
     """What to say of an option that the configuration does not have.
 
     >>> unknown_option("amount", ["sparsity"])
@@ -180,18 +180,18 @@ def unknown_option(name: object, known: Collection[str], words: Words = PRUNING)
     "unknown option 'sparsty'; did you mean 'sparsity'?"
     """
     text = str(name)
-    if text in words.options:
-        return f"unknown option {name!r}: it is called {words.options[text]} here."
-    argument = words.arguments.get(text, text)
-    if argument in words.arguments.values():
-        return f"{name!r} is no option of the configuration: it is an argument of {words.verb}, {argument}=."
+    if text in elsewhere.options:
+        return f"unknown option {name!r}: it is called {elsewhere.options[text]} here."
+    argument = elsewhere.arguments.get(text, text)
+    if argument in elsewhere.arguments.values():
+        return f"{name!r} is no option of the configuration: it is an argument of {elsewhere.verb}, {argument}=."
     if meant := near(text, known):
         return f"unknown option {name!r}; did you mean {meant!r}?"
-    return f"unknown option {name!r}; the options are those of {words.config}, {words.first} first."
+    return f"unknown option {name!r}; the options are those of {elsewhere.config}, {elsewhere.first} first."
 
 
 def unknown_argument(
-    name: str, value: object, options: Collection[str], arguments: Collection[str], words: Words = PRUNING
+    name: str, value: object, options: Collection[str], arguments: Collection[str], elsewhere: NamesElsewhere = PRUNING
 ) -> str | None:
     """What to say of an argument that is another's, or of the configuration; None if nothing is known of it.
 
@@ -200,10 +200,10 @@ def unknown_argument(
     >>> unknown_argument("sparsity", 0.5, ["sparsity"], ["calibration"])
     'sparsity is an option of the configuration: pass GradProbeConfig(sparsity=0.5) as config.'
     """
-    option = name if name in options else words.options.get(name)
+    option = name if name in options else elsewhere.options.get(name)
     if option in options:
-        return f"{name} is an option of the configuration: pass {words.config}({option}={value!r}) as config."
-    other = words.arguments.get(name)
+        return f"{name} is an option of the configuration: pass {elsewhere.config}({option}={value!r}) as config."
+    other = elsewhere.arguments.get(name)
     if other in arguments:
         return f"{name}= is called {other}= here."
     meant = near(name, arguments, alike=0.85)  # other words may be arguments of `from_pretrained`
