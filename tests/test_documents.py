@@ -8,7 +8,8 @@ import pytest
 import torch
 from datasets import Dataset
 
-from gradprobe_hf import GradProbeConfig
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.values import mixture
 from gradprobe_hf.data.chat import ChatTemplate
 from tests import cases
@@ -295,3 +296,45 @@ def test_mixtures_on_the_command_line(tmp_path, monkeypatch):
 def test_options_that_contradict_each_other_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         GradProbeConfig(**options)
+
+
+@pytest.mark.parametrize("options", [{"text_column": "body"}, {"text_template": "Q: {body}"}], ids=str)
+def test_a_column_of_texts_that_have_none_is_refused(options, tmp_path, capsys):
+    """It would be ignored, and the card would say otherwise."""
+    (tmp_path / "plain.txt").write_text("Some text. " * 400)
+    ((name, _),) = options.items()
+    model, plain = cases.build("llama"), str(tmp_path / "plain.txt")
+    for texts in ({"calibration": plain}, {"calibration": ["some text"] * 9, "evaluation": "pydoc"}, {}):
+        with pytest.raises(ValueError, match=rf"{name}=.* has no effect here: .* plain text has none"):
+            prune_pretrained(model, GradProbeConfig(**options), processing_class=TOKENIZER, **texts)
+    with pytest.raises(ValueError, match=rf"plain text has none \({plain}, pydoc\)"):
+        recover_pretrained(model, cases.build("llama"), RecoveryConfig(**options), text=plain, evaluation="pydoc")
+    model.save_pretrained(tmp_path / "model")
+    TOKENIZER.save_pretrained(tmp_path / "model")
+    flag = name.replace("_", "-")
+    assert main(["evaluate", str(tmp_path / "model"), "--data", plain, f"--{flag}", options[name]]) == 1
+    assert "has no effect here" in capsys.readouterr().err
+
+
+def test_a_mixture_needs_columns_in_one_of_its_texts(tmp_path):
+    rows = [{"body": "Of plain sentences this is one. " * 20}] * 8
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "plain.txt").write_text("Some text. " * 400)
+    texts = {str(tmp_path / "rows.jsonl"): 1, str(tmp_path / "plain.txt"): 1}
+    found = cases.prune(
+        cases.build("llama"), texts, text_column="body", num_samples=4, sequence_length=16, processing_class=TOKENIZER
+    )
+    assert "rows.jsonl" in found.report.calibration["source"]
+
+
+def test_a_text_that_begins_with_bos_has_one():
+    """As `apply_chat_template(..., tokenize=False)` renders chats."""
+    tokenizer = chatting(WITH_BOS, begins="<s> $A")
+    rendered = tokenizer.apply_chat_template(CHAT, tokenize=False)
+    assert rendered.startswith("<s>")
+    rows = Dataset.from_dict({"text": [rendered, "It is plain, this one."]})
+    found = load(rows, samples=2, packing=False, length=48, tokenizer=tokenizer)
+    rows = [pair for one in found for pair in zip(one["input_ids"], one["attention_mask"], strict=True)]
+    texts = [tokenizer.decode(row[mask == 1]) for row, mask in rows]
+    assert all(text.startswith("<s>") and not text.startswith("<s><s>") for text in texts)
+    assert len(texts) == 2

@@ -162,10 +162,12 @@ def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) 
     from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
     from gradprobe_hf.data.sources import is_plain_text
     from gradprobe_hf.data.windows import WindowSpec, load_batches, window_length
+    from gradprobe_hf.run.request_checks import check_columns
 
     if options.protocol == "paper" or is_plain_text(options.data):
         check_reads_text(measured.model, "data")
     text = TextOptions(**given(options, *TEXT_OPTIONS))
+    check_columns(text, options.data)
     if options.protocol == "paper":
         read = {name: value for name, value in asdict(text).items() if name in PAPER_OPTIONS}
         spec = PaperSpec(options.sequence_length, options.batch_size or PAPER_BATCH, **read)

@@ -177,8 +177,11 @@ def _text_rows(
     """Texts as the tokenizer begins, ends and truncates them, and as a template renders them, if there is one."""
     tokenizer = tokenizer_of(processing_class)
     cut = {"truncation": True, "max_length": spec.sequence_length, "verbose": False}
+    begin = getattr(tokenizer, "bos_token", None)
     for text in documents(opened, spec.text, _order(opened, spec.seed)):
-        ids = tokenizer(text, add_special_tokens=spec.text.add_special_tokens, **cut)["input_ids"]
+        # A chat that was rendered beforehand has its special tokens in it: with others it would begin twice.
+        wanted = spec.text.add_special_tokens and not (begin and str(text).startswith(begin))
+        ids = tokenizer(text, add_special_tokens=wanted, **cut)["input_ids"]
         (row,) = rows_of(torch.tensor([ids], dtype=torch.long), special.unpredicted)
         if predicts(row):
             yield row, str(text) if spec.text.text_template else None

@@ -41,7 +41,7 @@ from gradprobe_hf.recovery.result import (
 from gradprobe_hf.recovery.text import Reading, RecoveryText, is_written, read_text
 from gradprobe_hf.report.report import REPORT_NAME, Report
 from gradprobe_hf.run.apply import replaced
-from gradprobe_hf.run.request_checks import check_names
+from gradprobe_hf.run.request_checks import check_columns, check_names
 from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.option_checks import check_resume_dir
 from gradprobe_hf.runtime.paths import looks_like_path
@@ -111,6 +111,7 @@ def recover_pretrained(
     check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
     check_models(pruned, teacher, from_pretrained_kwargs)
     check_texts(text, evaluation)
+    check_columns(TextOptions.of(config), text, evaluation)
     out.check(_name_of(pruned), _name_of(teacher))
     if resume_dir is not None:
         check_resume_dir(resume_dir, output_dir)

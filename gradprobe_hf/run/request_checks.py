@@ -11,7 +11,9 @@ from typing import Any
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.options import Options
 from gradprobe_hf.data.mixture import is_mixture
-from gradprobe_hf.data.sources import is_path
+from gradprobe_hf.data.sources import is_path, is_plain_text
+from gradprobe_hf.data.text_options import TextOptions
+from gradprobe_hf.data.windows import SELF
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.runtime.names_elsewhere import unknown_argument
 from gradprobe_hf.runtime.option_checks import check_callable
@@ -42,6 +44,8 @@ def check_request(request: RunRequest, verb: Callable[..., Any]) -> None:
         name = "evaluation" if request.evaluation is True else "calibration"
         raise ValueError(f"{name} must be text or batches, got bool {getattr(request, name)!r}.")
     check_paths(request.model_or_id, {"calibration": request.calibration, "evaluation": request.evaluation})
+    calibration = SELF if request.calibration is None else request.calibration
+    check_columns(TextOptions.of(request.config), calibration, request.evaluation)
 
 
 def check_names(given: Mapping[str, object], verb: Callable[..., Any], config: type[Options]) -> None:
@@ -51,6 +55,25 @@ def check_names(given: Mapping[str, object], verb: Callable[..., Any], config: t
     for name, value in given.items():
         if said := unknown_argument(name, value, options, [*arguments, "dtype", "device_map"], config.elsewhere):
             raise TypeError(f"{verb.__name__}: {said}")
+
+
+def check_columns(options: TextOptions, *texts: Any) -> None:
+    """Raise ValueError where columns are named and none of the texts can have any: what is asked for would be ignored.
+
+    Args:
+        texts: all that are read with these options, mixtures too; None and False are none.
+    """
+    given = [text for text in texts if text is not None and text is not False]
+    parts = [part for text in given for part in (text if is_mixture(text) else [text])]
+    if not parts or not all(map(is_plain_text, parts)):
+        return
+    shown = ", ".join(str(part) if isinstance(part, (str, Path)) else f"{len(part)} texts" for part in parts)
+    for name in ("text_column", "text_template"):
+        if (value := getattr(options, name)) is not None:
+            raise ValueError(
+                f"{name}={value!r} has no effect here: it belongs to a data set with columns, and plain text has none "
+                f"({shown}). Leave {name} unset."
+            )
 
 
 def check_paths(model_or_id: Any, texts: Mapping[str, Any], **others: Any) -> None:
