@@ -118,14 +118,16 @@ def test_what_has_products_as_its_parts(mode, without_units):
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("bias", [False, True])
-def test_a_few_rows_are_left_to_torch(bias, mode, without_units):
+def test_a_few_rows_are_left_to_torch(bias, mode, without_units, monkeypatch):
     """What a model writes token by token, in few sequences at once."""
     model = cases.build("llama", torch.bfloat16)
     linear = torch.nn.Linear(8, 16, bias=bias, dtype=torch.bfloat16)
-    for rows, dtype in {4: torch.bfloat16, 5: torch.float32}.items():
-        with Products() as heard, upcast_products(model), mode():
-            linear(torch.randn(rows, 1, 8, dtype=torch.bfloat16))
-        assert heard.dtypes == {dtype}
+    for large, most in ((False, 4), (True, 12)):
+        monkeypatch.setattr(upcast, "_LARGE_COPY", 4 * linear.weight.numel() - large)
+        for rows, dtype in {most: torch.bfloat16, most + 1: torch.float32}.items():
+            with Products() as heard, upcast_products(model), mode():
+                linear(torch.randn(rows, 1, 8, dtype=torch.bfloat16))
+            assert heard.dtypes == {dtype}
 
 
 def test_nothing_changes_where_there_are_units(with_units):
