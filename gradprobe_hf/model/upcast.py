@@ -42,8 +42,8 @@ _PRODUCTS = {
 }
 # Where their operands are of which one has a row for each token.
 _ROWS_AT = {"aten::mm": 0, "aten::addmm": 1}
-# So many rows take less time in the loop than the copy of a weight (docs/memory.md). One of memory that is new takes the longest:
-# beyond 32 MiB glibc asks the system for it each time.
+# So many rows take less time in the loop than the copy of a weight (docs/memory.md). A copy beyond 32 MiB takes the
+# longest: glibc asks the system for its memory each time.
 _FEW_ROWS, _FEW_ROWS_OF_LARGE, _LARGE_COPY = 4, 12, 32 * 2**20
 # The log of the sum of the exponentials, which backward wants in float32 whatever the queries are.
 _STAYS_WIDE = {"aten::_scaled_dot_product_flash_attention_for_cpu": 1}
