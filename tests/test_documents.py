@@ -12,6 +12,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.values import mixture
 from gradprobe_hf.data.chat import ChatTemplate
+from gradprobe_hf.data.conversation import Chat
 from tests import cases
 from tests.test_calibration import TOKENIZER, ids, load
 
@@ -170,6 +171,53 @@ def test_prompts_and_completions_are_a_chat():
         assert said(found.items[0]) == wanted
 
 
+WITH_TOOLS = (
+    "{% for t in tools or [] %}{{ 'tool ' + (t | tojson) + '\n' }}{% endfor %}{{ mood or '' }}"
+    + CHATML.replace("m.content", "(m.content or (m.tool_calls | tojson))")
+)
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 3}}}
+ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
+TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {"zone": {}}}}}
+CALLING = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+
+
+@pytest.mark.parametrize("written", [lambda tools: tools, json.dumps], ids=["lists", "json"])
+@pytest.mark.parametrize("column", ["messages", "chat"])
+def test_the_template_is_told_of_the_tools_and_options_of_a_row(tmp_path, written, column):
+    """As the tokenizer renders it by itself, with no field that only another row has."""
+    rows = [
+        {column: CALLING, "tools": written([ADD]), "chat_template_kwargs": {"mood": "calm"}},
+        {column: CALLING, "tools": written([TIME]), "chat_template_kwargs": {"mood": "keen"}},
+        {column: CHAT[:2], "tools": written([]), "chat_template_kwargs": {}},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = chatting(WITH_TOOLS)
+    named = {} if column == "messages" else {"text_column": column}
+    found = load(path, samples=3, length=250, batch_size=1, packing=False, model=LONG, tokenizer=tokenizer, **named)
+    wanted = [
+        tokenizer.apply_chat_template(CALLING, tools=[ADD], mood="calm", tokenize=False),
+        tokenizer.apply_chat_template(CALLING, tools=[TIME], mood="keen", tokenize=False),
+        tokenizer.apply_chat_template(CHAT[:2], tokenize=False),
+    ]
+    assert all(part in wanted[0] for part in ("tool {", '"arguments"', "calm"))
+    assert sorted(TOKENIZER.decode(batch["input_ids"][0]) for batch in found) == sorted(wanted)
+
+
+def test_only_what_the_assistant_says_counts_where_there_are_tools():
+    row = {"messages": CALLING, "tools": [ADD]}
+    options = {"tokenizer": chatting(WITH_TOOLS), "assistant_only_loss": True, "packing": False, "model": LONG}
+    found = load([row], samples=1, length=250, **options)
+    assert said(found.items[0]) == json.dumps([CALL]) + "</s>"
+
+
+def test_chats_of_sharegpt_are_read_in_the_names_of_the_template():
+    speakers = {"user": "human", "assistant": "gpt"}
+    row = {"conversations": [{"from": speakers[role], "value": content} for role, content in TURNS]}
+    found = load([row], samples=1, length=200, packing=False, model=LONG, tokenizer=chatting(CHATML))
+    assert torch.equal(found.items[0]["input_ids"], one_chat(tokenizer=chatting(CHATML))["input_ids"])
+
+
 def test_packed_chats_begin_once_and_keep_their_labels():
     tokenizer = chatting(WITH_BOS, "<s> $A")
     rows = [
@@ -198,7 +246,9 @@ def test_packed_chats_begin_once_and_keep_their_labels():
         (FORGETFUL, {"messages": CHAT}, {"assistant_only_loss": True}, "renders earlier turns in another way"),
         (CHATML, {"text": "plain " * 40}, {"assistant_only_loss": True}, "is for chats.*holds texts"),
         (CHATML, {"messages": [{"from": "me", "value": "x"}]}, {}, "row 1: a message.*'role' and 'content'"),
-        (CHATML, {"messages": CHAT[:1]}, {"assistant_only_loss": True}, "documents of two tokens or more|counts"),
+        (CHATML, {"messages": CHAT[:1]}, {"assistant_only_loss": True}, "0 documents in which the assistant speaks"),
+        (CHATML, {"messages": CHAT, "tools": "no json"}, {}, "row 1: the column 'tools' holds a text that is no JSON"),
+        (CHATML, {"messages": CHAT, "tools": [1], "chat_template_kwargs": ["x"]}, {}, "'chat_template_kwargs'.* dict"),
     ],
 )
 def test_chats_that_cannot_be_read_are_refused(template, row, options, message):
@@ -211,7 +261,7 @@ def test_the_generation_marks_win_over_prefixes():
     forgetful = MARKED.replace(
         "m.content + '</s>' }}{% endgeneration", "('4.' if loop.last else '..') }}{% endgeneration"
     )
-    chat = ChatTemplate.of(chatting(forgetful), "x").render(CHAT, assistant_only=True)
+    chat = ChatTemplate.of(chatting(forgetful), "x").render(Chat(CHAT), assistant_only=True)
     counted = [token for token, counts in zip(chat.ids, chat.counted, strict=True) if counts]
     assert TOKENIZER.decode(counted) == "..4."
 

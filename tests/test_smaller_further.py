@@ -154,6 +154,12 @@ def test_zeros_of_a_smaller_model_stay_when_it_is_recovered(folder):
         assert (target.matrix(both)[result.masks[target.name]] == 0).all()
     assert any(not torch.equal(one, half.get_parameter(name)) for name, one in both.named_parameters())
     assert found.report.zeros == result.report.zeros
+    # All that was measured is beside the model that it was trained towards, and the card says so.
+    dense = loaded(folder / "dense").num_parameters()
+    assert Report.load(folder / "half").files["dense"] < Report.load(folder / "both").files["dense"] == 4 * dense
+    assert (
+        f"the predictions of `dense` ({dense:,} parameters), which all" in (folder / "both" / "README.md").read_text()
+    )
 
 
 def test_a_smaller_model_is_recovered_whole(folder):
@@ -178,6 +184,7 @@ def test_a_smaller_model_is_recovered_whole(folder):
     card = (folder / "trained" / "README.md").read_text()
     assert "| `intermediate_size` | 24 | 16 |" in card
     assert "Every zero stayed" not in card
+    assert "trained towards the dense model's predictions, in" in card
 
 
 @pytest.mark.slow
@@ -185,7 +192,7 @@ def test_adapters_train_a_smaller_model_in_memory(folder):
     pytest.importorskip("peft")
     model = loaded(folder / "smaller")
     before = cases.bits(model)
-    config = RecoveryConfig(**{**STEPS.to_dict(), "lora_r": 2})
+    config = RecoveryConfig(**{**STEPS.to_dict(), "lora_r": 2, "steps": 8, "learning_rate": 3e-3})
     found = recover_pretrained(
         model,
         loaded(folder / "dense"),

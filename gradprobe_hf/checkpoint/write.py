@@ -127,9 +127,15 @@ def write_checkpoint(
 
 def _file_sizes(folder: Path, made: Checkpoint) -> dict[str, int | None]:
     sizes = FileSizes.of(checkpoint_files(folder), scratch=folder)
-    before = made.report.files or {}  # of a checkpoint that is recovered the dense one is known
-    dense = before.get("dense") or sum(one.nbytes for one in made.model.parameters())
-    return {"dense": dense, "bytes": sizes.stored, "zstd": sizes.zstd, "hub": sizes.hub}
+    return {"dense": _dense_bytes(made), "bytes": sizes.stored, "zstd": sizes.zstd, "hub": sizes.hub}
+
+
+def _dense_bytes(made: Checkpoint) -> int:
+    """Those of the model that all measurements are beside: which was pruned, or which it was recovered towards."""
+    if teacher := made.report.recovered_towards:
+        return int(teacher["bytes"])
+    known = (made.report.files or {}).get("dense")  # of a checkpoint that is recovered
+    return known or sum(one.nbytes for one in made.model.parameters())
 
 
 def _card(made: Checkpoint, where: str) -> ModelCard:

@@ -1,4 +1,4 @@
-"""Chats: the messages of a conversation -> token ids, through the tokenizer's own chat template.
+"""Chats: the messages of a conversation, and its tools -> token ids, through the tokenizer's own chat template.
 
 The template renders the special tokens itself, a BOS among them, so that none are added when the text is tokenised.
 """
@@ -6,11 +6,10 @@ The template renders the special tokens itself, a BOS among them, so that none a
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from gradprobe_hf.data.documents import Message
+from gradprobe_hf.data.conversation import Chat
 
 ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -58,7 +57,7 @@ class ChatTemplate:
             )
         return cls(tokenizer, template)
 
-    def render(self, messages: Sequence[Message], assistant_only: bool) -> RenderedChat:
+    def render(self, chat: Chat, assistant_only: bool) -> RenderedChat:
         """The whole conversation.
 
         Args:
@@ -67,10 +66,10 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or does not tell what the assistant says.
         """
-        text = self._text(messages)
+        text = self._text(chat)
         if assistant_only and _GENERATION.search(self.template):
             found = self.tokenizer.apply_chat_template(
-                list(messages), chat_template=self.template, return_dict=True, return_assistant_tokens_mask=True
+                **self._asked(chat), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
             return RenderedChat(text, list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
         if not assistant_only:
@@ -81,20 +80,20 @@ class ChatTemplate:
                 f"assistant_only_loss needs a fast tokenizer, which tells where in the text a token is, and this "
                 f"{type(self.tokenizer).__name__} is none. Count all tokens: assistant_only_loss=False."
             )
-        spans = self._assistant_spans(messages, text)
+        spans = self._assistant_spans(chat, text)
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in found["offset_mapping"]]
         counted = [any(first <= start < last for first, last in spans) for start in starts]
         return RenderedChat(text, list(found["input_ids"]), counted)
 
-    def _assistant_spans(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
+    def _assistant_spans(self, chat: Chat, text: str) -> list[tuple[int, int]]:
         """Where in the rendered text the assistant speaks: each turn is what it adds to the turns before it."""
         spans = []
-        for at, message in enumerate(messages):
+        for at, message in enumerate(chat.messages):
             if message["role"] != ASSISTANT:
                 continue
-            before = self._text(messages[:at], add_generation_prompt=True)
-            upto = self._text(messages[: at + 1])
+            before = self._text(replace(chat, messages=chat.messages[:at]), add_generation_prompt=True)
+            upto = self._text(replace(chat, messages=chat.messages[: at + 1]))
             if not (upto.startswith(before) and text.startswith(upto)):
                 raise ValueError(
                     "the chat template renders earlier turns in another way once later ones follow, so that what the "
@@ -105,15 +104,13 @@ class ChatTemplate:
             spans.append((len(before), len(before) + len(upto[len(before) :].rstrip())))
         return spans
 
-    def _text(self, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    def _text(self, chat: Chat, add_generation_prompt: bool = False) -> str:
+        asked = self._asked(chat) | {"add_generation_prompt": add_generation_prompt}
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    chat_template=self.template,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                )
-            )
+            return str(self.tokenizer.apply_chat_template(**asked, tokenize=False))
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
+
+    def _asked(self, chat: Chat) -> dict[str, Any]:
+        given = {"conversation": list(chat.messages), "chat_template": self.template, "tools": chat.tools}
+        return {**chat.template_options, **given}

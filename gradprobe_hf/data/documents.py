@@ -6,16 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
+from gradprobe_hf.data.conversation import Chat, Message, Row, messages_of, shown
 from gradprobe_hf.data.sources import Source
 from gradprobe_hf.data.text_options import TextOptions, template_columns
 from gradprobe_hf.tasks.columns import filled
 
-Message: TypeAlias = Mapping[str, Any]
-# A text, or the messages of a chat.
-Document: TypeAlias = "str | list[Message]"
-Row: TypeAlias = Mapping[str, Any]
+# A text, or a chat.
+Document: TypeAlias = "str | Chat"
 
-MESSAGES = "messages"
+CHAT_COLUMNS = ("messages", "conversations")  # the latter as ShareGPT has it
 PROMPT, COMPLETION = "prompt", "completion"
 
 
@@ -39,7 +38,7 @@ def holds_chats(opened: Source, options: TextOptions) -> bool:
     if opened.is_plain:
         return False
     first = _first_row(opened)
-    return isinstance(_document(opened, _reader(opened, first, options), 0, first), list)
+    return isinstance(_document(opened, _reader(opened, first, options), 0, first), Chat)
 
 
 def _read(opened: Source, options: TextOptions, order: Iterable[int] | None) -> Iterator[Document]:
@@ -89,8 +88,8 @@ def _reader(opened: Source, first: Row, options: TextOptions) -> Callable[[Row],
                 f"are {columns}."
             )
         return partial(_one_column, column=options.text_column)
-    if MESSAGES in first:
-        return partial(_one_column, column=MESSAGES)
+    if chat := next((name for name in CHAT_COLUMNS if name in first), None):
+        return partial(_one_column, column=chat)
     if PROMPT in first and COMPLETION in first:
         return _prompt_and_completion
     strings = [name for name, value in first.items() if isinstance(value, str)]
@@ -108,8 +107,8 @@ def _one_column(row: Row, column: str) -> Document:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
-        return messages(value, column)
-    raise ValueError(f"the column {column!r} must hold a text, or a list of messages, and holds {_shown(value)}.")
+        return Chat.of_row(messages_of(value, column), row)
+    raise ValueError(f"the column {column!r} must hold a text, or a list of messages, and holds {shown(value)}.")
 
 
 def _prompt_and_completion(row: Row) -> Document:
@@ -120,24 +119,7 @@ def _prompt_and_completion(row: Row) -> Document:
         if isinstance(value, str):
             turns.append({"role": role, "content": value})
         elif isinstance(value, list):
-            turns += messages(value, column)
+            turns += messages_of(value, column)
         else:
-            raise ValueError(f"the column {column!r} must hold a text, or a list of messages, holds {_shown(value)}.")
-    return turns
-
-
-def messages(value: list[Any], column: str) -> list[Message]:
-    """The messages of a chat, checked. Fields that are None, as a table has them where rows differ, are left out."""
-    for message in value:
-        if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
-            raise ValueError(
-                f"a message in the column {column!r} must be a dict with 'role' and 'content', got {_shown(message)}."
-            )
-    return [{name: field for name, field in message.items() if field is not None} for message in value]
-
-
-def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing (null)"
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+            raise ValueError(f"the column {column!r} must hold a text, or a list of messages, holds {shown(value)}.")
+    return Chat.of_row(turns, row)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradprobe_hf.data.chat import ChatTemplate, RenderedChat
+from gradprobe_hf.data.conversation import Chat
 from gradprobe_hf.data.documents import documents, holds_chats
 from gradprobe_hf.data.sources import Source, is_streamed
 from gradprobe_hf.data.special_tokens import SpecialTokens, tokenizer_of
@@ -159,9 +160,20 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
     found = list(islice(made(opened, spec, processing_class, special), samples))
     samples = len(found) if spec.at_most and found else samples
     if len(found) < samples:
+        spoken = spec.text.assistant_only_loss and chats
         raise ValueError(
-            f"{opened.name} holds {len(found)} documents of two tokens or more and {samples} were asked for. Give "
-            "more, ask for fewer samples, or set packing=True (--packing on) to cut windows from all of them joined."
+            f"{opened.name} holds {len(found)} documents "
+            + (
+                f"in which the assistant speaks within {spec.sequence_length} tokens"
+                if spoken
+                else "of two tokens or more"
+            )
+            + f" and {samples} were asked for. Give more, ask for fewer samples, or "
+            + (
+                "count all tokens (assistant_only_loss=False, --assistant-only-loss off)."
+                if spoken
+                else "set packing=True (--packing on) to cut windows from all of them joined."
+            )
         )
     begun = "as the tokenizer's chat template has them" if chats else special.described
     protocol = (
@@ -249,9 +261,9 @@ def _chat_stream(opened: Source, spec: WindowSpec, processing_class: Any, specia
 
 def _chats(opened: Source, spec: WindowSpec, processing_class: Any) -> Iterator[RenderedChat]:
     template = ChatTemplate.of(processing_class, opened.name)
-    for messages in documents(opened, spec.text, _order(opened, spec.seed)):
-        assert isinstance(messages, list), "a column holds texts or chats, not both"
-        yield template.render(messages, spec.text.assistant_only_loss)
+    for chat in documents(opened, spec.text, _order(opened, spec.seed)):
+        assert isinstance(chat, Chat), "a column holds texts or chats, not both"
+        yield template.render(chat, spec.text.assistant_only_loss)
 
 
 def _order(opened: Source, seed: int) -> Sequence[int] | None:

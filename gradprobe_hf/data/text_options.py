@@ -16,8 +16,8 @@ class TextOptions:
     """How a data set is read and cut.
 
     Attributes:
-        text_column: the column with the text, or with the messages of a chat; None: `messages`, `prompt` and
-            `completion`, `text`, or the only column of strings.
+        text_column: the column with the text, or with the messages of a chat; None: `messages`,
+            `conversations`, `prompt` and `completion`, `text`, or the only column of strings.
         text_template: several columns as one text, `"{instruction}\\n{output}"` say.
         assistant_only_loss: whether only what the assistant says in a chat counts.
         packing: whether windows are cut from all documents joined; otherwise a document is a window, and padded.

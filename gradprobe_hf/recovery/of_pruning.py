@@ -22,7 +22,7 @@ from gradprobe_hf.model.routing import routed
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
-from gradprobe_hf.recovery.result import described_recovery
+from gradprobe_hf.recovery.result import Taught, described_recovery
 from gradprobe_hf.recovery.text import Reading, read_text
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
@@ -89,7 +89,9 @@ def recovered_weights(
         weights = NewWeights()
         for name, values in weights_of(student).items():
             weights.add(name, values)
-    return RecoveredWeights(weights, described_recovery(trained, text, config, before), measured, metric)
+    return RecoveredWeights(
+        weights, described_recovery(trained, text, config, Taught.by(dense), before), measured, metric
+    )
 
 
 def _without_part(student: PreTrainedModel, removal: Removal | None) -> frozenset[str]:

@@ -33,6 +33,7 @@ from gradprobe_hf.recovery.checks import check_alike, check_models, check_pruned
 from gradprobe_hf.recovery.distil import Workplace, check_own, check_top_k, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.result import (
     RecoverResult,
+    Taught,
     described_recovery,
     recovered_report,
     report_without_pruning,
@@ -135,7 +136,7 @@ def recover_pretrained(
         with stopwatch("read data"):
             trained_on = given or _read(text, config, dense, student, place)
             trained_on.check_apart(measured_on)
-        before = _measured(dense.model, student.model, measured_on, place)
+        before, taught = _measured(dense.model, student.model, measured_on, place), Taught.by(dense.model)
         teaching = teacher_of(dense.model, trained_on, config, place)
         if config.teacher_top_k is not None:
             dense.release()
@@ -147,7 +148,7 @@ def recover_pretrained(
             for name, values in weights_of(training).items():
                 weights.add(name, values)
         with replaced(student.model, weights):
-            section = described_recovery(trained, trained_on, config, before)
+            section = described_recovery(trained, trained_on, config, taught, before)
             result = RecoverResult(
                 student.model,
                 recovered_report(report, student.model, section, measured_on, after, stopwatch.seconds),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -49,8 +49,21 @@ class RecoverResult(Savable):
         return Checkpoint(self.model, self.processing_class, self.config, self.report)
 
 
+@dataclass(frozen=True)
+class Taught:
+    """What a report says of the dense model that a recovery goes towards: name, parameters, and their bytes."""
+
+    name: str
+    parameters: int
+    bytes: int
+
+    @classmethod
+    def by(cls, teacher: PreTrainedModel) -> Taught:
+        return cls(published_name(teacher), teacher.num_parameters(), sum(one.nbytes for one in teacher.parameters()))
+
+
 def described_recovery(
-    trained: Trained, text: RecoveryText, config: RecoveryConfig, before: PairedMeasurement | None
+    trained: Trained, text: RecoveryText, config: RecoveryConfig, teacher: Taught, before: PairedMeasurement | None
 ) -> dict[str, Any]:
     """The section of a report, in JSON types.
 
@@ -64,6 +77,7 @@ def described_recovery(
         "held_out_windows": text.held_out,
         "text": dict(text.described),
         "options": config.to_dict(),
+        "teacher": asdict(teacher),
         "before": None if before is None else before.to_dict(),
     }
 

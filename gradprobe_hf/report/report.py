@@ -81,8 +81,8 @@ class Report:
             `divergence` of one from the other, where they predict tokens.
         selection: what chose the sparsity with `max_metric_drop`: the text (another half of what `evaluation` was drawn
             from) or the user's own metric, its value there, and the limit.
-        recovery: how the kept weights were trained afterwards: its steps, text and options, and what was measured
-            before; None: they were not. `evaluation` is then of the model as it was left.
+        recovery: how the kept weights were trained afterwards: its steps, text, options and teacher, and what was
+            measured before; None: they were not. `evaluation` is then of the model as it was left.
         probes: mean calibration loss of each probe, in nats.
         passes: forward and backward passes over the calibration data, in whole ones.
         refinement: of each block that was trained the mean relative squared error of its outputs on the windows held
@@ -134,6 +134,12 @@ class Report:
     def sparsity(self) -> float:
         """The true share of zeros in the target matrices."""
         return self.zeros / self.weights
+
+    @property
+    def recovered_towards(self) -> dict[str, Any] | None:
+        """The teacher of a recovery, where it is another model than the one that was pruned; else None."""
+        teacher = (self.recovery or {}).get("teacher")  # not in reports of before
+        return teacher if teacher and teacher["parameters"] != self.model["parameters"] else None
 
     def by(self, attribute: str) -> list[Group]:
         """Totals per `"block"` or per `"role"`, in the model's order."""

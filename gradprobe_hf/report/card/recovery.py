@@ -17,7 +17,7 @@ def recovery_paragraph(report: Report) -> str:
     earlier = f" It had been trained so before, in {n} steps." if (n := recovery.get("earlier_steps")) else ""
     stayed = " Every zero stayed." if report.zeros and report.structure is None else ""
     said = [
-        f"**Recovery.** After pruning, {_trained(options)} towards the dense model's predictions, in "
+        f"**Recovery.** After pruning, {_trained(options)} towards {_teacher(report)}, in "
         f"{recovery['steps']} steps ({recovery['tokens']:,} tokens of {text['source']}; {text['protocol']}; "
         f"fingerprint `{text['fingerprint'][:16]}`).{earlier}{stayed}",
         f"What was minimised is the mean KL divergence of {_predictions(options)}, with AdamW at a learning rate of "
@@ -28,6 +28,16 @@ def recovery_paragraph(report: Report) -> str:
     if recovery["before"] is not None and report.evaluation is not None:
         said.append(_before(recovery["before"], report.evaluation))
     return " ".join(said)
+
+
+def _teacher(report: Report) -> str:
+    teacher = report.recovered_towards
+    if teacher is None:
+        return "the dense model's predictions"
+    return (
+        f"the predictions of `{teacher['name']}` ({teacher['parameters']:,} parameters), which all that was measured "
+        f"is beside; the model that was pruned here has {report.model['parameters']:,}"
+    )
 
 
 def _trained(options: dict[str, Any]) -> str:

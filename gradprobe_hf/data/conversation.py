@@ -1,0 +1,106 @@
+"""Chats: the messages of a row, and the tools beside them, in the forms that data sets have them -> `Chat`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Message: TypeAlias = Mapping[str, Any]
+Row: TypeAlias = Mapping[str, Any]
+
+TOOLS, TEMPLATE_OPTIONS = "tools", "chat_template_kwargs"  # the columns beside the messages, as TRL calls them
+# Who speaks, in ShareGPT's `{"from": ..., "value": ...}` -> in a chat template.
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation, and what else the template is told of it.
+
+    Attributes:
+        messages: dicts with `role` and `content`.
+        tools: the JSON schemas of the functions that the assistant may call.
+        template_options: further variables of the template, `{"enable_thinking": False}` say.
+    """
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of_row(cls, messages: list[Message], row: Row) -> Chat:
+        """Messages, with the tools and template options of the row that they are in.
+
+        Raises:
+            ValueError: one of these columns holds something else.
+        """
+        tools, options = _parsed(row, TOOLS, list), _parsed(row, TEMPLATE_OPTIONS, dict)
+        return cls(messages, tools or None, options or {})
+
+
+def messages_of(value: list[Any], column: str) -> list[Message]:
+    """The messages of a chat, checked; those of ShareGPT in the names that templates know.
+
+    Raises:
+        ValueError: one is no message, or is said by somebody whom no template knows.
+    """
+    return [_message(one, column) for one in value]
+
+
+def _message(value: Any, column: str) -> Message:
+    if isinstance(value, Mapping):
+        message = without_nulls(value)
+        if "role" in message and ("content" in message or "tool_calls" in message):
+            return message
+        if message.get("from") in _SHAREGPT_ROLES and "value" in message:
+            return {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"]}
+    raise ValueError(
+        f"a message in the column {column!r} must be a dict with 'role' and 'content', or with 'from' (one of "
+        f"{', '.join(map(repr, _SHAREGPT_ROLES))}) and 'value', got {shown(value)}."
+    )
+
+
+def _parsed(row: Row, column: str, kind: type) -> Any:
+    """What a column holds, which may be written as JSON: rows with different schemas fit into no table otherwise."""
+    value = row.get(column)
+    if isinstance(value, str) and value:
+        try:
+            value = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"the column {column!r} holds a text that is no JSON ({error}): {shown(value)}."
+            ) from error
+    if value and not isinstance(value, kind):
+        raise ValueError(
+            f"the column {column!r} must hold a {kind.__name__}, or one as JSON, and holds {shown(value)}."
+        )
+    return without_nulls(value)
+
+
+def without_nulls(value: Any) -> Any:
+    """A value without the fields that are None: a table has all fields in each row, and None where a row has it not.
+
+    >>> without_nulls([{"name": "get_time", "parameters": {"city": None, "zone": {"type": "string"}}}])
+    [{'name': 'get_time', 'parameters': {'zone': {'type': 'string'}}}]
+    """
+    if isinstance(value, Mapping):
+        return {name: without_nulls(one) for name, one in value.items() if one is not None}
+    return [without_nulls(one) for one in value] if isinstance(value, list) else value
+
+
+def shown(value: Any) -> str:
+    """A value for an error: its type, and its beginning."""
+    if value is None:
+        return "nothing (null)"
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
