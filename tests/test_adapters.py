@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.model import adapters
 from gradprobe_hf.report.card.build import build_card
@@ -201,6 +202,54 @@ def test_without_peft_an_adapters_folder_says_what_to_install(stored, monkeypatc
     monkeypatch.setattr(adapters, "_peft", missing)
     with pytest.raises(ImportError, match="pip install"):
         run(stored[1], merge_adapters=True)
+
+
+@pytest.fixture(scope="module")
+def half(stored, tmp_path_factory):
+    """The model that the adapter makes of its base, half of it zero."""
+    path = tmp_path_factory.mktemp("half") / "half"
+    run(stored[1], merge_adapters=True, output_dir=path)
+    return path
+
+
+def recovered(pruned, teacher, **options):
+    config = RecoveryConfig(steps=2, batch_size=2, sequence_length=16, learning_rate=1e-3, warmup_steps=0)
+    settings = {"text": cases.batches("llama", rows=8), "evaluation": cases.batches("llama", rows=2, seed=5)} | options
+    return recover_pretrained(pruned, teacher, config, progress=False, **settings)
+
+
+def test_the_teacher_of_what_an_adapter_made_is_the_adapter(stored, half):
+    base, folder, _ = stored
+    named = recovered(half, folder).report.evaluation
+    wanted = peft.PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), folder)
+    before = cases.bits(wanted)
+    assert recovered(half, wanted).report.evaluation["dense"] == named["dense"]
+    assert cases.changed(wanted, before) == []
+    batch = cases.batches("llama", rows=2, seed=5)[0]
+    with torch.no_grad():
+        loss = wanted(**batch, labels=batch["input_ids"]).loss
+    assert named["dense"]["loss"] == pytest.approx(loss.item(), abs=1e-5)
+
+
+def test_its_base_alone_is_no_teacher(stored, half, capsys, text_file):
+    base, folder, _ = stored
+    said = "'base' with the adapter 'adapter' folded in.*without it: give the adapter"
+    with pytest.raises(ValueError, match=said):
+        recovered(half, base)
+    command = ["evaluate", str(half), "--data", str(text_file), "--num-samples", "2", "--sequence-length", "16"]
+    assert main([*command, "--against", str(base)]) != 0
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+    assert main([*command, "--against", str(folder), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["divergence"]["kl"] > 0
+
+
+def test_adapters_on_what_is_recovered_are_refused(stored, half):
+    base, folder, _ = stored
+    for pruned, named in ((wrapped(), "default"), (folder, "adapter")):
+        with pytest.raises(ValueError, match=rf"pruned has adapters \(.*{named}\).*lora_r"):
+            recovered(pruned, base)
+    with pytest.raises(ValueError, match="merge_adapters has no part in a recovery"):
+        recovered(half, folder, merge_adapters=True)
 
 
 def test_a_compiled_model_is_unwrapped():

@@ -15,6 +15,7 @@ from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
 
 if TYPE_CHECKING:
     from gradprobe_hf.data.batches import Batches
+    from gradprobe_hf.model.loading import Loaded
     from gradprobe_hf.tasks.table import Task
 
 TASK_OPTIONS = ("task", "label_column", "metric")
@@ -41,7 +42,7 @@ _BELONGS: dict[str, tuple[str, Callable[[argparse.Namespace], bool]]] = {
 def add_arguments(parser: VerbParser) -> None:
     parser.add_model(*SOURCE)
     parser.add_options(*PLACEMENT, "quiet")
-    against = "the dense model, loaded beside MODEL and measured too: how far their predictions are from each other"
+    against = "the dense model (or adapter), loaded beside MODEL and measured too: how far their predictions are apart"
     parser.add_option("options", "against", metavar="DENSE", help=against)
     card = "add what was measured to the metadata of the card in MODEL, a checkpoint folder"
     parser.add_option("options", "write_card", action="store_true", help=card)
@@ -72,7 +73,7 @@ class _Loaded:
     """A model that is measured. Attributes: `name`, as the user gave it."""
 
     name: str
-    model: Any
+    loaded: Loaded
     tokenizer: Any
 
     @classmethod
@@ -82,11 +83,16 @@ class _Loaded:
 
         loaded = load(name, auto_classes=auto_classes(task), **kwargs)
         source = {key: value for key, value in kwargs.items() if key in SOURCE}
-        return cls(name, loaded.model, load_processing_class(loaded.model, loaded.processing_name, **source))
+        return cls(name, loaded, load_processing_class(loaded.model, loaded.processing_name, **source))
+
+    @property
+    def model(self) -> Any:
+        return self.loaded.model
 
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.checkpoint.card_results import add_results, check_card
+    from gradprobe_hf.checkpoint.origin import check_made_of, stored_report
     from gradprobe_hf.cli.output import print_evaluation, print_json
     from gradprobe_hf.evaluation.harness import TaskRequest, check_tasks, evaluate_tasks
     from gradprobe_hf.model.upcast import upcast_products
@@ -101,9 +107,13 @@ def run(options: argparse.Namespace) -> None:
     asked = TaskRequest(options.tasks, progress=shows_progress(options), **how) if options.tasks else None
     manager = check_tasks(asked) if asked else None
     models = {"pruned": _Loaded.from_name(options.model, options.task, **given(options, *SOURCE, *PLACEMENT))}
-    if options.against:  # a revision or a GGUF file is one of MODEL
-        kwargs = given(options, "dtype", "trust_remote_code", *PLACEMENT)
+    if (
+        options.against
+    ):  # a revision or a GGUF file is one of MODEL; adapters are folded in unasked, for nothing is pruned
+        kwargs = {"merge_adapters": None, **given(options, "dtype", "trust_remote_code", *PLACEMENT)}
         models["dense"] = _Loaded.from_name(options.against, options.task, **kwargs)
+        report, _ = stored_report(options.model, given(options, "revision"))
+        check_made_of(report, models["dense"].loaded, f"against={options.against!r} (--against)")
     values: dict[str, Any] = {"model": options.model, **given(options, "against")}
     results = []
     with ExitStack() as upcast:

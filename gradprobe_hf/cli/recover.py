@@ -14,7 +14,7 @@ _SOURCE = ("dtype", "revision", "trust_remote_code")
 
 def add_arguments(parser: VerbParser) -> None:
     parser.add_model(*_SOURCE)
-    dense = "the dense model that MODEL was pruned from: a Hub id or a checkpoint folder"
+    dense = "the dense model that MODEL was pruned from, or the adapter: a Hub id or a folder"
     parser.add_option("options", "teacher", metavar="DENSE", help=dense)
     parser.needed.append("teacher")
     parser.add_options("output", required=True)

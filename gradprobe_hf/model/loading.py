@@ -95,7 +95,7 @@ def load(
     model_or_id: nn.Module | str | Path,
     *,
     auto_classes: Sequence[Any] = (),
-    merge_adapters: bool = False,
+    merge_adapters: bool | None = False,
     allow_missing_weights: bool = False,
     limits: Limits = None,
     **from_pretrained_kwargs: Any,
@@ -109,7 +109,7 @@ def load(
         auto_classes: of transformers: the first that knows the configuration loads it; none: the checkpoint's own
             class.
         merge_adapters: fold PEFT adapters into the weights: of an adapter's folder or repository into its base, of a
-            model in memory into a copy of it.
+            model in memory into a copy of it. None: if there are any, as of a model that nothing is pruned of.
         allow_missing_weights: take weights that the checkpoint does not have, or in another size, as they are
             initialised.
         limits: the model without its weights -> `max_memory`, where a device map is planned and none is given.
@@ -137,7 +137,7 @@ def load(
     base_kwargs = {key: value for key, value in from_pretrained_kwargs.items() if key not in ("revision", "subfolder")}
     if adapter.base_revision is not None:
         base_kwargs["revision"] = adapter.base_revision
-    base_name = check_mergeable(adapter, merge_adapters)
+    base_name = check_mergeable(adapter, merge_adapters is not False)
     classes = auto_classes or adapter.auto_classes
     base, stored_as = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, adapter.brings)
     tokenizer = _stored_tokenizer(adapter)
@@ -145,14 +145,14 @@ def load(
     return Loaded(model, model.name_or_path if tokenizer is None else name, adapter=name, stored_as=stored_as)
 
 
-def _in_memory(model: nn.Module, merge_adapters: bool, given: Mapping[str, Any]) -> Loaded:
+def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str, Any]) -> Loaded:
     if given:
         raise ValueError(
             f"{', '.join(given)} only make sense when a model is loaded by name; this {type(model).__name__} is loaded "
             "already."
         )
     if has_adapters(model):
-        plain = merged_copy(model, merge_adapters)
+        plain = merged_copy(model, merge_adapters is not False)
         adapter, stored_as = active_adapters(model), _stored_as(plain.config)
         return Loaded(plain, plain.name_or_path, adapter=adapter, stored_as=stored_as)
     if not isinstance(model, PreTrainedModel):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.checkpoint.saving import Savable
 from gradprobe_hf.data.sources import is_path
+from gradprobe_hf.model.adapters import active_adapters, has_adapters, stored_adapter
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
@@ -41,6 +43,15 @@ def check_models(pruned: Any, teacher: Any, from_pretrained_kwargs: Mapping[str,
             "pruned has lost whole structures, and is smaller once it is saved: save it (save_pretrained), and recover "
             "the checkpoint."
         )
+    if (adapters := _adapters(pruned)) is not None:
+        raise ValueError(
+            f"pruned has adapters ({adapters}): folded in, they would fill its zeros. Recover the model without them, "
+            "or with lora_r (--lora-r), which trains adapters inside the mask and folds them in."
+        )
+    if "merge_adapters" in from_pretrained_kwargs:
+        raise ValueError(
+            "merge_adapters has no part in a recovery: adapters of the teacher are folded in unasked. Leave it out."
+        )
     if "device_map" in from_pretrained_kwargs:
         raise ValueError(
             f"device_map={from_pretrained_kwargs['device_map']!r} has no part in a recovery: all weights are trained, "
@@ -53,6 +64,14 @@ def check_models(pruned: Any, teacher: Any, from_pretrained_kwargs: Mapping[str,
             "already."
         )
     check_paths(None, {}, **by_name)
+
+
+def _adapters(pruned: Any) -> str | None:
+    """What adapts a model in memory, or the name of a folder that holds an adapter; None of others."""
+    if isinstance(pruned, nn.Module):
+        return active_adapters(pruned) if has_adapters(pruned) else None
+    is_folder = isinstance(pruned, (str, os.PathLike)) and Path(pruned).is_dir()
+    return str(pruned) if is_folder and stored_adapter(str(pruned), {}) is not None else None
 
 
 def check_texts(text: Any, evaluation: Any) -> None:

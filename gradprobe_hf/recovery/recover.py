@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
-from huggingface_hub import snapshot_download
 from torch import nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.destination import Destination
+from gradprobe_hf.checkpoint.origin import check_made_of, stored_report
 from gradprobe_hf.checkpoint.result import PruneResult
-from gradprobe_hf.config.config import CONFIG_NAME, GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.recovery import RecoveryConfig, resolve_recovery
 from gradprobe_hf.data.batch_checks import check_batches
 from gradprobe_hf.data.batches import Batches
@@ -25,7 +25,7 @@ from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.data.windows import SELF, WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
-from gradprobe_hf.model.loading import load, load_processing_class
+from gradprobe_hf.model.loading import Loaded, load, load_processing_class
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -40,12 +40,11 @@ from gradprobe_hf.recovery.result import (
     timings_of,
 )
 from gradprobe_hf.recovery.text import Reading, RecoveryText, is_written, read_text
-from gradprobe_hf.report.report import REPORT_NAME, Report
+from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.request_checks import check_columns, check_names
 from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.option_checks import check_resume_dir
-from gradprobe_hf.runtime.paths import looks_like_path
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 
@@ -82,7 +81,8 @@ def recover_pretrained(
 
     Args:
         pruned: a checkpoint folder or Hub id, a loaded model, or what `prune_pretrained` returned.
-        teacher: the dense model that it was pruned from: the same architecture, sizes and tokenizer.
+        teacher: the dense model that it was pruned from: the same architecture, sizes and tokenizer. Of a model that
+            an adapter was folded into before it was pruned, the adapter: its folder or id, or a `PeftModel`.
         config: how to train; the defaults take 300 steps of 8 windows.
         text: text to train on, in all forms that `calibration` of `prune_pretrained` has. Every step has fresh windows,
             if it holds as many. Default: text that the dense model writes itself.
@@ -189,13 +189,14 @@ class _Student:
         loaded = load(pruned, **kwargs)
         found = processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)
         model = loaded.model.to(PartialState().device)
-        report, config = _of_checkpoint(str(pruned), kwargs)
+        report, config = stored_report(str(pruned), kwargs)
         return cls(model, True, found, report, config)
 
     def check(self, dense: _Dense, config: RecoveryConfig) -> None:
         """Raise ValueError where the two models do not go together, or one cannot be used."""
         check_trainable(self.model, "recovery")
         check_alike(self.model, dense.model)
+        dense.check_origin(self.report)
         if dense.processing_class is not None and self.processing_class is not None:
             check_one_vocabulary(self.processing_class, dense.processing_class, ("the pruned model", "the teacher"))
         check_pruned(self.model, dense.model)
@@ -209,6 +210,8 @@ class _Student:
 class _Dense:
     """The teacher; one that is named can be let go, and is read again when it is asked for.
 
+    Adapters are folded into it, unasked: nothing is pruned of it.
+
     Args:
         beside: the model on whose device it is to be.
     """
@@ -216,37 +219,34 @@ class _Dense:
     def __init__(self, teacher: Any, kwargs: Mapping[str, Any], beside: PreTrainedModel) -> None:
         self._named = None if isinstance(teacher, nn.Module) else teacher
         self._kwargs, self._device = dict(kwargs), beside.device
-        self._model: PreTrainedModel | None = load(teacher).model if self._named is None else None
+        self._kept: Loaded | None = load(teacher, merge_adapters=None) if self._named is None else None
+
+    @property
+    def _loaded(self) -> Loaded:
+        if self._kept is None:
+            self._kept = load(self._named, merge_adapters=None, **self._kwargs)  # type: ignore[arg-type]
+            self._kept.model.to(self._device)
+        return self._kept
 
     @property
     def model(self) -> PreTrainedModel:
-        if self._model is None:
-            self._model = load(self._named, **self._kwargs).model.to(self._device)  # type: ignore[arg-type]
-        return self._model
+        return self._loaded.model
 
     @property
     def processing_class(self) -> Any:
         """The tokenizer of a model that is named."""
         if self._named is None:
             return None
-        return load_processing_class(self.model, self.model.name_or_path, **self._kwargs)
+        return load_processing_class(self.model, self._loaded.processing_name, **self._kwargs)
+
+    def check_origin(self, report: Report | None) -> None:
+        """Raise ValueError where it is named, and is not what was pruned."""
+        if self._named is not None:
+            check_made_of(report, self._loaded, f"teacher={str(self._named)!r}")
 
     def release(self) -> None:
         if self._named is not None:
-            self._model = None
-
-
-def _of_checkpoint(name: str, kwargs: Mapping[str, Any]) -> tuple[Report | None, GradProbeConfig | None]:
-    """The report and the configuration of a checkpoint's pruning; None of one that something else has made."""
-    folder = Path(name)
-    if not folder.is_dir():
-        if looks_like_path(name):
-            return None, None
-        of_hub = {key: kwargs[key] for key in ("revision", "token", "cache_dir") if key in kwargs}
-        folder = Path(snapshot_download(name, allow_patterns=[REPORT_NAME, CONFIG_NAME], **of_hub))
-    if not all((folder / file).is_file() for file in (REPORT_NAME, CONFIG_NAME)):
-        return None, None
-    return Report.load(folder), GradProbeConfig.from_pretrained(folder)
+            self._kept = None
 
 
 def _evaluation(source: Any, config: RecoveryConfig, model: PreTrainedModel, processing_class: Any) -> Batches:

@@ -1,0 +1,50 @@
+"""Where a checkpoint comes from: its report and configuration, and whether a dense model can be what it was made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+
+from gradprobe_hf.config.config import CONFIG_NAME, GradProbeConfig
+from gradprobe_hf.model.loading import Loaded
+from gradprobe_hf.report.build import published_name
+from gradprobe_hf.report.report import REPORT_NAME, Report
+from gradprobe_hf.runtime.paths import looks_like_path
+
+
+def stored_report(name: str, source: Mapping[str, Any]) -> tuple[Report | None, GradProbeConfig | None]:
+    """The report and the configuration of a checkpoint's pruning; None of one that something else has made.
+
+    Args:
+        name: a folder, or a Hub id.
+        source: keyword arguments of `from_pretrained`: `revision`, `token` and `cache_dir` count.
+    """
+    folder = Path(name)
+    if not folder.is_dir():
+        if looks_like_path(name):
+            return None, None
+        of_hub = {key: source[key] for key in ("revision", "token", "cache_dir") if key in source}
+        folder = Path(snapshot_download(name, allow_patterns=[REPORT_NAME, CONFIG_NAME], **of_hub))
+    if not all((folder / file).is_file() for file in (REPORT_NAME, CONFIG_NAME)):
+        return None, None
+    return Report.load(folder), GradProbeConfig.from_pretrained(folder)
+
+
+def check_made_of(report: Report | None, dense: Loaded, argument: str) -> None:
+    """Raise ValueError where a dense model, loaded by name, is the base of what was pruned, without its adapter.
+
+    Args:
+        report: of the pruned model; None: nothing is known.
+        argument: what named the dense model.
+    """
+    adapter = None if report is None else report.model.get("adapter")
+    if report is None or adapter is None or dense.adapter is not None:
+        return
+    if published_name(dense.model) == report.model["name"]:
+        raise ValueError(
+            f"what was pruned is {report.model['name']!r} with the adapter {adapter!r} folded in, and "
+            f"{argument} is {report.model['name']!r} without it: give the adapter, which is folded in here, too."
+        )
