@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.push import check_push, check_repository_name, kept_in, push_folder
 from gradprobe_hf.checkpoint.saving import Savable
-from gradprobe_hf.checkpoint.write import check_destination, check_room, write_checkpoint
+from gradprobe_hf.checkpoint.write import check_configurations, check_destination, check_room, write_checkpoint
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes, join_processes
@@ -68,9 +68,12 @@ class Destination:
 
         Raises:
             OSError: no room on the disk, or the Hub refuses.
+            ValueError: a configuration of the model cannot be saved.
         """
         if self.output_dir is not None:
             processes.on_main(partial(check_room, self.output_dir, model))
+        if self.output_dir is not None or self.repo_id is not None:
+            processes.on_main(partial(check_configurations, model))
         if self.repo_id is None:
             return self
         named = check_push(self.repo_id, self.private) if processes.is_main else None

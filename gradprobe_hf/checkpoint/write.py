@@ -75,6 +75,18 @@ def check_room(directory: str | Path, model: PreTrainedModel) -> None:
         )
 
 
+def check_configurations(model: PreTrainedModel) -> None:
+    """Raise ValueError, before any work, for a configuration that transformers refuses to save: they are saved here."""
+    named = {"config": model.config, "generation_config": getattr(model, "generation_config", None)}
+    with tempfile.TemporaryDirectory(prefix="gradprobe-") as scratch:
+        for name, one in named.items():
+            try:
+                if one is not None and (name == "config" or model.can_generate()):
+                    one.save_pretrained(scratch)
+            except ValueError as error:
+                raise ValueError(f"model.{name} cannot be saved, and no checkpoint without it: {error}") from error
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """What a checkpoint is written of.

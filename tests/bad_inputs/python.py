@@ -91,6 +91,8 @@ PYTHON = [
     call("GradProbeConfig().varied(sparsty=0.5)", "'sparsty'", "'sparsity'"),
     call("GradProbeConfig().varied(sparsity=2)", "sparsity", "2"),
     # names of other libraries
+    call("prune(unsaved, output_dir='out', apply=True)", "model.generation_config", "temperature"),
+    call("prune(unsaved, push_to_hub='me/out')", "model.generation_config", "do_sample"),
     call("prune(tokenizer=tokenizer)", "tokenizer", "processing_class="),
     call("prune(processor=tokenizer)", "processor", "processing_class="),
     call("prune(dataset=texts)", "dataset", "calibration="),

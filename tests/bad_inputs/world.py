@@ -62,7 +62,8 @@ class World:
         self.temporary.mkdir()
         torch.manual_seed(0)
         self.models = {name: cases.build(name) for name in ("llama", "bert", "t5", "vit")}
-        self.models |= {"whisper": _whisper().eval(), "clip": _clip().eval()}
+        self.models |= {"whisper": _whisper().eval(), "clip": _clip().eval(), "unsaved": cases.build("llama")}
+        self.models["unsaved"].generation_config.temperature = 0.5  # which transformers does not save without do_sample
         for name in ("llama", "t5", "vit"):
             self.models[name].save_pretrained(self.at(name))
             cases.tokenizer().save_pretrained(self.at(name))
