@@ -30,8 +30,9 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.windows import SELF, WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
-from gradprobe_hf.model.loading import load_model, load_processing_class
+from gradprobe_hf.model.loading import load_model
 from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.processing import load_processing_class
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.training import StepCallback, attached

@@ -8,12 +8,13 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import BertForSequenceClassification, LlamaForCausalLM
+from transformers import AutoTokenizer, BertForSequenceClassification, LlamaForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.model.loading import _stored_as, load_model
-from tests import cases
+from gradprobe_hf.model.processing import is_empty, load_processing_class
+from tests import cases, labelled
 
 
 def changed_checkpoint(model, folder, change):
@@ -127,3 +128,47 @@ def test_what_was_dequantised_once_is_called_so_ever_after(tmp_path):
 )
 def test_a_gguf_files_name_says_what_it_was_quantised_to(file, wanted):
     assert _stored_as(cases.build("llama").config, file) == wanted
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert", "t5", "gpt_neox", "opt"])
+def test_a_tokenizer_that_transformers_makes_of_no_files_is_none(name, tmp_path, caplog):
+    """Every word is unknown to it, or no token at all."""
+    model = cases.build(name)
+    model.save_pretrained(tmp_path)
+    assert is_empty(AutoTokenizer.from_pretrained(tmp_path)), "transformers makes one"
+    assert load_processing_class(model, str(tmp_path)) is None
+    assert "no file has its vocabulary" in caplog.text
+    cases.tokenizer().save_pretrained(tmp_path)
+    assert not is_empty(load_processing_class(model, str(tmp_path)))
+
+
+def test_text_is_not_read_with_a_tokenizer_that_knows_no_words(tmp_path, text_file):
+    cases.build("bert").save_pretrained(tmp_path / "bert")
+    config = GradProbeConfig(num_samples=2, sequence_length=16)
+    given = {"calibration": str(text_file), "evaluation": False, "progress": False}
+    with pytest.raises(ValueError, match="tokenizer"):
+        prune_pretrained(tmp_path / "bert", config, **given)
+    made_up = AutoTokenizer.from_pretrained(tmp_path / "bert")
+    with pytest.raises(ValueError, match=r"BertTokenizer given as processing_class knows no words.*where they are"):
+        prune_pretrained(cases.build("bert"), config, processing_class=made_up, **given)
+
+
+def test_of_a_processor_without_a_vocabulary_what_reads_sound_is_kept(tmp_path, caplog):
+    folder = tmp_path / "whisper"
+    labelled._whisper().save_pretrained(folder)
+    labelled._whisper_processor().feature_extractor.save_pretrained(folder)
+    torch.manual_seed(0)
+    batches = [
+        {"input_features": torch.randn(2, 8, 100), "labels": torch.randint(3, 250, (2, 6))},
+        {"input_features": torch.randn(2, 8, 100), "labels": torch.randint(3, 250, (2, 6))},
+    ]
+    result = prune_pretrained(
+        folder, calibration=batches, evaluation=batches, progress=False, output_dir=tmp_path / "out"
+    )
+    assert "Its WhisperFeatureExtractor is taken" in caplog.text
+    assert result.report.evaluation["metric"] is None
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert not [name for name in written if "token" in name or "vocab" in name]
+    assert {"preprocessor_config.json", "processor_config.json"} & written
+    with pytest.raises(ValueError, match="metric='wer' cannot be measured: its texts need a tokenizer"):
+        prune_pretrained(folder, GradProbeConfig(metric="wer"), calibration=batches, evaluation=batches, progress=False)

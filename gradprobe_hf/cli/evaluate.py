@@ -78,7 +78,8 @@ class _Loaded:
 
     @classmethod
     def from_name(cls, name: str, task: str | None, **kwargs: Any) -> _Loaded:
-        from gradprobe_hf.model.loading import load, load_processing_class
+        from gradprobe_hf.model.loading import load
+        from gradprobe_hf.model.processing import load_processing_class
         from gradprobe_hf.tasks.table import auto_classes
 
         loaded = load(name, auto_classes=auto_classes(task), **kwargs)

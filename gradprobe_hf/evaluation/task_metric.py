@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.special_tokens import is_tokenizer, tokenizer_of
 from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode, seen_on
@@ -74,7 +75,7 @@ def _lacks(metric: Metric, batches: Batches, processing_class: Any) -> str:
         return "the evaluation batches have no 'labels'"
     if any(isinstance(one, Tensor) and one.is_floating_point() for one in labels):
         return "the labels are measures, not classes"
-    if metric.compares == "texts" and processing_class is None:
+    if metric.compares == "texts" and not is_tokenizer(tokenizer_of(processing_class)):
         return "its texts need a tokenizer, and none was found beside the model: pass processing_class="
     return ""
 

@@ -1,9 +1,8 @@
-"""Loading: an id, a folder or a loaded model -> the model in eval mode and its processing class."""
+"""Loading: an id, a folder or a loaded model -> the model in eval mode."""
 
 from __future__ import annotations
 
 import difflib
-import logging
 import re
 import shutil
 import tempfile
@@ -21,7 +20,6 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoProcessor,
     AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
@@ -50,8 +48,6 @@ from gradprobe_hf.model.loading_checks import (
     load_errors,
 )
 from gradprobe_hf.model.loading_report import check_complete
-
-logger = logging.getLogger(__name__)
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 
@@ -305,25 +301,6 @@ def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str
         model = cls(config) if issubclass(cls, PreTrainedModel) else cls.from_config(config)
     model.tie_weights()  # `init_empty_weights` replaces each parameter by one of its own, and breaks the ties
     return model.to(dtype).eval()
-
-
-def load_processing_class(model: PreTrainedModel, name: str | None = None, **from_pretrained_kwargs: Any) -> Any:
-    """The tokenizer (or processor) stored beside the model, or None.
-
-    Args:
-        name: where it is, if not beside the model.
-    """
-    name = name or model.name_or_path
-    if not name:
-        return None
-    # A processor holds the tokenizer of a model that has both. A GGUF file has none, and takes seconds to say so.
-    for auto in (AutoTokenizer,) if "gguf_file" in from_pretrained_kwargs else (AutoProcessor, AutoTokenizer):
-        try:
-            return auto.from_pretrained(name, **_source(from_pretrained_kwargs))
-        except Exception as error:  # tokenizers raises plain Exception; a model without a tokenizer can still be pruned
-            reason = " ".join(str(error).split())
-    logger.warning("no tokenizer or processor was found for %s: %s", name, reason)
-    return None
 
 
 def model_class(config: Any) -> Any:

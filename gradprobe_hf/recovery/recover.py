@@ -25,7 +25,8 @@ from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.data.windows import SELF, WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
-from gradprobe_hf.model.loading import Loaded, load, load_processing_class
+from gradprobe_hf.model.loading import Loaded, load
+from gradprobe_hf.model.processing import load_processing_class
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -42,7 +43,7 @@ from gradprobe_hf.recovery.result import (
 from gradprobe_hf.recovery.text import Reading, RecoveryText, is_written, read_text
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.apply import replaced
-from gradprobe_hf.run.request_checks import check_columns, check_names
+from gradprobe_hf.run.request_checks import check_columns, check_names, check_processing_class
 from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.option_checks import check_resume_dir
 from gradprobe_hf.runtime.processes import join_processes
@@ -111,6 +112,7 @@ def recover_pretrained(
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
     check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
     check_models(pruned, teacher, from_pretrained_kwargs)
+    check_processing_class(processing_class)
     check_texts(text, evaluation)
     check_columns(TextOptions.of(config), text, evaluation)
     out.check(_name_of(pruned), _name_of(teacher))

@@ -14,6 +14,7 @@ from gradprobe_hf.data.mixture import is_mixture
 from gradprobe_hf.data.sources import is_path, is_plain_text
 from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.data.windows import SELF
+from gradprobe_hf.model.processing import is_empty
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.runtime.names_elsewhere import unknown_argument
 from gradprobe_hf.runtime.option_checks import check_callable
@@ -33,19 +34,28 @@ def check_request(request: RunRequest, verb: Callable[..., Any]) -> None:
     """
     check_names(request.from_pretrained_kwargs, verb, GradProbeConfig)
     check_callable("loss_fn", request.loss_fn, ("model", "batch"))
-    given = request.processing_class
-    if given is not None and not callable(given) and not hasattr(given, "tokenizer"):
-        named = repr(given) if isinstance(given, (str, int, float, Path)) else type(given).__name__
-        raise ValueError(
-            f"processing_class must be a tokenizer or a processor, got {named}; AutoTokenizer.from_pretrained loads "
-            "one by its name."
-        )
+    check_processing_class(request.processing_class)
     if isinstance(request.calibration, bool) or request.evaluation is True:
         name = "evaluation" if request.evaluation is True else "calibration"
         raise ValueError(f"{name} must be text or batches, got bool {getattr(request, name)!r}.")
     check_paths(request.model_or_id, {"calibration": request.calibration, "evaluation": request.evaluation})
     calibration = SELF if request.calibration is None else request.calibration
     check_columns(TextOptions.of(request.config), calibration, request.evaluation)
+
+
+def check_processing_class(given: Any) -> None:
+    """Raise ValueError for what is no tokenizer or processor, and for a tokenizer without words; None is fine."""
+    if given is not None and not callable(given) and not hasattr(given, "tokenizer"):
+        named = repr(given) if isinstance(given, (str, int, float, Path)) else type(given).__name__
+        raise ValueError(
+            f"processing_class must be a tokenizer or a processor, got {named}; AutoTokenizer.from_pretrained loads "
+            "one by its name."
+        )
+    if is_empty(given):
+        raise ValueError(
+            f"the {type(given).__name__} given as processing_class knows no words: transformers makes such a one where "
+            "the files of the vocabulary are missing. Load it from where they are, the base model say."
+        )
 
 
 def check_names(given: Mapping[str, object], verb: Callable[..., Any], config: type[Options]) -> None:

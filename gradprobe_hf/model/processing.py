@@ -1,0 +1,59 @@
+"""The processing class of a model: the tokenizer or processor stored beside it, if it knows anything."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
+
+from gradprobe_hf.model.loading import SOURCE_KWARGS
+
+logger = logging.getLogger(__name__)
+
+
+def load_processing_class(model: PreTrainedModel, name: str | None = None, **from_pretrained_kwargs: Any) -> Any:
+    """The tokenizer (or processor) stored beside the model, or None.
+
+    Args:
+        name: where it is, if not beside the model.
+    """
+    name = name or model.name_or_path
+    if not name:
+        return None
+    source = {key: value for key, value in from_pretrained_kwargs.items() if key in SOURCE_KWARGS}
+    # A processor holds the tokenizer of a model that has both. A GGUF file has none, and takes seconds to say so.
+    for auto in (AutoTokenizer,) if "gguf_file" in source else (AutoProcessor, AutoTokenizer):
+        try:
+            found = auto.from_pretrained(name, **source)
+        except Exception as error:  # tokenizers raises plain Exception; a model without a tokenizer can still be pruned
+            reason = " ".join(str(error).split())
+            continue
+        if not is_empty(found):
+            return found
+        reason = "no file has its vocabulary"
+        if (part := _without_tokenizer(found)) is not None:
+            logger.warning("no tokenizer was found for %s: %s. Its %s is taken.", name, reason, type(part).__name__)
+            return part
+    logger.warning("no tokenizer or processor was found for %s: %s", name, reason)
+    return None
+
+
+def is_empty(processing_class: Any) -> bool:
+    """Whether a tokenizer, or that of a processor, knows no text: every word is unknown to it, or nothing at all.
+
+    transformers makes one of special tokens alone where the files with the vocabulary are missing, without a word.
+    """
+    tokenizer = getattr(processing_class, "tokenizer", processing_class)
+    try:
+        known = set(tokenizer.get_vocab())
+        special = {*tokenizer.all_special_tokens, *map(str, tokenizer.added_tokens_decoder.values())}
+    except (AttributeError, NotImplementedError):  # no tokenizer, or one of the user's
+        return False
+    return len(known - special) <= 1  # SentencePiece's are left with the mark of a word's beginning
+
+
+def _without_tokenizer(processor: Any) -> Any:
+    """The part of a processor that reads images or sound; None of a tokenizer."""
+    parts = [getattr(processor, part, None) for part in ("feature_extractor", "image_processor")]
+    return next((part for part in parts if part is not None), None)
