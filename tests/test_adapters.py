@@ -199,7 +199,7 @@ def test_without_peft_an_adapters_folder_says_what_to_install(stored, monkeypatc
     def missing():
         raise ImportError("adapters need PEFT: pip install 'gradprobe_hf[peft]'")
 
-    monkeypatch.setattr(adapters, "_peft", missing)
+    monkeypatch.setattr(adapters, "imported_peft", missing)
     with pytest.raises(ImportError, match="pip install"):
         run(stored[1], merge_adapters=True)
 

@@ -7,6 +7,8 @@ import gc
 import json
 import math
 import re
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Trainer
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
@@ -601,6 +603,32 @@ def test_the_seed_decides_where_adapters_begin(checkpoint, text_file):
     assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
     before = cases.prune(cases.build("llama"), cases.batches("llama"), apply=True, sparsity=0.5).model.state_dict()
     assert any(not torch.equal(value, found[0][name]) for name, value in before.items())  # something was learned
+
+
+def test_adapters_leave_out_what_fused_kernels_read_past_its_module(tmp_path):
+    pytest.importorskip("peft")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4}
+    dense = MambaForCausalLM(MambaConfig(**sizes)).eval()
+    pruned = copy.deepcopy(dense)
+    ids = [{"input_ids": torch.randint(3, 250, (2, 16))} for _ in range(8)]
+    result = cases.prune(pruned, ids, score="magnitude", apply=True)
+    before = cases.bits(pruned)
+    config = RecoveryConfig(steps=6, batch_size=2, sequence_length=16, lora_r=2, learning_rate=1e-3, warmup_steps=0)
+    with warnings.catch_warnings(action="error", category=FutureWarning):
+        found = recover_pretrained(result, dense, config, text=ids, evaluation=False, progress=False)
+    changed = {name.split(".")[-2] for name in cases.changed(found.model, before)}
+    assert "in_proj" in changed
+    assert not changed & {"out_proj", "conv1d"}
+    assert found.report.zeros == result.report.zeros
+
+
+def test_without_peft_adapters_are_refused_before_anything_is_trained(checkpoint, text_file, pruned, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.distil", lambda *_: pytest.fail("it trains"))
+    config = RecoveryConfig(steps=2, sequence_length=16, lora_r=2)
+    with pytest.raises(ImportError, match=r"gradprobe_hf\[peft\]"):
+        recover_pretrained(pruned, checkpoint, config, text=str(text_file), evaluation=False, progress=False)
 
 
 def test_a_result_of_a_recovery_is_no_model(checkpoint):

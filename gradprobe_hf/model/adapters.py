@@ -105,7 +105,7 @@ def check_mergeable(source: AdapterSource, merge_adapters: bool) -> str:
             f"{source.name!r} is an adapter for {source.base!r} (adapter_config.json), not a model: adapters are not "
             f"pruned. To prune the model that it makes of its base, fold it in with {_OPTION}."
         )
-    _peft()
+    imported_peft()
     if not source.base:
         raise ValueError(
             f"the adapter {source.name!r} does not name its base (base_model_name_or_path): load both with PEFT and "
@@ -130,14 +130,19 @@ def merge_stored(base: PreTrainedModel, source: AdapterSource, vocabulary: int |
         with warnings.catch_warnings():
             # What is missing would be folded in as it was initialised.
             warnings.filterwarnings("error", message="Found missing adapter keys")
-            # PEFT asks by the old name, which is no matter of the user's.
-            warnings.filterwarnings(
-                "ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning
-            )
-            adapted = _peft().PeftModel.from_pretrained(base, source.name, **source.where)
+            ignore_old_names()
+            adapted = imported_peft().PeftModel.from_pretrained(base, source.name, **source.where)
     except (ValueError, RuntimeError, KeyError, UserWarning) as error:
         raise ValueError(f"the adapter {source.name!r} does not fit {source.base!r}: {error}") from error
     return _merged(adapted)
+
+
+def ignore_old_names() -> None:
+    """Let no warning of what PEFT asks transformers for by an old name: no user can do anything about it.
+
+    It is for the body of a `warnings.catch_warnings`.
+    """
+    warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated", category=FutureWarning)
 
 
 def has_adapters(model: nn.Module) -> bool:
@@ -182,7 +187,7 @@ def _check_in_memory(model: nn.Module) -> None:
 
 
 def _merged(model: Any) -> PreTrainedModel:
-    peft = _peft()
+    peft = imported_peft()
     if isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
         if not isinstance(getattr(model, "base_model", None), peft.tuners.tuners_utils.BaseTuner):
             raise ValueError(
@@ -219,7 +224,8 @@ def _is_adapted(module: nn.Module, layer: type[Any]) -> bool:
     return isinstance(module, layer) or hasattr(module, "unload_and_optionally_merge_module")
 
 
-def _peft() -> Any:
+def imported_peft() -> Any:
+    """The package, or ImportError with what to install."""
     try:
         import peft
     except ImportError as error:

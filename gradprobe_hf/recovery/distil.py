@@ -29,6 +29,7 @@ from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.memory.memory_errors import memory_errors
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.model.upcast import upcast_products
+from gradprobe_hf.recovery.adapters import with_adapters
 from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
 from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.recovery.trainer import (
@@ -55,7 +56,6 @@ logger = logging.getLogger(__name__)
 IDENTITY_NAME = "recovery.json"
 PREDICTIONS = "teacher"
 _OWN = (IDENTITY_NAME, BEST_NAME, PREDICTIONS, "own_text-*", "checkpoint-*")  # all that a recovery writes in its folder
-_LORA_ALPHA = 2  # times the rank: the scale of the product
 
 
 @dataclass(frozen=True)
@@ -206,7 +206,7 @@ def distil(
             callbacks.append(SparsityCallback(masks))
         else:
             torch.manual_seed(config.seed)  # adapters begin at random, and Trainer seeds later
-            trains = _with_adapters(student, targets, config.lora_r)
+            trains = with_adapters(student, targets, config.lora_r)
             adapted.enter_context(masked_adapters(trains, masks))
         best = BestState(place.folder, config.early_stopping_patience)
         arguments = training_arguments(
@@ -301,33 +301,6 @@ def _masks(student: PreTrainedModel) -> tuple[tuple[Target, ...], PackedMasks]:
         if target.name in inside or bool(zero.any()):
             masks.add(target.name, [zero])
     return tuple(target for target in every if target.name in masks), masks
-
-
-def _with_adapters(student: PreTrainedModel, targets: tuple[Target, ...], rank: int) -> nn.Module:
-    """The model with LoRA adapters on every matrix that has a mask and is one of a linear module.
-
-    Raises:
-        ImportError: PEFT is not installed.
-        ValueError: there is no such matrix.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError as error:
-        raise ImportError("lora_r needs PEFT: pip install 'gradprobe_hf[peft]'") from error
-    modules = [
-        target.name.removesuffix(".weight")
-        for target in targets
-        if target.name == target.parameter
-        and target.name.endswith(".weight")
-        and not isinstance(student.get_submodule(target.name.removesuffix(".weight")), nn.Embedding)
-    ]
-    if not modules:
-        raise ValueError(
-            f"lora_r={rank}: no matrix of the blocks of this {type(student).__name__} is one of a linear module; leave "
-            "lora_r unset."
-        )
-    adapters = LoraConfig(r=rank, lora_alpha=_LORA_ALPHA * rank, lora_dropout=0.0, target_modules=modules)
-    return get_peft_model(student, adapters)
 
 
 def _checkpoint_to_resume(of: Mapping[str, str], config: RecoveryConfig, place: Workplace) -> str | None:

@@ -25,6 +25,7 @@ from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.data.windows import SELF, WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
+from gradprobe_hf.model.adapters import imported_peft
 from gradprobe_hf.model.loading import Loaded, load
 from gradprobe_hf.model.processing import load_processing_class
 from gradprobe_hf.model.upcast import upcast_products
@@ -203,6 +204,8 @@ class _Student:
             check_one_vocabulary(self.processing_class, dense.processing_class, ("the pruned model", "the teacher"))
         check_pruned(self.model, dense.model)
         check_top_k(dense.model, config.teacher_top_k)
+        if config.lora_r is not None:
+            imported_peft()  # before anything is trained
 
     def for_training(self) -> PreTrainedModel:
         """The model to train: a copy of one that is the caller's."""

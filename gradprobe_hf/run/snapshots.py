@@ -280,7 +280,7 @@ def weights_fingerprint(model: nn.Module) -> str:
             rows = values.flatten(0, -2)
             # From all over it: the first rows of an embedding are those of tokens that hardly occur.
             values = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
-        digest.update(values.flatten().cpu().view(torch.uint8).numpy().tobytes())
+        digest.update(values.contiguous().flatten().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
