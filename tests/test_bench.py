@@ -69,6 +69,17 @@ def test_what_writes_no_text_is_measured_by_its_forward_pass(name, writes):
         assert subject.generate(WORK).per_token > 0
 
 
+def test_of_a_model_that_reads_images_no_tokens_are_said(tmp_path, capsys):
+    cases.build("vit").save_pretrained(tmp_path / "vit")
+    command = ["bench", str(tmp_path / "vit"), "--repeats", "1", "--quiet"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "forward pass, ms" in said
+    assert "tokens" not in said
+    assert main([*command, "--prompt-length", "8"]) == 1
+    assert "--prompt-length 8 has no effect here" in capsys.readouterr().err
+
+
 class Listed:
     """Answers from a list, and notes in which order it is asked."""
 
@@ -82,7 +93,7 @@ class Listed:
 
 
 def facts(writes=True, positions=64):
-    return Facts("LlamaForCausalLM", 10, "float32", writes, positions, "cpu", 1)
+    return Facts("LlamaForCausalLM", 10, "float32", True, writes, positions, "cpu", 1)
 
 
 def test_models_take_turns_and_the_first_rounds_do_not_count():

@@ -276,6 +276,26 @@ def test_a_run_in_one_file(checkpoint, tmp_path, gradprobe):
     assert json.loads(gradprobe("estimate", "--config", recipe, "--json")[1])["model"] == str(checkpoint)
 
 
+def test_a_recovery_in_one_file(checkpoint, text_file, tmp_path, gradprobe):
+    gradprobe("prune", checkpoint, "--output", tmp_path / "half", *SMALL)
+    recipe = tmp_path / "recovery.yaml"
+    options = {"model": tmp_path / "half", "teacher": checkpoint, "output": tmp_path / "out", "text": text_file}
+    lines = "".join(f"{name}: {value}\n" for name, value in options.items())
+    recipe.write_text(lines + "evaluation: false\nsteps: 3\nsequence_length: 16\nbatch_size: 2\n")
+    code, said, err = gradprobe("recover", "--config", recipe, "--steps", 2, "--json")
+    assert code == 0, err
+    assert json.loads(said)["recovery"]["steps"] == 2
+    for wrong, message in (
+        ("lr: 1", r"recovery\.yaml: unknown option 'lr': it is called learning_rate here"),
+        ("calibration: x.txt", r"recovery\.yaml: 'calibration' is no option.*recover_pretrained, text="),
+        ("batch_size: none", r"recovery\.yaml: batch_size must be"),
+    ):
+        recipe.write_text(lines + wrong + "\n")
+        code, said, err = gradprobe("recover", "--config", recipe)
+        assert (code, said) == (1, "")
+        assert re.search(message, err)
+
+
 def test_each_stage_is_announced_once(checkpoint, tmp_path, gradprobe):
     """In a file: there a bar would be lines of its own."""
     _, _, err = gradprobe("prune", checkpoint, "--output", tmp_path / "out", *SMALL)

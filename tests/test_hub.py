@@ -219,7 +219,7 @@ def test_an_existing_folder_is_refused_and_replaced_only_when_told(written, chec
     (copy / ".git").mkdir()
     with pytest.raises(FileExistsError, match="not a model checkpoint"):
         result.save_pretrained(copy, overwrite=True)
-    with pytest.raises(ValueError, match="is the model that is to be pruned"):
+    with pytest.raises(ValueError, match="is a model that is read"):
         prune(str(checkpoint), text_file, output_dir=checkpoint, overwrite=True)
 
 

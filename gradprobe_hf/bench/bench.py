@@ -91,7 +91,7 @@ def measured(
     rows = [_row(*one) for one in zip(names, facts, memory, rounds, strict=True)]
     return BenchResult(
         rows=[row.beside(rows[0]) for row in rows],
-        prompt_length=work.prompt_length,
+        prompt_length=work.prompt_length if all(one.reads_text for one in facts) else None,
         new_tokens=new_tokens,
         repeats=repeats,
         device=facts[0].device,
@@ -137,6 +137,8 @@ def _prompt_length(names: Sequence[str], facts: Sequence[Facts], asked: int | No
     """
     length = asked or PROMPT
     for name, fact in zip(names, facts, strict=True):
+        if asked is not None and not fact.reads_text:
+            raise ValueError(f"prompt_length={asked} has no effect here: {name} reads no text. Leave it out.")
         most = (fact.positions or length + new_tokens) - (new_tokens if fact.writes else 0)
         if most < 1:
             raise ValueError(

@@ -79,11 +79,12 @@ class BenchResult:
 
     Attributes:
         rows: one for each model, as they were given; ratios are to the first.
+        prompt_length: tokens that are read; None of models that read an image, or a sound.
         device, threads: that computed.
     """
 
     rows: list[BenchRow]
-    prompt_length: int
+    prompt_length: int | None
     new_tokens: int
     repeats: int
     device: str

@@ -42,7 +42,8 @@ class Facts:
     """What is known of a model before it runs.
 
     Attributes:
-        writes: whether it is asked to generate: it takes token ids, and has a `generate`.
+        reads_text: whether it takes token ids; otherwise one image, or one sound.
+        writes: whether it is asked to generate: it reads text, and has a `generate`.
         positions: the longest text it takes, in tokens; None: any, or none at all.
         device: that computes.
     """
@@ -50,6 +51,7 @@ class Facts:
     cls: str
     parameters: int
     dtype: str
+    reads_text: bool
     writes: bool
     positions: int | None
     device: str
@@ -89,11 +91,13 @@ class Subject:
     @property
     def facts(self) -> Facts:
         model = self.model
+        reads_text = model.main_input_name == "input_ids"
         return Facts(
             cls=type(model).__name__,
             parameters=model.num_parameters(),
             dtype=str(model.dtype).removeprefix("torch."),
-            writes=model.can_generate() and model.main_input_name == "input_ids",
+            reads_text=reads_text,
+            writes=model.can_generate() and reads_text,
             positions=text_attribute(model.config, "max_position_embeddings"),
             device=_named(input_device(model)),
             threads=torch.get_num_threads(),

@@ -45,7 +45,7 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
         check_folder("output_dir", directory)
     path = Path(directory)
     if model_name and path.exists() and Path(model_name).exists() and path.samefile(model_name):
-        raise ValueError(f"{directory} is the model that is to be pruned; write the result to another folder.")
+        raise ValueError(f"{directory} is a model that is read; write the result to another folder.")
     if not path.exists():
         check_folder("output_dir", directory)
         return

@@ -65,10 +65,14 @@ def _lines(found: BenchResult) -> dict[str, tuple[str, _Shown]]:
         "zstd_bytes": ("file under zstd, MB", _megabytes),
         "hub_bytes": ("file as the Hub transfers it, MB", _megabytes),
         "peak_memory_bytes": ("peak memory, MB", _megabytes),
-        "prefill_seconds": (f"prefill of {found.prompt_length} tokens, ms", _milliseconds),
+        "prefill_seconds": (f"{_reading(found)}, ms", _milliseconds),
         "first_token_seconds": ("time to first token, ms", _milliseconds),
         "tokens_per_second": ("tokens per second", _spread),
     }
+
+
+def _reading(found: BenchResult) -> str:
+    return "forward pass" if found.prompt_length is None else f"prefill of {found.prompt_length} tokens"
 
 
 def _cells(rows: list[BenchRow], name: str, shown: _Shown) -> Iterator[str]:

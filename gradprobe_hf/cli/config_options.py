@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, fields
 from functools import cache
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from docstring_parser import parse
 
@@ -19,10 +19,12 @@ from gradprobe_hf.cli.options import OPTIONS, VerbParser, given
 from gradprobe_hf.cli.recipe import RecipeError
 from gradprobe_hf.cli.values import kind, reader, with_line_breaks
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.options import Options
 from gradprobe_hf.config.presets import METHOD
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.config.values import CHOICES
 
+AnyOptions = TypeVar("AnyOptions", bound=Options)
 # The first field under each heading; those that follow it in the configuration stand there too.
 HEADINGS = {
     "sparsity": "the target",
@@ -47,7 +49,7 @@ PRESET_FIELDS = ("preset", *METHOD, "dense_target")
 
 def add_config_options(parser: VerbParser, without: Collection[str] = ()) -> None:
     """An option for every field `without` some, and --config for a file of them."""
-    parser.add_options("config")
+    _add_file(parser, GradProbeConfig)
     add_fields(parser, [name for name in CONFIG_FIELDS if name not in without])
 
 
@@ -57,8 +59,14 @@ def add_fields(parser: VerbParser, names: Collection[str]) -> None:
 
 
 def add_recovery_options(parser: VerbParser) -> None:
-    """An option for every field of the configuration of a recovery."""
+    """An option for every field of the configuration of a recovery, and --config for a file of them."""
+    _add_file(parser, RecoveryConfig)
     _add_fields(parser, RecoveryConfig, RECOVERY_FIELDS, HEADINGS_OF_RECOVERY)
+
+
+def _add_file(parser: VerbParser, config: Any) -> None:
+    parser.add_options("config")
+    parser.configuration = config
 
 
 def _add_fields(parser: VerbParser, config: Any, names: Collection[str], headings: Mapping[str, str]) -> None:
@@ -124,24 +132,33 @@ def _on_the_command_line(text: str) -> str:
 
 
 def configuration(options: argparse.Namespace) -> GradProbeConfig:
-    """The configuration of a command.
+    """The configuration of a pruning command; raises as `recovery_configuration`."""
+    return _checked(GradProbeConfig, options, option_values(options))
+
+
+def recovery_configuration(options: argparse.Namespace) -> RecoveryConfig:
+    """That of a recovery: the recipe's options, with those of the command line over them.
 
     Raises:
         RecipeError: what is wrong stands in its file of options.
         ValueError: what is wrong stands on the command line.
     """
+    return _checked(RecoveryConfig, options, dict(options.recipe) | given(options, *RECOVERY_FIELDS))
+
+
+def _checked(config: type[AnyOptions], options: argparse.Namespace, values: Mapping[str, Any]) -> AnyOptions:
     try:
-        return GradProbeConfig.from_dict(option_values(options))
+        return config.from_dict(values)
     except ValueError as error:
-        if options.recipe and _error_of(options.recipe) == str(error):
+        if options.recipe and _error_of(config, options.recipe) == str(error):
             raise RecipeError(f"{options.config}: {error}") from error
         raise
 
 
-def _error_of(values: Mapping[str, Any]) -> str | None:
+def _error_of(config: type[Options], values: Mapping[str, Any]) -> str | None:
     """What is wrong with these options by themselves."""
     try:
-        GradProbeConfig.from_dict(values)
+        config.from_dict(values)
     except ValueError as error:
         return str(error)
     return None

@@ -98,6 +98,7 @@ class CommandParser(argparse.ArgumentParser):
         super().__init__(**settings, allow_abbrev=False)
         self.chosen: CommandParser = self  # of the verb that was chosen
         self.needed: list[str] = []
+        self.configuration: Any = None  # the class of the options that a file of --config has
         self.passes_on = False  # whether what follows -- is for somebody else: `options.passed_on`
 
     def error(self, message: str) -> NoReturn:

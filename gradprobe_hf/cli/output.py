@@ -148,10 +148,13 @@ def _print_candidates(out: Console, report: Report) -> None:
         table.add_row(shape_words(one["removed"]), *(shown(one) for shown in columns.values()))
     out.print(table)
     if latency:
+        read = "one input"
+        if latency["prompt_length"] is not None:  # the model reads text
+            read = f"{latency['prompt_length']} tokens read, {latency['new_tokens']} written"
         out.print(
             f"latency: {latency['ratio']:.2f} of the dense model's measured, {latency['smaller']:.3g} of "
-            f"{latency['dense']:.3g} seconds; the table said {latency['table']:.2f} ({latency['prompt_length']} tokens "
-            f"read, {latency['new_tokens']} written, {latency['device']}, {latency['threads']} threads)",
+            f"{latency['dense']:.3g} seconds; the table said {latency['table']:.2f} "
+            f"({read}, {latency['device']}, {latency['threads']} threads)",
             style="dim",
         )
     out.print(

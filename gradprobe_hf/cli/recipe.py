@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from gradprobe_hf.cli.options import OPTIONS
+from gradprobe_hf.cli.options import OPTIONS, CommandParser
 from gradprobe_hf.cli.values import Mixture, mixture
-from gradprobe_hf.runtime.names_elsewhere import unknown_option
+from gradprobe_hf.runtime.names_elsewhere import PRUNING, unknown_option
 from gradprobe_hf.runtime.yaml_options import read_yaml
 
 # A file that names a file would be read, or not, in an order that nobody knows.
@@ -20,7 +20,7 @@ class RecipeError(ValueError):
     """What is wrong in a file of options; its keys are not spelled as flags."""
 
 
-def read_recipe(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+def read_recipe(parser: CommandParser, options: argparse.Namespace) -> None:
     """Fill what the command line leaves out from the file of --config.
 
     `options.recipe` becomes what the configuration is made of, `options.from_recipe` what else was filled in.
@@ -34,9 +34,7 @@ def read_recipe(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
     if path is None:
         return
     actions = {action.dest: action for action in parser._actions if action.dest not in _OF_THE_COMMAND}
-    from gradprobe_hf.config.config import GradProbeConfig  # a verb that has a file of options has read it already
-
-    known = [field.name for field in fields(GradProbeConfig)]
+    known = [field.name for field in fields(parser.configuration)]
     for name, value in _read(path).items():
         if name in _OF_THE_COMMAND:
             raise RecipeError(f"{path}: {name!r} stands on the command line alone.")
@@ -46,8 +44,9 @@ def read_recipe(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             # The command line wins: a switch that is off was not given, and --evaluation none (False) was.
             if getattr(options, name) is None or (actions[name].nargs == 0 and not getattr(options, name)):
                 options.from_recipe[name] = _value(path, actions[name], value)
-        elif not _of_another_verb(name):
-            raise RecipeError(f"{path}: {unknown_option(name, [*known, *actions])}")
+        elif not _of_another_verb(parser, name):
+            elsewhere = parser.configuration.elsewhere
+            raise RecipeError(f"{path}: {unknown_option(name, [*known, *actions], elsewhere)}")
     vars(options).update(options.from_recipe)
 
 
@@ -66,8 +65,10 @@ def named_in(message: str, options: argparse.Namespace) -> str | None:
     return None
 
 
-def _of_another_verb(name: object) -> bool:
-    """Whether a run in a file has this, and this verb no use for it: `estimate` reads the recipe of a run."""
+def _of_another_verb(parser: CommandParser, name: object) -> bool:
+    """Whether a pruning run in a file has this, and this verb no use for it: `estimate` reads the recipe of one."""
+    if parser.configuration.elsewhere is not PRUNING:
+        return False
     return name not in _OF_THE_COMMAND and any(name in rows for rows in OPTIONS.values())
 
 

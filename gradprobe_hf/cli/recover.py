@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from gradprobe_hf.cli.config_options import RECOVERY_FIELDS, add_recovery_options
+from gradprobe_hf.cli.config_options import add_recovery_options, recovery_configuration
 from gradprobe_hf.cli.options import VerbParser, given, shows_progress
 from gradprobe_hf.cli.values import Mixture
-from gradprobe_hf.config.recovery import RecoveryConfig
 
 _SOURCE = ("dtype", "revision", "trust_remote_code")
 
@@ -35,10 +34,15 @@ def run(options: argparse.Namespace) -> None:
 
     if options.save_steps is not None and not options.resume_dir:
         raise ValueError(f"save_steps={options.save_steps} has no effect here: it belongs to resume_dir. Leave it out.")
+    if options.evaluation_samples is not None and options.evaluation is False:
+        raise ValueError(
+            f"evaluation_samples={options.evaluation_samples} has no effect here: it belongs to an evaluation "
+            "(--evaluation TEXT). Leave it out."
+        )
     found = recover_pretrained(
         options.model,
         options.teacher,
-        RecoveryConfig(**given(options, *RECOVERY_FIELDS)),
+        recovery_configuration(options),
         output_dir=options.output,
         overwrite=options.overwrite,
         push_to_hub=False if options.push_to_hub is None else options.push_to_hub,

@@ -25,8 +25,11 @@ def protocol(speed: Mapping[str, Any]) -> str:
     """What was measured, and how."""
     dense = speed["rows"][0]
     written = f" and {speed['new_tokens']} written" if dense["tokens_per_second"] else ""
+    read = "one input at a time"
+    if speed["prompt_length"] is not None:  # the model reads text
+        read = f"one text at a time, of which {speed['prompt_length']:,} tokens are read{written}"
     return (
-        f"one text at a time, of which {speed['prompt_length']:,} tokens are read{written}; {speed['device']}, "
+        f"{read}; {speed['device']}, "
         f"{speed['threads']} threads, {dense['dtype']}; medians of {speed['repeats']} rounds in which models of these "
         "shapes, with random weights, take turns; x: times the dense model's, the median over the rounds"
     )

@@ -127,7 +127,7 @@ def _share(own: Sequence[Timed], dense: Sequence[Timed]) -> float:
 def _terms(model: PreTrainedModel) -> dict[str, Any]:
     device = input_device(model)
     return {
-        "prompt_length": length_of(model),
+        "prompt_length": length_of(model) if model.main_input_name == "input_ids" else None,
         "new_tokens": _written(model),
         "rounds": ROUNDS,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else str(device),

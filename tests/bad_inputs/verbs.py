@@ -12,6 +12,7 @@ _RECOVER = "recover @llama --teacher @llama --output out --text @plain.txt --seq
 VERBS = [
     # recover
     unreadable("recover @llama --output out", "--teacher"),
+    refused(f"{_RECOVER} --evaluation none --evaluation-samples 4", "--evaluation-samples 4", "--evaluation TEXT"),
     unreadable("recover @llama --teacher @llama", "--output"),
     unreadable(f"{_RECOVER} --steps x", "--steps", "'x'"),
     unreadable(f"{_RECOVER} --sparsity 0.5", "--sparsity"),

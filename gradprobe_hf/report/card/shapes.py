@@ -59,8 +59,9 @@ def _latency(found: dict[str, Any] | None) -> str:
     if found is None:
         return ""
     written = f", and to write {found['new_tokens']} behind them" if found["new_tokens"] else ""
+    read = "For one input" if found["prompt_length"] is None else f"To read {found['prompt_length']} tokens{written}"
     return (
-        f"To read {found['prompt_length']} tokens{written}, a model of this shape took {found['ratio']:.2f} of the "
+        f"{read}, a model of this shape took {found['ratio']:.2f} of the "
         f"dense model's time on the machine that pruned it: {found['smaller']:.3g} of {found['dense']:.3g} seconds "
         f"({found['device']}, {found['threads']} threads, medians of {found['rounds']} rounds in turns, random "
         f"weights). A table of its blocks said {found['table']:.2f}."
