@@ -247,7 +247,12 @@ def test_packed_chats_begin_once_and_keep_their_labels():
         (CHATML, {"text": "plain " * 40}, {"assistant_only_loss": True}, "is for chats.*holds texts"),
         (CHATML, {"messages": [{"from": "me", "value": "x"}]}, {}, "row 1: a message.*'role' and 'content'"),
         (CHATML, {"messages": CHAT[:1]}, {"assistant_only_loss": True}, "0 documents in which the assistant speaks"),
-        (CHATML, {"messages": CHAT, "tools": "no json"}, {}, "row 1: the column 'tools' holds a text that is no JSON"),
+        (
+            CHATML,
+            {"messages": CHAT, "tools": "no json"},
+            {},
+            "row 1: the column 'tools' .* must hold a list, .*holds str 'no json'",
+        ),
         (CHATML, {"messages": CHAT, "tools": [1], "chat_template_kwargs": ["x"]}, {}, "'chat_template_kwargs'.* dict"),
     ],
 )

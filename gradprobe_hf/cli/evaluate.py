@@ -108,9 +108,8 @@ def run(options: argparse.Namespace) -> None:
     asked = TaskRequest(options.tasks, progress=shows_progress(options), **how) if options.tasks else None
     manager = check_tasks(asked) if asked else None
     models = {"pruned": _Loaded.from_name(options.model, options.task, **given(options, *SOURCE, *PLACEMENT))}
-    if (
-        options.against
-    ):  # a revision or a GGUF file is one of MODEL; adapters are folded in unasked, for nothing is pruned
+    if options.against:
+        # A revision or a GGUF file is one of MODEL; adapters are folded in unasked, for nothing is pruned here.
         kwargs = {"merge_adapters": None, **given(options, "dtype", "trust_remote_code", *PLACEMENT)}
         models["dense"] = _Loaded.from_name(options.against, options.task, **kwargs)
         report, _ = stored_report(options.model, given(options, "revision"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -74,15 +75,12 @@ def _parsed(row: Row, column: str, kind: type) -> Any:
     """What a column holds, which may be written as JSON: rows with different schemas fit into no table otherwise."""
     value = row.get(column)
     if isinstance(value, str) and value:
-        try:
+        with suppress(json.JSONDecodeError):
             value = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(
-                f"the column {column!r} holds a text that is no JSON ({error}): {shown(value)}."
-            ) from error
     if value and not isinstance(value, kind):
         raise ValueError(
-            f"the column {column!r} must hold a {kind.__name__}, or one as JSON, and holds {shown(value)}."
+            f"the column {column!r} beside the messages is for the chat template, and must hold a {kind.__name__}, or "
+            f"one as JSON: it holds {shown(value)}. Leave out a column that is something else."
         )
     return without_nulls(value)
 

@@ -160,20 +160,13 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
     found = list(islice(made(opened, spec, processing_class, special), samples))
     samples = len(found) if spec.at_most and found else samples
     if len(found) < samples:
-        spoken = spec.text.assistant_only_loss and chats
+        what, remedy = "of two tokens or more", "set packing=True (--packing on) to cut windows from all of them joined"
+        if spec.text.assistant_only_loss and chats:
+            what = f"in which the assistant speaks within {spec.sequence_length} tokens"
+            remedy = "count all tokens (assistant_only_loss=False, --assistant-only-loss off)"
         raise ValueError(
-            f"{opened.name} holds {len(found)} documents "
-            + (
-                f"in which the assistant speaks within {spec.sequence_length} tokens"
-                if spoken
-                else "of two tokens or more"
-            )
-            + f" and {samples} were asked for. Give more, ask for fewer samples, or "
-            + (
-                "count all tokens (assistant_only_loss=False, --assistant-only-loss off)."
-                if spoken
-                else "set packing=True (--packing on) to cut windows from all of them joined."
-            )
+            f"{opened.name} holds {len(found)} documents {what} and {samples} were asked for. Give more, ask for fewer "
+            f"samples, or {remedy}."
         )
     begun = "as the tokenizer's chat template has them" if chats else special.described
     protocol = (
