@@ -379,6 +379,14 @@ ARCHITECTURES = [
         hf.OPTForCausalLM,
     ),
     _decoder("GPT-NeoX", hf.GPTNeoXConfig(**TEXT), hf.GPTNeoXForCausalLM),
+    _decoder(
+        "Falcon",
+        hf.FalconConfig(**SIZES, vocab_size=TOKENS, new_decoder_architecture=True, num_kv_heads=2, alibi=False, **IDS),
+        hf.FalconForCausalLM,
+    ),
+    _decoder(
+        "GPT-J", hf.GPTJConfig(vocab_size=TOKENS, n_embd=16, n_layer=2, n_head=4, rotary_dim=4), hf.GPTJForCausalLM
+    ),
     _decoder("Phi-3", hf.Phi3Config(**GROUPED), hf.Phi3ForCausalLM),
     _decoder(
         "Mamba",

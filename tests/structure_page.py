@@ -67,6 +67,9 @@ DEEPSEEK = MIXTURE | {
 DEEPSEEK |= {"n_routed_experts": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
 GEMMA4 = {"sliding_window": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 260}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+FALCON = {name: size for name, size in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")}
+FALCON |= {"ffn_hidden_size": 24, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
+GPT_NEO = {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4, "window_size": 8}
 # Two thirds of its width, rounded up to a multiple of four, are 24.
 LFM2 = {"intermediate_size": 33, "block_multiple_of": 4, "layer_types": ["conv", "full_attention"] * 2}
 DISTILBERT = {"vocab_size": 260, "pad_token_id": 1, "dim": 16, "hidden_dim": 24, "n_heads": 4, "n_layers": 4}
@@ -134,6 +137,7 @@ FAMILIES = (
     _decoder("Helium", "helium", head_dim=4),
     _decoder("LFM2", "lfm2", **LFM2),
     _decoder("Falcon-H1", "falcon_h1"),
+    Family("Falcon", "falcon", AutoModelForCausalLM, FALCON),
     _decoder("MPT", "mpt"),
     _decoder("Hunyuan", "hunyuan_v1_dense", **WIDE),
     _decoder("Mixtral", "mixtral", **WIDE, num_local_experts=6),
@@ -153,6 +157,9 @@ FAMILIES = (
     _decoder("Hunyuan MoE", "hunyuan_v1_moe", **WIDE, num_experts=6, moe_topk=2),
     _decoder("StableLM", "stablelm"),
     _decoder("GPT-2", "gpt2"),
+    _decoder("GPT-J", "gptj", rotary_dim=4),
+    _decoder("CodeGen", "codegen", rotary_dim=4),
+    _decoder("GPT-Neo", "gpt_neo", **GPT_NEO),
     _decoder("GPT-NeoX", "gpt_neox"),
     Family("OPT", "opt", AutoModelForCausalLM, OPT),
     _decoder("BLOOM", "bloom"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.compatibility import check_editable, check_group
@@ -111,3 +112,16 @@ def test_columns_that_do_not_divide_are_refused_by_name():
     check_group(targets, 2, 4)
     with pytest.raises(ValueError, match=r"model\.layers\.0\..*24 inputs.*exclude"):
         check_group(targets, 3, 16)
+
+
+def test_blocks_of_linear_maps_that_compute_something_else_are_said_to_be_that():
+    class Doubled(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    model = cases.build("llama")
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.__class__ = Doubled
+    with pytest.raises(ValueError, match=r"its blocks have no nn\.Linear.* that compute as these do"):
+        find_targets(model)

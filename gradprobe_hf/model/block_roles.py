@@ -13,8 +13,9 @@ _FEED_FORWARDS: tuple[tuple[str, dict[str, int]], ...] = (
     ("mlp.down_proj", {"mlp.gate_up_proj": 2}),
     ("mlp.down_proj", {"mlp.up_proj": 1}),
     ("mlp.c_proj", {"mlp.c_fc": 1}),  # GPT-2, StarCoder2
-    ("mlp.dense_4h_to_h", {"mlp.dense_h_to_4h": 1}),  # GPT-NeoX
+    ("mlp.dense_4h_to_h", {"mlp.dense_h_to_4h": 1}),  # GPT-NeoX, Falcon
     ("mlp.fc2", {"mlp.fc1": 1}),  # Phi, ViT
+    ("mlp.fc_out", {"mlp.fc_in": 1}),  # GPT-J, CodeGen
     ("feed_forward.w2", {"feed_forward.w1": 1, "feed_forward.w3": 1}),  # LFM2
     ("feed_forward.down_proj", {"feed_forward.gate_proj": 1, "feed_forward.up_proj": 1}),  # Falcon-H1
     ("fc2", {"fc1": 1}),  # OPT, BART

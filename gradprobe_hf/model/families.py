@@ -37,7 +37,7 @@ _KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
 _VISION = ("vision_model", "vision_tower", "vision_encoder", "visual")
 # How configurations call the channels of a feed-forward network; of two stacks together.
 _WIDTHS = (
-    *(("intermediate_size",), ("ffn_dim",), ("n_inner",), ("d_ff",), ("hidden_dim",)),
+    *(("intermediate_size",), ("ffn_dim",), ("ffn_hidden_size",), ("n_inner",), ("d_ff",), ("hidden_dim",)),
     ("encoder_ffn_dim", "decoder_ffn_dim"),
 )
 # What has the width of a feed-forward network computed from the configuration's, where it is set -> that: LFM2 takes
@@ -60,6 +60,7 @@ _READ_BY_PARENT = {
     "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),  # by F.multi_head_attention_forward
     "MultiheadAttention": ("out_proj",),  # torch's own
 }
+_PLAIN = ("FalconLinear",)  # subclasses of nn.Linear whose own forward computes the same, x W^T + b
 
 
 def objective(model: PreTrainedModel) -> str | None:
@@ -178,6 +179,15 @@ def is_read_by_parent(model: nn.Module, name: str) -> bool:
     """
     parent, _, child = name.rpartition(".")
     return child in _READ_BY_PARENT.get(type(model.get_submodule(parent)).__name__, ())
+
+
+def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
+    """Whether a module does with its weight what this class of torch or transformers does.
+
+    A subclass with a forward of its own may do something else: measuring it would be wrong.
+    """
+    own = type(module)
+    return isinstance(module, cls) and (own.forward is cls.forward or own.__name__ in _PLAIN)
 
 
 def is_expert(name: str) -> bool:

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from gradprobe_hf.model.families import expert_parameters, is_fused_experts, is_read_by_parent
+from gradprobe_hf.model.families import expert_parameters, is_fused_experts, is_plain, is_read_by_parent
 from gradprobe_hf.model.parameters import aliases
 
 # A "vector" is no matrix at all, but the gain of a norm or a bias: served, trained, and never pruned.
@@ -46,9 +46,7 @@ def plain_uses(model: nn.Module) -> list[Use]:
     found = []
     for name, module in model.named_modules():
         for kind, cls in plain.items():
-            # A subclass with a forward of its own may do something else with its weight: measuring it would be wrong.
-            plain_forward = isinstance(module, cls) and type(module).forward is cls.forward
-            if plain_forward and not is_read_by_parent(model, name):
+            if is_plain(module, cls) and not is_read_by_parent(model, name):
                 found.append(Use(name, f"{name}.weight", Site(name, kind)))
         if is_fused_experts(module):
             for parameter in expert_parameters(module):

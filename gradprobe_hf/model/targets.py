@@ -124,7 +124,7 @@ def find_targets(
             + (
                 f"include={list(include)} and exclude={list(exclude)} together leave no matrix."
                 if include or exclude
-                else _no_blocks(uses)
+                else _no_matrices(model, uses)
             )
         )
     return targets
@@ -208,7 +208,12 @@ def _targets_of(model: nn.Module, canonical: str, users: list[Use]) -> list[Targ
     ]
 
 
-def _no_blocks(uses: list[Use]) -> str:
+def _no_matrices(model: nn.Module, uses: list[Use]) -> str:
     if not uses:
         return "it has no nn.Linear, Conv1D, nn.Embedding or fused experts."
+    if any(block_of(model, name) for name, _ in model.named_modules()):
+        return (
+            "its blocks have no nn.Linear, Conv1D or fused experts that compute as these do; name matrices with "
+            f"include, like {uses[0].name!r}."
+        )
     return f"it has no blocks (an nn.ModuleList of layers); name matrices with include, like {uses[0].name!r}."
