@@ -30,6 +30,7 @@ from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.report.against_estimate import Expectation, placement_of
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from tests import cases
+from tests.structure_page import FAMILIES
 from tests.test_reach import llava
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -509,3 +510,11 @@ def test_the_placement_that_a_run_had():
     assert placement_of({"placement": "offloaded by Accelerate", "checkpointing": "on: ..."}) == "offloaded"
     assert placement_of({"placement": "in memory", "checkpointing": "on, as asked"}) == "checkpointed"
     assert placement_of({"placement": "in memory", "checkpointing": "off: ..."}) == "resident"
+
+
+def test_a_configuration_with_an_infinite_value_is_estimated():
+    """transformers writes it into JSON as something else, which the configuration does not take back."""
+    (family,) = (one for one in FAMILIES if one.name == "Falcon-H1")
+    model = family.make()
+    assert math.inf in model.config.time_step_limit
+    assert activation_bytes(model, 2, 12, checkpointed=False) > 0

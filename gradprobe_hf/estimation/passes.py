@@ -6,17 +6,17 @@ that are alive at once can be watched without a weight in memory and without com
 
 from __future__ import annotations
 
-import json
+import copy
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights, block_bytes, loss_bytes
 from gradprobe_hf.estimation.machine import compute_device
@@ -69,17 +69,22 @@ def activation_bytes(
     Returns:
         None if the model cannot be built without its weights (custom code): then nothing is known.
     """
-    config_class: Any = type(model.config)
     cls: Any = plain_class(model)
-    # As JSON: configurations are not hashable, and two that are equal have one answer.
-    values, device = model.config.to_json_string(), input_device(model)
-    return _cached(config_class, values, cls, model.dtype, device, batch_size, sequence_length, checkpointed)
+    shape, device = _Shape(model.config.to_json_string(), model.config), input_device(model)
+    return _cached(shape, cls, model.dtype, device, batch_size, sequence_length, checkpointed)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A configuration, and its text, which tells it from others: it is not hashable, and equal ones have one answer."""
+
+    text: str
+    config: PreTrainedConfig = field(compare=False)
 
 
 @lru_cache(maxsize=256)
 def _cached(
-    config_class: Any,
-    values: str,
+    shape: _Shape,
     cls: Any,
     dtype: torch.dtype,
     device: torch.device,
@@ -87,12 +92,13 @@ def _cached(
     length: int,
     checkpoint: bool,
 ) -> int | None:
-    config = config_class.from_dict(json.loads(values))
+    config = copy.deepcopy(shape.config)
+    config._attn_implementation = None  # which the text does not say: the architecture's own choice
     try:
         model = skeleton(config, cls, dtype)
         targets = find_targets(model)
     except Exception as error:  # custom code, or no blocks: the caller wants a number, not a reason
-        logger.debug("no skeleton of %s: %s", config_class.__name__, error)
+        logger.debug("no skeleton of %s: %s", cls.__name__, error)
         return None
     return cost_of_batch(model, targets, rows, length, checkpoint=checkpoint, device=device).peak_bytes
 
