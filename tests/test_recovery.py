@@ -423,7 +423,7 @@ def test_the_command_writes_a_checkpoint_that_says_how_it_was_made(pruned, check
     assert re.search(rf"file, MB +{report.files['dense'] / 1e6:,.1f} +{stored / 1e6:,.1f}", capsys.readouterr().out)
     # A second recovery goes on from there; a table is printed without --json
     assert main([*arguments[:1], str(out), *arguments[2:], "--overwrite", *OPTIONS]) == 1  # its own folder
-    assert "is the model that is to be" in capsys.readouterr().err
+    assert "is a model that is read" in capsys.readouterr().err
     other = tmp_path / "other"
     assert main([arguments[0], str(out), *arguments[2:5], str(other), *arguments[6:], *OPTIONS, "--quiet"]) == 0
     assert "It had been trained so before, in 6 steps." in (other / "README.md").read_text()
