@@ -144,3 +144,9 @@ def test_one_that_no_shape_meets_names_the_nearest(counted):
         prune_pretrained(deep(), GradProbeConfig(structure="auto", latency=0.1), **options)
     with pytest.raises(ValueError, match=r"parts of this one are offloaded\. Give another budget"):
         cases.prune(cpu_offload(deep()), cases.batches("llama"), structure="auto", latency=0.7)
+
+
+def test_of_an_encoder_and_a_decoder_no_latency_is_asked_for():
+    config = GradProbeConfig(structure="auto", latency=0.8, num_samples=4)
+    with pytest.raises(ValueError, match="latency is that of blocks of one stack, and T5ForConditionalGeneration"):
+        prune_pretrained(cases.build("t5"), config, calibration=cases.batches("t5"), evaluation=False, progress=False)

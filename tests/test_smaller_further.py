@@ -7,7 +7,8 @@ import re
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, pipeline
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, pipeline
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
@@ -230,3 +231,24 @@ def test_what_does_not_go_together_says_so(folder):
     for option in ({"sparsity": 0.5}, {"pattern": "2:4"}):
         with pytest.raises(ValueError, match="prune the smaller checkpoint once more: zeros go on top"):
             GradProbeConfig(structure={"ffn": 8}, **option)
+
+
+def test_a_model_that_was_trained_after_it_was_pruned_is_not_cut(tmp_path):
+    """What is in memory and what would be written are no longer the same: through a bias what is zero has gradients."""
+    torch.manual_seed(0)
+    values = {**cases.build("llama").config.to_dict(), "mlp_bias": True}
+    model = LlamaForCausalLM(LlamaConfig(**values)).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter)
+    result = cases.prune(model, cases.batches("llama"), structure={"ffn": 8}, update="none", apply=True)
+    result.save_pretrained(tmp_path / "before")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = cases.batches("llama")[0]
+    model(**batch, labels=batch["input_ids"]).loss.backward()
+    optimizer.step()
+    with pytest.raises(
+        ValueError, match=r"down_proj\S* is zero no more where whole structures went.*Save the result first"
+    ):
+        result.save_pretrained(tmp_path / "after")
+    assert not (tmp_path / "after").exists()

@@ -24,6 +24,8 @@ from transformers import (
     Gemma3TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
+    JambaConfig,
+    JambaForCausalLM,
     LlamaConfig,
     LlamaForSequenceClassification,
     MistralConfig,
@@ -77,6 +79,8 @@ MIXTURE |= {"shared_expert_intermediate_size": 8}
 LEADING = {**SIZES, "num_hidden_layers": 5, "num_key_value_heads": 4, "moe_intermediate_size": 8}
 LEADING |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
 LEADING |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+JAMBA = {**SIZES, "num_hidden_layers": 6, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
+JAMBA |= {"expert_layer_period": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
 LAYERS = {"max_window_layers": 2, "use_sliding_window": True, "sliding_window": 8}
 MORE = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)),
@@ -96,6 +100,7 @@ MORE = {
     "every other": lambda: Qwen2MoeForCausalLM(
         Qwen2MoeConfig(**{**SIZES, **MIXTURE, "num_hidden_layers": 6, "decoder_sparse_step": 2})
     ),
+    "periods": lambda: JambaForCausalLM(JambaConfig(**JAMBA)),
     "wide": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "intermediate_size": 100})),
     "single": lambda: MistralForCausalLM(MistralConfig(**{**SIZES, "num_key_value_heads": 1})),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
@@ -375,6 +380,7 @@ REFUSED = [
     ("gpt2", {"kv_groups": 1}, "no key-value heads in transformer.h.0 of GPT2LMHeadModel"),
     ("gpt2", {"blocks": 1}, "none can"),
     ("scaled", {"blocks": 1}, "(with its scale_attn_by_inverse_layer_idx a block depends on how many are before it)"),
+    ("periods", {"blocks": 2}, "leave 'blocks' out of structure. (with its attn_layer_period a block depends on"),
     ("every other", {"blocks": 2}, "leave 'blocks' out of structure. (with its decoder_sparse_step"),
     ("opt", {"kv_groups": 1}, "OPTForCausalLM cannot do without 1 of its 4 key-value heads; leave 'kv_groups' out"),
     ("olmo2", {"kv_groups": 1}, "cannot do without 1 of its 2 key-value heads"),

@@ -16,7 +16,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.report.report import Report
-from gradprobe_hf.run.apply import applied, mark_smaller, replaced
+from gradprobe_hf.run.apply import applied, check_still_zero, mark_smaller, replaced
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.structures.removal import Removal
 
@@ -73,4 +73,6 @@ class PruneResult(Savable):
                 mark_smaller(self.model)
 
     def as_written(self) -> AbstractContextManager[None]:
+        if self.removal is not None:
+            check_still_zero(self.model, self.targets, self.masks)
         return self.applied(keep=False)

@@ -42,6 +42,7 @@ class Savable(ABC):
         Raises:
             FileExistsError: the folder exists and `overwrite` is not set.
             OSError: it cannot be written; nothing of it remains.
+            ValueError: whole structures went, and the model was trained since.
         """
         writes = self.processes.is_main
         if not writes and not is_sharded(self.model):  # shards are gathered by all

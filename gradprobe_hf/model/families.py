@@ -48,10 +48,13 @@ PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_s
 # Numbers in a configuration up to which blocks are of another kind: full attention, no experts.
 LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
 # Lists in a configuration with the numbers of some blocks.
-BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs")
+BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
 # What blocks do by their own numbers, which change when one before them goes: attention is scaled by it (GPT-2), every
 # n-th has experts.
-_BY_NUMBER = ("scale_attn_by_inverse_layer_idx", "decoder_sparse_step", "moe_layer_interval")
+_BY_NUMBER = (
+    *("scale_attn_by_inverse_layer_idx", "decoder_sparse_step", "moe_layer_interval"),
+    *("attn_layer_period", "expert_layer_period"),  # Jamba
+)
 # Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
 _READ_BY_PARENT = {
     "MambaMixer": ("dt_proj",),

@@ -44,6 +44,23 @@ def check_whole(model: nn.Module) -> None:
         )
 
 
+def check_still_zero(model: nn.Module, targets: Sequence[Target], masks: Mapping[str, Tensor]) -> None:
+    """Raise ValueError where structures that are to be cut out of a model are zero no more: it was trained meanwhile.
+
+    To cut them out would write another model than the one in memory.
+    """
+    if not getattr(model, _LOST, False):
+        return
+    for target in targets:
+        if not is_on_disk(model, target.parameter):
+            matrix = target.matrix(model)
+            if bool(matrix.masked_select(masks[target.name].to(matrix.device)).any()):
+                raise ValueError(
+                    f"{target.name} is zero no more where whole structures went: the model was changed after it was "
+                    "pruned, and without them it would be another. Save the result first, and train the checkpoint."
+                )
+
+
 @contextmanager
 def applied(
     model: nn.Module,

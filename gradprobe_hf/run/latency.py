@@ -54,6 +54,11 @@ def check_timeable(model: PreTrainedModel) -> None:
             "latency is measured of a model in memory, and parts of this one are offloaded. Give another "
             "budget: params=0.75, say, or memory='200MB'."
         )
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"latency is that of blocks of one stack, and {type(model).__name__} has an encoder and a decoder. Give "
+            "another budget: params=0.75, say, or memory='200MB'."
+        )
 
 
 def latency_table(context: RunContext, axes: Mapping[str, Sequence[int]]) -> LatencyTable:

@@ -187,7 +187,7 @@ def _too_small(
     sizes: _Sizes | LatencyTable,
 ) -> ValueError:
     """What is said where even the smallest shape is larger than the budget."""
-    every = [dict(zip(axes, counts, strict=True)) for counts in product(*axes.values())]
+    every = [dict(zip(axes, counts, strict=True)) for counts in product(*axes.values()) if any(counts)]
     nearest = [shaped(going) for going in sorted(every, key=sizes)[:2]]
     named = " and ".join(
         f"structure={dict(shape.going)} with {budget.shown(getattr(shape, budget.unit))}" for shape in nearest
