@@ -80,6 +80,17 @@ def test_of_a_model_that_reads_images_no_tokens_are_said(tmp_path, capsys):
     assert "--prompt-length 8 has no effect here" in capsys.readouterr().err
 
 
+def test_the_card_of_what_reads_images_says_no_tokens(tmp_path):
+    model = cases.build("vit")
+    config = GradProbeConfig(structure={"ffn": 8}, update="none", measure_speed=True)
+    given = {"calibration": cases.batches("vit"), "evaluation": False, "progress": False}
+    prune_pretrained(model, config, output_dir=tmp_path / "made", **given)
+    card = (tmp_path / "made" / "README.md").read_text()
+    assert "| forward pass, ms |" in card
+    assert "**Speed.** One input at a time; cpu" in card
+    assert "time to read a text" not in card
+
+
 class Listed:
     """Answers from a list, and notes in which order it is asked."""
 

@@ -14,8 +14,10 @@ from typing import Any
 def measurements(speed: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Title, dense and pruned (the second row), of each measurement that there is."""
     dense, pruned = speed["rows"][:2]
+    reads_text = speed["prompt_length"] is not None
+    titles = {} if reads_text else {"prefill_seconds": "forward pass, ms"}
     return [
-        (title, shown(dense[name]), f"{shown(pruned[name])} ({pruned['ratios'][name]:.2f} x)")
+        (titles.get(name, title), shown(dense[name]), f"{shown(pruned[name])} ({pruned['ratios'][name]:.2f} x)")
         for name, (title, shown) in _LINES.items()
         if dense[name] is not None
     ]
