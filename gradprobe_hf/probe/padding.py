@@ -79,10 +79,10 @@ class BatchLayout:
         return mask.to(x.device)
 
     def unpadded_inputs(self, target: Target, site: Site, inputs: Tensor) -> Tensor:
-        """The inputs of a linear map without padding, `[tokens, in]`, in float32 or float64."""
+        """The inputs of a linear map without padding, `[tokens, in]`."""
         x = self.by_sequence(inputs, 1, target.name)
         mask = self.token_mask(site, x)
-        return (x.flatten(0, 1) if mask is None else x[mask.bool()]).to(torch.promote_types(x.dtype, torch.float32))
+        return x.flatten(0, 1) if mask is None else x[mask.bool()]
 
     def tokens_of(self, rows: Tensor, target: Target, site: Site, inputs: Tensor) -> Tensor:
         """Which of the tokens of `unpadded_inputs` belong to some sequences, bool `[tokens]`.

@@ -2,6 +2,9 @@
 
 `H = sum_t x_t x_t^T`, `[in, in]`, over the tokens that are no padding; and, where the dense model runs beside,
 `D = sum_t (x'_t - x_t) x_t^T` with x' its inputs for the same tokens. float32 (float64 for a float64 model).
+
+What is summed in place of D is `C = sum_t x'_t x_t^T`: its factors are as they came, in bfloat16 maybe, and `D = C - H`
+has the rounding of H, which D is added to wherever it is used.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from gradprobe_hf.model.parameters import execution_device
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.padding import BatchLayout
+from gradprobe_hf.runtime.half_products import widened_from
 from gradprobe_hf.runtime.processes import Processes
 
 WIDE = 512  # inputs, from which on H is symmetric to the benefit of its product
@@ -34,11 +38,11 @@ class BlockHessians:
     def __init__(self, model: PreTrainedModel, processes: Processes, has_drift: bool) -> None:
         self.counts = True  # whether the batch does
         self.held_rows: Tensor | None = None  # the rows of the batch that the damping is chosen by, bool
-        self._held: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # of these H and D, once more
+        self._held: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # of these H and C, once more
         self._layout = BatchLayout(sequences=0, tokens=0)
         self._model, self._processes, self._has_drift = model, processes, has_drift
         self._hessians: dict[str, Tensor] = {}
-        self._drifts: dict[str, Tensor] = {}
+        self._crosses: dict[str, Tensor] = {}  # C
         self._dense: dict[str, list[Tensor]] = {}  # of one batch, in the order in which they are used
         self._is_dense = False
         # Queries, keys and values are given one and the same tensor: what was made of the last one is kept.
@@ -69,15 +73,15 @@ class BlockHessians:
         known = self._last
         if known is None or known[0] is not inputs or (known[1][0][1] is None) != (other is None):
             self._last = known = inputs, self._products(target, site, inputs, other)
-        for (hessians, drifts), (hessian, drift) in zip(
-            ((self._hessians, self._drifts), self._held), known[1], strict=False
+        for (hessians, crosses), (hessian, cross) in zip(
+            ((self._hessians, self._crosses), self._held), known[1], strict=False
         ):
             _add(hessians, target.name, hessian)
-            if drift is not None:
-                _add(drifts, target.name, drift)
+            if cross is not None:
+                _add(crosses, target.name, cross)
 
     def _products(self, target: Target, site: Site, inputs: Tensor, other: Tensor | None) -> list[_Sums]:
-        """What a batch adds to H and D; and, if some of its rows are held out, what these add."""
+        """What a batch adds to H and C; and, if some of its rows are held out, what these add."""
         x = self._layout.unpadded_inputs(target, site, inputs)
         found = [_products(x, other)]
         if self.held_rows is not None:
@@ -102,13 +106,17 @@ class BlockHessians:
                 f"the inputs of {target.name} are not finite: look for NaN in the weights before it, or a dtype that "
                 "overflows (float16: try bfloat16). Nothing was changed."
             )
-        return hessian, self._sum(self._drifts, target) if self._is_compared(target) else None
+        return hessian, self._drift(self._crosses, target, hessian)
 
     def held_out(self, target: Target) -> tuple[Tensor, Tensor | None]:
         """What of these is of the rows that are held out. Collectives."""
-        hessians, drifts = self._held
-        drift = self._sum(drifts, target) if self._is_compared(target) else None
-        return mirrored_(self._sum(hessians, target)), drift
+        hessians, crosses = self._held
+        hessian = mirrored_(self._sum(hessians, target))
+        return hessian, self._drift(crosses, target, hessian)
+
+    def _drift(self, crosses: dict[str, Tensor], target: Target, hessian: Tensor) -> Tensor | None:
+        """D. Collectives."""
+        return self._sum(crosses, target).sub_(hessian) if self._is_compared(target) else None
 
     def _is_compared(self, target: Target) -> bool:
         return self._has_drift and is_compared_by_token(target.name)
@@ -122,12 +130,15 @@ class BlockHessians:
         return self._processes.sum_(found)
 
 
-_Sums = tuple[Tensor, Tensor | None]  # H and D; no D where the dense model does not run beside
+_Sums = tuple[Tensor, Tensor | None]  # H and C; no C where the dense model does not run beside
 
 
 def _products(x: Tensor, other: Tensor | None) -> _Sums:
     """Of some tokens. Args: `x`, `other`: inputs of the model and of the dense one, `[tokens, in]`."""
-    return lower_gram(x), None if other is None else (other - x).t() @ x
+    wide = torch.promote_types(x.dtype, torch.float32)
+    with widened_from(x):
+        x = x.to(wide)
+        return lower_gram(x), None if other is None else other.to(wide).t() @ x
 
 
 def lower_gram(x: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+"""Sums of products of bfloat16 matrices, as float64 has them."""
+
+import pytest
+import torch
+
+from gradprobe_hf.reconstruction.hessians import lower_gram, mirrored_
+from gradprobe_hf.runtime.half_products import widened_from
+
+
+@pytest.fixture
+def settings():
+    found = getattr(torch.backends.mkldnn, "matmul", None)
+    if found is None:
+        pytest.skip("torch before 2.9 has no such setting")
+    return found
+
+
+@pytest.mark.parametrize("width", [48, 640])
+def test_products_of_bfloat16_are_those_of_float64(width):
+    """To the rounding of float32: rounded to bfloat16 they would be a thousand times as far away."""
+    x, other = torch.randn(2, 200, width, generator=torch.Generator().manual_seed(0)).bfloat16().unbind()
+    with widened_from(x):
+        gram, cross = mirrored_(lower_gram(x.float())), other.float().T @ x.float()
+    for found, exact in ((gram, x.double().T @ x.double()), (cross, other.double().T @ x.double())):
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), exact, rtol=0, atol=2e-6 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_other_operands_are_not_rounded(settings, dtype):
+    """One of float16 or float32 has digits that bfloat16 has not."""
+    before = settings.fp32_precision
+    with widened_from(torch.ones(2, 2, dtype=dtype)):
+        assert settings.fp32_precision == before
+
+
+def test_the_setting_is_as_it_was_after_an_error(settings):
+    before = settings.fp32_precision
+
+    def fail():
+        with widened_from(torch.ones(2, 2, dtype=torch.bfloat16)):
+            assert settings.fp32_precision == "bf16"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert settings.fp32_precision == before
