@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
 from gradprobe_hf.data.batches import shared_rows
 from gradprobe_hf.data.pydoc_text import manual_text
-from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
+from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
+from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.model.loss import summed_loss
 from tests import cases
 from tests.conftest import TEXT
@@ -301,3 +303,21 @@ def test_text_for_a_model_of_images_is_refused(text_file):
         load_batches(
             text_file, WindowSpec(4, 12, 2), part="evaluation", model=cases.build("vit"), processing_class=processor
         )
+
+
+@pytest.mark.parametrize("kind", ["Bert", "Roberta", "XLMRoberta", "Camembert", "Data2VecText", "MPNet", "Esm", "GPT2"])
+def test_the_longest_text_is_the_longest_that_the_model_reads(kind):
+    """RoBERTa and its like have two positions fewer than their configuration tells."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32, max_position_embeddings=20, pad_token_id=1, bos_token_id=0, eos_token_id=2, **sizes
+    )
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    longest = window_length(None, model)
+    assert longest == longest_text(model)
+    tokens = torch.full((1, longest + 1), 5)
+    model(input_ids=tokens[:, :longest])
+    with pytest.raises((IndexError, RuntimeError)):
+        model(input_ids=tokens)
+    with pytest.raises(ValueError, match=f"sequence_length={longest + 1} is more than the {longest} positions"):
+        check_length(model, longest + 1)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from gradprobe_hf.model.families import random_batch, text_attribute, without_cache
+from gradprobe_hf.model.families import longest_text, random_batch, text_attribute, without_cache
 from gradprobe_hf.model.loading import load_model
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.report.build import peak_memory
@@ -98,7 +98,7 @@ class Subject:
             dtype=str(model.dtype).removeprefix("torch."),
             reads_text=reads_text,
             writes=model.can_generate() and reads_text,
-            positions=text_attribute(model.config, "max_position_embeddings"),
+            positions=longest_text(model),
             device=_named(input_device(model)),
             threads=torch.get_num_threads(),
         )

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.model.families import ignored_label, is_causal, text_attribute
+from gradprobe_hf.model.families import ignored_label, is_causal, longest_text
 from gradprobe_hf.tasks.columns import IGNORED
 
 # What says which examples or tokens count, and not what they are.
@@ -75,11 +75,11 @@ def _check_ids(model: PreTrainedModel, ids: Tensor, part: str) -> None:
             f"0 to {rows - 1}: its tokenizer (processing_class) is larger than its embedding ({rows}), or another's. "
             "Use the model's own, or resize_token_embeddings and train."
         )
-    longest = text_attribute(model.config, "max_position_embeddings")
+    longest = longest_text(model)
     if longest is not None and ids.shape[-1] > longest:
         raise ValueError(
             f"{part}: input_ids have {ids.shape[-1]} tokens in a row, and {type(model).__name__} has {longest} "
-            "positions (max_position_embeddings); give rows of that many tokens at most."
+            "positions; give rows of that many tokens at most."
         )
 
 

@@ -20,6 +20,7 @@ from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.packing import WindowSpec
 from gradprobe_hf.data.sources import Source
 from gradprobe_hf.data.text_options import TextOptions
+from gradprobe_hf.model.families import longest_text, text_attribute
 from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import Task
@@ -173,7 +174,7 @@ class Labels:
             inputs=inputs,
             label=label,
             text_template=self.spec.text.text_template,
-            length=_length(self.spec.length, self.model.config, self.processing_class),
+            length=_length(self.spec.length, self.model, self.processing_class),
             stored_names=stored_names,
             generator=torch.Generator().manual_seed(self.spec.seed),
         )
@@ -235,12 +236,11 @@ def _taken(opened: Source, spec: RowSpec) -> list[Row]:
     return taken
 
 
-def _length(asked: int, config: Any, processing_class: Any) -> int:
+def _length(asked: int, model: PreTrainedModel, processing_class: Any) -> int:
     """Tokens of a row at most: as asked, or as many as the model has positions for."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
-    text = config.get_text_config()
-    limits = [getattr(tokenizer, "model_max_length", None)]
-    limits += [getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions")]
+    limits = [getattr(tokenizer, "model_max_length", None), longest_text(model)]
+    limits.append(text_attribute(model.config, "max_target_positions"))
     return min([asked, *(int(limit) for limit in limits if limit)])
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, from_windows
 from gradprobe_hf.data.sources import Rows, Source, is_dataset, is_streamed, open_source, text_rows
-from gradprobe_hf.model.families import is_causal, text_attribute
+from gradprobe_hf.model.families import is_causal, longest_text
 
 WIKITEXT = "Salesforce/wikitext:wikitext-2-raw-v1:test"
 LONGEST = 2048
@@ -64,7 +64,7 @@ def paper_batches(source: Any, model: PreTrainedModel, processing_class: Any, sp
     if processing_class is None:
         raise ValueError("the paper protocol tokenises text, and no tokenizer was found beside the model.")
     opened = _rows(WIKITEXT if source is None else source)
-    context = text_attribute(model.config, "max_position_embeddings")
+    context = longest_text(model)
     length = min(LONGEST, context or LONGEST) if spec.length is None else spec.length
     if context is not None and length > context:
         raise ValueError(f"windows of {length} tokens are more than the {context} positions of {type(model).__name__}.")

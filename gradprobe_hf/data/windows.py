@@ -27,7 +27,7 @@ from gradprobe_hf.data.self_generated import KeptText, own_text
 from gradprobe_hf.data.sources import Source, is_dataset, is_tokenised, open_source, rows_from, text_rows
 from gradprobe_hf.data.special_tokens import is_tokenizer, special_tokens, tokenizer_of
 from gradprobe_hf.data.text_options import DEFAULT_LENGTH, TextOptions
-from gradprobe_hf.model.families import text_attribute
+from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.runtime.processes import Processes
 
 __all__ = ["TextOptions", "WindowSpec", "load_batches"]
@@ -252,15 +252,14 @@ def window_length(wanted: int | None, model: PreTrainedModel) -> int:
     """Tokens in a window: as many as were asked for; by default 512, or as many as the model has positions."""
     if wanted is not None:
         return wanted
-    longest = text_attribute(model.config, "max_position_embeddings") or DEFAULT_LENGTH
-    return int(min(DEFAULT_LENGTH, longest))
+    return min(DEFAULT_LENGTH, longest_text(model) or DEFAULT_LENGTH)
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:
     """Raise ValueError where a model has too few positions."""
-    longest = text_attribute(model.config, "max_position_embeddings")
+    longest = longest_text(model)
     if longest is not None and length > longest:
         raise ValueError(
-            f"sequence_length={length} is more than the {longest} positions of {type(model).__name__} "
-            f"(max_position_embeddings); pass sequence_length={longest}, or rows of that many tokens at most."
+            f"sequence_length={length} is more than the {longest} positions of {type(model).__name__}; pass "
+            f"sequence_length={longest}, or rows of that many tokens at most."
         )

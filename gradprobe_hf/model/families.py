@@ -256,6 +256,20 @@ def text_attribute(config: PreTrainedConfig, name: str, default: Any = None) -> 
     return getattr(config.get_text_config(), name, None) or default
 
 
+def longest_text(model: PreTrainedModel) -> int | None:
+    """Tokens in the longest text that a model has positions for; None: it does not say.
+
+    RoBERTa and what descends from it number positions from behind the padding token's own number: of the 514 that the
+    configuration tells, the first two are no token's.
+    """
+    positions = text_attribute(model.config, "max_position_embeddings")
+    if positions is None:
+        return None
+    rows = (getattr(one, "position_embeddings", None) for one in model.modules())
+    unused = (one.padding_idx + 1 for one in rows if isinstance(one, nn.Embedding) and one.padding_idx is not None)
+    return int(positions) - max(unused, default=0)
+
+
 def key_value_heads(config: PreTrainedConfig) -> int:
     """Heads with keys and values of their own; all, where several queries share none."""
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)

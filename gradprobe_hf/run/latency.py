@@ -21,7 +21,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import random_batch, stack_of, text_attribute, without_cache
+from gradprobe_hf.model.families import longest_text, random_batch, stack_of, without_cache
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.model.targets import Target
@@ -91,7 +91,7 @@ def measured_latency(context: RunContext, going: Mapping[str, int]) -> dict[str,
 
 def length_of(model: PreTrainedModel) -> int:
     """Tokens that are read: as many as leave room for those that are written."""
-    positions = text_attribute(model.config, "max_position_embeddings")
+    positions = longest_text(model)
     return PROMPT if positions is None else max(1, min(PROMPT, positions - _written(model)))
 
 
