@@ -13,6 +13,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     BartConfig,
+    BartForConditionalGeneration,
     BartForSequenceClassification,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -40,6 +41,8 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RecurrentGemmaConfig,
+    RecurrentGemmaForCausalLM,
     ViTMAEConfig,
     ViTMAEModel,
 )
@@ -101,6 +104,9 @@ MORE = {
         Qwen2MoeConfig(**{**SIZES, **MIXTURE, "num_hidden_layers": 6, "decoder_sparse_step": 2})
     ),
     "periods": lambda: JambaForCausalLM(JambaConfig(**JAMBA)),
+    "turns": lambda: RecurrentGemmaForCausalLM(
+        RecurrentGemmaConfig(**{**SIZES, "num_hidden_layers": 5}, lru_width=16, attention_window_size=8)
+    ),
     "wide": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "intermediate_size": 100})),
     "single": lambda: MistralForCausalLM(MistralConfig(**{**SIZES, "num_key_value_heads": 1})),
     "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
@@ -371,16 +377,21 @@ GROUPED = {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_i
 GROUPED |= {"n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
 GROUPED |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
 REFUSED = [
-    ("llama", {"kv_groups": 2}, "2 of 2 key-value heads cannot go: 1 to 1 can"),
+    (
+        "llama",
+        {"kv_groups": 2},
+        "2 of 2 key-value heads cannot go: 1 can.",
+    ),
     ("llama", {"ffn": 24}, "24 of 24 FFN channels cannot go"),
     ("llama", {"ffn": 0.3}, "a multiple of 64 is kept, is all of them. Give how many go, 7 say"),
     ("wide", {"ffn": 0.01}, "a share of 0.01 of 100 FFN channels, of which a multiple of 64 is kept, is none of them"),
-    ("llama", {"blocks": 2}, "the first and the last stay: 1 to 1 can"),
+    ("llama", {"blocks": 2}, "the first and the last stay: 1 can"),
     ("single", {"kv_groups": 1}, "1 of 1 key-value head cannot go: none can"),
-    ("gpt2", {"kv_groups": 1}, "no key-value heads in transformer.h.0 of GPT2LMHeadModel"),
+    ("gpt2", {"kv_groups": 1}, "Leave 'kv_groups' out. It can do without some of 'ffn'."),
     ("gpt2", {"blocks": 1}, "none can"),
     ("scaled", {"blocks": 1}, "(with its scale_attn_by_inverse_layer_idx a block depends on how many are before it)"),
     ("periods", {"blocks": 2}, "leave 'blocks' out of structure. (with its attn_layer_period a block depends on"),
+    ("turns", {"blocks": 1}, "leave 'blocks' out of structure. (with its block_types a block depends on"),
     ("every other", {"blocks": 2}, "leave 'blocks' out of structure. (with its decoder_sparse_step"),
     ("opt", {"kv_groups": 1}, "OPTForCausalLM cannot do without 1 of its 4 key-value heads; leave 'kv_groups' out"),
     ("olmo2", {"kv_groups": 1}, "cannot do without 1 of its 2 key-value heads"),
@@ -419,6 +430,21 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
     monkeypatch.setattr("gradprobe_hf.run.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
     with pytest.raises(ValueError, match=re.escape(message)):
         prune_pretrained(model, GradProbeConfig(structure=amounts), calibration=cases.batches("llama"), progress=False)
+
+
+def test_a_budget_of_a_model_that_can_do_without_nothing_says_why():
+    """Of each structure: an encoder and a decoder of unlike widths, as BART may have."""
+    values = {"encoder_ffn_dim": 16, "decoder_ffn_dim": 24, "d_model": 16, "vocab_size": 32}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_layers": 1, "decoder_layers": 1}
+    model = BartForConditionalGeneration(BartConfig(**values, **heads, max_position_embeddings=64)).eval()
+    config = GradProbeConfig(structure="auto", params=0.9)
+    message = (
+        "there is nothing that BartForConditionalGeneration can do without. structure 'ffn' wants as many FFN channels "
+        "in every block, and those of BartForConditionalGeneration have 16, 24: leave it out. structure "
+    )
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        prune_pretrained(model, config, calibration=cases.batches("llama"), progress=False)
+    assert str(caught.value).count("structure is for models of one stack of blocks") == 1  # heads, experts and blocks
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -54,6 +54,7 @@ BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
 _BY_NUMBER = (
     *("scale_attn_by_inverse_layer_idx", "decoder_sparse_step", "moe_layer_interval"),
     *("attn_layer_period", "expert_layer_period"),  # Jamba
+    "block_types",  # RecurrentGemma: kinds that take turns
 )
 # Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
 _READ_BY_PARENT = {
@@ -283,7 +284,12 @@ def config_key(config: PreTrainedConfig, name: str) -> str:
 def told_by_number(config: PreTrainedConfig) -> str | None:
     """The name of a value in a configuration by which blocks differ with their numbers; None if there is none."""
     values = ((name, getattr(config, name, None)) for name in _BY_NUMBER)
-    return next((name for name, value in values if value is True or (value or 0) > 1), None)
+    return next((name for name, value in values if value is True or _kinds(value) > 1), None)
+
+
+def _kinds(value: int | Sequence[str] | None) -> int:
+    """How many kinds of blocks a period stands for, or a list of what takes turns."""
+    return len(set(value)) if isinstance(value, Sequence) else value or 0
 
 
 def feed_forward_keys(values: dict[str, Any], width: int) -> tuple[str, ...]:

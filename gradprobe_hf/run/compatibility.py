@@ -13,10 +13,10 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.families import block_of, shares_keys_across_blocks
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading_checks import COMPUTED
-from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
+from gradprobe_hf.model.parameters import aliases, is_offloaded, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.apply import check_whole
-from gradprobe_hf.run.shape_search import check_budget
+from gradprobe_hf.run.shape_search import check_budget, structures_that_can_go
 from gradprobe_hf.run.structured import check_hands_on, check_routing
 from gradprobe_hf.selection.published_rule import thresholds
 from gradprobe_hf.structures.plan import Plan
@@ -79,7 +79,22 @@ def _check_removable(model: nn.Module, targets: Sequence[Target], config: GradPr
     assert isinstance(model, PreTrainedModel), "it has a configuration"
     if config.weighs_units:
         _check_in_blocks(model, targets, remedy="structure={'blocks': ...} with update='none', which takes them whole")
-    check_legal(model, Plan.of(model, targets, config.amounts))
+    try:
+        check_legal(model, Plan.of(model, targets, config.amounts))
+    except ValueError as error:
+        raise ValueError(f"{error}{_instead(model, targets, config)}") from error
+
+
+def _instead(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> str:
+    """What can go of a model that cannot do without all that a configuration names."""
+    if any(parameter.is_meta for parameter in model.parameters()) and not is_offloaded(model):
+        return ""  # which structures can go is found out by running it
+    can = structures_that_can_go(model, targets)
+    if config.amounts.keys() <= set(can):  # some of each can, only not as many
+        return ""
+    if not can:
+        return " There is nothing else that it can do without: prune single weights."
+    return f" It can do without some of {' and of '.join(map(repr, can))}."
 
 
 def check_editable(model: nn.Module, targets: Sequence[Target]) -> None:

@@ -13,6 +13,7 @@ import math
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -74,7 +75,7 @@ def check_budget(model: PreTrainedModel, targets: Sequence[Target], config: Grad
         shape_axes(model, targets, _unavailable(model, targets))
     else:
         budget_shapes(model, targets, config)
-    if config.structure_rounds > 1 and not shape_axes(model, targets, ()).keys() & set(config.in_rounds):
+    if config.structure_rounds > 1 and not shape_axes(model, targets, {}).keys() & set(config.in_rounds):
         raise ValueError(
             f"structure_rounds={config.structure_rounds} has no effect here: with importance={config.importance!r} "
             f"only experts go in rounds, and {type(model).__name__} has none that can. Leave it unset, or set "
@@ -106,14 +107,24 @@ def _timed_shapes(
     return shapes_within(context.model, context.targets, budget, without, table), table
 
 
-def _unavailable(model: PreTrainedModel, targets: Sequence[Target]) -> list[str]:
-    """Structures that the model turns out not to do without when it is run."""
-    found = []
+def structures_that_can_go(model: PreTrainedModel, targets: Sequence[Target]) -> list[str]:
+    """The names of what the model can do without some of; its weights have to be there."""
+    try:
+        return list(shape_axes(model, targets, _unavailable(model, targets)))
+    except ValueError:
+        return []
+
+
+def _unavailable(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str, str]:
+    """Structures that the model turns out not to do without when it is run, each with a sentence that says why."""
+    found = {}
     for name, row in STRUCTURES.items():
         if row.takes == "blocks" and not hands_on(model, targets):
-            found.append(name)
-        if row.takes == "experts" and mixtures(model) and misrouted(model, Plan.of(model, targets, {name: 1})):
-            found.append(name)
+            found[name] = f"structure {name!r}: a block without weights does not hand on what it is given."
+        if row.takes == "experts" and mixtures(model):
+            with suppress(ValueError):  # not as many from block to block, which `shape_axes` says
+                why = misrouted(model, Plan.of(model, targets, {name: 1}))
+                found |= {name: f"structure {name!r}: {why}."} if why else {}
     return found
 
 

@@ -6,7 +6,7 @@ is better, so that only those are listed of which nothing can be given back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -44,19 +44,19 @@ def shapes_within(
     model: PreTrainedModel,
     targets: Sequence[Target],
     budget: ShapeBudget,
-    without: Collection[str] = (),
+    without: Mapping[str, str] | None = None,
     table: LatencyTable | None = None,
 ) -> list[Shape]:
     """The shapes that meet a budget and have nothing to give back, the most parameters first.
 
     Args:
-        without: structures that the model cannot do without.
+        without: structures that the model cannot do without, each with a sentence that says why.
         table: of seconds, for a budget of latency.
 
     Raises:
         ValueError: the model is that small as it is, or never is that small.
     """
-    axes = shape_axes(model, targets, without)
+    axes = shape_axes(model, targets, without or {})
     shaped = _Shaped(model, targets, table, bytes_beside_parameters(model))
     sizes = table or _Sizes.of(shaped, budget, list(axes))
     limit = budget.most(sizes.dense)
@@ -74,32 +74,41 @@ def is_legal(model: PreTrainedModel, targets: Sequence[Target], shape: Shape) ->
     return unfit(model, Plan.of(model, targets, shape.going)) is None
 
 
-def shape_axes(model: PreTrainedModel, targets: Sequence[Target], without: Collection[str]) -> dict[str, list[int]]:
+def shape_axes(model: PreTrainedModel, targets: Sequence[Target], without: Mapping[str, str]) -> dict[str, list[int]]:
     """Structure -> how many of it can go, none first; the finest, of which there are the most steps, last.
+
+    Args:
+        without: structures that the model cannot do without, each with a sentence that says why.
 
     Raises:
         ValueError: there are none.
     """
-    found = {}
+    found, refused = {}, dict(without)
     for name, row in STRUCTURES.items():
         if name in without:
             continue
         try:
             plan = Plan.of(model, targets, {name: 1})
-        except ValueError:  # the model has none of them, or not as many everywhere
+        except ValueError as error:  # the model has none of them, or not as many everywhere
+            refused[name] = str(error)
             continue
         counts = [count for count in row.steps(plan.there(name)) if count <= plan.most(name)]
         # Heads have to divide this and that: each number is tried. Channels are alike, and so are blocks and experts.
         few = row.takes == "units" and plan.there(name) <= FEW
         tried = counts if few else [counts[0], counts[-1]] if counts else []
-        legal = {count for count in tried if unfit(model, replace(plan, going={name: count})) is None}
+        reasons = {count: unfit(model, replace(plan, going={name: count})) for count in tried}
+        legal = {count for count, reason in reasons.items() if reason is None}
         left = [count for count in counts if count in legal or (count not in tried and legal == set(tried))]
         if left:
             found[name] = [0, *left]
+        else:
+            why = next(iter(reasons.values()), None) or f"there are only {plan.there(name)} {row.units}"
+            refused[name] = f"structure {name!r}: {why}."
     if not found:
+        why = " ".join(dict.fromkeys(refused[name] for name in STRUCTURES))  # several may have one reason
         raise ValueError(
-            f"structure='auto': {type(model).__name__} can do without none of {', '.join(map(repr, STRUCTURES))}. "
-            "Prune it without structure."
+            f"structure='auto': there is nothing that {type(model).__name__} can do without. {why} Prune it without "
+            "structure."
         )
     return dict(sorted(found.items(), key=lambda axis: STRUCTURES[axis[0]].rounded_to or 0))
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.families import chosen_experts, key_value_heads, stack_of
 from gradprobe_hf.model.routing import Mixture, mixtures
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.structures.table import STRUCTURES
+from gradprobe_hf.structures.table import STRUCTURES, at_most
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _blocks_going(name: str, amount: float, there: int) -> int:
     if gone > there - 2:
         raise ValueError(
             f"structure {name!r}: {amount} of {there} blocks cannot go, since the first and the last stay: "
-            + (f"1 to {there - 2} can." if there > 2 else "none can.")
+            f"{at_most(there - 2)}."
         )
     return gone
 
@@ -175,11 +175,10 @@ def _experts(model: PreTrainedModel, targets: Sequence[Target], name: str) -> tu
         for one in mixtures(model)
         if one.experts in matrices
     )
-    others = ", ".join(repr(other) for other in STRUCTURES if other != name)
     if not found:
         raise ValueError(
             f"structure {name!r}: {type(model).__name__} has no experts, or none beside a router of their own. Leave "
-            f"{name!r} out; there are also {others}."
+            f"{name!r} out."
         )
     counts = sorted({one.mixture.count for one in found})
     if len(counts) > 1 or len(found) < len(matrices) or len({one.mixture.block for one in found}) < len(found):
@@ -196,7 +195,7 @@ def _experts_going(name: str, amount: float, experts: Sequence[Experts]) -> int:
     if gone > there - chosen:
         raise ValueError(
             f"structure {name!r}: {gone} of {there} experts cannot go, since every token is sent to {chosen} of them: "
-            + (f"1 to {there - chosen} can." if there > chosen else "none can.")
+            f"{at_most(there - chosen)}."
         )
     return gone
 
@@ -213,10 +212,9 @@ def _units(model: PreTrainedModel, name: str, block: str, roles: Mapping[str, Ta
     assert row.matrices is not None, "no whole blocks"
     found = row.matrices(frozenset(roles))
     if found is None:
-        others = ", ".join(repr(other) for other in STRUCTURES if other != name)
         raise ValueError(
             f"structure {name!r} has no {row.units} in {block} of {type(model).__name__}: its matrices are "
-            f"{', '.join(roles)}. Leave {name!r} out; there are also {others}."
+            f"{', '.join(roles)}. Leave {name!r} out."
         )
     reader, makers = roles[found[0]], tuple((roles[role], parts) for role, parts in found[1].items())
     # The query heads of a group are side by side in what `o_proj` reads: a group is a stretch of its columns.

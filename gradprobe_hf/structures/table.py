@@ -65,8 +65,8 @@ class Structure:
         if 0 < gone < there:
             return gone
         if isinstance(amount, int):
-            can = f"1 to {there - 1} can" if there > 1 else "none can"
-            raise ValueError(f"{amount} of {there} {self.units if there > 1 else self.unit} cannot go: {can}.")
+            what = self.units if there > 1 else self.unit
+            raise ValueError(f"{amount} of {there} {what} cannot go: {at_most(there - 1)}.")
         kept = "" if self.rounded_to == 1 else f", of which a multiple of {self.rounded_to} is kept,"
         raise ValueError(
             f"a share of {amount:g} of {there} {self.units}{kept} is {'none' if gone <= 0 else 'all'} of them. Give "
@@ -77,6 +77,15 @@ class Structure:
         """How many of the units that are there may go, ascending, where a shape is chosen for a budget."""
         step = 1 if self.rounded_to is None else width_step(there, self.rounded_to)
         return [there - kept for kept in range(there, 0, -1) if kept % step == 0 and kept < there]
+
+
+def at_most(count: int) -> str:
+    """What an error says can go.
+
+    >>> at_most(3), at_most(1), at_most(0)
+    ('1 to 3 can', '1 can', 'none can')
+    """
+    return f"1 to {count} can" if count > 1 else "1 can" if count == 1 else "none can"
 
 
 def width_step(there: int, usual: int) -> int:
