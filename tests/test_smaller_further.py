@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, pipeline
 
@@ -102,6 +103,10 @@ def test_zeros_go_on_top(folder):
     assert said["structure"] == {"ffn": 8, "kv_groups": 1, "blocks": 1}
     assert said["pattern"] == "2:4"
     assert result.report.structure is None
+    card = (folder / "zeros" / "README.md").read_text()
+    gone = "1 block, 8 FFN channels of every block, 1 key-value head of every block"
+    assert f"It had been made smaller before: without {gone}." in card
+    assert {"sparse", "structured-pruning", "sparsity-2-4"} <= set(ModelCard(card).data.tags)
 
 
 def test_a_card_says_how_much_went_and_not_what_was_asked(tmp_path):

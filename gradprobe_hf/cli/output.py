@@ -214,6 +214,7 @@ def print_comparison(
         style="dim",
     )
     if smaller:
+        out.print("gone: share of the weights in the matrices that are pruned; of all parameters below", style="dim")
         _print_shapes(out, rows, speed)
 
 

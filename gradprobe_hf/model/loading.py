@@ -75,11 +75,13 @@ class Loaded:
     stored_as: str | None = None
 
     @property
-    def origin(self) -> dict[str, str]:
-        """What a report says of it: `adapter` and `stored_as`, where there is something to say."""
+    def origin(self) -> dict[str, Any]:
+        """What a report says of it: `adapter`, `stored_as` and the `structure` that went, where there is something."""
         # Reports are published, and paths tell about the machine.
         adapter = Path(self.adapter).name if self.adapter and Path(self.adapter).is_dir() else self.adapter
-        return {name: value for name, value in {"adapter": adapter, "stored_as": self.stored_as}.items() if value}
+        gone = _said_before(self.model.config).get("structure")
+        found = {"adapter": adapter, "stored_as": self.stored_as, "structure": gone}
+        return {name: value for name, value in found.items() if value}
 
 
 def load_model(model_or_id: nn.Module | str | Path, **options: Any) -> PreTrainedModel:
@@ -233,8 +235,13 @@ def _stored_as(config: PreTrainedConfig, gguf_file: str | None = None) -> str | 
         return found[1].upper() if found else "GGUF"
     quantised = getattr(config, "quantization_config", None) or {}
     values = quantised if isinstance(quantised, dict) else quantised.to_dict()
-    before = getattr(config, CONFIG_KEY, None)
-    return values.get("quant_method") or (before.get("stored_as") if isinstance(before, dict) else None)
+    return values.get("quant_method") or _said_before(config).get("stored_as")
+
+
+def _said_before(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a checkpoint of this package says of itself in its configuration; nothing of any other."""
+    found = getattr(config, CONFIG_KEY, None)
+    return found if isinstance(found, dict) else {}
 
 
 def _source(from_pretrained_kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -73,7 +73,8 @@ class Report:
     """What happened in one run.
 
     Attributes:
-        model: name, class, sizes; the `adapter` that was folded into it, and the quantised type it was `stored_as`.
+        model: name, class, sizes; the `adapter` that was folded into it, the quantised type it was `stored_as`, and
+            how much of each `structure` had gone before.
         config: as plain data.
         matrices: one row each.
         unreached: matrices that were asked for and left out.

@@ -97,7 +97,8 @@ class RunContext:
         storage: where accumulators are kept.
         folder: for files: accumulators on disk, new weights of an offloaded model; None: a temporary one.
         notes: how the run is computed and why so, for the report; no result depends on it.
-        origin: what the model was before it was loaded: the `adapter` folded into it, the type it is `stored_as`.
+        origin: what the model was before it was loaded: the `adapter` folded into it, the type it is `stored_as`, how
+            much of each `structure` had gone.
         snapshots: where the run's state is saved, if it is.
         findings: what the search for structures has measured so far.
         shared_probe: a first probe made before, for this configuration too.
@@ -124,7 +125,7 @@ class RunContext:
     storage: AccumulatorStorage = field(default_factory=AccumulatorStorage)
     folder: Path | None = None
     notes: dict[str, str] = field(default_factory=dict)
-    origin: dict[str, str] = field(default_factory=dict)
+    origin: dict[str, Any] = field(default_factory=dict)
     snapshots: Snapshots | None = None
     findings: Findings = field(default_factory=Findings)
     shared_probe: SharedProbe | None = None

@@ -107,11 +107,17 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
         **base,
         library_name="transformers",
         pipeline_tag=report.model["task"],
-        tags=["gradprobe", "pruning", "sparse" if report.structure is None else "structured-pruning", *pattern],
+        tags=["gradprobe", "pruning", *_kinds(report), *pattern],
         datasets=[dataset_id] if dataset_id else None,
         model_name=Path(where).name,
         eval_results=eval_results(report),
     )
+
+
+def _kinds(report: Report) -> list[str]:
+    """What pruning left, in this run and before it, as the Hub's readers filter by."""
+    smaller = report.structure is not None or "structure" in report.model
+    return [*(["sparse"] if report.structure is None else []), *(["structured-pruning"] if smaller else [])]
 
 
 def set_options(config: GradProbeConfig) -> dict[str, Any]:

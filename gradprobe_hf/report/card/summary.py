@@ -7,6 +7,7 @@ from typing import Any
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.report.card.shapes import saved
 from gradprobe_hf.report.report import Report
+from gradprobe_hf.structures.table import shape_words
 
 
 def summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> str:
@@ -26,7 +27,7 @@ def summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> st
     return (
         f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero "
         f"({kind}; {report.zeros:,} weights, {report.zeros / report.model['parameters']:.1%} of all parameters){how}. "
-        "**The zeros are stored densely: the model is no smaller and no faster by itself.** It "
+        "**The zeros are stored densely: they make it no smaller and no faster by themselves.** It "
         "is a plain transformers checkpoint, made with gradprobe_hf and loaded without it." + origins
     )
 
@@ -36,6 +37,8 @@ def _origin(model: dict[str, Any]) -> list[str]:
     said = []
     if "adapter" in model:
         said.append(f"Before, the adapter `{model['adapter']}` was folded into the weights of its base.")
+    if "structure" in model:
+        said.append(f"It had been made smaller before: without {shape_words(model['structure'])}.")
     if "stored_as" in model:
         said.append(f"Its weights were dequantised from {model['stored_as']}, and have that rounding in them.")
     return said
