@@ -5,6 +5,7 @@ They are the passes that `batch_size="auto"` decides by, made in turns, so that 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import median
@@ -27,6 +28,8 @@ from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.profiling.findings.finding import gigabytes
 from gradprobe_hf.profiling.observing.observation import BatchSize, Observation, RunOption
 from gradprobe_hf.report.against_estimate import Expectation, planned
+
+logger = logging.getLogger(__name__)
 
 _TIMES = (1, 2, 4)
 _ROUNDS = 2
@@ -52,6 +55,7 @@ def with_passes(seen: Observation, result: PruneResult, batch: Mapping[str, Any]
     with upcast_products(model), accumulator_files(model, result.targets, config, None, device) as storage:
         own = result.report.execution["checkpointing"].startswith("on")
         without = _estimated(result, batch, row_count(batch), checkpointing=False)
+        logger.info("passes of the probe in batches of other sizes, with checkpointing and without ...")
         passes = _Passes(ProbePasses(model, result.targets, config, storage), batch, input_device(model), without)
         passes.measure([(times, own) for times in _TIMES], [(1, not own)] if checkpointed_layers(model) else [])
         limit = passes.look_for_largest(own)
