@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Qwen2MoeCo
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.data.batches import Batches, from_iterable
+from gradprobe_hf.data.batches import Batches, from_iterable, row_count
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.saving import bytes_beside_parameters, save_in_shards
 from gradprobe_hf.model.targets import find_targets
@@ -306,17 +306,18 @@ def test_the_losses_without_each_block_are_those_of_whole_passes(gone, is_cached
 def test_few_rows_are_enough_tokens_that_have_a_loss():
     model = deep()
 
-    def rows_of(labels):
+    def rows_of(labels, batch_size=1):
         rows = [{"input_ids": torch.ones(1, 512, dtype=torch.long), "labels": labels} for _ in range(64)]
-        read = from_iterable(rows, "batches")
-        return len(
-            block_order.few_rows(
-                RunContext(model, None, find_targets(model), GradProbeConfig(), read, Batches.none(), progress=False)
-            )
+        read = from_iterable(rows, "batches").in_batches_of(batch_size)
+        found = block_order.few_rows(
+            RunContext(model, None, find_targets(model), GradProbeConfig(), read, Batches.none(), progress=False)
         )
+        assert max(map(row_count, found)) <= batch_size
+        return sum(map(row_count, found))
 
     labels = torch.ones(1, 512, dtype=torch.long)
     assert rows_of(labels) == 9  # of 511 predicted tokens each
+    assert all(rows_of(labels, batch_size) == 9 for batch_size in (3, 4, 64))
     assert rows_of(labels.masked_fill(torch.arange(512) < 256, -100)) == 16
     assert rows_of(labels.masked_fill(torch.arange(512) < 500, -100)) == 32  # few answers in long chats
 

@@ -34,6 +34,18 @@ def test_other_operands_are_not_rounded(settings, dtype):
         assert settings.fp32_precision == before
 
 
+def test_a_setting_that_follows_the_general_one_does_so_again(settings):
+    general = torch.backends.fp32_precision
+    try:
+        torch.backends.fp32_precision = "ieee"
+        with widened_from(torch.ones(2, 2, dtype=torch.bfloat16)):
+            pass
+        torch.backends.fp32_precision = "tf32"
+        assert settings.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = general
+
+
 def test_the_setting_is_as_it_was_after_an_error(settings):
     before = settings.fp32_precision
 

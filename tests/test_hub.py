@@ -208,9 +208,13 @@ def test_an_existing_folder_is_refused_and_replaced_only_when_told(written, chec
         result.save_pretrained(copy)
     with pytest.raises(FileExistsError):
         prune(str(checkpoint), text_file, output_dir=copy)
-    assert (copy / "notes.txt").exists()
+    with pytest.raises(FileExistsError, match=r"holds notes\.txt, which is no part of a checkpoint"):
+        result.save_pretrained(copy, overwrite=True)
+    (copy / "notes.txt").rename(tmp_path / "notes.txt")
+    (copy / "tokenizer.model").write_text("of the model before")
     result.save_pretrained(copy, overwrite=True)
-    assert not (copy / "notes.txt").exists()
+    assert not (copy / "tokenizer.model").exists()
+    (tmp_path / "notes.txt").unlink()
     assert [path.name for path in tmp_path.iterdir()] == ["copy"]
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "config.json").write_text("{}")

@@ -15,8 +15,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 from datasets import Dataset, DatasetDict
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, MambaConfig, MambaForCausalLM, Trainer
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    PhimoeConfig,
+    PhimoeForCausalLM,
+    Trainer,
+)
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
@@ -30,7 +40,7 @@ from gradprobe_hf.recovery.divergence import SummedDivergence, TopPredictions, W
 from gradprobe_hf.recovery.result import RecoverResult
 from gradprobe_hf.recovery.teacher import LiveTeacher
 from gradprobe_hf.recovery.text import RecoveryText, collated
-from gradprobe_hf.recovery.trainer import BestState, without_dropout
+from gradprobe_hf.recovery.trainer import BestState, evaluating, without_dropout
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
@@ -254,6 +264,37 @@ def test_routers_and_layers_are_those_of_evaluation():
     assert model.model.layers[0].mlp.jitter_noise == 0.5
 
 
+RANDOM = {"vocab_size": 256, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+IN_TRAINING = {
+    "experts that are drawn": lambda: PhimoeForCausalLM(
+        PhimoeConfig(**RANDOM, intermediate_size=32, num_key_value_heads=2, num_local_experts=4)
+    ),
+    "numbers of the configuration": lambda: FalconForCausalLM(
+        FalconConfig(**RANDOM, hidden_dropout=0.3, attention_dropout=0.3)
+    ),
+}
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("name", IN_TRAINING)
+def test_a_step_computes_what_an_evaluation_does(name, recomputes):
+    torch.manual_seed(0)
+    model, ids = IN_TRAINING[name](), torch.randint(256, (4, 20))
+    if recomputes and name == "experts that are drawn":
+        pytest.skip("its router is inside of what is recomputed, which asks its own mode")
+    wanted = model.eval()(input_ids=ids, use_cache=False).logits
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    with without_dropout(model):
+        model.train()  # as Trainer does before each step
+        evaluating(model)
+        logits = model(input_ids=ids, use_cache=False).logits
+        logits.sum().backward()
+    torch.testing.assert_close(logits, wanted)
+    assert any(block.training for block in model.modules()) == recomputes
+    assert all(parameter.grad is not None for name, parameter in model.named_parameters() if "expert" not in name)
+
+
 def test_the_best_state_is_kept_and_the_beginning_is_one(caplog):
     dense = cases.build(DENSE)
     student, _ = half_pruned()
@@ -285,10 +326,13 @@ class KilledError(Exception):
     pass
 
 
+@pytest.mark.parametrize("name", [DENSE, "mixtral"])  # in files the experts of a mixture go by other names
 @pytest.mark.parametrize("options", [{}, {"lora_r": 2}, {"teacher_top_k": 20}], ids=lambda o: next(iter(o), "plain"))
-def test_a_run_that_was_killed_ends_with_the_same_weights(tmp_path, monkeypatch, options):
-    dense = cases.build(DENSE)
-    student, _ = half_pruned()
+def test_a_run_that_was_killed_ends_with_the_same_weights(tmp_path, monkeypatch, name, options):
+    if name == "mixtral" and "lora_r" in options:
+        pytest.skip("its experts are no linear layers, which adapters are beside")
+    dense = cases.build(name)
+    student, _ = half_pruned(name)
     first, second = copy.deepcopy(student), copy.deepcopy(student)
     options = {"steps": 6, "eval_steps": 2, "save_steps": 2, **options}
     whole = trained(student, dense, folder=tmp_path / "whole", **options)
@@ -308,6 +352,42 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(tmp_path, monkeypatch,
     assert (resumed.held_out, resumed.best_step) == (whole.held_out, whole.best_step)
     assert all(torch.equal(value, weights(student)[name]) for name, value in weights(second).items())
     assert not (tmp_path / "run").exists()
+
+
+def test_a_checkpoint_that_lacks_parameters_is_not_gone_on_from(tmp_path, monkeypatch):
+    dense, (student, _) = cases.build(DENSE), half_pruned()
+    options = {"steps": 6, "eval_steps": 2, "save_steps": 2}
+
+    def killed(*_, **__):
+        (written,) = tmp_path.glob("checkpoint-2/model.safetensors")
+        values = load_file(written)
+        values.pop("model.layers.0.mlp.up_proj.weight")
+        save_file(values, written, metadata={"format": "pt"})
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("transformers.trainer.rotate_checkpoints", killed)
+        with pytest.raises(KilledError):
+            trained(copy.deepcopy(student), dense, folder=tmp_path, **options)
+    with pytest.raises(ValueError, match=r"of other parameters than the model's \(model.layers.0.mlp.up_proj.weight"):
+        trained(student, dense, folder=tmp_path, **options)
+
+
+def test_what_trained_in_bfloat16_computes_as_what_was_saved(tmp_path):
+    """Accelerate's autocast is around the forward while it trains, and no longer."""
+    (student, _), dense, ids = half_pruned(), cases.build(DENSE), torch.arange(12)[None]
+    found = recover_pretrained(
+        student,
+        dense,
+        RecoveryConfig(steps=2, batch_size=2, bf16=True),
+        text=[{"input_ids": torch.arange(12)[None] + row} for row in range(12)],
+        evaluation=False,
+        output_dir=tmp_path / "out",
+        progress=False,
+    )
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert torch.equal(found.model.eval()(input_ids=ids).logits, saved(input_ids=ids).logits)
+    assert not {"forward", "_original_forward", "_is_accelerate_prepared"} & vars(found.model).keys()
 
 
 def test_a_run_that_was_killed_behind_its_last_step_takes_no_more(tmp_path, monkeypatch):

@@ -7,12 +7,14 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 from accelerate import disk_offload
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradprobe_hf import GradProbeConfig, compare_pretrained
 from gradprobe_hf.tasks.metrics import METRICS, accuracy, f1, word_error_rate
+from gradprobe_hf.tasks.predictions import predicted_next
 from tests import cases, labelled
 from tests.launch import together
 
@@ -56,6 +58,24 @@ def report(name, **options):
         "batch_size": 3,
     } | options
     return cases.prune(labelled.build(name), options.pop("calibration"), processing_class=case.processor(), **options)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_next_tokens_of_padded_rows_are_those_of_the_rows(side):
+    model, rows = cases.build("llama"), [torch.arange(9, 16), torch.arange(30, 34)]
+    lengths, pad = [len(row) for row in rows], [7 - len(row) for row in rows]
+    sides = [(one, 0) if side == "left" else (0, one) for one in pad]
+    batch = {
+        "input_ids": torch.stack([F.pad(row, one) for row, one in zip(rows, sides, strict=True)]),
+        "attention_mask": torch.stack(
+            [F.pad(torch.ones(length).long(), one) for length, one in zip(lengths, sides, strict=True)]
+        ),
+    }
+    found, labels = predicted_next(model, batch, None)
+    alone = [predicted_next(model, {"input_ids": row[None]}, None) for row in rows]
+    counted = labels != -100
+    assert torch.equal(labels[counted], torch.cat([one[0] for _, one in alone]))
+    assert torch.equal(found[counted], torch.cat([one[0] for one, _ in alone]))
 
 
 def test_accuracy_before_and_after_is_what_the_models_predict():

@@ -120,14 +120,18 @@ def test_the_first_token_of_each_word_has_its_label():
 
 def test_tokens_are_masked_as_bert_was_trained():
     reader_model, rows = labelled.build("masked"), Dataset.from_dict({"text": ["many words " * 4000]})
-    found = load_batches(
-        rows,
-        WindowSpec(200, 64, 8),
-        part="calibration",
-        model=reader_model,
-        processing_class=labelled.tokenizer(),
-        task=TaskOptions(task_of_class("BertForMaskedLM")),
+    found, other = (
+        load_batches(
+            rows,
+            WindowSpec(200, 64, batch_size),
+            part="calibration",
+            model=reader_model,
+            processing_class=labelled.tokenizer(),
+            task=TaskOptions(task_of_class("BertForMaskedLM")),
+        )
+        for batch_size in (8, 3)
     )
+    assert found.fingerprint == other.fingerprint
     plain = load_batches(
         rows,
         WindowSpec(200, 64, 8),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import secrets
 import shutil
 import tempfile
@@ -33,6 +34,13 @@ from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.option_checks import check_folder
 from gradprobe_hf.structures.removal import Removal
 
+# Files of models, of their tokenizers and code, of Trainer and of repositories.
+_OF_CHECKPOINT = re.compile(
+    r".*\.(json|safetensors|model|spm|tiktoken|jinja|py)|(vocab|merges)\.txt|training_args\.bin"
+    r"|(README|LICEN[CS]E|NOTICE)(\.(md|txt))?|\.git(attributes|ignore)",
+    re.IGNORECASE,
+)
+
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:
     """Refuse, before any work, a folder that must not be replaced.
@@ -53,10 +61,16 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
         raise FileExistsError(f"{directory} exists already; choose another folder, or pass overwrite (--overwrite).")
     if not path.is_dir() or (any(path.iterdir()) and not _is_checkpoint(path)):
         raise FileExistsError(f"{directory} exists and is not a model checkpoint alone, so it is not overwritten.")
+    files = (inner.name for inner in path.iterdir() if inner.is_file())
+    if others := [name for name in files if not _OF_CHECKPOINT.fullmatch(name)]:
+        raise FileExistsError(
+            f"{directory} holds {min(others)}, which is no part of a checkpoint, so it is not overwritten: move that, "
+            "or choose another folder."
+        )
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """A folder that somebody's model lives in and nothing else does: no repository, no folders but our pictures."""
+    """A folder that somebody's model lives in: no repository, no folders but our pictures."""
     folders = {inner.name for inner in path.iterdir() if inner.is_dir()}
     return (path / "config.json").is_file() and any(path.glob("*.safetensors")) and folders <= {"assets"}
 

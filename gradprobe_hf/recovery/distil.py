@@ -38,6 +38,7 @@ from gradprobe_hf.recovery.trainer import (
     ProgressBar,
     RecoveryTrainer,
     best_step,
+    forward_kept,
     generators_kept,
     held_out,
     training_arguments,
@@ -198,6 +199,7 @@ def distil(
         upcast_products(student, autocast=torch.bfloat16 if bf16 else None),
         _trainable(student, frozen),
         without_dropout(student),
+        forward_kept(student),
         ExitStack() as adapted,
     ):
         trains: Any = student
@@ -260,7 +262,7 @@ def _whole_steps(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, 
 
 @contextmanager
 def _trainable(model: nn.Module, frozen: Set[str]) -> Iterator[None]:
-    """Every floating-point parameter in float32, and with a gradient if it is not frozen, for the body of the `with`.
+    """In the body of the `with`, floating-point parameters in float32 at least, with a gradient if they are not frozen.
 
     Steps of a hundred-thousandth of a weight are lost in bfloat16.
     """
@@ -269,7 +271,7 @@ def _trainable(model: nn.Module, frozen: Set[str]) -> Iterator[None]:
     try:
         for name, parameter in model.named_parameters():
             if parameter.is_floating_point():
-                parameter.data = parameter.data.float()
+                parameter.data = parameter.data.to(torch.promote_types(parameter.dtype, torch.float32))
                 parameter.requires_grad_(name not in frozen)
         yield
     finally:

@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import (
+    PreTrainedModel,
     PrinterCallback,
     ProgressCallback,
     Trainer,
@@ -32,6 +34,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import EvalLoopOutput
 
 from gradprobe_hf.config.recovery import RecoveryConfig
@@ -47,7 +50,9 @@ HELD_OUT = "eval_loss"  # what Trainer calls the loss on its evaluation data, wh
 BEST_NAME = "best.safetensors"
 BETAS = (0.9, 0.95)
 # What numbers are called that make a model random in training. PhiMoE's `router_jitter_noise` has a part in evaluation.
-_RANDOM = re.compile(r"dropout|layerdrop|^(input_)?jitter_noise$")
+_RANDOM = re.compile(r"dropout|layerdrop|_pdrop$|^(input_)?jitter_noise$|jitter_eps$")
+# What Accelerate puts into a module that it prepares, and leaves there.
+_PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 def training_arguments(
@@ -122,6 +127,7 @@ class RecoveryTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
+        evaluating(self.model)
         counted = (inputs["shift_labels"] != IGNORED).flatten()
         given = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
         with torch.no_grad():
@@ -133,6 +139,30 @@ class RecoveryTrainer(Trainer):
         loss = summed * (1 if num_items_in_batch is None else self.accelerator.num_processes) / terms
         return (loss, {}) if return_outputs else loss
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """A checkpoint of parameters as they are called in memory.
+
+        In files those of a mixture go by other names, which Trainer passes over when it goes on from them.
+        """
+        if not isinstance(self.model, PreTrainedModel):  # adapters have names of their own
+            super()._save(output_dir, state_dict)
+            return
+        self.model.save_pretrained = partial(self.model.save_pretrained, save_original_format=False)
+        try:
+            super()._save(output_dir, state_dict)
+        finally:
+            del self.model.save_pretrained
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        missing = set(load_result.missing_keys) - set(getattr(self.model, "all_tied_weights_keys", ()))
+        if missing or load_result.unexpected_keys:
+            names = ", ".join(sorted([*missing, *load_result.unexpected_keys])[:3])
+            raise ValueError(
+                f"{self.args.output_dir} holds a checkpoint of other parameters than the model's ({names}, ...): "
+                "delete it, and the run begins anew."
+            )
+        self.model.tie_weights()
+
     @torch.no_grad()
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
         """The mean divergence of a token of the held-out rows, however they are batched and dealt to the processes.
@@ -140,7 +170,6 @@ class RecoveryTrainer(Trainer):
         Trainer's own is a mean over batches of their means, and counts a row twice where the processes' shares differ.
         """
         rows, size = self.eval_dataset, self.args.per_device_eval_batch_size
-        self.model.eval()  # a training step switches it back
         sums = torch.zeros(2, dtype=torch.float64)
         for part in self.processes.mine([rows[first : first + size] for first in range(0, len(rows), size)]):
             batch = self._prepare_inputs(collated(part))
@@ -231,21 +260,45 @@ class ProgressBar(TrainerCallback):
         self.bar.close()
 
 
+def evaluating(model: nn.Module) -> None:
+    """Every module in evaluation mode, which Trainer switches off before each step.
+
+    The teacher's predictions are made so; and what a mixture does in training (experts that are drawn, noise on its
+    router) has many names. Blocks that are recomputed in backward have to be in training for that, they alone.
+    """
+    model.eval()
+    for module in model.modules():
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+            module.training = True
+
+
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """No dropout, though the model is in training mode: the teacher's predictions are made without. Nor is a layer left
-    out, or the input of a router noisy.
+    """No dropout in blocks that are in training mode, to be recomputed: no layer is left out, no router's input noisy.
 
-    Modules have it as an `nn.Dropout`, or as a number that they pass on.
+    Modules have it as an `nn.Dropout`, or as a number that they pass on, their own or one of their configuration.
     """
+    configurations = {id(one.config): one.config for one in model.modules() if isinstance(one, PreTrainedModel)}
     with ExitStack() as undo:
-        for module in model.modules():
-            names = ["p"] if isinstance(module, nn.Dropout) else list(filter(_RANDOM.search, vars(module)))
+        for holder in (*model.modules(), *configurations.values()):
+            names = ["p"] if isinstance(holder, nn.Dropout) else list(filter(_RANDOM.search, vars(holder)))
             for name in names:
-                if isinstance(value := getattr(module, name), float):
-                    undo.callback(setattr, module, name, value)
-                    setattr(module, name, 0.0)
+                if isinstance(value := getattr(holder, name), float):
+                    undo.callback(setattr, holder, name, value)
+                    setattr(holder, name, 0.0)
         yield
+
+
+@contextmanager
+def forward_kept(model: nn.Module) -> Iterator[None]:
+    """The model computes afterwards as it did before: Accelerate leaves its autocast around the forward."""
+    before = {name: value for name, value in vars(model).items() if name in _PREPARED}
+    try:
+        yield
+    finally:
+        for name in _PREPARED:
+            vars(model).pop(name, None)
+        vars(model).update(before)
 
 
 @contextmanager

@@ -106,16 +106,19 @@ def _outputs_before(context: RunContext) -> BlockOutputCache | None:
 
 def few_rows(context: RunContext) -> list[Batch]:
     """Calibration batches that are enough to tell one block, or one shape, from another."""
-    found, rows, tokens = list[Batch](), 0, 0
+    found, rows, tokens = list[dict[str, Any]](), 0, 0
     has_token_loss = is_causal(context.model) and context.workload.loss_fn is None
-    for batch in context.calibration:
+    # Row by row, where rows can be stacked again: as many whatever the batches are.
+    apart = context.calibration.in_batches_of(1)
+    for batch in apart.items:
         enough = rows >= ROWS_WITHOUT or (has_token_loss and tokens >= TOKENS_WITHOUT)
         if enough and rows >= context.processes.count:
             break
         found.append(batch)
         counted = counted_labels(context.model, batch)  # of a chat, say, the answers alone
         rows, tokens = rows + row_count(batch), tokens + (token_count(batch) if counted is None else counted)
-    return found
+    size = max(map(row_count, context.calibration))
+    return list(replace(apart, items=tuple(found)).in_batches_of(size))
 
 
 def _losses_beside(

@@ -29,4 +29,7 @@ def widened_from(inputs: Tensor) -> Iterator[None]:
     try:
         yield
     finally:
-        settings.fp32_precision = before
+        # Read, a setting is what holds; written, it no longer follows the general one. "none" hands that on again.
+        settings.fp32_precision = "none"
+        if settings.fp32_precision != before:
+            settings.fp32_precision = before

@@ -28,11 +28,11 @@ def predicted_labels(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
 def predicted_next(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
     """The most likely next tokens; the label is -100 where the next one is none. Both `[rows, tokens - 1]`."""
     labels = batch.get("labels")
-    labels = batch["input_ids"] if labels is None else labels
-    if (mask := batch.get("attention_mask")) is not None:
-        labels = labels.masked_fill(mask == 0, IGNORED)
+    labels = (batch["input_ids"] if labels is None else labels)[:, 1:]
+    if (mask := batch.get("attention_mask")) is not None:  # with left padding, the last pad predicts the first token
+        labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), IGNORED)
     found = model(**_inputs(batch), use_cache=False).logits.argmax(-1)[:, :-1]
-    return found, labels.to(found.device)[:, 1:]
+    return found, labels.to(found.device)
 
 
 def written_texts(model: Any, batch: Mapping[str, Any], processing_class: Any) -> Predicted:

@@ -95,14 +95,19 @@ def masked_tokens(batch: Mapping[str, Any], reader: RowReader) -> dict[str, Any]
         )
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
     ordinary = ~special & batch.get("attention_mask", torch.ones_like(ids)).bool()
-    drawn = torch.rand(ids.shape, generator=reader.generator)
+    drawn, how, random = (torch.stack(one) for one in zip(*(_drawn(row, reader) for row in ids), strict=True))
     lowest = drawn.masked_fill(~ordinary, 2).argmin(1, keepdim=True)
     hidden = ((drawn < MASKED_SHARE) | torch.zeros_like(ordinary).scatter_(1, lowest, True)) & ordinary
-    how = torch.rand(ids.shape, generator=reader.generator)
-    random = torch.randint(reader.config.get_text_config().vocab_size, ids.shape, generator=reader.generator)
     shown = ids.masked_fill(hidden & (how < MASKED_BY_TOKEN), tokenizer.mask_token_id)
     replaced = hidden & (how >= MASKED_BY_TOKEN) & (how < MASKED_BY_TOKEN + MASKED_BY_RANDOM)
     return {**batch, "input_ids": torch.where(replaced, random, shown), "labels": ids.masked_fill(~hidden, IGNORED)}
+
+
+def _drawn(row: Tensor, reader: RowReader) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token of a row two numbers in [0, 1) and a token, the same however rows are batched."""
+    tokens = reader.config.get_text_config().vocab_size
+    first, second = torch.rand(2, len(row), generator=reader.generator)
+    return first, second, torch.randint(tokens, row.shape, generator=reader.generator)
 
 
 def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:
