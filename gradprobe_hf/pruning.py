@@ -183,7 +183,8 @@ def prune_pretrained(
         context.processes.barrier()  # none keeps its zeros if the main one could not save them
     if context.snapshots is not None:
         context.snapshots.finish()
-    return replace(result, report=replace(report, timings=dict(context.stopwatch.seconds)))
+    report = replace(report, timings=dict(context.stopwatch.seconds))
+    return replace(result, report=report, weights=result.handed_back())
 
 
 def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots | None:

@@ -243,6 +243,15 @@ def test_its_base_alone_is_no_teacher(stored, half, capsys, text_file):
     assert json.loads(capsys.readouterr().out)["divergence"]["kl"] > 0
 
 
+def test_its_base_is_no_teacher_of_what_was_pruned_twice(stored, half, tmp_path):
+    """What an adapter made stays what it made, however often it is pruned."""
+    run(half, output_dir=tmp_path / "again")
+    assert "the adapter `adapter` was folded" in (tmp_path / "again" / "README.md").read_text()
+    with pytest.raises(ValueError, match=r"'base' with the adapter 'adapter' folded in.*without it: give the adapter"):
+        recovered(tmp_path / "again", stored[0])
+    assert recovered(tmp_path / "again", stored[1]).report.model["adapter_of"] == "base"
+
+
 def test_adapters_on_what_is_recovered_are_refused(stored, half):
     base, folder, _ = stored
     for pruned, named in ((wrapped(), "default"), (folder, "adapter")):

@@ -181,6 +181,19 @@ TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": 
 CALLING = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_chats_that_a_table_has_as_json_are_chats(column):
+    tokenizer = chatting(CHATML)
+    options = {"samples": 1, "length": 200, "packing": False, "model": LONG, "tokenizer": tokenizer}
+    found, wanted = (load([{column: value}], **options) for value in (json.dumps(CHAT), CHAT))
+    assert torch.equal(found.items[0]["input_ids"], wanted.items[0]["input_ids"])
+    # Text that is no list of messages is text, whatever its column is called.
+    for text in ("[words] of somebody", "70"):
+        assert tokenizer.decode(load([{column: text}], **options).items[0]["input_ids"][0]) == text
+    with pytest.raises(ValueError, match="row 1: a message in the column"):
+        load([{column: json.dumps([{"said": "what?"}])}], **options)
+
+
 @pytest.mark.parametrize("written", [lambda tools: tools, json.dumps], ids=["lists", "json"])
 @pytest.mark.parametrize("column", ["messages", "chat"])
 def test_the_template_is_told_of_the_tools_and_options_of_a_row(tmp_path, written, column):

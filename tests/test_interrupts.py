@@ -11,7 +11,7 @@ import torch
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.run.apply import applied
-from gradprobe_hf.runtime.interrupts import uninterrupted
+from gradprobe_hf.runtime.interrupts import ended_as_interrupted, uninterrupted
 from gradprobe_hf.selection.masked_values import SavedValues
 from tests import cases
 
@@ -40,6 +40,32 @@ def test_it_waits_and_then_interrupts():
         body()
     assert done
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_termination_is_an_interrupt_and_waits_like_one():
+    done = []
+
+    def body():
+        with uninterrupted():
+            signal.raise_signal(signal.SIGTERM)
+            done.append(1)
+
+    with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
+        body()
+    assert done
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGINT, signal.SIGTERM])
+def test_handlers_that_somebody_has_set_stay(ignored):
+    """Where SIGINT is ignored, termination would be too."""
+    before = signal.signal(ignored, signal.SIG_IGN)
+    try:
+        kept = signal.getsignal(signal.SIGTERM)
+        with ended_as_interrupted():
+            assert signal.getsignal(signal.SIGTERM) is kept
+    finally:
+        signal.signal(ignored, before)
 
 
 def test_an_error_of_the_body_is_not_lost():

@@ -628,6 +628,7 @@ def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):
         ({"pruned": "bert", "teacher": "bert"}, "no causal language model"),
         ({"text": None}, "text must be text or batches, got None"),
         ({"text": "{text}", "evaluation": "{text}"}, "is the text that is trained on"),
+        ({"text": "{text}", "evaluation": "{copy}"}, "is the text that is trained on"),
         ({"text": "nowhere.txt"}, "no such file or folder: text='nowhere.txt'"),
         ({"pruned": "./nowhere", "teacher": "./gone"}, r"pruned='./nowhere', teacher='./gone'"),
         ({"device_map": "auto"}, "device_map='auto' has no part in a recovery"),
@@ -638,12 +639,15 @@ def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):
     ],
     ids=str,
 )
-def test_what_cannot_work_is_said_before_anything_is_trained(change, said, text_file, monkeypatch):
+def test_what_cannot_work_is_said_before_anything_is_trained(change, said, text_file, tmp_path, monkeypatch):
     monkeypatch.setattr("gradprobe_hf.recovery.recover.distil", None)
     known = {"llama": cases.build("llama"), "gpt2": cases.build("gpt2"), "bert": cases.build("bert")}
     known["pruned"] = half_pruned()[0]
+    copied = tmp_path / "another-name.txt"
+    copied.write_bytes(text_file.read_bytes())
     change = {
-        name: str(value).format(text=text_file) if isinstance(value, str) else value for name, value in change.items()
+        name: value.format(text=text_file, copy=copied) if isinstance(value, str) else value
+        for name, value in change.items()
     }
     given = {"pruned": "pruned", "teacher": "llama", "text": str(text_file), **change}
     for name in ("pruned", "teacher"):

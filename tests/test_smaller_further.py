@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -139,6 +140,23 @@ def test_zeros_that_are_filled_again_are_a_warning(folder):
     assert re.search(r"had 50\.0% zeros, and has .*update='none'", " ".join(filled.report.warnings))
 
 
+def test_zeros_that_single_weights_fill_again_are_a_warning():
+    texts = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False, "apply": False}
+    zeros = cases.build("llama")
+    for target in find_targets(zeros):
+        target.matrix(zeros).data[:, ::2] = 0
+    filled = prune_pretrained(zeros, GradProbeConfig(sparsity=0.5), **texts)
+    said = re.search(r"The model had 50\.0% zeros, and ([\d,]+) of them", " ".join(filled.report.warnings))
+    with filled.applied(keep=False):
+        now = sum(int((target.matrix(zeros)[:, ::2] != 0).sum()) for target in filled.targets)
+    assert said
+    assert int(said[1].replace(",", "")) == now > 0
+    kept = prune_pretrained(zeros, GradProbeConfig(sparsity=0.6, update="none", probes=1), **texts)
+    assert kept.report.warnings == []
+    dense = prune_pretrained(cases.build("llama"), GradProbeConfig(sparsity=0.5), **texts)
+    assert not any("zeros" in warning for warning in dense.report.warnings)
+
+
 @pytest.mark.slow
 def test_zeros_of_a_smaller_model_stay_when_it_is_recovered(folder):
     options = {"output_dir": folder / "half", "calibration": cases.batches("llama"), "evaluation": False}
@@ -252,8 +270,24 @@ def test_a_model_that_was_trained_after_it_was_pruned_is_not_cut(tmp_path):
     batch = cases.batches("llama")[0]
     model(**batch, labels=batch["input_ids"]).loss.backward()
     optimizer.step()
+    with pytest.raises(ValueError, match=r"the model was changed after this run.*save the result first"):
+        result.save_pretrained(tmp_path / "after")
     with pytest.raises(
         ValueError, match=r"down_proj\S* is zero no more where whole structures went.*Save the result first"
     ):
+        replace(result, weights="").save_pretrained(tmp_path / "after")  # as of one that is offloaded
+    assert not (tmp_path / "after").exists()
+
+
+@pytest.mark.parametrize("apply", [True, False])
+def test_a_result_is_not_saved_with_weights_that_were_trained_since(apply, tmp_path):
+    """Its report and card have what was measured before."""
+    model = cases.build("llama")
+    result = cases.prune(model, cases.batches("llama"), sparsity=0.5, apply=apply)
+    result.save_pretrained(tmp_path / "before")
+    result.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(1.01)
+    with pytest.raises(ValueError, match="the model was changed after this run, trained say"):
         result.save_pretrained(tmp_path / "after")
     assert not (tmp_path / "after").exists()

@@ -43,8 +43,9 @@ def check_made_of(report: Report | None, dense: Loaded, argument: str) -> None:
     adapter = None if report is None else report.model.get("adapter")
     if report is None or adapter is None or dense.adapter is not None:
         return
-    if published_name(dense.model) == report.model["name"]:
+    base = report.model.get("adapter_of", report.model["name"])
+    if published_name(dense.model) == base:
         raise ValueError(
-            f"what was pruned is {report.model['name']!r} with the adapter {adapter!r} folded in, and "
-            f"{argument} is {report.model['name']!r} without it: give the adapter, which is folded in here, too."
+            f"what was pruned is {base!r} with the adapter {adapter!r} folded in, and {argument} is {base!r} without "
+            "it: give the adapter, which is folded in here, too."
         )

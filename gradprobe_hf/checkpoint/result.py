@@ -37,6 +37,7 @@ class PruneResult(Savable):
         new_weights: new values `[out, in]` of reconstructed matrices; empty once the model has them.
         recovered: new values of all parameters after `recovery_steps`, by name; empty once the model has them.
         removal: the whole structures that go, if any do: zero in the model, and cut out of what is saved.
+        weights: a fingerprint of the model as it was handed back.
     """
 
     model: PreTrainedModel
@@ -49,6 +50,7 @@ class PruneResult(Savable):
     new_weights: NewWeights = field(default_factory=NewWeights)
     recovered: NewWeights = field(default_factory=NewWeights)
     removal: Removal | None = None
+    weights: str = ""
 
     @property
     def checkpoint(self) -> Checkpoint:

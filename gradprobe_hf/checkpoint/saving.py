@@ -13,14 +13,21 @@ from transformers import PreTrainedModel
 from gradprobe_hf.checkpoint.push import check_push, kept_in, push_folder
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.processes import Processes
 
 
 class Savable(ABC):
-    """What a run gives back: a model that is saved and shared with its report and card."""
+    """What a run gives back: a model that is saved and shared with its report and card.
+
+    Attributes:
+        weights: a fingerprint of the model as it was handed back; "" while the run goes on, or where nobody knows.
+    """
 
     model: PreTrainedModel
     processes: Processes
+    weights: str
 
     @property
     @abstractmethod
@@ -42,13 +49,26 @@ class Savable(ABC):
         Raises:
             FileExistsError: the folder exists and `overwrite` is not set.
             OSError: it cannot be written; nothing of it remains.
-            ValueError: whole structures went, and the model was trained since.
+            ValueError: the model was changed since: report and card would be of another one.
         """
+        self._check_unchanged()
         writes = self.processes.is_main
         if not writes and not is_sharded(self.model):  # shards are gathered by all
             return
         with self.as_written():
             write_checkpoint(directory, self.checkpoint, overwrite=overwrite, where=repo_id, writes=writes)
+
+    def handed_back(self) -> str:
+        """The fingerprint of the model now; "" where weights are offloaded or sharded, which takes too long to read."""
+        return "" if is_offloaded(self.model) or is_sharded(self.model) else weights_fingerprint(self.model)
+
+    def _check_unchanged(self) -> None:
+        if self.weights and self.weights != self.handed_back():
+            raise ValueError(
+                "the model was changed after this run, trained say, and what its report and card say was measured "
+                "before. Save the model itself with model.save_pretrained (its zeros are kept by SparsityCallback), or "
+                "save the result first and train the checkpoint."
+            )
 
     def push_to_hub(
         self,

@@ -78,7 +78,11 @@ def _is_checkpoint(path: Path) -> bool:
 def check_room(directory: str | Path, model: PreTrainedModel) -> None:
     """Raise OSError, before any work, where the checkpoint cannot be written or will not fit on the disk."""
     parent = existing_parent(Path(directory).absolute().parent)
-    Path(tempfile.mkdtemp(prefix=".gradprobe-", dir=parent)).rmdir()
+    try:
+        Path(tempfile.mkdtemp(prefix=".gradprobe-", dir=parent)).rmdir()
+    except OSError as error:
+        reason = f"nothing can be written into {parent} ({error.strerror})"
+        raise OSError(error.errno, reason, str(directory)) from error
     needed = sum(parameter.nbytes for parameter in model.parameters())
     free = shutil.disk_usage(parent).free
     if free < needed:
@@ -243,7 +247,11 @@ def _add_own_key(path: Path, made: Checkpoint) -> None:
     if report.recovery is not None:
         earlier = report.recovery.get("earlier_steps", 0)
         values[CONFIG_KEY]["recovery_steps"] = report.recovery["steps"] + earlier
-    if "stored_as" in report.model:  # still true of what is made of this checkpoint
+    # Still true of what is made of this checkpoint.
+    if "stored_as" in report.model:
         values[CONFIG_KEY]["stored_as"] = report.model["stored_as"]
+    if "adapter" in report.model:
+        values[CONFIG_KEY]["adapter"] = report.model["adapter"]
+        values[CONFIG_KEY]["adapter_of"] = report.model.get("adapter_of", report.model["name"])
     # json.dumps, not the configuration's own writer: transformers sorts keys and so do we, which keeps diffs small.
     path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -7,7 +7,7 @@ import argparse
 from gradprobe_hf.cli.options import VerbParser, given, shows_progress
 from gradprobe_hf.cli.values import at_least
 
-LOADING = ("dtype", "trust_remote_code", "device_map")
+LOADING = ("dtype", "trust_remote_code", "merge_adapters", "device_map")
 
 
 def add_arguments(parser: VerbParser) -> None:

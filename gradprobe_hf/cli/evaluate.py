@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
     from gradprobe_hf.data.batches import Batches
     from gradprobe_hf.model.loading import Loaded
     from gradprobe_hf.tasks.table import Task
+
+logger = logging.getLogger(__name__)
 
 TASK_OPTIONS = ("task", "label_column", "metric")
 PAPER_OPTIONS = ("text_column", "add_special_tokens")  # those that a text of consecutive windows has a use for
@@ -127,6 +130,13 @@ def run(options: argparse.Namespace) -> None:
             values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}
             results += task_results(scores["pruned"])
     if options.write_card:
+        report, _ = stored_report(options.model, {})
+        calibrated_on = (report and report.calibration) or {}
+        if values.get("source") == calibrated_on.get("source", ""):
+            logger.warning(
+                "%s is what the model was calibrated on, and shows too little of what it lost: measure on other data",
+                options.data,
+            )
         add_results(options.model, results)
     print_json(values) if options.json else print_evaluation(values)
 

@@ -14,6 +14,7 @@ import gradprobe_hf
 from gradprobe_hf.cli.flags import in_flags
 from gradprobe_hf.cli.options import CommandParser, VerbParser
 from gradprobe_hf.cli.recipe import RecipeError, named_in, read_recipe
+from gradprobe_hf.runtime.interrupts import ended_as_interrupted
 
 # The file of each verb is imported when it is chosen; this is all that `gradprobe --help` knows: usage and description.
 VERBS = {
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace()
     try:
         options = read(sys.argv[1:] if arguments is None else arguments)
-        with _logging(quiet=getattr(options, "quiet", False)):
+        with _logging(quiet=getattr(options, "quiet", False)), ended_as_interrupted():
             options.run(options)
     except KeyboardInterrupt as stopped:  # of a verb that says itself what is left, or of Ctrl-C
         left = str(stopped) or "no unfinished checkpoint is left behind"

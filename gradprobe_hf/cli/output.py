@@ -159,7 +159,7 @@ def _print_candidates(out: Console, report: Report) -> None:
         )
     out.print(
         f"{len(found)} shapes meet {GradProbeConfig.from_dict(report.config).shape_budget}; {len(tried)} were pruned "
-        "and measured on calibration text that was held out, and the first was taken",
+        "and measured on calibration data that was held out, and the first was taken",
         style="dim",
     )
 

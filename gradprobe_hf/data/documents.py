@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -89,7 +91,7 @@ def _reader(opened: Source, first: Row, options: TextOptions) -> Callable[[Row],
             )
         return partial(_one_column, column=options.text_column)
     if chat := next((name for name in CHAT_COLUMNS if name in first), None):
-        return partial(_one_column, column=chat)
+        return partial(_chat_column, column=chat)
     if PROMPT in first and COMPLETION in first:
         return _prompt_and_completion
     strings = [name for name, value in first.items() if isinstance(value, str)]
@@ -100,6 +102,17 @@ def _reader(opened: Source, first: Row, options: TextOptions) -> Callable[[Row],
         f"{opened.name} has no 'text' column; its columns are {columns}. Name the one to use with text_column "
         f'(--text-column), or several with a text_template (--text-template "{several}").'
     )
+
+
+def _chat_column(row: Row, column: str) -> Document:
+    """What a column holds that is called as those of chats are: as JSON too, as tables without lists have it."""
+    value = row[column]
+    if isinstance(value, str):
+        with suppress(json.JSONDecodeError):
+            parsed = json.loads(value)
+            if isinstance(parsed, list) and parsed:
+                value = parsed
+    return _one_column({**row, column: value}, column)
 
 
 def _one_column(row: Row, column: str) -> Document:

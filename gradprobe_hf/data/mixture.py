@@ -31,6 +31,8 @@ def shares(weights: Mapping[Any, Any], samples: int) -> dict[str, int]:
     for name, weight in weights.items():
         if not isinstance(name, str):
             raise ValueError(f"a mixture names its texts, like {{'a.jsonl': 2, 'pydoc': 1}}, got {name!r}.")
+        if isinstance(weight, torch.Tensor):
+            raise ValueError("one batch was given where batches are read: put it into a list, [batch].")
         if hasattr(weight, "column_names"):
             raise ValueError(f"a DatasetDict is several data sets: choose one of them, with [{name!r}] say.")
         number(f"the weight of {name!r}", weight, "a number > 0", lambda x: x > 0)

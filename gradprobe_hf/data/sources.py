@@ -152,8 +152,15 @@ def rows_from(rows: Sequence[Mapping[str, Any]]) -> Dataset:
 def _images(path: Path, part: str) -> Source:
     """Images in a folder for each class, below `train` and `test` if there are any, as `datasets` reads them."""
     from datasets import load_dataset
+    from datasets.exceptions import DatasetsError
 
-    splits = load_dataset("imagefolder", data_dir=str(path))
+    try:
+        splits = load_dataset("imagefolder", data_dir=str(path))
+    except (DatasetsError, ValueError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a folder of images, with a folder for each class: {error} Give one that holds "
+            "nothing else, or a folder or file of text."
+        ) from error
     name = next((name for name in SPLITS[part] if name in splits), next(iter(splits)))
     return Source(splits[name], path.name)
 
@@ -189,10 +196,11 @@ def _loaded(path: Path, kind: str, files: list[str], streaming: bool, options: d
         rows = load_dataset(kind, data_files=files, split="train", streaming=streaming, **options)
     except (DatasetsError, ArrowException, ValueError, TypeError, StopIteration) as error:
         # ValueError and StopIteration come from files without a row.
-        raise ValueError(
-            f"{path} cannot be read as {kind}: {error.__cause__ or error} Every row must have the same columns, of "
-            "the same types."
-        ) from error
+        cause = error.__cause__ or error
+        remedy = "Every row must have the same columns, of the same types."
+        if isinstance(cause, UnicodeDecodeError):
+            remedy = "Save it as UTF-8."
+        raise ValueError(f"{path} cannot be read as {kind}: {str(cause).rstrip('.')}. {remedy}") from error
     finally:
         own.setLevel(level)
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -87,11 +88,19 @@ def check_texts(text: Any, evaluation: Any) -> None:
     check_paths(None, {"text": text, "evaluation": evaluation})
     names = text if isinstance(text, Mapping) else [text] if isinstance(text, (str, os.PathLike)) else []
     for name in names:
-        if is_path(str(name)) and str(name) == str(evaluation):
+        if is_path(str(name)) and (str(name) == str(evaluation) or _holds_the_same(name, evaluation)):
             raise ValueError(
                 f"evaluation={str(evaluation)!r} is the text that is trained on, and would show what was learned by "
                 "heart: evaluate on another text."
             )
+
+
+def _holds_the_same(name: Any, other: Any) -> bool:
+    """Whether two names are of files with the same bytes."""
+    if not isinstance(other, (str, os.PathLike)):
+        return False
+    one, another = Path(name).expanduser(), Path(other).expanduser()
+    return one.is_file() and another.is_file() and filecmp.cmp(one, another, shallow=False)
 
 
 def check_trainable(model: PreTrainedModel, option: str) -> None:

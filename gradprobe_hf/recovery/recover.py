@@ -163,7 +163,7 @@ def recover_pretrained(
             report = out.write(result, stopwatch)
             result = replace(result, report=replace(report, timings=timings_of(report, stopwatch.seconds)))
             processes.barrier()  # none keeps the new weights if the main one could not save them
-    return result
+    return replace(result, weights=result.handed_back())
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,7 @@ class RecoverResult(Savable):
         recovery: how it was trained.
         processing_class: the tokenizer.
         processes: who took part. The main one writes.
+        weights: a fingerprint of the model as it was handed back.
     """
 
     model: PreTrainedModel
@@ -43,6 +44,7 @@ class RecoverResult(Savable):
     recovery: RecoveryConfig
     processing_class: Any
     processes: Processes = field(default_factory=Processes)
+    weights: str = ""
 
     @property
     def checkpoint(self) -> Checkpoint:

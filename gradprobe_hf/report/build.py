@@ -79,6 +79,7 @@ def build_report(
             *_about_latency(decision, config),
             *_about_budget(rows, config, decision),
             *_about_zeros(rows, config),
+            *_about_filled(context, decision, rows),
             *_about_search(config, decision),
             *_about_promise(context, measured, metric),
         ],
@@ -289,6 +290,30 @@ def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, decision: Prun
             f"{asked:.4%}."
         ]
     return []
+
+
+def _about_filled(context: RunContext, decision: PruningDecision, rows: list[MatrixRow]) -> list[str]:
+    """Where a sparse model is pruned again, and zeros that it had are weights now."""
+    before, weights = sum(row.zeros_before for row in rows), sum(row.weights for row in rows)
+    if context.config.structure is not None or before < SPARSE * weights or is_sharded(context.model):
+        return []
+    filled = sum(_filled(context.model, target, decision) for target in context.targets)
+    if not filled:
+        return []
+    return [
+        f"The model had {before / weights:.1%} zeros, and {filled:,} of them ({filled / before:.1%}) are none now: a "
+        "weight update gives kept weights new values, and may keep what was zero; an n:m pattern that held before may "
+        "hold no more. Prune the dense model to what you want at once, or set update='none', which fills no zero."
+    ]
+
+
+def _filled(model: PreTrainedModel, target: Target, decision: PruningDecision) -> int:
+    """Weights of a matrix that were zero and are none any more."""
+    updated = decision.new_weights.get(target.name)
+    if updated is None:
+        return 0
+    matrix = target.matrix(model)
+    return sum(int(((matrix[rows] == 0) & (updated[rows] != 0)).sum()) for rows in row_chunks(matrix.shape))
 
 
 def _about_zeros(rows: list[MatrixRow], config: GradProbeConfig) -> list[str]:

@@ -73,8 +73,9 @@ class Report:
     """What happened in one run.
 
     Attributes:
-        model: name, class, sizes; the `adapter` that was folded into it, the quantised type it was `stored_as`, and
-            how much of each `structure` had gone before.
+        model: name, class, sizes; the `adapter` that was folded into it (and the model that is of, `adapter_of`, if
+            that was before an earlier pruning), the quantised type it was `stored_as`, and how much of each
+            `structure` had gone before.
         config: as plain data.
         matrices: one row each.
         unreached: matrices that were asked for and left out.
@@ -140,7 +141,8 @@ class Report:
     def recovered_towards(self) -> dict[str, Any] | None:
         """The teacher of a recovery, where it is another model than the one that was pruned; else None."""
         teacher = (self.recovery or {}).get("teacher")  # not in reports of before
-        return teacher if teacher and teacher["parameters"] != self.model["parameters"] else None
+        same = teacher and all(teacher[what] == self.model[what] for what in ("name", "parameters"))
+        return teacher if teacher and not same else None
 
     def by(self, attribute: str) -> list[Group]:
         """Totals per `"block"` or per `"role"`, in the model's order."""

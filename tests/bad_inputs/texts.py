@@ -20,7 +20,8 @@ TEXTS = [
     prune("--calibration @picture.png", "picture.png", ".txt"),
     prune("--calibration @broken.jsonl", "broken.jsonl"),
     prune("--calibration @broken.parquet", "broken.parquet"),
-    prune("--calibration @binary.txt", "binary.txt"),
+    prune("--calibration @binary.txt", "binary.txt", "Save it as UTF-8"),
+    prune("--calibration @pictures-and-texts", "pictures-and-texts", "holds nothing else"),
     prune("--calibration @no-text.jsonl", "column"),
     prune("--calibration @empty", "@empty"),
     refused("evaluate @llama --data /no/file.txt", "--data", "/no/file.txt"),
@@ -61,6 +62,7 @@ TEXTS = [
     # batches
     call("prune(calibration=[])", "no batches"),
     call("prune(calibration=5)", "calibration", "int"),
+    call("prune(calibration={'input_ids': ids})", "one batch", "[batch]"),
     call("prune(calibration=False)", "calibration", "bool"),
     call("prune(calibration=iter(batches))", "calibration", "one-shot iterator"),
     call("prune(calibration=(b for b in batches))", "calibration", "one-shot iterator"),

@@ -320,6 +320,10 @@ def _texts(world: World) -> None:
     world.at("picture.png").write_bytes(b"\x89PNG\r\n\x1a\n")
     world.at("broken.parquet").write_bytes(b"PAR1 and nothing more")
     world.at("binary.txt").write_bytes(bytes(range(128, 256)) * 40)
+    for name in ("pictures", "test"):
+        world.at(f"pictures-and-texts/{name}").mkdir(parents=True)
+    world.at("pictures-and-texts/pictures/one.png").write_bytes(b"")
+    world.at("pictures-and-texts/test/one.jsonl").write_text('{"text": "some words"}\n')
 
 
 def _recipes(world: World) -> None:
