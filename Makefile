@@ -76,9 +76,10 @@ bench-wikitext: $(READY) $(MODEL)  ## the same, calibrated on WikiText-2's valid
 	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(if $(C4),$(C4_TEST)) \
 		--output benchmarks/results/wikitext.json $(FLAGS)
 
-REFINED := sparsegpt "one probe + admm" "one probe + admm + blocks" "one probe + admm + recovery"
+REFINED := sparsegpt "sparsegpt + recovery" "sparsegpt + admm + recovery" "one probe + admm" "one probe + admm + blocks" \
+	"one probe + admm + recovery"
 
-bench-refined: $(READY) $(MODEL)  ## blocks trained, and recovery, at 60%: three hours on 2 cores
+bench-refined: $(READY) $(MODEL)  ## blocks trained, and recovery, at 60%: four hours on 2 cores
 	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --columns 0.6 --methods $(REFINED) \
 		--output benchmarks/results/refined.json $(FLAGS)
 
@@ -89,7 +90,7 @@ bench-paper: $(READY) $(MODEL)  ## the README's rows by the protocol of papers: 
 QWEN := runs/qwen2.5-coder-0.5b-instruct
 
 bench-qwen: $(READY) $(QWEN)  ## a second model, fewer rows
-	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(C4_TEST) \
+	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=24 $(C4_TEST) \
 		--methods wanda $(README_ROWS) --columns 0.5 0.6 0.7 2:4 --output benchmarks/results/qwen.json $(FLAGS)
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
