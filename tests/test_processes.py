@@ -12,6 +12,7 @@ import torch
 
 import gradprobe_hf.runtime.processes as processes
 from gradprobe_hf import prune_pretrained
+from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.runtime.processes import Processes, join_processes
@@ -244,6 +245,23 @@ def too_many():
 def test_more_processes_than_batches_are_refused():
     for message in together(too_many):
         assert "2 processes and 1 calibration batches" in message
+
+
+def damaged_text(folder):
+    processes = join_processes()
+    kept = KeptText(folder / f"text-{processes.rank}", "model", processes)
+    if processes.rank == 1:
+        kept.path.write_bytes(b"damaged")
+    try:
+        kept.read_or_write({}, lambda: pytest.fail("a text was written"))
+    except ValueError as error:
+        return str(error)
+
+
+def test_an_error_of_any_process_is_everybodys(tmp_path):
+    messages = together(damaged_text, tmp_path)
+    assert messages[0] == messages[1]
+    assert "text-1" in messages[0]
 
 
 def one_dies(folder):

@@ -125,6 +125,19 @@ class Processes:
         if failure is not None:
             raise failure
 
+    def in_all(self, work: Callable[[], Item]) -> Item:
+        """What this process's work returns; the first ValueError or OSError of any is raised in all of them."""
+        made: list[Item] = []
+        failure = None
+        try:
+            made.append(work())
+        except (ValueError, OSError) as error:
+            failure = error
+        failures = [one for one in self.gather(failure) if one is not None]
+        if failures:
+            raise failures[0]
+        return made[0]
+
     def barrier(self) -> None:
         """Wait until every process is here."""
         if self.count > 1:
