@@ -63,12 +63,16 @@ class Savable(ABC):
         return "" if is_offloaded(self.model) or is_sharded(self.model) else weights_fingerprint(self.model)
 
     def _check_unchanged(self) -> None:
-        if self.weights and self.weights != self.handed_back():
-            raise ValueError(
-                "the model was changed after this run, trained say, and what its report and card say was measured "
-                "before. Save the model itself with model.save_pretrained (its zeros are kept by SparsityCallback), or "
-                "save the result first and train the checkpoint."
-            )
+        if not self.weights or self.weights == self.handed_back():
+            return
+        remedy = "save the result first and train the checkpoint."
+        # Of a model that lost whole structures the shapes, and routers, in memory are those of before.
+        if self.checkpoint.removal is None:
+            remedy = f"save the model with model.save_pretrained (SparsityCallback keeps its zeros), or {remedy}"
+        raise ValueError(
+            "the model was changed after this run, trained say, and what its report and card say was measured before: "
+            + remedy
+        )
 
     def push_to_hub(
         self,

@@ -266,9 +266,10 @@ def evaluating(model: nn.Module) -> None:
     The teacher's predictions are made so; and what a mixture does in training (experts that are drawn, noise on its
     router) has many names. Blocks that are recomputed in backward have to be in training for that, they alone.
     """
+    recomputes = torch.is_grad_enabled()
     model.eval()
     for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+        if recomputes and isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
             module.training = True
 
 
