@@ -17,7 +17,7 @@ from gradprobe_hf.memory.batch_size import largest_batch
 from gradprobe_hf.memory.checkpointing import choose_checkpointing
 from gradprobe_hf.memory.measured_passes import MeasuredPass
 from gradprobe_hf.memory.memory_errors import remedies_for
-from gradprobe_hf.model.loss import SummedCrossEntropy
+from gradprobe_hf.model.loss import LOGITS_AT_ONCE, SummedCrossEntropy
 from gradprobe_hf.model.patches import checkpointed, checkpointed_layers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
@@ -420,7 +420,8 @@ def test_what_the_page_cache_forgets_changes_no_mask(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_the_loss_in_portions_is_the_loss(dtype):
+def test_the_loss_in_portions_is_the_loss(dtype, monkeypatch):
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 64 * 77)  # 64 rows, 64, and 22
     draw = torch.Generator().manual_seed(0)
     logits = (torch.randn(150, 77, generator=draw) * 6).to(dtype)
     labels = torch.randint(77, (150,), generator=draw)

@@ -34,6 +34,7 @@ from gradprobe_hf.cli.output import print_recovery
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.model.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil, teacher_of, workplace
 from gradprobe_hf.recovery.divergence import SummedDivergence, TopPredictions, WholePredictions
@@ -97,7 +98,8 @@ def test_the_loss_is_torchs_divergence_over_the_tokens_that_count():
 
 
 @pytest.mark.parametrize("k", [1, 5, 19, 20])
-def test_the_rest_of_the_tokens_is_one_outcome(k):
+def test_the_rest_of_the_tokens_is_one_outcome(k, monkeypatch):
+    monkeypatch.setitem(LOGITS_AT_ONCE, "cpu", 3 * 20)  # 3 rows, 3, and 1
     generator = torch.Generator().manual_seed(k)
     p, z = (torch.randn(7, 20, dtype=torch.float64, generator=generator) for _ in range(2))
     z.requires_grad_(True)

@@ -181,14 +181,15 @@ def _of_windows(p: Tensor, q: Tensor, labels: Tensor, windows: int) -> Tensor:
 def _of_tokens(p: Tensor, q: Tensor, labels: Tensor) -> Tensor:
     """The columns of each token, `[tokens, 5]`, in float32 at least; zeros where nothing is to be predicted."""
     wide = torch.promote_types(p.dtype, torch.float32)
-    log_p, log_q = p.to(wide).log_softmax(-1), q.to(wide).log_softmax(-1)
+    p, q = p.to(wide), q.to(wide)
+    same = p.argmax(-1) == q.argmax(-1)
+    log_p, log_q = p.log_softmax(-1), q.log_softmax(-1)
     counted = labels != IGNORED
     chosen = labels.masked_fill(~counted, 0)[:, None]
     probability = log_p.exp()
     # A token that is masked in the model (a logit of -inf) would be 0 * (inf - inf).
     divergence = torch.where(probability > 0, probability * (log_p - log_q), 0).sum(-1)
     columns = [-log_p.gather(1, chosen)[:, 0], -log_q.gather(1, chosen)[:, 0], counted, divergence]
-    same = p.argmax(-1) == q.argmax(-1)
     return torch.stack([column.to(wide) for column in (*columns, same)], dim=-1).masked_fill(~counted[:, None], 0)
 
 

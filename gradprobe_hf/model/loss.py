@@ -27,7 +27,10 @@ from gradprobe_hf.tasks.columns import IGNORED
 Batch = Mapping[str, Any]
 LossFunction = Callable[[PreTrainedModel, Batch], Tensor]
 
-TOKENS_AT_ONCE = 64  # rows of logits that are widened to float32 at a time
+# Logits that are widened to float32 at a time. On a CPU as many as its caches hold: larger tensors come from the system
+# page by page whenever they are made, which takes longer than what is computed with them.
+LOGITS_AT_ONCE = {"cpu": 2**20}
+LOGITS_AT_ONCE_ELSEWHERE = 2**23
 
 
 def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -143,13 +146,18 @@ class SummedCrossEntropy(torch.autograd.Function):
 
 def _workspace(logits: Tensor) -> Tensor:
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    return torch.empty(min(TOKENS_AT_ONCE, len(logits)), logits.shape[1], dtype=dtype, device=logits.device)
+    return torch.empty(min(_rows_at_once(logits), len(logits)), logits.shape[1], dtype=dtype, device=logits.device)
 
 
 def portions(logits: Tensor) -> Iterator[slice]:
     """Rows of logits that are worked on at a time."""
-    for start in range(0, len(logits), TOKENS_AT_ONCE):
-        yield slice(start, min(start + TOKENS_AT_ONCE, len(logits)))
+    size = _rows_at_once(logits)
+    for start in range(0, len(logits), size):
+        yield slice(start, min(start + size, len(logits)))
+
+
+def _rows_at_once(logits: Tensor) -> int:
+    return max(1, LOGITS_AT_ONCE.get(logits.device.type, LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[1])
 
 
 def _labels(batch: Batch) -> Tensor:
