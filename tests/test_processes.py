@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import re
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import gradprobe_hf.runtime.processes as processes
 from gradprobe_hf import prune_pretrained
+from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.data.batches import from_iterable
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.reconstruction.new_weights import NewWeights
+from gradprobe_hf.recovery import teacher
+from gradprobe_hf.recovery.distil import teacher_of, workplace
+from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.runtime.processes import Processes, join_processes
+from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.updates.least_squares import solve_least_squares
 from gradprobe_hf.updates.table import UPDATES
 from tests import cases
@@ -162,6 +172,38 @@ def test_every_matrix_is_updated_in_one_process_and_known_in_all():
     assert min(len(first), len(second)) >= len(known) // 4
     for values in first + second:
         assert any(values.shape == one.shape and torch.equal(values, one) for one in known.values())
+
+
+def full_disk_of_one(owner, name, work):
+    """What `work` raises where the disk of the second process is full when `owner.name` writes to it."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not join_processes().is_main:
+
+            def write(*_):
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+            patch.setattr(owner, name, write)
+        with pytest.raises(OSError, match="No space left") as raised:
+            work()
+    return raised.value.errno
+
+
+def weights_on_a_full_disk():
+    run = partial(pruned, "llama", torch.float32, 4, {"score": "magnitude", "update": "least_squares"})
+    return full_disk_of_one(NewWeights, "add", run)
+
+
+def predictions_on_a_full_disk(folder):
+    model, rows = cases.build("llama"), RecoveryText.of(from_iterable(parts_of("llama", torch.float32), "text"), 1)
+    config = RecoveryConfig(teacher_top_k=3, batch_size=1)
+    with workplace(Path(folder), join_processes(), Stopwatch(), False) as place:
+        return full_disk_of_one(teacher, "_write", partial(teacher_of, model, rows, config, place))
+
+
+def test_a_disk_that_is_full_in_one_process_is_an_error_in_all(tmp_path):
+    """The others would wait for it in their next collective."""
+    assert together(weights_on_a_full_disk) == [errno.ENOSPC] * 2
+    assert together(predictions_on_a_full_disk, str(tmp_path / "teacher")) == [errno.ENOSPC] * 2
 
 
 @grid("name, rows", ["llama", "mixtral"], {"uneven": 5, "one each": 2})

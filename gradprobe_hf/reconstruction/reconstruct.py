@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from tqdm.auto import tqdm
@@ -104,7 +105,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
         if not is_finished and task.after_block is not None:
             task.after_block(number, made)
         vectors = [vector for vector in block_vectors(model, block) if vector.name in made.vectors]
-        found.take(block, made, vectors)
+        work.processes.in_all(partial(found.take, block, made, vectors))  # each has a disk of its own
         del made
         # Routers first: vectors of theirs are served around what is put there.
         with routed(model, task.routes), serving(model, [*inside, *vectors], {}, new_weights=found.new_weights):

@@ -127,12 +127,16 @@ def written(model: PreTrainedModel, text: RecoveryText, how: Writing) -> Written
         numbered = [{**row, WINDOW: number} for number, row in enumerate(text.rows)]
         parts = [numbered[first : first + how.batch_size] for first in range(0, len(numbered), how.batch_size)]
         mine = how.processes.mine(parts)
-        for part in tqdm(mine, desc="dense model's predictions", unit="batch", disable=not how.progress, leave=False):
-            _write(arrays, part, live, how.k)
-        for array in arrays.values():
-            array.flush()
+
+        def write() -> None:
+            bar = tqdm(mine, desc="dense model's predictions", unit="batch", disable=not how.progress, leave=False)
+            for part in bar:
+                _write(arrays, part, live, how.k)
+            for array in arrays.values():
+                array.flush()
+
         # Said only once all have written theirs: a run that ends before makes everything anew, and reads no zeros.
-        how.processes.barrier()
+        how.processes.in_all(write)
         if how.processes.is_main:
             (how.folder / _DONE).write_text(json.dumps(done), encoding="utf-8")
         how.processes.barrier()
