@@ -89,10 +89,18 @@ def test_tables_are_read_as_they_are_written(ending, between, tmp_path):
     path = tmp_path / f"rows.{ending}"
     quoted = '"He said ""NA"", then"' if ending == "csv" else 'He said "NA", then'
     lines = [between.join(("sentence", "label")), between.join((quoted, "1")), between.join(("NA", "0"))]
-    path.write_text("\n".join(lines * 1) + "\n")
+    path.write_text("\n".join(lines) + "\n")
     found = load(str(path), samples=2, packing=False, text_column="sentence", length=40)
     rows = [row[mask == 1] for batch in found for row, mask in zip(*list(batch.values())[::-1], strict=True)]
     assert sorted(TOKENIZER.decode(row) for row in rows) == ['He said "NA", then', "NA"]
+
+
+@pytest.mark.parametrize(("first", "warned"), [("It was late, and nobody was there.", True), ("a sentence", False)])
+def test_a_table_without_names_says_that_its_first_text_is_taken_for_one(first, warned, tmp_path, caplog):
+    path = tmp_path / "rows.tsv"
+    path.write_text(f"{first}\nA second text of several words.\nA third one.\n")
+    load(str(path), samples=2, packing=False, length=40)
+    assert ("its first line is read as the names of its columns" in caplog.text) == warned
 
 
 @pytest.mark.parametrize(

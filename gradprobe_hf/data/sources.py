@@ -19,8 +19,11 @@ from gradprobe_hf.runtime.paths import looks_like_path
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
+logger = logging.getLogger(__name__)
+
 STREAMED_FROM_BYTES = 256 * 2**20
 SHUFFLE_BUFFER = 10_000
+WORDS_OF_A_TEXT = 6  # columns have shorter names
 
 # A file's ending -> the loader of `datasets`, and its options. "NA" is a text like any other; and tabs need no quotes,
 # so that a quotation mark in a .tsv is one (3: csv.QUOTE_NONE), and does not swallow the rows up to the next.
@@ -180,7 +183,22 @@ def _local(path: Path, seed: int) -> Source:
     if kind == "text":
         options = {"sample_by": "line", "keep_linebreaks": True} if streaming else {"sample_by": "document"}
     rows = _loaded(path, kind, [str(file) for file in files], streaming, options)
+    if kind == "csv":
+        _warn_of_texts_as_names(path, rows.column_names or [])
     return Source(_shuffled(rows, seed) if streaming else rows, path.name, is_plain=kind == "text")
+
+
+def _warn_of_texts_as_names(path: Path, names: Sequence[str]) -> None:
+    """A file of texts without a line of names loses its first text to them."""
+    longest = max(names, key=len, default="")
+    if len(longest.split()) >= WORDS_OF_A_TEXT:
+        shown = longest if len(longest) <= 60 else f"{longest[:57]}..."
+        logger.warning(
+            "%s: its first line is read as the names of its columns, %r among them. If that is a text, put a line of "
+            "names above it",
+            path,
+            shown,
+        )
 
 
 def _loaded(path: Path, kind: str, files: list[str], streaming: bool, options: dict[str, Any]) -> Any:
