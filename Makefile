@@ -90,8 +90,8 @@ bench-paper: $(READY) $(MODEL)  ## the README's rows by the protocol of papers: 
 QWEN := runs/qwen2.5-coder-0.5b-instruct
 
 bench-qwen: $(READY) $(QWEN)  ## a second model, fewer rows
-	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=24 $(C4_TEST) \
-		--methods wanda $(README_ROWS) --columns 0.5 0.6 0.7 2:4 --output benchmarks/results/qwen.json $(FLAGS)
+	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=40 pydoc=24 \
+		--methods wanda $(README_ROWS) --columns 0.6 2:4 0.5 0.7 --output benchmarks/results/qwen.json $(FLAGS)
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
 	$(QUALITY) --variants --model $(MODEL) $(TEXTS) $(FLAGS)
