@@ -11,6 +11,7 @@ from datasets import Dataset
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.values import mixture
+from gradprobe_hf.data import sources
 from gradprobe_hf.data.chat import ChatTemplate
 from gradprobe_hf.data.conversation import Chat
 from tests import cases
@@ -93,6 +94,88 @@ def test_tables_are_read_as_they_are_written(ending, between, tmp_path):
     found = load(str(path), samples=2, packing=False, text_column="sentence", length=40)
     rows = [row[mask == 1] for batch in found for row, mask in zip(*list(batch.values())[::-1], strict=True)]
     assert sorted(TOKENIZER.decode(row) for row in rows) == ['He said "NA", then', "NA"]
+
+
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        [{"id": f"r{number}", "body": None if number == 0 else "A text of some words."} for number in range(40)],
+        [{"source": "web", "body": ["one paragraph", "another one"]}] * 40,
+    ],
+    ids=["nothing in the first row", "a list of texts"],
+)
+def test_a_first_row_without_a_text_does_not_make_one_of_another_column(rows, tmp_path):
+    with pytest.raises(ValueError, match=r"no 'text' column; its columns are .*--text-column"):
+        load(written(tmp_path / "rows.jsonl", rows))
+
+
+def test_the_first_chat_may_be_empty(tmp_path):
+    chats = [{"messages": json.dumps(messages)} for messages in ([], CHAT, CHAT)]
+    options = {"tokenizer": chatting(CHATML), "samples": 2, "length": 200, "packing": False, "model": LONG}
+    found = load(written(tmp_path / "rows.jsonl", chats), **options)
+    assert found.fingerprint == load([{"messages": CHAT}] * 2, **options).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (str(CHAT), r"row 1: the column 'messages' must hold a list of messages.*json\.dumps"),
+        ("Hi.", "row 2: this is a chat"),
+    ],
+    ids=["not JSON", "text"],
+)
+def test_what_is_called_messages_and_is_none_is_refused(value, message, tmp_path):
+    rows = [{"messages": value}, *({"messages": json.dumps(CHAT)} for _ in range(9))]
+    with pytest.raises(ValueError, match=message):
+        load(written(tmp_path / "rows.jsonl", rows), tokenizer=chatting(CHATML))
+
+
+@pytest.mark.parametrize("rows", ["A film, number {},0", "One of {},0,"])
+def test_a_row_with_more_fields_than_names_is_refused(rows, tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(["text,label", *(rows.format(number) for number in range(20))]) + "\n")
+    with pytest.raises(ValueError, match="more fields than its first line has names"):
+        load(str(path))
+
+
+def test_what_is_hidden_in_a_folder_is_not_read(tmp_path):
+    (tmp_path / "a.txt").write_text("A text of some words. " * 40)
+    wanted = load(str(tmp_path)).fingerprint
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "a.txt").write_text("An older copy. " * 40)
+    assert load(str(tmp_path)).fingerprint == wanted
+
+
+def test_what_is_no_text_is_refused(tmp_path):
+    (tmp_path / "a.txt").write_bytes("A text. ".encode("utf-16-le") * 50)
+    with pytest.raises(ValueError, match=r"a\.txt holds NUL characters"):
+        load(str(tmp_path / "a.txt"))
+    Dataset.from_dict({"text": ["a", "b"]}).save_to_disk(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"saved by save_to_disk: give datasets\.load_from_disk"):
+        load(str(tmp_path / "saved"))
+
+
+def test_a_large_text_is_read_in_pieces_of_whole_lines(tmp_path, monkeypatch):
+    lines = [f"Line {number} of é many.\n" for number in range(400)]
+    (tmp_path / "a.txt").write_text("".join(lines))
+    monkeypatch.setattr(sources, "STREAMED_FROM_BYTES", 1)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 997)  # lines have 19 to 21 bytes: pieces begin inside of them
+    pieces = [row["text"] for row in sources.open_source(str(tmp_path / "a.txt"), "calibration", 3).rows]
+    assert pieces != sorted(pieces, key=lambda piece: int(piece.split()[1]))
+    assert sorted("".join(pieces).splitlines()) == sorted(line.rstrip() for line in lines)
+    assert all(piece in "".join(lines) for piece in pieces)
+
+
+def test_a_stream_of_token_ids_is_not_tokenised_anew():
+    rows = Dataset.from_dict({"text": ["some words"] * 8, "input_ids": [[7, 8, 9, number] for number in range(8)]})
+    streamed = rows.to_iterable_dataset().map(lambda row: row)
+    assert streamed.column_names is None
+    assert sorted(row[3].item() for batch in load(streamed, samples=8) for row in batch["input_ids"]) == list(range(8))
 
 
 @pytest.mark.parametrize(("first", "warned"), [("It was late, and nobody was there.", True), ("a sentence", False)])

@@ -8,6 +8,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 
 from gradprobe_hf.data.labelled import TaskOptions
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
+from gradprobe_hf.tasks.columns import LabelNames
 from gradprobe_hf.tasks.table import task_of_class
 from tests import cases, labelled
 
@@ -79,6 +80,27 @@ def test_labels_by_name_find_the_models_own_numbers():
     wanted = [labelled.LABELS[names[label].lower()] for label in rows.shuffle(seed=0)["label"]]
     for found in (by_number, by_name):
         assert torch.cat([batch["labels"] for batch in found]).tolist() == wanted
+
+
+@pytest.mark.parametrize(
+    ("stored", "known", "message"),
+    [
+        (["pos", "neg"], ["NEGATIVE", "POSITIVE"], None),  # matched: each is the beginning of one
+        (["0", "1"], ["NEGATIVE", "POSITIVE"], None),
+        (["bad", "good"], ["LABEL_0", "LABEL_1"], None),
+        (["bad", "good"], ["NEGATIVE", "POSITIVE"], "calls its labels 'bad', 'good', and the model 'NEGATIVE', 'POS"),
+        (["neg", "good"], ["NEGATIVE", "POSITIVE"], "which is which"),
+    ],
+)
+def test_names_of_labels_that_are_not_the_models_are_no_numbers_of_its(stored, known, message):
+    ids = {name: number for number, name in enumerate(known)}
+    if message is not None:
+        with pytest.raises(ValueError, match=message):
+            LabelNames(ids, 2, tuple(stored))
+        return
+    names = LabelNames(ids, 2, tuple(stored))
+    assert names.renumbered == (stored[0] == "pos")
+    assert names.number(0, "row 1") == int(names.renumbered)
 
 
 @pytest.mark.parametrize(("name", "columns"), [("t5", ["input_ids", "labels"]), ("bert", ["input_ids", "label"])])

@@ -18,6 +18,8 @@ Document: TypeAlias = "str | Chat"
 
 CHAT_COLUMNS = ("messages", "conversations")  # the latter as ShareGPT has it
 PROMPT, COMPLETION = "prompt", "completion"
+_TEXTS = ("string", "large_string")  # the types of columns
+_KINDS = {str: "a text", Chat: "a chat"}
 
 
 def documents(opened: Source, options: TextOptions, order: Iterable[int] | None = None) -> Iterator[Document]:
@@ -31,23 +33,38 @@ def documents(opened: Source, options: TextOptions, order: Iterable[int] | None 
     """
     if opened.is_plain:
         texts = (row if isinstance(row, str) else row["text"] for _, row in _rows(opened, order))
-        return (text for text in texts if text)
+        return (_readable(opened, text) for text in texts if text)
     return _read(opened, options, order)
 
 
+def _readable(opened: Source, text: str) -> str:
+    """The text, or ValueError for bytes that are none, though they can be decoded as such."""
+    if "\0" in text:
+        raise ValueError(f"{opened.name} holds NUL characters: it is no text, or one in UTF-16. Save it as UTF-8.")
+    return text
+
+
 def holds_chats(opened: Source, options: TextOptions) -> bool:
-    """Whether the documents are chats; the first row tells."""
-    if opened.is_plain:
-        return False
-    first = _first_row(opened)
-    return isinstance(_document(opened, _reader(opened, first, options), 0, first), Chat)
+    """Whether the documents are chats; the first row with anything in it tells."""
+    return not opened.is_plain and isinstance(_first_document(opened, _reader(opened, options)), Chat)
 
 
 def _read(opened: Source, options: TextOptions, order: Iterable[int] | None) -> Iterator[Document]:
-    read = _reader(opened, _first_row(opened), options)
+    read = _reader(opened, options)
+    kind = type(_first_document(opened, read))
     for number, row in _rows(opened, order):
         if document := _document(opened, read, number, row):
+            if not isinstance(document, kind):
+                raise ValueError(
+                    f"{opened.name}, row {number + 1}: this is {_KINDS[type(document)]}, and the first row is "
+                    f"{_KINDS[kind]}. Give rows of one kind, two sources say."
+                )
             yield document
+
+
+def _first_document(opened: Source, read: Callable[[Row], Document]) -> Document:
+    """That of the first row with anything in it; an empty text where there is none."""
+    return next((document for number, row in _rows(opened) if (document := _document(opened, read, number, row))), "")
 
 
 def _document(opened: Source, read: Callable[[Row], Document], number: int, row: Row) -> Document:
@@ -71,8 +88,9 @@ def _first_row(opened: Source) -> Row:
     return first
 
 
-def _reader(opened: Source, first: Row, options: TextOptions) -> Callable[[Row], Document]:
+def _reader(opened: Source, options: TextOptions) -> Callable[[Row], Document]:
     """What makes a document of a row."""
+    first = _first_row(opened)
     columns = ", ".join(map(repr, first))
     if options.text_template is not None:
         named = template_columns(options.text_template)
@@ -94,7 +112,7 @@ def _reader(opened: Source, first: Row, options: TextOptions) -> Callable[[Row],
         return partial(_chat_column, column=chat)
     if PROMPT in first and COMPLETION in first:
         return _prompt_and_completion
-    strings = [name for name, value in first.items() if isinstance(value, str)]
+    strings = _may_be_texts(opened, first)
     if "text" in first or len(strings) == 1:
         return partial(_one_column, column="text" if "text" in first else strings[0])
     several = r"\n".join(f"{{{name}}}" for name in strings or list(first))
@@ -104,14 +122,40 @@ def _reader(opened: Source, first: Row, options: TextOptions) -> Callable[[Row],
     )
 
 
+def _may_be_texts(opened: Source, first: Row) -> list[str]:
+    """Columns of texts, and those of which a first row says too little: it may hold nothing there, or a list."""
+    types = {name: getattr(feature, "dtype", None) for name, feature in (_features(opened) or {}).items()}
+
+    def may_be(name: str, value: Any) -> bool:
+        is_text = isinstance(value, str) if value is not None else types.get(name, _TEXTS[0]) in _TEXTS
+        return is_text or _is_list_of(str, value)
+
+    return [name for name, value in first.items() if may_be(name, value)]
+
+
+def _features(opened: Source) -> Mapping[str, Any] | None:
+    rows: Any = opened.rows
+    return getattr(rows, "features", None)  # a stream that was mapped does not know them
+
+
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(one, kind) for one in value)
+
+
 def _chat_column(row: Row, column: str) -> Document:
     """What a column holds that is called as those of chats are: as JSON too, as tables without lists have it."""
     value = row[column]
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):
             parsed = json.loads(value)
-            if isinstance(parsed, list) and parsed:
-                value = parsed
+            value = parsed if isinstance(parsed, list) else value
+        if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
+            raise ValueError(
+                f"the column {column!r} must hold a list of messages, or one as JSON, and holds {shown(value)}, which "
+                "is neither: write it with json.dumps."
+            )
+    if isinstance(value, list) and not value:
+        return ""  # as an empty text: it is left out
     return _one_column({**row, column: value}, column)
 
 
@@ -119,7 +163,7 @@ def _one_column(row: Row, column: str) -> Document:
     value = row[column]
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(isinstance(one, Mapping) for one in value):
+    if _is_list_of(Mapping, value):
         return Chat.of_row(messages_of(value, column), row)
     raise ValueError(f"the column {column!r} must hold a text, or a list of messages, and holds {shown(value)}.")
 

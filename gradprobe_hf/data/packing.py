@@ -255,7 +255,7 @@ def _chat_stream(opened: Source, spec: WindowSpec, processing_class: Any, specia
 def _chats(opened: Source, spec: WindowSpec, processing_class: Any) -> Iterator[RenderedChat]:
     template = ChatTemplate.of(processing_class, opened.name)
     for chat in documents(opened, spec.text, _order(opened, spec.seed)):
-        assert isinstance(chat, Chat), "a column holds texts or chats, not both"
+        assert isinstance(chat, Chat), "all documents are, if the first is one"
         yield template.render(chat, spec.text.assistant_only_loss)
 
 

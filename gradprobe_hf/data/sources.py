@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
 
 from gradprobe_hf.runtime.paths import looks_like_path
 
@@ -23,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 STREAMED_FROM_BYTES = 256 * 2**20
 SHUFFLE_BUFFER = 10_000
+PIECE_BYTES = 2**18  # of a text that is too large to read whole: a document
 WORDS_OF_A_TEXT = 6  # columns have shorter names
 
 # A file's ending -> the loader of `datasets`, and its options. "NA" is a text like any other; and tabs need no quotes,
@@ -42,6 +45,7 @@ NAMED = ".txt, .jsonl, .parquet, .csv or .tsv"
 _FILE_ENDING = re.compile(
     r"\.(\w*[a-z]\w*\.)?(docx?|pdf|md|rst|html?|xlsx?|xml|ya?ml|arrow|zip|gz|zst|bz2|xz|tar|log|py|pt|bin)"
 )
+_OF_A_SAVED_DATASET = ("state.json", "dataset_dict.json")
 _OF_A_MODEL = ("config.json", "adapter_config.json")  # whose vocabulary or figures are no texts or images to learn from
 # In order of preference: with two splits or more, calibration and evaluation read different ones.
 SPLITS = {"calibration": ("train", "validation", "test"), "evaluation": ("test", "validation", "train")}
@@ -118,7 +122,12 @@ def is_streamed(rows: Rows) -> bool:
 
 def is_tokenised(rows: Rows) -> bool:
     """Whether rows hold token ids already."""
-    return not isinstance(rows, list) and "input_ids" in (rows.column_names or [])
+    return not isinstance(rows, list) and "input_ids" in columns_of(rows)
+
+
+def columns_of(rows: Dataset | IterableDataset) -> list[str]:
+    """The names of columns; of a stream that does not know them (one that was mapped), those of its first row."""
+    return list(next(iter(rows), {}) if rows.column_names is None else rows.column_names)
 
 
 def text_rows(texts: Iterable[str]) -> list[str]:
@@ -169,7 +178,12 @@ def _images(path: Path, part: str) -> Source:
 
 
 def _local(path: Path, seed: int) -> Source:
-    files = sorted(p for p in path.rglob("*") if p.suffix.lower() in FORMATS) if path.is_dir() else [path]
+    if path.is_dir() and any((path / name).is_file() for name in _OF_A_SAVED_DATASET):
+        raise ValueError(
+            f"{path} is a data set that was saved by save_to_disk: give datasets.load_from_disk({str(path)!r}), or its "
+            "rows in a file (.to_parquet)."
+        )
+    files = _files(path) if path.is_dir() else [path]
     endings = {file.suffix.lower() for file in files}
     if len(endings & set(FORMATS)) != 1 or len(endings) != 1:
         found = ", ".join(sorted({file.suffix or file.name for file in files})) or "no such files"
@@ -179,13 +193,58 @@ def _local(path: Path, seed: int) -> Source:
     if not size:
         raise ValueError(f"{path} is empty.")
     streaming = size >= STREAMED_FROM_BYTES
-    # A whole file is one document, so its line breaks reach the tokenizer. A stream comes line by line: they are kept.
     if kind == "text":
-        options = {"sample_by": "line", "keep_linebreaks": True} if streaming else {"sample_by": "document"}
+        if streaming:
+            return Source(_pieces(path, files, seed), path.name, is_plain=True)
+        options = {"sample_by": "document"}  # a whole file is one, so its line breaks reach the tokenizer
     rows = _loaded(path, kind, [str(file) for file in files], streaming, options)
+    if kind == "csv" and "__index_level_0__" in (rows.column_names or []):  # pandas takes what is too much for an index
+        raise ValueError(
+            f"{path} has rows with more fields than its first line has names: put texts that hold the separator into "
+            "quotes, and no separator at the end of a row."
+        )
     if kind == "csv":
         _warn_of_texts_as_names(path, rows.column_names or [])
     return Source(_shuffled(rows, seed) if streaming else rows, path.name, is_plain=kind == "text")
+
+
+def _files(folder: Path) -> list[Path]:
+    """Those that can be read; what is hidden (`.ipynb_checkpoints`, say) holds older copies."""
+    inside = [path for path in folder.rglob("*") if path.suffix.lower() in FORMATS]
+    return sorted(path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+
+
+def _pieces(path: Path, files: list[Path], seed: int) -> IterableDataset:
+    """Large files of text as pieces of whole lines, in a seeded order; each is read when it is its turn.
+
+    Single lines in that order would be text that nobody writes: a window would hold the lines of many places.
+    """
+    from datasets import Features, IterableDataset, Value
+
+    places = [(file, start) for file in files for start in range(0, file.stat().st_size, PIECE_BYTES)]
+    order = torch.randperm(len(places), generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def read() -> Iterator[dict[str, str]]:
+        for number in order:
+            if text := _piece(path, *places[number]):
+                yield {"text": text}
+
+    return IterableDataset.from_generator(read, features=Features({"text": Value("string")}))
+
+
+def _piece(path: Path, file: Path, start: int) -> str:
+    """The lines of a file that begin in the `PIECE_BYTES` from `start` on."""
+    with open(file, "rb") as opened:
+        if start:
+            opened.seek(start - 1)
+            opened.readline()  # what began before; nothing but its end, where a line begins at `start`
+        lines = []
+        while opened.tell() < start + PIECE_BYTES and (line := opened.readline()):
+            lines.append(line)
+    try:
+        return b"".join(lines).decode("utf-8").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} cannot be read as text: {error}. Save it as UTF-8.") from error
 
 
 def _warn_of_texts_as_names(path: Path, names: Sequence[str]) -> None:

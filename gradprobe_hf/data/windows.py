@@ -24,7 +24,7 @@ from gradprobe_hf.data.mixture import in_proportion, is_mixture, mixed, shares
 from gradprobe_hf.data.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of
 from gradprobe_hf.data.pydoc_text import Part, manual_text
 from gradprobe_hf.data.self_generated import KeptText, own_text
-from gradprobe_hf.data.sources import Source, is_dataset, is_tokenised, open_source, rows_from, text_rows
+from gradprobe_hf.data.sources import Source, columns_of, is_dataset, is_tokenised, open_source, rows_from, text_rows
 from gradprobe_hf.data.special_tokens import is_tokenizer, special_tokens, tokenizer_of
 from gradprobe_hf.data.text_options import DEFAULT_LENGTH, TextOptions
 from gradprobe_hf.model.families import longest_text
@@ -239,8 +239,10 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
     """Rows of a dataset that has `input_ids`: shuffled, and neither cut nor joined."""
     assert not isinstance(opened.rows, list), "plain texts are not tokenised"
     rows = opened.rows.shuffle(seed=windows.seed)
-    keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids") if name in rows.column_names]
-    taken = [{name: torch.as_tensor(row[name]) for name in keep} for row in islice(rows, windows.samples)]
+    keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids") if name in columns_of(rows)]
+    taken: list[dict[str, torch.Tensor]] = [
+        {name: torch.as_tensor(row[name]) for name in keep} for row in islice(rows, windows.samples)
+    ]
     if len(taken) < windows.samples and not (windows.at_most and taken):
         raise ValueError(f"{opened.name} holds {len(taken)} tokenised rows and {windows.samples} were asked for.")
     taken = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in taken]

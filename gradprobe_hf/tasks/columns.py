@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
 from string import Formatter
@@ -185,17 +186,43 @@ class LabelNames:
         ids: of the model: name -> number.
         count: of the model's labels.
         stored: the names that the data set gives its own numbers, if it does.
+
+    Raises:
+        ValueError: both have names, and these are not the same.
     """
 
     ids: Mapping[str, int]
     count: int
     stored: tuple[str, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.renumbered or _are_numbers(self.stored) or _are_numbers(self.ids):
+            return
+        raise ValueError(
+            f"the data set calls its labels {_shown(self.stored)}, and the model {_shown(list(self.ids))} (label2id in "
+            "its config.json): which is which is not to be told from that. Rename those of the data set "
+            "(dataset.cast_column with a ClassLabel); or, where the numbers are the same, make them plain numbers "
+            "(a Value('int64'))."
+        )
+
     @property
     def renumbered(self) -> bool:
         """Whether numbers go through names: the data set numbers the same labels in its own order."""
-        known = {name.lower() for name in self.ids}
-        return bool(self.stored) and all(name.lower() in known for name in self.stored)
+        return bool(self.stored) and len(set(self.matched)) == len(self.stored)
+
+    @property
+    def matched(self) -> tuple[str, ...]:
+        """The model's name of each that the data set has: the same, or one of which the other is the beginning.
+
+        >>> LabelNames({"NEGATIVE": 0, "POSITIVE": 1}, 2, ("pos", "neg")).matched
+        ('POSITIVE', 'NEGATIVE')
+        """
+        found = []
+        for name in map(str.lower, self.stored):
+            same = [one for one in self.ids if one.lower() == name]
+            alike = [one for one in self.ids if one.lower().startswith(name) or name.startswith(one.lower())]
+            found += same[:1] or alike * (len(alike) == 1)
+        return tuple(found)
 
     def number(self, value: Any, where: str) -> int:
         """The model's number of a label.
@@ -209,7 +236,7 @@ class LabelNames:
         if isinstance(value, Tensor) and value.ndim == 0:
             value = value.item()
         if isinstance(value, Integral) and self.renumbered and 0 <= int(value) < len(self.stored):
-            value = self.stored[int(value)]
+            value = self.matched[int(value)]
         if isinstance(value, str):
             return self._named(value, where)
         if isinstance(value, Integral):
@@ -238,6 +265,15 @@ class LabelNames:
     def _known(self) -> str:
         shown = [f"{name!r} ({number})" for name, number in list(self.ids.items())[:8]]
         return f"They are {', '.join(shown)}{', ...' if len(self.ids) > 8 else ''} (label2id in its config.json)."
+
+
+def _are_numbers(names: Iterable[str]) -> bool:
+    """Whether names say no more than numbers, as those do that transformers makes up."""
+    return all(re.fullmatch(r"(label_?)?\d+", name.lower()) for name in names)
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:8])) + ", ..." * (len(names) > 8)
 
 
 def stacked(rows: Sequence[Sequence[int]], fill: int) -> Tensor:
