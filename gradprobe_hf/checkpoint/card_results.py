@@ -7,6 +7,9 @@ from pathlib import Path
 
 from huggingface_hub import EvalResult, ModelCard
 
+# Of one pass over a text: a divergence stands beside the perplexity that was measured with it, or not at all.
+_OF_ONE_PASS = {"perplexity", "kl_divergence", "top1_agreement"}
+
 
 def check_card(folder: str | Path) -> None:
     """Raise ValueError, before anything is measured, where there is no card that results can be added to."""
@@ -22,7 +25,8 @@ def check_card(folder: str | Path) -> None:
 def add_results(folder: str | Path, results: Sequence[EvalResult]) -> None:
     """Add results to the model-index of `README.md`.
 
-    An earlier one of the same metric and data is replaced. Every other result, the other metadata and the text stay.
+    An earlier one of the same metric on the same data, read by the same protocol, is replaced; perplexity, divergence
+    and agreement together. Every other result, the other metadata and the text stay.
     """
     path = Path(folder) / "README.md"
     card = ModelCard.load(path)
@@ -35,8 +39,8 @@ def add_results(folder: str | Path, results: Sequence[EvalResult]) -> None:
 
 
 def _same(one: EvalResult, other: EvalResult) -> bool:
-    return (one.unique_identifier, one.metric_type, one.metric_name) == (
-        other.unique_identifier,
-        other.metric_type,
-        other.metric_name,
-    )
+    if (one.unique_identifier, one.metric_args) != (other.unique_identifier, other.metric_args):
+        return False
+    if one.metric_args and {one.metric_type, other.metric_type} <= _OF_ONE_PASS:
+        return True
+    return (one.metric_type, one.metric_name) == (other.metric_type, other.metric_name)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradprobe_hf.cli.config_options import add_fields
@@ -15,8 +16,10 @@ from gradprobe_hf.cli.values import at_least, names
 from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
 
 if TYPE_CHECKING:
+    from gradprobe_hf.config.config import GradProbeConfig
     from gradprobe_hf.data.batches import Batches
     from gradprobe_hf.model.loading import Loaded
+    from gradprobe_hf.report.original import Original
     from gradprobe_hf.tasks.table import Task
 
 logger = logging.getLogger(__name__)
@@ -118,27 +121,78 @@ def run(options: argparse.Namespace) -> None:
         report, _ = stored_report(options.model, given(options, "revision"))
         check_made_of(report, models["dense"].loaded, f"against={options.against!r} (--against)")
     values: dict[str, Any] = {"model": options.model, **given(options, "against")}
+    beside = _beside(models.get("dense"))
     results = []
     with ExitStack() as upcast:
         for one in models.values():
             upcast.enter_context(upcast_products(one.model))
         if _measures_text(options):
             values |= _on_text(options, models["pruned"], models.get("dense"))
-            results += text_results(values, values["task"] or "text-generation", values)
+            results += text_results(values, values["task"] or "text-generation", values, beside.name)
         if asked:
             scores = {name: evaluate_tasks(one.model, one.tokenizer, asked, manager) for name, one in models.items()}
             values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}
             results += task_results(scores["pruned"])
     if options.write_card:
-        report, _ = stored_report(options.model, {})
-        calibrated_on = (report and report.calibration) or {}
-        if values.get("source") == calibrated_on.get("source", ""):
+        if _measures_text(options) and _is_calibrated_on(options, models["pruned"], values):
             logger.warning(
                 "%s is what the model was calibrated on, and shows too little of what it lost: measure on other data",
-                options.data,
+                options.data or values["source"],
             )
         add_results(options.model, results)
-    print_json(values) if options.json else print_evaluation(values)
+    print_json(values) if options.json else print_evaluation(values, beside)
+
+
+def _beside(dense: _Loaded | None) -> Original:
+    """What the dense model is called: one that is pruned itself by its name, for it need not be what MODEL is of."""
+    from gradprobe_hf.report.build import published_name
+    from gradprobe_hf.report.original import DENSE, Original, original_of
+
+    if dense is None or original_of(dense.loaded.origin) == DENSE:
+        return DENSE
+    name = published_name(dense.model)
+    return Original(name, name, f"{name}'s")
+
+
+def _is_calibrated_on(options: argparse.Namespace, pruned: _Loaded, values: dict[str, Any]) -> bool:
+    """Whether MODEL was calibrated on this very data: read as it was then, it has the same fingerprint.
+
+    A file's name says nothing: many a text is called train.txt. A split of a Hub dataset is known by its name.
+    """
+    from gradprobe_hf.checkpoint.origin import stored_report
+
+    report, config = stored_report(options.model, {})
+    if report is None or config is None or report.calibration is None:
+        return False
+    if values["dataset_id"] is not None:
+        return bool(values["source"] == report.calibration["source"])
+    if not Path(options.data).expanduser().exists():  # pydoc, whose parts have no text in common, or self
+        return False
+    try:
+        return _calibration(options.data, pruned, config).fingerprint == report.calibration["fingerprint"]
+    except ValueError:  # too short for it, say: then it was another one
+        return False
+
+
+def _calibration(data: str, pruned: _Loaded, config: GradProbeConfig) -> Batches:
+    """What a run of this configuration would calibrate on, if it were given this file or folder."""
+    from gradprobe_hf.data.labelled import TaskOptions
+    from gradprobe_hf.data.sources import open_source
+    from gradprobe_hf.data.windows import WindowSpec, load_batches, window_length
+    from gradprobe_hf.tasks.table import task_for
+
+    length = window_length(config.sequence_length, pruned.model)
+    batch_size = BATCH if config.batch_size == "auto" else config.batch_size
+    task = task_for(config.task, type(pruned.model).__name__, pruned.model.config.is_encoder_decoder)
+    return load_batches(
+        open_source(data, "evaluation", config.seed),  # the rows that were measured: a folder may have several splits
+        WindowSpec(config.num_samples, length, batch_size, config.seed, TextOptions.of(config)),
+        part="calibration",
+        model=pruned.model,
+        processing_class=pruned.tokenizer,
+        task=TaskOptions(task, config.label_column),
+        progress=False,
+    )
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -17,6 +17,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.report.next_choice import next_choices
+from gradprobe_hf.report.original import DENSE, Original
 from gradprobe_hf.report.report import Group, Report, finite
 from gradprobe_hf.report.speed import measurements, protocol, times_as_fast
 from gradprobe_hf.structures.table import shape_words
@@ -27,7 +28,7 @@ def print_json(values: dict[str, Any]) -> None:
 
 
 def print_pruning(report: Report, output: str) -> None:
-    table = table_of("", "dense", "pruned")
+    table = table_of("", report.beside.column, "pruned")
     before = sum(row.zeros_before for row in report.matrices) / report.weights
     if report.structure is None:
         table.add_row("zeros", f"{before:.4%}", f"{report.sparsity:.4%}")
@@ -39,7 +40,7 @@ def print_pruning(report: Report, output: str) -> None:
     if report.evaluation:
         key = "loss" if report.evaluation["dense"]["perplexity"] is None else "perplexity"
         table.add_row(key, *(f"{report.evaluation[name][key]:,.4f}" for name in ("dense", "pruned")))
-        _add_divergence(table, report.evaluation["divergence"])
+        _add_divergence(table, report.evaluation["divergence"], report.beside.column)
         if metric := report.evaluation["metric"]:
             table.add_row(metric["title"], *(f"{metric[name]:.4f}" for name in ("dense", "pruned")))
     out = console()
@@ -65,7 +66,7 @@ def print_pruning(report: Report, output: str) -> None:
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
     if report.speed is not None:
-        out.print(f"speed: {protocol(report.speed)}", style="dim")
+        out.print(f"speed: {protocol(report.speed, report.made_of.whose)}", style="dim")
     elif report.structure is not None:
         out.print(f"how fast it is here: gradprobe bench DENSE {output}")
     for choice in next_choices(GradProbeConfig.from_dict(report.config), writes):
@@ -77,13 +78,14 @@ def print_recovery(report: Report, output: str) -> None:
     """The dense model, the pruned one, and what the recovery left."""
     recovery = report.recovery
     assert recovery is not None, "it was made"
-    table = table_of("", "dense", "pruned", "recovered")
+    original = report.beside.column
+    table = table_of("", original, "pruned", "recovered")
     before, after = recovery["before"], report.evaluation
     if before is not None and after is not None:
         shown = (before["dense"], before["pruned"], after["pruned"])
         table.add_row("perplexity", *(f"{one['perplexity']:,.4f}" for one in shown))
         both = (before["divergence"], after["divergence"])
-        table.add_row("KL from dense (nats)", "0", *(f"{one['kl']:.4f}" for one in both))
+        table.add_row(f"KL from {original} (nats)", "0", *(f"{one['kl']:.4f}" for one in both))
         table.add_row("top-1 agreement", "100%", *(f"{one['top1_agreement']:.1%}" for one in both))
     held_out = [recovery["held_out"][str(step)] for step in (0, recovery["best_step"])]
     table.add_row("KL on held-out text", "0", *(f"{value:.4f}" for value in held_out))
@@ -152,7 +154,7 @@ def _print_candidates(out: Console, report: Report) -> None:
         if latency["prompt_length"] is not None:  # the model reads text
             read = f"{latency['prompt_length']} tokens read, {latency['new_tokens']} written"
         out.print(
-            f"latency: {latency['ratio']:.2f} of the dense model's measured, {latency['smaller']:.3g} of "
+            f"latency: {latency['ratio']:.2f} of {report.made_of.whose} measured, {latency['smaller']:.3g} of "
             f"{latency['dense']:.3g} seconds; the table said {latency['table']:.2f} "
             f"({read}, {latency['device']}, {latency['threads']} threads)",
             style="dim",
@@ -164,9 +166,9 @@ def _print_candidates(out: Console, report: Report) -> None:
     )
 
 
-def _add_divergence(table: Table, divergence: dict[str, Any] | None) -> None:
+def _add_divergence(table: Table, divergence: dict[str, Any] | None, original: str) -> None:
     if divergence is not None:
-        table.add_row("KL from dense (nats)", "0", f"{divergence['kl']:.4f}")
+        table.add_row(f"KL from {original} (nats)", "0", f"{divergence['kl']:.4f}")
         table.add_row("top-1 agreement", "100%", f"{divergence['top1_agreement']:.1%}")
 
 
@@ -247,15 +249,15 @@ def _shown(divergence: Divergence | None) -> tuple[str, str]:
     return ("-", "-") if divergence is None else (f"{divergence.kl:.4f}", f"{divergence.top1_agreement:.1%}")
 
 
-def print_evaluation(values: dict[str, Any]) -> None:
-    """What was measured on a text, on tasks, or on both; of the model alone, or beside a dense one."""
+def print_evaluation(values: dict[str, Any], original: Original = DENSE) -> None:
+    """What was measured on a text, on tasks, or on both; of the model alone, or beside its original."""
     out = console()
     if "loss" in values:
-        out.print(_beside(values) if "dense" in values else _alone(values))
+        out.print(_beside(values, original.column) if "dense" in values else _alone(values))
         _print_ratio(out, values.get("divergence"))
         out.print(f"{values['source']}: {values['protocol']}", style="dim")
     if "tasks" in values:
-        out.print(_tasks(values["tasks"]))
+        out.print(_tasks(values["tasks"], original.column))
         out.print("scored by lm-evaluation-harness; ± one standard error over the questions", style="dim")
 
 
@@ -267,13 +269,13 @@ def _alone(values: dict[str, Any]) -> Table:
     return table
 
 
-def _beside(values: dict[str, Any]) -> Table:
-    table = table_of("", "dense", "pruned")
+def _beside(values: dict[str, Any], original: str) -> Table:
+    table = table_of("", original, "pruned")
     table.add_row("perplexity", _perplexity(values["dense"]), _perplexity(values))
     table.add_row("loss (nats)", f"{values['dense']['loss']:.4f}", f"{values['loss']:.4f}")
     if metric := values["metric"]:
         table.add_row(metric["title"], *(f"{metric[name]:.4f}" for name in ("dense", "pruned")))
-    _add_divergence(table, values["divergence"])
+    _add_divergence(table, values["divergence"], original)
     return table
 
 
@@ -281,10 +283,10 @@ def _perplexity(values: dict[str, Any]) -> str:
     return "-" if values["perplexity"] is None else f"{values['perplexity']:,.4f}"
 
 
-def _tasks(scores: dict[str, list[dict[str, Any]]]) -> Table:
-    """One line a metric; the dense model's before the pruned one's, where there is one."""
+def _tasks(scores: dict[str, list[dict[str, Any]]], original: str) -> Table:
+    """One line a metric; the original's before the pruned one's, where there is one."""
     names = [name for name in ("dense", "pruned") if name in scores]
-    table = table_of("task", "metric", "shots", "questions", *(names if len(names) > 1 else ["value"]))
+    table = table_of("task", "metric", "shots", "questions", *((original, "pruned") if len(names) > 1 else ["value"]))
     for rows in zip(*(scores[name] for name in names), strict=True):
         first = rows[0]
         stderr = [f" ± {row['stderr']:.4f}" if row["stderr"] is not None else "" for row in rows]

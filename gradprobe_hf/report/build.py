@@ -129,8 +129,21 @@ def _describe(context: RunContext) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "processing_class": type(context.processing_class).__name__,
         "has_chat_template": bool(getattr(context.processing_class, "chat_template", None)),
+        **({"own_code": own} if (own := _own_code(model)) else {}),
         **context.origin,
     }
+
+
+def _own_code(model: PreTrainedModel) -> list[str]:
+    """The Auto classes that load a model by code of its own, beside its weights; none of a class of transformers.
+
+    The configuration of a checkpoint may name such code where transformers has had a class for it since, and uses that.
+    """
+    # FSDP2 puts a class of torch in front of that of what it shards.
+    cls = next(one for one in type(model).__mro__ if not one.__module__.startswith("torch."))
+    if cls.__module__.startswith("transformers."):
+        return []
+    return sorted(getattr(model.config, "auto_map", None) or {})
 
 
 def matrix_rows(context: RunContext, decision: PruningDecision) -> list[MatrixRow]:

@@ -9,22 +9,30 @@ from typing import Any
 from huggingface_hub import EvalResult
 
 from gradprobe_hf.evaluation.harness import TaskScore
+from gradprobe_hf.report.original import DENSE
 
 
-def text_results(described: Mapping[str, Any], task: str, measured: Mapping[str, Any]) -> list[EvalResult]:
+def text_results(
+    described: Mapping[str, Any], task: str, measured: Mapping[str, Any], beside: str = DENSE.name
+) -> list[EvalResult]:
     """Those of batches; what is not finite is no entry.
+
+    Protocol and fingerprint are arguments of each metric, for the Hub's clients hold those of a data set for the same
+    whatever its arguments are.
 
     Args:
         described: the batches, as `Batches.describe` has them.
         task: the Hub's name of what the model is for.
         measured: `perplexity`, `divergence` (`Divergence.to_dict`) and `metric` of the pruned model, each or None.
+        beside: the model that the divergence is from.
     """
     found = [("perplexity", "Perplexity", measured["perplexity"])]
     if divergence := measured.get("divergence"):
-        found.append(("kl_divergence", "KL divergence from the dense model (nats per token)", divergence["kl"]))
-        found.append(("top1_agreement", "Top-1 agreement with the dense model", divergence["top1_agreement"]))
+        found.append(("kl_divergence", f"KL divergence from {beside} (nats per token)", divergence["kl"]))
+        found.append(("top1_agreement", f"Top-1 agreement with {beside}", divergence["top1_agreement"]))
     if metric := measured.get("metric"):
         found.append((metric["name"], capitalised(metric["title"]), metric["pruned"]))
+    read = {"protocol": described["protocol"], "fingerprint": described["fingerprint"][:16]}
     return [
         EvalResult(
             task_type=task,
@@ -32,6 +40,7 @@ def text_results(described: Mapping[str, Any], task: str, measured: Mapping[str,
             **_data_set(described["dataset_id"], described["source"]),
             metric_type=kind,
             metric_name=name,
+            metric_args=dict(read),
             metric_value=round(value, 4),
         )
         for kind, name, value in found

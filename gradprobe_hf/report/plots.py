@@ -132,7 +132,7 @@ def perplexity_figure(report: Report) -> Figure:
     figure = Figure(figsize=(5.0, 2.2), layout="constrained")
     axes = figure.add_subplot()
     bars = axes.barh(
-        ["dense", f"{report.sparsity:.0%} sparse" if report.structure is None else "smaller"],
+        [report.beside.column, f"{report.sparsity:.0%} sparse" if report.structure is None else "smaller"],
         values,
         color=[DENSE, PRUNED],
         height=0.6,

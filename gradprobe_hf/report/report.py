@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from gradprobe_hf.report.original import DENSE, Original, original_of
+
 REPORT_NAME = "gradprobe_report.json"
 
 
@@ -73,9 +75,10 @@ class Report:
     """What happened in one run.
 
     Attributes:
-        model: name, class, sizes; the `adapter` that was folded into it (and the model that is of, `adapter_of`, if
-            that was before an earlier pruning), the quantised type it was `stored_as`, and how much of each
-            `structure` had gone before.
+        model: name, class, sizes; the Auto classes that load its `own_code`, where it brings any; the `adapter` that
+            was folded into it (and the model that is of, `adapter_of`, if that was before an earlier pruning), the
+            quantised type it was `stored_as`, and, if it had been pruned before, the sparsity that it was `pruned_to`
+            and how much of each `structure` had gone.
         config: as plain data.
         matrices: one row each.
         unreached: matrices that were asked for and left out.
@@ -143,6 +146,16 @@ class Report:
         teacher = (self.recovery or {}).get("teacher")  # not in reports of before
         same = teacher and all(teacher[what] == self.model[what] for what in ("name", "parameters"))
         return teacher if teacher and not same else None
+
+    @property
+    def made_of(self) -> Original:
+        """The model that was pruned: dense, or pruned before."""
+        return original_of(self.model)
+
+    @property
+    def beside(self) -> Original:
+        """The model that all that was measured is beside."""
+        return DENSE if self.recovered_towards else self.made_of
 
     def by(self, attribute: str) -> list[Group]:
         """Totals per `"block"` or per `"role"`, in the model's order."""

@@ -10,6 +10,8 @@ import statistics
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from gradprobe_hf.report.original import DENSE
+
 
 def measurements(speed: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Title, dense and pruned (the second row), of each measurement that there is."""
@@ -23,8 +25,8 @@ def measurements(speed: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def protocol(speed: Mapping[str, Any]) -> str:
-    """What was measured, and how."""
+def protocol(speed: Mapping[str, Any], whose: str = DENSE.whose) -> str:
+    """What was measured, and how. Args: whose: what the first row is of."""
     dense = speed["rows"][0]
     written = f" and {speed['new_tokens']} written" if dense["tokens_per_second"] else ""
     read = "one input at a time"
@@ -33,7 +35,7 @@ def protocol(speed: Mapping[str, Any]) -> str:
     return (
         f"{read}; {speed['device']}, "
         f"{speed['threads']} threads, {dense['dtype']}; medians of {speed['repeats']} rounds in which models of these "
-        "shapes, with random weights, take turns; x: times the dense model's, the median over the rounds"
+        f"shapes, with random weights, take turns; x: times {whose}, the median over the rounds"
     )
 
 

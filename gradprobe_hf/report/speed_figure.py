@@ -19,13 +19,18 @@ Point = tuple[str, float, float]  # name, times as fast as the dense model, loss
 
 
 def tried_shapes(report: Report) -> list[Point]:
-    """The dense model and the shapes that were tried for a budget, the one that was taken first."""
+    """The model that was pruned and the shapes that were tried for a budget, the one that was taken first."""
     assert report.speed is not None, "asked for where there is one"
     assert report.structure is not None, "it has shapes"
     dense, *rows = report.speed["rows"]
     losses = {shape_words(one["removed"]): one["loss"] for one in report.structure["candidates"]}
     shown = [(dense, report.structure["dense_loss"]), *((row, losses[row["model"]]) for row in rows)]
-    return [(row["model"], times_as_fast(report.speed, row), loss) for row, loss in shown if loss is not None]
+    names = {"dense": report.made_of.column}
+    return [
+        (names.get(row["model"], row["model"]), times_as_fast(report.speed, row), loss)
+        for row, loss in shown
+        if loss is not None
+    ]
 
 
 def compared_shapes(

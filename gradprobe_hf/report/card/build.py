@@ -38,20 +38,22 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         template_str=template,
         title=f"{short_name(report.model)}, {extent(report, config)}",
         summary=summary(report, config, base),
-        method=describe_method(_as_decided(report, config)),
+        method=describe_method(_as_decided(report, config), report.made_of),
         snippet=loading_snippet(report, where),
+        made_of=report.made_of,
+        beside=report.beside,
         evaluation=evaluation(report),
         metric_name=metric_name(report),
         unreached=unreached(report),
         refinement=changed_outside(report),
-        selection=chosen_by(report.selection, config),
+        selection=chosen_by(report, config),
         task_metric=metric_row(report),
         recovery=recovery_paragraph(report),
         calibration=report.calibration,
         calibrated_on=rows_read(report.calibration) if report.calibration else "",
         structure=shape_tables(report, config),
         files=size_of_files(report),
-        speed=report.speed and {"rows": measurements(report.speed), "protocol": protocol(report.speed)},
+        speed=_speed(report),
         config=yaml.safe_dump(set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
         dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
@@ -91,6 +93,11 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
         snippet=loading_snippet(report, where),
         versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
     )
+
+
+def _speed(report: Report) -> dict[str, Any] | None:
+    speed = report.speed
+    return speed and {"rows": measurements(speed), "protocol": protocol(speed, report.made_of.whose)}
 
 
 def _as_decided(report: Report, config: GradProbeConfig) -> GradProbeConfig:

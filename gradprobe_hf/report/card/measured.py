@@ -56,7 +56,7 @@ def eval_results(report: Report) -> list[EvalResult] | None:
     measured, task = report.evaluation, report.model["task"]
     if measured is None or task is None:
         return None
-    return text_results(measured, task, {**measured["pruned"], **measured}) or None
+    return text_results(measured, task, {**measured["pruned"], **measured}, report.beside.name) or None
 
 
 def rows_read(data: dict[str, Any]) -> str:
@@ -66,12 +66,13 @@ def rows_read(data: dict[str, Any]) -> str:
     return f"{data['samples']:,} {data['rows']}"
 
 
-def chosen_by(selection: dict[str, Any] | None, config: GradProbeConfig) -> str:
+def chosen_by(report: Report, config: GradProbeConfig) -> str:
     """How the sparsity was chosen, and that what is reported was measured apart from it, or was not."""
+    selection = report.selection
     if selection is None:
         return ""
     value = "of no sparsity that was tried" if selection["value"] is None else f"{selection['value']:,.4g}"
-    limit = f"limit {selection['limit']:,.4g}: {config.max_metric_drop} from the dense model's"
+    limit = f"limit {selection['limit']:,.4g}: {config.max_metric_drop} from {report.made_of.whose}"
     if selection["source"] is None:
         return (
             f"**Chosen by the same measurement.** A metric of the user's own chose the sparsity: {value} ({limit}). "

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.values import GradientThreshold
+from gradprobe_hf.report.original import DENSE, Original
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from gradprobe_hf.structures.table import STRUCTURES, shape_words
 
 UNITS = {"global": "the whole model", "block": "each block", "tensor": "each matrix", "row": "each row"}
 
 
-def describe_method(config: GradProbeConfig) -> str:
-    """One paragraph that says what decided, and in which steps."""
-    return " ".join([_decision(config), *_schedule(config)])
+def describe_method(config: GradProbeConfig, original: Original = DENSE) -> str:
+    """One paragraph that says what decided, and in which steps. Args: original: what was pruned."""
+    return " ".join([_decision(config), *_schedule(config, original)])
 
 
 def _decision(config: GradProbeConfig) -> str:
@@ -89,7 +90,7 @@ def _threshold(threshold: GradientThreshold) -> str:
     return f"a factor that depends on the matrix: {parts}"
 
 
-def _schedule(config: GradProbeConfig) -> list[str]:
+def _schedule(config: GradProbeConfig, original: Original) -> list[str]:
     said = []
     if config.order == "sequential":
         said.append(
@@ -101,13 +102,13 @@ def _schedule(config: GradProbeConfig) -> list[str]:
         said.append(f"This was done in rounds ({rounds}), each probed on the model as the one before would prune it.")
     if config.max_metric_drop is not None:
         said.append(
-            f"The sparsity is the largest that was found whose metric is within {config.max_metric_drop} of the dense "
-            f"model's, up to {config.final_sparsity:.0%}."
+            f"The sparsity is the largest that was found whose metric is within {config.max_metric_drop} of "
+            f"{original.whose}, up to {config.final_sparsity:.0%}."
         )
     if config.updates and config.dense_target:
         said.append(
             f"The outputs to keep were taken {config.dense_target:.0%} of the way from the model as pruned so far to "
-            "the dense model."
+            f"{original.name}."
         )
     if config.refines:
         said.append(config.refinement_row.sentence)

@@ -20,10 +20,10 @@ def recovery_paragraph(report: Report) -> str:
         f"**Recovery.** After pruning, {_trained(options)} towards {_teacher(report)}, in "
         f"{recovery['steps']} steps ({recovery['tokens']:,} tokens of {text['source']}; {text['protocol']}; "
         f"fingerprint `{text['fingerprint'][:16]}`).{earlier}{stayed}",
-        f"What was minimised is the mean KL divergence of {_predictions(options)}, with AdamW at a learning rate of "
-        f"{options['learning_rate']:g}. On {recovery['held_out_windows']} windows of that text that were never trained "
-        f"on it went from {first:.4f} to {best:.4f} nats per token, at step {recovery['best_step']}, whose state was "
-        "kept.",
+        f"What was minimised is the mean KL divergence of {_predictions(options, report.beside.whose)}, with AdamW at "
+        f"a learning rate of {options['learning_rate']:g}. On {recovery['held_out_windows']} windows of that text that "
+        f"were never trained on it went from {first:.4f} to {best:.4f} nats per token, at step "
+        f"{recovery['best_step']}, whose state was kept.",
     ]
     if recovery["before"] is not None and report.evaluation is not None:
         said.append(_before(recovery["before"], report.evaluation))
@@ -33,7 +33,7 @@ def recovery_paragraph(report: Report) -> str:
 def _teacher(report: Report) -> str:
     teacher = report.recovered_towards
     if teacher is None:
-        return "the dense model's predictions"
+        return f"{report.made_of.whose} predictions"
     return (
         f"the predictions of `{teacher['name']}` ({teacher['parameters']:,} parameters), which all that was measured "
         f"is beside; the model that was pruned here has {report.model['parameters']:,}"
@@ -46,9 +46,9 @@ def _trained(options: dict[str, Any]) -> str:
     return f"LoRA adapters of rank {options['lora_r']}, inside the mask, were trained and folded into the kept weights"
 
 
-def _predictions(options: dict[str, Any]) -> str:
+def _predictions(options: dict[str, Any], whose: str) -> str:
     k = options["teacher_top_k"]
-    whole = "its next-token predictions from the dense model's"
+    whole = f"its next-token predictions from {whose}"
     return whole if k is None else f"{whole}, of the {k} tokens most likely there and all others as one"
 
 

@@ -25,7 +25,7 @@ def shape_tables(report: Report, config: GradProbeConfig) -> dict[str, Any] | No
         "tried": sum(one["loss"] is not None for one in found["candidates"]),
         "allowed": len(found["candidates"]),
         "budget": config.shape_budget,
-        "latency": _latency(found.get("latency")),
+        "latency": _latency(found.get("latency"), report.made_of.whose),
     }
 
 
@@ -55,15 +55,15 @@ def _shape(value: Any) -> str:
     return f"{len(value)} values" if isinstance(value, list) else "by default" if value is None else str(value)
 
 
-def _latency(found: dict[str, Any] | None) -> str:
-    """What the shape takes of the dense model's time, as the table says and as it was measured."""
+def _latency(found: dict[str, Any] | None, whose: str) -> str:
+    """What the shape takes of the time of the model that was pruned, as the table says and as it was measured."""
     if found is None:
         return ""
     written = f", and to write {found['new_tokens']} behind them" if found["new_tokens"] else ""
     read = "For one input" if found["prompt_length"] is None else f"To read {found['prompt_length']} tokens{written}"
     return (
-        f"{read}, a model of this shape took {found['ratio']:.2f} of the "
-        f"dense model's time on the machine that pruned it: {found['smaller']:.3g} of {found['dense']:.3g} seconds "
+        f"{read}, a model of this shape took {found['ratio']:.2f} of "
+        f"{whose} time on the machine that pruned it: {found['smaller']:.3g} of {found['dense']:.3g} seconds "
         f"({found['device']}, {found['threads']} threads, medians of {found['rounds']} rounds in turns, random "
         f"weights). A table of its blocks said {found['table']:.2f}."
     )

@@ -7,13 +7,20 @@ from gradprobe_hf.tasks.table import TASKS
 
 
 def loading_snippet(report: Report, where: str) -> str:
-    task = report.model["task"]
+    task, own_code = report.model["task"], report.model.get("own_code", [])
     snippet = ""
     if task:
         is_chat = report.model.get("has_chat_template", False)  # not in reports of before
         row = TASKS[task][0]
         snippet = (is_chat and row.chat_snippet) or row.snippet
     if snippet and report.model["processing_class"] != "NoneType":
-        return snippet.replace("{where}", where)
-    name = report.model["class"]
-    return f'from transformers import {name}\n\nmodel = {name}.from_pretrained("{where}")'
+        return _allowing(own_code, snippet).replace("{where}", where)
+    # transformers does not have a class of the model's own under its name.
+    name = next((one for one in own_code if one.startswith("AutoModel")), report.model["class"])
+    found = f'from transformers import {name}\n\nmodel = {name}.from_pretrained("{{where}}")'
+    return _allowing(own_code, found).replace("{where}", where)
+
+
+def _allowing(own_code: list[str], snippet: str) -> str:
+    """The snippet, which lets a model's own code run where it has any."""
+    return snippet.replace('"{where}"', '"{where}", trust_remote_code=True') if own_code else snippet

@@ -17,26 +17,31 @@ def summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> st
     kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
     how = ", using gradients of its loss" if config.needs.probes else ""
     origins = "".join(f" {sentence}" for sentence in _origin(report.model))
+    kind_of_files = "checkpoint" if "own_code" in report.model else "plain transformers checkpoint"
     if report.structure is not None:
         sizes = report.structure["parameters"]
         return (
             f"{derived} with {saved(report.structure):.1%} of its parameters removed in whole structures: "
-            f"{sizes['before']:,} are {sizes['after']:,} now. **It is smaller wherever it is loaded**: a plain "
-            f"transformers checkpoint of smaller shapes, made with gradprobe_hf and loaded without it.{origins}"
+            f"{sizes['before']:,} are {sizes['after']:,} now. **It is smaller wherever it is loaded**: a "
+            f"{kind_of_files} of smaller shapes, made with gradprobe_hf and loaded without it.{origins}"
         )
     return (
         f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero "
         f"({kind}; {report.zeros:,} weights, {report.zeros / report.model['parameters']:.1%} of all parameters){how}. "
         "**The zeros are stored densely: they make it no smaller and no faster by themselves.** It "
-        "is a plain transformers checkpoint, made with gradprobe_hf and loaded without it." + origins
+        f"is a {kind_of_files}, made with gradprobe_hf and loaded without it.{origins}"
     )
 
 
 def _origin(model: dict[str, Any]) -> list[str]:
-    """What the weights went through before they were pruned."""
+    """What is to be known of the model, and what its weights went through before they were pruned."""
     said = []
+    if "own_code" in model:
+        said.append("The repository runs code of its own, which `trust_remote_code=True` allows: read it first.")
     if "adapter" in model:
         said.append(f"Before, the adapter `{model['adapter']}` was folded into the weights of its base.")
+    if "pruned_to" in model:
+        said.append(f"The model it was made of had been pruned already, to a sparsity of {model['pruned_to']:.1%}.")
     if "structure" in model:
         said.append(f"It had been made smaller before: without {shape_words(model['structure'])}.")
     if "stored_as" in model:

@@ -1,0 +1,254 @@
+"""What a card says where the model was pruned before, brings code of its own, or is measured again."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+
+import pytest
+from huggingface_hub import EvalResult, ModelCard
+from transformers import AutoModelForCausalLM
+
+from gradprobe_hf import prune_pretrained
+from gradprobe_hf.checkpoint.card_results import _same
+from gradprobe_hf.cli import main
+from gradprobe_hf.cli.output import print_pruning
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.tasks.table import TASKS
+from tests import cases
+
+SHORT = {"num_samples": 4, "sequence_length": 16, "evaluation_samples": 4}
+ON_PYDOC = ["--data", "pydoc", "--num-samples", "4", "--sequence-length", "16"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def without_pictures():
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
+        yield
+
+
+@pytest.fixture
+def warnings_of(capsys):
+    """What the command line warns of."""
+
+    def run(*arguments):
+        assert main(list(map(str, arguments))) == 0
+        return capsys.readouterr().err.splitlines()
+
+    return run
+
+
+def pruned(source, text, folder, **options):
+    config = cases.config(preset="fast", **SHORT, **options)
+    data = {"calibration": str(text), "evaluation": "pydoc"}
+    return prune_pretrained(str(source), config, output_dir=folder, progress=False, **data).report
+
+
+def results(folder):
+    return ModelCard.load(folder / "README.md").data.eval_results
+
+
+def values(folder, kind):
+    return [one.metric_value for one in results(folder) if one.metric_type == kind]
+
+
+@pytest.fixture(scope="module")
+def twice(checkpoint, text_file, tmp_path_factory):
+    """A model that is pruned, and pruned again."""
+    folder = tmp_path_factory.mktemp("twice")
+    pruned(checkpoint, text_file, folder / "half", sparsity=0.5)
+    pruned(folder / "half", text_file, folder / "more", sparsity=0.75)
+    return folder
+
+
+# Pruned before.
+
+
+def test_a_model_that_was_pruned_before_is_not_called_dense(twice, capsys):
+    card, report = (twice / "more" / "README.md").read_text(), Report.load(twice / "more")
+    assert "The model it was made of had been pruned already, to a sparsity of 50.0%." in card
+    assert "| | before | pruned |" in card
+    assert "| KL divergence from before, nats per token | 0 |" in card
+    assert "times the earlier model's; with" in re.sub(r"\s+", " ", card)
+    assert "dense model" not in card
+    names = {one.metric_type: one.metric_name for one in results(twice / "more")}
+    assert names["kl_divergence"] == "KL divergence from the model it was made of (nats per token)"
+    assert names["top1_agreement"] == "Top-1 agreement with the model it was made of"
+    print_pruning(report, "more")
+    said = capsys.readouterr().out
+    assert "KL from before (nats)" in said
+    assert not re.search(r"\bdense\b", said)
+
+
+def test_the_first_pruning_is_beside_the_dense_model(twice, capsys):
+    card = (twice / "half" / "README.md").read_text()
+    assert "pruned already" not in card
+    assert "| | dense | pruned |" in card
+    assert "| KL divergence from dense, nats per token | 0 |" in card
+    names = {one.metric_type: one.metric_name for one in results(twice / "half")}
+    assert names["kl_divergence"] == "KL divergence from the dense model (nats per token)"
+    print_pruning(Report.load(twice / "half"), "half")
+    assert "KL from dense (nats)" in capsys.readouterr().out
+
+
+def test_a_model_that_was_made_smaller_before_is_not_called_dense_either(checkpoint, text_file, tmp_path):
+    config = cases.config(structure={"blocks": 1}, **SHORT)
+    data = {"calibration": str(text_file), "evaluation": "pydoc", "progress": False}
+    prune_pretrained(str(checkpoint), config, output_dir=tmp_path / "smaller", **data)
+    pruned(tmp_path / "smaller", text_file, tmp_path / "zeros", sparsity=0.5)
+    assert "| | dense | pruned |" in (tmp_path / "smaller" / "README.md").read_text()
+    card = (tmp_path / "zeros" / "README.md").read_text()
+    assert "It had been made smaller before: without 1 block." in card
+    assert "| | before | pruned |" in card
+
+
+def test_what_is_recovered_towards_the_dense_model_is_beside_that(twice):
+    report = Report.load(twice / "more")
+    teacher = {"name": "tiny-llama", "parameters": report.model["parameters"], "bytes": 1}
+    assert replace(report, recovery={"teacher": teacher}).beside.column == "dense"
+    assert replace(report, recovery={"teacher": {**teacher, "name": "half"}}).beside.column == "before"
+
+
+def test_what_is_measured_beside_a_pruned_model_says_which(twice, checkpoint, tmp_path, capsys):
+    more = shutil.copytree(twice / "more", tmp_path / "more")
+    evaluate = ["evaluate", str(more), *ON_PYDOC, "--write-card", "--against"]
+    assert main([*evaluate, str(twice / "half")]) == 0
+    assert "KL from half (nats)" in capsys.readouterr().out
+    assert "KL divergence from half (nats per token)" in {one.metric_name for one in results(more)}
+    assert main([*evaluate, str(checkpoint)]) == 0
+    assert "KL from dense (nats)" in capsys.readouterr().out
+    # On the same windows, so in place of the one before.
+    (kl,) = (one for one in results(more) if one.metric_type == "kl_divergence")
+    assert kl.metric_name == "KL divergence from the dense model (nats per token)"
+
+
+# Measured again.
+
+
+def texts(folder, count, number):
+    folder.mkdir()
+    words = (f"Text {number} says {i * number % 17} of {i}." for i in range(count))
+    (folder / "train.txt").write_text(" ".join(words), encoding="utf-8")
+    return str(folder / "train.txt")
+
+
+def test_other_windows_of_a_text_are_another_result(twice, checkpoint, tmp_path):
+    half = shutil.copytree(twice / "half", tmp_path / "half")
+    before = results(half)
+    other = ["evaluate", str(half), "--data", "pydoc", "--sequence-length", "16", "--num-samples", "6", "--write-card"]
+    assert main([*other, "--against", str(checkpoint)]) == 0
+    assert results(half)[: len(before)] == before
+    assert len(values(half, "kl_divergence")) == len(values(half, "perplexity")) == 2
+    assert len({str(one.metric_args) for one in results(half)}) == 2
+    # What was measured in one pass goes with it: no divergence is left of a pass that is no more there.
+    assert main(other) == 0
+    assert len(values(half, "perplexity")) == 2
+    assert values(half, "kl_divergence") == [one.metric_value for one in before if one.metric_type == "kl_divergence"]
+
+
+def test_a_protocol_is_another_result_of_the_same_text(twice, tmp_path):
+    half, text = shutil.copytree(twice / "half", tmp_path / "half"), texts(tmp_path / "a", 200, 3)
+    earlier = len(values(half, "perplexity"))
+    evaluate = ["evaluate", str(half), "--data", text, "--sequence-length", "16", "--write-card"]
+    for _ in range(2):  # each takes the place of its own
+        assert main([*evaluate, "--num-samples", "4"]) == main([*evaluate, "--protocol", "paper"]) == 0
+    assert len(values(half, "perplexity")) == earlier + 2
+    assert any(one.metric_args["protocol"].startswith("the paper protocol") for one in results(half))
+
+
+def test_another_text_of_the_same_name_is_another_result(twice, tmp_path):
+    half = shutil.copytree(twice / "half", tmp_path / "half")
+    earlier = len(values(half, "perplexity"))
+    for name, number in (("a", 3), ("b", 5)):
+        text = texts(tmp_path / name, 200, number)
+        shown = ["--num-samples", "4", "--sequence-length", "16", "--write-card"]
+        assert main(["evaluate", str(half), "--data", text, *shown]) == 0
+    assert len(values(half, "perplexity")) == earlier + 2
+
+
+def test_a_task_of_the_harness_is_replaced_by_its_name():
+    one = [EvalResult("text-generation", "arc", "arc", "acc", value, metric_name="acc, 0-shot") for value in (0.1, 0.2)]
+    five = EvalResult("text-generation", "arc", "arc", "acc", 0.3, metric_name="acc, 5-shot")
+    assert _same(*one)
+    assert not _same(one[0], five)
+
+
+def test_the_text_that_was_calibrated_on_is_known_by_what_it_holds(checkpoint, tmp_path, warnings_of):
+    sizes = {"own": (200, 3), "other": (200, 5), "short": (4, 3)}
+    own, other, short = (texts(tmp_path / name, *size) for name, size in sizes.items())
+    pruned(checkpoint, own, tmp_path / "half", sparsity=0.5)
+    evaluate = ["evaluate", str(tmp_path / "half"), "--num-samples", "3", "--sequence-length", "16", "--write-card"]
+    copy = shutil.copy(own, tmp_path / "another name.txt")
+    for text in (own, copy):
+        assert any("is what the model was calibrated on" in said for said in warnings_of(*evaluate, "--data", text))
+    for text in (other, short, "pydoc"):
+        assert not any("calibrated on" in said for said in warnings_of(*evaluate, "--data", text))
+
+
+# Code of its own.
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+AUTO_MAP = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
+
+
+@pytest.fixture
+def own_code(checkpoint, tmp_path, monkeypatch):
+    """A folder whose model transformers does not have."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    folder = shutil.copytree(checkpoint, tmp_path / "own")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"auto_map": AUTO_MAP, "model_type": "own", "architectures": ["OwnForCausalLM"]}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "modeling_own.py").write_text(CODE)
+    return folder
+
+
+def snippet_of(folder):
+    return re.search(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.S)[1]
+
+
+@pytest.mark.parametrize("with_tokenizer", [True, False])
+def test_a_model_with_code_of_its_own_is_loaded_so(with_tokenizer, own_code, tmp_path, monkeypatch):
+    if not with_tokenizer:
+        for path in own_code.glob("tokenizer*"):
+            path.unlink()
+    config, out = cases.config(sparsity=0.5, score="magnitude"), tmp_path / "half"
+    options = {"trust_remote_code": True, "evaluation": False, "progress": False}
+    prune_pretrained(str(own_code), config, output_dir=out, **options)
+    card = " ".join((out / "README.md").read_text().split())
+    assert "plain transformers checkpoint" not in card
+    assert "The repository runs code of its own" in card
+    snippet = snippet_of(out)
+    assert snippet.count("trust_remote_code=True") == snippet.count("from_pretrained(")
+    monkeypatch.chdir(tmp_path)
+    found = {}
+    exec(snippet, found)
+    assert type(found["model"]).__name__ == "OwnForCausalLM"
+
+
+def test_code_that_transformers_has_a_class_for_is_not_asked_for(checkpoint, tmp_path, monkeypatch):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.config.auto_map = AUTO_MAP
+    cases.prune(model, cases.batches("llama"), score="magnitude", sparsity=0.5, output_dir=tmp_path / "half")
+    card = (tmp_path / "half" / "README.md").read_text()
+    assert "plain transformers checkpoint" in " ".join(card.split())
+    assert "trust_remote_code" not in card
+
+
+def test_every_snippet_names_the_model_where_it_can_be_told_to_trust():
+    snippets = [text for rows in TASKS.values() for row in rows for text in (row.snippet, row.chat_snippet) if text]
+    for snippet in snippets:
+        assert len(re.findall(r"\bpipeline\(|from_pretrained\(", snippet)) == snippet.count('"{where}"') > 0
