@@ -34,6 +34,7 @@ from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.run.snapshots import Snapshots, batch_identity, check_begun, rows_at_once, run_identity
 from gradprobe_hf.runtime.option_checks import check_callable, check_resume_dir
+from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +104,8 @@ def prune_pretrained(
         ConnectionError: another process ended.
     """
     config = resolve_config(config)
+    model_or_id = expanded_model(model_or_id)
+    output_dir, resume_dir = expanded(output_dir), expanded(resume_dir)
     check_callable("metric_fn", metric_fn, ("model",))
     if metric_fn is not None and config.metric is not None:
         raise ValueError(f"metric={config.metric!r} and metric_fn are two metrics: give one of them.")
@@ -122,7 +125,7 @@ def prune_pretrained(
         processing_class,
         evaluation,
         loss_fn,
-        from_pretrained_kwargs,
+        expanded_folder(from_pretrained_kwargs),
         resume_dir=resume_dir,
         progress=progress,
     )

@@ -15,6 +15,7 @@ from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.run.snapshots import weights_fingerprint
+from gradprobe_hf.runtime.paths import expanded
 from gradprobe_hf.runtime.processes import Processes
 
 
@@ -56,7 +57,7 @@ class Savable(ABC):
         if not writes and not is_sharded(self.model):  # shards are gathered by all
             return
         with self.as_written():
-            write_checkpoint(directory, self.checkpoint, overwrite=overwrite, where=repo_id, writes=writes)
+            write_checkpoint(expanded(directory), self.checkpoint, overwrite=overwrite, where=repo_id, writes=writes)
 
     def handed_back(self) -> str:
         """The fingerprint of the model now; "" where weights are offloaded or sharded, which takes too long to read."""

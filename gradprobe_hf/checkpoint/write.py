@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import re
+import logging
 import secrets
 import shutil
 import tempfile
@@ -17,14 +17,17 @@ from typing import Any
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
+from transformers.utils import PROCESSOR_NAME
 
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
+from gradprobe_hf.checkpoint.own_files import is_checkpoint, other_files, own_classes
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading import CONFIG_KEY
 from gradprobe_hf.model.offload_store import existing_parent
 from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.processing import PROCESSOR_FILES, stored_file
 from gradprobe_hf.model.saving import save_in_shards
 from gradprobe_hf.model.shard_files import open_to_all
 from gradprobe_hf.report.card.base_model import base_metadata
@@ -34,12 +37,7 @@ from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.option_checks import check_folder
 from gradprobe_hf.structures.removal import Removal
 
-# Files of models, of their tokenizers and code, of Trainer and of repositories.
-_OF_CHECKPOINT = re.compile(
-    r".*\.(json|safetensors|model|spm|tiktoken|jinja|py)|(vocab|merges)\.txt|training_args\.bin"
-    r"|(README|LICEN[CS]E|NOTICE)(\.(md|txt))?|\.git(attributes|ignore)",
-    re.IGNORECASE,
-)
+logger = logging.getLogger(__name__)
 
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:
@@ -59,30 +57,32 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
         return
     if not overwrite:
         raise FileExistsError(f"{directory} exists already; choose another folder, or pass overwrite (--overwrite).")
-    if not path.is_dir() or (any(path.iterdir()) and not _is_checkpoint(path)):
+    if not path.is_dir() or (any(path.iterdir()) and not is_checkpoint(path)):
         raise FileExistsError(f"{directory} exists and is not a model checkpoint alone, so it is not overwritten.")
-    files = (inner.name for inner in path.iterdir() if inner.is_file())
-    if others := [name for name in files if not _OF_CHECKPOINT.fullmatch(name)]:
+    if others := other_files(path):
         raise FileExistsError(
             f"{directory} holds {min(others)}, which is no part of a checkpoint, so it is not overwritten: move that, "
             "or choose another folder."
         )
 
 
-def _is_checkpoint(path: Path) -> bool:
-    """A folder that somebody's model lives in: no repository, no folders but our pictures."""
-    folders = {inner.name for inner in path.iterdir() if inner.is_dir()}
-    return (path / "config.json").is_file() and any(path.glob("*.safetensors")) and folders <= {"assets"}
+def check_writable(folder: Path, directory: str | Path) -> None:
+    """Raise OSError where nothing can be written into a folder that exists.
+
+    Args:
+        directory: what the user named, for which that is.
+    """
+    try:
+        Path(tempfile.mkdtemp(prefix=".gradprobe-", dir=folder)).rmdir()
+    except OSError as error:
+        reason = f"nothing can be written into {folder} ({error.strerror})"
+        raise OSError(error.errno, reason, str(directory)) from error
 
 
 def check_room(directory: str | Path, model: PreTrainedModel) -> None:
     """Raise OSError, before any work, where the checkpoint cannot be written or will not fit on the disk."""
-    parent = existing_parent(Path(directory).absolute().parent)
-    try:
-        Path(tempfile.mkdtemp(prefix=".gradprobe-", dir=parent)).rmdir()
-    except OSError as error:
-        reason = f"nothing can be written into {parent} ({error.strerror})"
-        raise OSError(error.errno, reason, str(directory)) from error
+    parent = existing_parent(Path(directory).resolve().parent)  # behind a link: there it is written
+    check_writable(parent, directory)
     needed = sum(parameter.nbytes for parameter in model.parameters())
     free = shutil.disk_usage(parent).free
     if free < needed:
@@ -147,12 +147,36 @@ def write_checkpoint(
         _add_own_key(scratch / "config.json", made)
         if made.processing_class is not None:
             made.processing_class.save_pretrained(scratch)
+        _keep_processor(scratch, made.model)
         if made.config is not None:
             made.config.save_pretrained(scratch)
         made.report.save(scratch)
         save_plots(made.report, scratch / "assets")
         _card(made, where or path.name).save(scratch / "README.md")
     return made.report
+
+
+def _keep_processor(scratch: Path, model: PreTrainedModel) -> None:
+    """Copy what is stored beside the model of its processor, as far as the processing class saved nothing of it.
+
+    It may be a tokenizer alone: given so, or all that transformers could load.
+    """
+    if (scratch / PROCESSOR_NAME).is_file():  # saved by a processor, which writes its parts in there
+        return
+    for file in PROCESSOR_FILES:
+        stored = None if (scratch / file).is_file() else stored_file(model, file)
+        if stored is None:
+            continue
+        modules = {name.partition(".")[0] for name in own_classes(stored) if "--" not in name}
+        if missing := sorted(f"{name}.py" for name in modules if not (scratch / f"{name}.py").is_file()):
+            logger.warning(
+                "%s of %s is not in the checkpoint: its code, %s, was not loaded (trust_remote_code).",
+                file,
+                model.name_or_path,
+                ", ".join(missing),
+            )
+        else:
+            shutil.copyfile(stored, scratch / file)
 
 
 def _file_sizes(folder: Path, made: Checkpoint) -> dict[str, int | None]:
@@ -190,7 +214,7 @@ def save_weights(folder: Path, model: PreTrainedModel, removal: Removal | None =
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
     """A scratch folder beside `path` that takes its place if the body succeeds, and vanishes if it does not."""
-    path = path.absolute()
+    path = path.resolve()  # of a link the folder is replaced, and the link stays
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.partial-{secrets.token_hex(6)}")
     try:

@@ -7,6 +7,7 @@ import logging
 from functools import partial
 from pathlib import Path
 
+from gradprobe_hf.checkpoint.write import check_writable
 from gradprobe_hf.cli.config_options import add_config_options, configuration, option_values
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given, shows_progress
 from gradprobe_hf.cli.output import console, print_comparison, print_json
@@ -20,6 +21,9 @@ from gradprobe_hf.comparison.baselines import (
 )
 from gradprobe_hf.comparison.compare import RESULT_NAME, Compared, compare_pretrained
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.model.offload_store import existing_parent
+from gradprobe_hf.runtime.option_checks import check_folder
+from gradprobe_hf.runtime.paths import expanded
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.yaml_options import read_yaml
 
@@ -45,10 +49,9 @@ def run(options: argparse.Namespace) -> None:
     config = configuration(options)
     if options.overwrite and not options.output:
         raise ValueError("overwrite=True has no effect here: it belongs to output_dir. Set that, or leave it out.")
-    if options.output and Path(options.output).is_file():
-        raise FileExistsError(f"--output {options.output} is a file; choose a folder.")
-    if options.output and (Path(options.output) / RESULT_NAME).exists() and not options.overwrite:
-        raise FileExistsError(f"{options.output}/{RESULT_NAME} exists; --overwrite replaces it.")
+    if options.output:
+        options.output = expanded(options.output)
+        join_processes().on_main(partial(_check_output, options.output, options.overwrite))
     found = compare_pretrained(
         options.model,
         config,
@@ -69,6 +72,17 @@ def run(options: argparse.Namespace) -> None:
         print_comparison(found.rows, found.dense, found.evaluation, found.speed)
         if options.output:
             console().print(f"{options.output}/{RESULT_NAME}, figures {options.output}/*.png")
+
+
+def _check_output(output: str, overwrite: bool) -> None:
+    """Raise OSError, before a model is loaded, where the result cannot be written."""
+    folder = Path(output)
+    if folder.is_file():
+        raise FileExistsError(f"--output {output} is a file; choose a folder.")
+    check_folder("output_dir", output)
+    if (folder / RESULT_NAME).exists() and not overwrite:
+        raise FileExistsError(f"{output}/{RESULT_NAME} exists; --overwrite replaces it.")
+    check_writable(existing_parent(folder.resolve()), output)
 
 
 def _note(options: argparse.Namespace, found: Compared) -> None:

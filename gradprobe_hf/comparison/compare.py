@@ -35,6 +35,7 @@ from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.runtime.option_checks import check_callable
+from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +117,7 @@ class Compared:
 
     def save(self, directory: str | Path) -> None:
         """Write `comparison.json` and the figures into `directory`; whole, or not at all."""
-        folder = Path(directory)
+        folder = Path(expanded(directory))
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".comparison-") as beside:
             scratch, rows = Path(beside), [row.to_dict() for row in self.rows]
@@ -169,13 +170,13 @@ def compare_pretrained(
         check_without_recovery(other)
     check_common(config, chosen)
     request = RunRequest(
-        model_or_id,
+        expanded_model(model_or_id),
         most_demanding([config, *chosen.values()]),
         calibration,
         processing_class,
         evaluation,
         loss_fn,
-        from_pretrained_kwargs,
+        expanded_folder(from_pretrained_kwargs),
         always_calibrate=True,
         progress=progress,
     )

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file
 
 from gradprobe_hf.model.loading import SOURCE_KWARGS
 
 logger = logging.getLogger(__name__)
+
+# Of what reads images, sound and video: the processor, and each of its parts.
+PROCESSOR_FILES = (PROCESSOR_NAME, FEATURE_EXTRACTOR_NAME, VIDEO_PROCESSOR_NAME)
 
 
 def load_processing_class(model: PreTrainedModel, name: str | None = None, **from_pretrained_kwargs: Any) -> Any:
@@ -22,6 +27,7 @@ def load_processing_class(model: PreTrainedModel, name: str | None = None, **fro
     if not name:
         return None
     source = {key: value for key, value in from_pretrained_kwargs.items() if key in SOURCE_KWARGS}
+    reason = ""
     # A processor holds the tokenizer of a model that has both. A GGUF file has none, and takes seconds to say so.
     for auto in (AutoTokenizer,) if "gguf_file" in source else (AutoProcessor, AutoTokenizer):
         try:
@@ -30,6 +36,8 @@ def load_processing_class(model: PreTrainedModel, name: str | None = None, **fro
             reason = " ".join(str(error).split())
             continue
         if not is_empty(found):
+            if isinstance(found, PreTrainedTokenizerBase):
+                _warn_of_unread(model, reason or "transformers knows no processor for it", source)
             return found
         reason = "no file has its vocabulary"
         if (part := _without_tokenizer(found)) is not None:
@@ -37,6 +45,31 @@ def load_processing_class(model: PreTrainedModel, name: str | None = None, **fro
             return part
     logger.warning("no tokenizer or processor was found for %s: %s", name, reason)
     return None
+
+
+def _warn_of_unread(model: PreTrainedModel, reason: str, source: dict[str, Any]) -> None:
+    """Say that the tokenizer is not all that the model has. Args: reason: why it is all that was loaded."""
+    if "gguf_file" in source:  # of which no processor was looked for
+        return
+    if files := [file for file in PROCESSOR_FILES if stored_file(model, file, **source)]:
+        named = ", ".join(files)
+        logger.warning(
+            "%s of %s cannot be used: %s. Its tokenizer alone is loaded.", named, model.name_or_path, reason.rstrip(".")
+        )
+
+
+def stored_file(model: PreTrainedModel, file: str, **source: Any) -> Path | None:
+    """Where a file is that is stored beside a model; None where there is none, or nobody knows."""
+    name, commit = model.name_or_path, getattr(model.config, "_commit_hash", None)
+    if not name or (commit is None and not Path(name).is_dir()):
+        return None
+    where = {key: source[key] for key in ("subfolder", "cache_dir", "token", "local_files_only") if key in source}
+    try:
+        # At a commit, what is in the cache, or known not to be there, is not asked for over the network.
+        found = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False, **where)
+    except OSError:
+        return None
+    return None if found is None else Path(found)
 
 
 def is_empty(processing_class: Any) -> bool:

@@ -47,6 +47,7 @@ from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.request_checks import check_columns, check_names, check_processing_class
 from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.option_checks import check_resume_dir
+from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 
@@ -110,6 +111,9 @@ def recover_pretrained(
         OSError: no such model, no network or login, or a full disk.
     """
     config, processes, stopwatch = resolve_recovery(config), join_processes(), Stopwatch()
+    pruned, teacher = expanded_model(pruned), expanded_model(teacher)
+    output_dir, resume_dir = expanded(output_dir), expanded(resume_dir)
+    from_pretrained_kwargs = expanded_folder(from_pretrained_kwargs)
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
     check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
     check_models(pruned, teacher, from_pretrained_kwargs)

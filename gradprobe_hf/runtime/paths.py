@@ -1,8 +1,11 @@
-"""Paths: what can only be the name of a file or folder, and is never explained as that of a repository."""
+"""Paths: what can only be the name of a file or folder, and is never explained as that of a repository; and `~`."""
 
 from __future__ import annotations
 
+import os
 import re
+from pathlib import Path
+from typing import Any
 
 # A repository has one slash at most.
 _PATH = re.compile(r"[./~\\]|.*(\\|/.*/|\s)|.*\.(safetensors|bin|pt|pth|gguf|json|ya?ml|txt|jsonl|csv|parquet)$")
@@ -15,3 +18,24 @@ def looks_like_path(name: str) -> bool:
     [True, True, True, True, False, False]
     """
     return _PATH.match(name) is not None
+
+
+def expanded(path: Any) -> Any:
+    """A path with the home folder in place of its `~`: a shell leaves that in `--output=~/x`, and Python everywhere.
+
+    What is no path, a model or None say, is returned as it is.
+    """
+    if isinstance(path, Path):
+        return Path(os.path.expanduser(path))
+    return os.path.expanduser(path) if isinstance(path, str) else path
+
+
+def expanded_model(model_or_id: Any) -> Any:
+    """A model's path `expanded`, where something is there: what is said of one that is not shows it as it was typed."""
+    path = expanded(model_or_id)
+    return path if isinstance(path, (str, Path)) and Path(path).exists() else model_or_id
+
+
+def expanded_folder(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for loading, with the path of their `offload_folder` `expanded`."""
+    return {name: expanded(value) if name == "offload_folder" else value for name, value in kwargs.items()}

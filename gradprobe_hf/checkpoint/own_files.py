@@ -1,0 +1,84 @@
+"""The files of a checkpoint, told by their names from those that somebody has put beside them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from transformers.dynamic_module_utils import get_relative_imports
+from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
+from transformers.utils import CONFIG_NAME
+
+from gradprobe_hf.model.processing import PROCESSOR_FILES
+
+# What a checkpoint is made of, by the names that transformers, Trainer, the Hub and this package write. A file by any
+# other name is somebody's own, and is not deleted with the checkpoint it was put beside.
+_WEIGHTS = (
+    r"((adapter_|pytorch_)?model|consolidated)(\.\w+)?(-\d+-of-\d+)?\.(safetensors|bin)",
+    r"(pytorch_)?model\.(safetensors|bin)\.index(\.\w+)?\.json",
+    r"training_args\.bin",
+)
+_DESCRIPTIONS = (
+    r"(config|generation_config|adapter_config|modelcard|trainer_state)\.json",
+    r"gradprobe_(config|report|selective_updates)\.json",
+    r"(README|LICEN[CS]E|NOTICE)(\.(md|txt))?|\.git(attributes|ignore)",
+)
+_PROCESSING = (
+    r"((video_)?preprocessor|processor|audio_tokenizer)_config\.json|chat_template\.(jinja|json)",
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|normalizer|tekken)\.json",
+    r"((entity_|target_)?vocab|vocab-(src|tgt)|emoji|byte_maps|word_(shape|pronunciation))\.json",
+    r"(vocab|merges|dict)\.txt|bpe\.codes",
+    r"(tokenizer|spiece|sentencepiece(\.bpe)?|spm(_char)?|tiktoken)\.model|(source|target)\.spm",
+    r"[\w-]+\.tiktoken|prophetnet\.tokenizer",
+)
+_OF_CHECKPOINT = re.compile("|".join((*_WEIGHTS, *_DESCRIPTIONS, *_PROCESSING)), re.IGNORECASE)
+_FOLDERS = {
+    "assets": re.compile(r"(sparsity|perplexity|speed)\.png"),
+    "additional_chat_templates": re.compile(r"[\w-]+\.jinja"),
+}
+
+
+def is_checkpoint(path: Path) -> bool:
+    """A folder that somebody's model lives in: no repository, no folders but our pictures and more chat templates."""
+    folders = {inner.name for inner in path.iterdir() if inner.is_dir()}
+    return (path / CONFIG_NAME).is_file() and any(path.glob("*.safetensors")) and folders <= {*_FOLDERS}
+
+
+def other_files(folder: Path) -> list[str]:
+    """What is in the folder of a checkpoint and no part of it."""
+    code, found = _code(folder), []
+    for inner in folder.iterdir():
+        if inner.is_dir():
+            wanted = _FOLDERS[inner.name]
+            found += [f"{inner.name}/{one.name}" for one in inner.iterdir() if not wanted.fullmatch(one.name)]
+        elif inner.name not in code and not _OF_CHECKPOINT.fullmatch(inner.name):
+            found.append(inner.name)
+    return found
+
+
+def _code(folder: Path) -> set[str]:
+    """The files of code that the configurations of a checkpoint name, and those that they import."""
+    configs = (CONFIG_NAME, TOKENIZER_CONFIG_FILE, *PROCESSOR_FILES)
+    classes = [name for file in configs for name in own_classes(folder / file)]
+    # A class of another repository is "user/model--module.Class"; transformers saves its module here all the same.
+    waiting = [name.rpartition("--")[2].partition(".")[0] for name in classes]
+    found: set[str] = set()
+    while waiting:
+        file = f"{waiting.pop()}.py"
+        if file not in found and (folder / file).is_file():
+            found.add(file)
+            waiting += get_relative_imports(folder / file)
+    return found
+
+
+def own_classes(path: Path) -> list[str]:
+    """The classes outside of transformers that a configuration names in its `auto_map`: "module.Class"."""
+    try:
+        named = json.loads(path.read_text(encoding="utf-8")).get("auto_map") or {}
+    except (OSError, ValueError, AttributeError):  # no such file, or none that names any
+        return []
+    found = list(named.values()) if isinstance(named, dict) else [named]
+    # A tokenizer's are two, of which one may be null.
+    flat = [name for one in found for name in (one if isinstance(one, list) else [one])]
+    return [name for name in flat if isinstance(name, str)]

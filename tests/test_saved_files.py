@@ -1,0 +1,211 @@
+"""What a saved folder is made of: what may be replaced, where it is, and what of the source is kept."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import transformers
+from transformers import ViTImageProcessor
+
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
+from gradprobe_hf.checkpoint.write import check_destination, check_writable
+from gradprobe_hf.cli import compare
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.model.processing import load_processing_class
+from tests import cases
+
+QUICK = GradProbeConfig(score="magnitude")
+MEASURED = GradProbeConfig(num_samples=4, sequence_length=16, evaluation_samples=4)
+
+
+def prune(source, config=QUICK, **options):
+    return prune_pretrained(
+        source, config, calibration=cases.batches("llama"), evaluation=False, progress=False, **options
+    )
+
+
+@pytest.fixture
+def source(checkpoint, tmp_path):
+    return Path(shutil.copytree(checkpoint, tmp_path / "source"))
+
+
+@pytest.fixture
+def home(source, tmp_path, monkeypatch):
+    """A home folder with a model in it, and another folder to stand in."""
+    for name in ("home", "here"):
+        (tmp_path / name).mkdir()
+    source.rename(tmp_path / "home" / "model")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "here")
+    yield tmp_path / "home"
+    assert not list((tmp_path / "here").iterdir()), "no folder is called ~"
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [
+        "my_chats.json",
+        "train.py",
+        "assets/mylogo.svg",
+        "assets/raw/data.txt",
+        "model-backup.safetensors",
+        "notes.jinja",
+        "mine.model",
+        "additional_chat_templates/notes.txt",
+    ],
+)
+def test_what_is_somebodys_own_is_not_deleted(mine, source):
+    check_destination(source, "", overwrite=True)
+    (source / mine).parent.mkdir(exist_ok=True, parents=True)
+    (source / mine).write_text("mine")
+    named = "assets/raw" if "raw" in mine else mine
+    with pytest.raises(FileExistsError, match=f"holds {re.escape(named)}, which is no part of a checkpoint"):
+        check_destination(source, "", overwrite=True)
+    with pytest.raises(FileExistsError):
+        prune(cases.build("llama"), output_dir=source, overwrite=True)
+    assert (source / mine).read_text() == "mine"
+
+
+def test_every_file_that_transformers_writes_may_be_replaced(source):
+    """Those of tokenizers as their classes name them."""
+    root = Path(transformers.__file__).parent
+    named = re.compile(r'"([\w.-]+\.(?:json|txt|model|spm|jinja|tokenizer|codes))"')
+    files = {one for path in root.glob("models/*/tokenization_*.py") for one in named.findall(path.read_text())}
+    files -= {"speaker_embeddings_path.json"}  # of Bark, beside a folder of arrays
+    assert len(files) > 20
+    files |= {"model-00001-of-00002.safetensors", "model.safetensors.index.json", "model.fp16.safetensors"}
+    files |= {"adapter_config.json", "adapter_model.safetensors", "gradprobe_config.json", "gradprobe_report.json"}
+    files |= {"chat_template.jinja", "additional_chat_templates/tools.jinja", "training_args.bin", "LICENSE"}
+    files |= {"preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", "README.md"}
+    for file in files:
+        (source / file).parent.mkdir(exist_ok=True)
+        (source / file).touch()
+    check_destination(source, "", overwrite=True)
+
+
+def test_code_is_part_of_a_checkpoint_that_names_it(source):
+    (source / "modeling_own.py").write_text("from .layers_own import Layer\nfrom .not_there import Other\n")
+    (source / "layers_own.py").write_text("import torch\n")
+    (source / "tokens_own.py").touch()
+    with pytest.raises(FileExistsError, match=r"layers_own\.py"):
+        check_destination(source, "", overwrite=True)
+    for file, named in (
+        ("config.json", {"AutoModelForCausalLM": "me/model--modeling_own.Model"}),
+        ("tokenizer_config.json", {"AutoTokenizer": [None, "tokens_own.Tokens"]}),
+    ):
+        values = json.loads((source / file).read_text())
+        (source / file).write_text(json.dumps(values | {"auto_map": named}))
+    check_destination(source, "", overwrite=True)
+    (source / "train.py").write_text("from .modeling_own import Model\n")
+    with pytest.raises(FileExistsError, match=r"train\.py"):
+        check_destination(source, "", overwrite=True)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_behind_a_link_the_folder_is_replaced(there, source, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    link = tmp_path / "link"
+    link.symlink_to(disk / "folder")
+    if there:
+        source.rename(disk / "folder")
+    prune(cases.build("llama"), output_dir=link, overwrite=there)
+    assert link.is_symlink()
+    assert (disk / "folder" / "gradprobe_report.json").is_file()
+    assert [path.name for path in disk.iterdir()] == ["folder"]
+
+
+def test_home_is_meant_by_its_sign(home):
+    prune("~/model", MEASURED, output_dir="~/pruned", resume_dir="~/state")
+    assert (home / "pruned" / "model.safetensors").is_file()
+    prune("~/model", offload_folder="~/offloaded", device_map="disk")
+    assert (home / "offloaded").is_dir()
+    prune(Path("~/model")).save_pretrained(Path("~/again"))
+    assert (home / "again" / "model.safetensors").is_file()
+    with pytest.raises(FileNotFoundError, match="~/not/there"):
+        prune("~/not/there")
+    with pytest.raises(ValueError, match="is a model that is read"):
+        prune("~/model", output_dir=home / "model", overwrite=True)
+
+
+def test_home_is_meant_by_its_sign_in_a_recovery(home, text_file):
+    prune("~/model", output_dir="~/pruned")
+    config = RecoveryConfig(steps=1, batch_size=1, sequence_length=16)
+    given = {"text": str(text_file), "evaluation": False, "progress": False}
+    recover_pretrained("~/pruned", "~/model", config, **given, output_dir="~/recovered", resume_dir="~/training")
+    assert (home / "recovered" / "model.safetensors").is_file()
+
+
+def test_home_is_meant_by_its_sign_in_a_comparison(home, text_file, capsys):
+    found = compare_pretrained(
+        Path("~/model"),
+        MEASURED,
+        {"wanda": MEASURED.varied(score="wanda", probes=0)},
+        calibration=str(text_file),
+        evaluation="pydoc",
+        progress=False,
+    )
+    found.save("~/compared")
+    assert (home / "compared" / "comparison.json").is_file()
+    assert main(["compare", "~/model", "--output=~/compared"]) == 1
+    assert f"{home}/compared/comparison.json exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("where", ["/proc/compared", "plain.txt/compared/again"])
+def test_a_comparison_that_cannot_be_written_is_refused_before_anything_is_loaded(
+    where, checkpoint, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(compare, "compare_pretrained", lambda *_, **__: pytest.fail("it began"))
+    monkeypatch.chdir(tmp_path)
+    Path("plain.txt").touch()
+    assert main(["compare", str(checkpoint), "--output", where]) == 1
+    said = capsys.readouterr().err
+    assert where in said
+    assert "is a file; choose another folder" in said or "nothing can be written into /proc" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["plain.txt"]
+
+
+def test_a_folder_that_can_be_written_stays_as_it_was(tmp_path):
+    check_writable(tmp_path, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_reads_images_is_saved_with_a_tokenizer_alone(source, tmp_path, caplog):
+    """As of a vision encoder with a text decoder, for which transformers has no processor."""
+    ViTImageProcessor(size={"height": 8, "width": 8}).save_pretrained(source)
+    saved = tmp_path / "saved"
+    with caplog.at_level(logging.WARNING):
+        prune(source, output_dir=saved)
+    assert "preprocessor_config.json of" in caplog.text
+    assert "no processor for it. Its tokenizer alone is loaded" in caplog.text
+    assert (saved / "preprocessor_config.json").read_bytes() == (source / "preprocessor_config.json").read_bytes()
+    prune(saved, output_dir=source, overwrite=True)
+    assert ViTImageProcessor.from_pretrained(source).size["height"] == 8
+
+
+def test_a_processor_that_cannot_be_loaded_is_named_with_the_reason(source, tmp_path, caplog):
+    (source / "processor_config.json").write_text('{"processor_class": "CLIPProcessor"}')
+    assert load_processing_class(cases.build("llama"), str(source)) is not None
+    assert not caplog.text, "nobody knows what belongs to a model in memory"
+    prune(source, output_dir=tmp_path / "saved")
+    assert "processor_config.json of" in caplog.text
+    assert re.search(r"image processor.*Its tokenizer alone is loaded", caplog.text, re.DOTALL | re.IGNORECASE)
+    assert (tmp_path / "saved" / "processor_config.json").is_file()
+
+
+def test_a_processor_whose_code_was_not_loaded_is_not_half_kept(source, tmp_path, caplog):
+    named = {"auto_map": {"AutoImageProcessor": "images_own.Reader"}}
+    (source / "preprocessor_config.json").write_text(json.dumps(named))
+    prune(source, output_dir=tmp_path / "saved")
+    assert not (tmp_path / "saved" / "preprocessor_config.json").exists()
+    assert "is not in the checkpoint: its code, images_own.py, was not loaded" in caplog.text
+
+
+def test_nothing_is_said_of_a_model_of_text(source, tmp_path, caplog):
+    prune(source, output_dir=tmp_path / "saved")
+    assert "processor" not in caplog.text
