@@ -13,7 +13,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
-from gradprobe_hf.data.batches import shared_rows
+from gradprobe_hf.data.batches import from_iterable, from_windows, shared_passages, shared_rows
 from gradprobe_hf.data.pydoc_text import manual_text
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
 from gradprobe_hf.model.families import longest_text
@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
 
 MODEL = cases.build("llama")
 TOKENIZER = cases.tokenizer()
+FROM = {"source": "a text", "protocol": "windows"}
 
 
 def load(
@@ -50,6 +51,23 @@ def load(
         is_alone=is_alone,
         progress=False,
     )
+
+
+def test_text_that_windows_of_both_are_cut_of_is_found_wherever_they_are_cut():
+    text = "".join(f"This is sentence {number}, and {number * 7919 % 997} follows. " for number in range(400))
+    tokens = torch.tensor(TOKENIZER(text)["input_ids"])
+    mine, other = from_windows(tokens[:4000].view(40, 100), 4, **FROM), tokens[3017:4817].view(12, 150)
+    cut_otherwise = from_windows(other, 4, **FROM)
+    naive = {tuple(row[start : start + 32].tolist()) for row in tokens[:4000].view(40, 100) for start in range(69)}
+    runs = [tuple(row[start : start + 32].tolist()) for row in other for start in range(119)]
+    wanted = sum(run in naive for run in runs) / len(runs)
+    assert shared_passages(mine, cut_otherwise) == pytest.approx(wanted)
+    assert 0.2 < wanted < 0.6
+    assert shared_passages(mine, from_windows(tokens[4000:5500].view(15, 100), 4, **FROM)) == 0
+    twice = from_windows(tokens[:4000].view(40, 100).repeat(2, 1), 4, **FROM)
+    assert shared_passages(twice, cut_otherwise) == 0
+    hidden = [batch | {"attention_mask": torch.zeros_like(batch["input_ids"])} for batch in cut_otherwise]
+    assert shared_passages(mine, from_iterable(hidden, "masked")) == 0
 
 
 def ids(batches):

@@ -13,6 +13,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from gradprobe_hf.tasks.columns import IGNORED
 
+PASSAGE = 32  # tokens: more than two texts have in common by chance
+
 
 @dataclass(frozen=True)
 class Batches:
@@ -150,6 +152,29 @@ def _row_bytes(batches: Batches) -> set[bytes]:
             # Without padding, which depends on the other rows of the batch.
             found |= {row[kept.bool()].numpy().tobytes() for row, kept in zip(batch["input_ids"], mask, strict=True)}
     return found
+
+
+def shared_passages(a: Batches, b: Batches) -> float:
+    """The share of the runs of `PASSAGE` tokens in b that stand in a, too, wherever the windows of both are cut.
+
+    What stands in a more than once, a system prompt say, is nobody's text and does not count.
+    """
+    known, counts = _passages(a).unique(return_counts=True)
+    found = torch.isin(_passages(b), known[counts == 1])
+    return float(found.double().mean()) if len(found) else 0.0
+
+
+def _passages(batches: Batches) -> Tensor:
+    """A number for every run of `PASSAGE` tokens without padding, the same for the same tokens."""
+    factors = torch.randint(2**62, (PASSAGE,), generator=torch.Generator().manual_seed(0))
+    found = [torch.empty(0, dtype=torch.long)]
+    for batch in batches:
+        ids = batch.get("input_ids")
+        if isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] >= PASSAGE and not ids.is_floating_point():
+            numbers = (ids.long().unfold(1, PASSAGE, 1) * factors).sum(-1)  # modulo 2^64
+            mask = batch.get("attention_mask")
+            found.append(numbers.flatten() if mask is None else numbers[mask.bool().unfold(1, PASSAGE, 1).all(-1)])
+    return torch.cat(found)
 
 
 def from_rows(rows: Sequence[Mapping[str, Tensor]], batch_size: int, pad_token_id: int, **described: Any) -> Batches:

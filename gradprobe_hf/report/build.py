@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import LEAST_DAMPING, GradProbeConfig
-from gradprobe_hf.data.batches import Batches, shared_rows
+from gradprobe_hf.data.batches import Batches, shared_passages, shared_rows
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.estimation.peak import peak_allocated_bytes, peak_resident_bytes
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
@@ -30,6 +30,7 @@ from gradprobe_hf.structures.shapes import shape_values
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 
+SHARED = 0.01  # of an evaluation text: two texts may quote the same lines
 ENOUGH = 10  # tokens for each input of a matrix; with 3, damping="auto" is 13% better (make bench-structure-options)
 _ONE_ROW = (
     f"The calibration has one row: none can be held out to choose the damping by, and {LEAST_DAMPING} is taken. Give "
@@ -230,11 +231,15 @@ def foreseen_warnings(context: RunContext) -> list[str]:
 
 def _about_data(context: RunContext) -> list[str]:
     evaluation = context.evaluation
-    shared = shared_rows(context.calibration, evaluation)
-    if not shared:
+    if shared := shared_rows(context.calibration, evaluation):
+        rows = context.task.row if context.task else "rows"
+        return [f"{shared} of the {evaluation.samples} evaluation {rows} were also calibrated on; evaluate on others."]
+    share = shared_passages(context.calibration, evaluation)
+    if share < SHARED:
         return []
-    rows = context.task.row if context.task else "rows"
-    return [f"{shared} of the {evaluation.samples} evaluation {rows} were also calibrated on; evaluate on others."]
+    return [
+        f"{share:.0%} of the evaluation text was also calibrated on, in windows cut otherwise; evaluate on another."
+    ]
 
 
 def _about_tokens(context: RunContext) -> list[str]:
