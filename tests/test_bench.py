@@ -8,6 +8,7 @@ import pickle
 import sys
 import time
 import zlib
+from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
 from statistics import median
 from types import ModuleType, SimpleNamespace
@@ -18,7 +19,7 @@ from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from gradprobe_hf import GradProbeConfig, bench_pretrained, prune_pretrained
-from gradprobe_hf.bench.bench import WARMUP, _prompt_length, measured_rounds
+from gradprobe_hf.bench.bench import WARMUP, _prompt_length, _sizes, measured_rounds
 from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
 from gradprobe_hf.bench.subject import Facts, Generated, Subject, Workload
 from gradprobe_hf.bench.worker import serve
@@ -29,6 +30,7 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.report.speed import times_as_fast
 from tests import cases
+from tests.conftest import Here
 
 WORK = Workload(prompt_length=8, new_tokens=4)
 PAUSE = 0.005  # seconds
@@ -347,3 +349,25 @@ def test_the_command_measures_two_checkpoints(tmp_path, capsys):
     (tmp_path / "bert" / "model.safetensors").write_bytes(b"damaged")
     assert main([*line, "--json"]) == 1
     assert "damaged" in capsys.readouterr().err
+
+
+def test_files_are_those_of_the_subfolder(tmp_path, monkeypatch):
+    @contextmanager
+    def started(names, made_by):
+        yield [Here(one) for one in made_by]
+
+    monkeypatch.setattr("gradprobe_hf.bench.bench.started", started)
+    cases.build("llama").save_pretrained(tmp_path / "sub")
+    save_file({"weight": torch.ones(1000, 1000)}, tmp_path / "model.safetensors")
+    found = bench_pretrained(tmp_path, subfolder="sub", prompt_length=4, new_tokens=2, repeats=1, progress=False)
+    assert found.rows[0].file_bytes == (tmp_path / "sub" / "model.safetensors").stat().st_size
+
+
+def test_files_of_a_subfolder_of_the_hub_are_those_that_were_fetched(tmp_path):
+    snapshot = tmp_path / "models--x--y" / "snapshots" / "1234"
+    cases.build("llama").save_pretrained(snapshot / "sub")
+    (tmp_path / "models--x--y" / "refs").mkdir()
+    (tmp_path / "models--x--y" / "refs" / "main").write_text("1234")
+    sizes = _sizes("x/y", {"cache_dir": str(tmp_path), "subfolder": "sub"})
+    assert sizes.stored == (snapshot / "sub" / "model.safetensors").stat().st_size
+    assert _sizes("x/y", {"cache_dir": str(tmp_path), "subfolder": "other"}) is None

@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import cpu_offload
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.output import print_pruning
@@ -150,3 +151,35 @@ def test_of_an_encoder_and_a_decoder_no_latency_is_asked_for():
     config = GradProbeConfig(structure="auto", latency=0.8, num_samples=4)
     with pytest.raises(ValueError, match="latency is that of blocks of one stack, and T5ForConditionalGeneration"):
         prune_pretrained(cases.build("t5"), config, calibration=cases.batches("t5"), evaluation=False, progress=False)
+
+
+@pytest.mark.parametrize("name", ["mamba", "mamba2", "rwkv"])
+def test_a_state_in_place_of_a_cache_is_handed_on(name):
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "vocab_size": 260}
+    options = {
+        "mamba": {"state_size": 4},
+        "mamba2": {"num_heads": 4, "head_dim": 8, "state_size": 4, "n_groups": 1},
+        "rwkv": {"attention_hidden_size": 16},
+    }
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **options[name])).eval()
+    latency.check_timeable(model)
+    given = []
+    cache = latency._cache_of(model)
+    model.register_forward_pre_hook(lambda _, __, kwargs: given.append(kwargs.get(cache)), with_kwargs=True)
+    assert latency._Subject(model, length=8).time().whole > 0
+    assert given[0] is None
+    assert len(given) == 1 + latency.STEPS
+    assert all(one is not None for one in given[1:])
+
+
+def test_what_keeps_nothing_of_a_text_is_refused_before_text_is_read():
+    sizes = {"n_embd": 16, "n_layer": 3, "n_head": 4, "n_positions": 64, "vocab_size": 260}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("openai-gpt", **sizes)).eval()
+
+    def text():
+        pytest.fail("read")
+        yield
+
+    config = GradProbeConfig(structure="auto", latency=0.8)
+    with pytest.raises(ValueError, match=r"OpenAIGPTLMHeadModel cannot be given .* params=0\.75"):
+        prune_pretrained(model, config, calibration=text(), evaluation=False, progress=False)

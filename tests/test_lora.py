@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.training import SparsityCallback, masked_adapters, merge_with_masks
+from tests import cases
 from tests.trainers import Rows, half_pruned, hooks_of, trained, zeros
 
 peft = pytest.importorskip("peft")
@@ -90,10 +92,120 @@ def test_adapters_that_cannot_be_masked_are_refused(tmp_path):
     plain, _ = half_pruned()
     with pytest.raises(ValueError, match="has no active LoRA adapter"):
         merge_with_masks(plain)
+    with pytest.raises(ValueError, match=r"masks for nowhere.weight: the model has matrices like .*q_proj.weight"):
+        merge_with_masks(model, masks | {"nowhere.weight": torch.ones(1, 1).bool()})
     with pytest.raises(ValueError, match="none of the masks"):
-        merge_with_masks(model, {"nowhere.weight": torch.ones(1, 1)})
+        merge_with_masks(model, {name: mask for name, mask in masks.items() if "k_proj" in name})
+    with pytest.raises(ValueError, match=r"the mask of \S+q_proj.weight is \(1, 1\)"):
+        merge_with_masks(model, {next(iter(masks)): torch.ones(1, 1).bool()})
     with pytest.raises(ValueError, match="masks='zeros'"):
         merge_with_masks(model, "zeros")
     with pytest.raises(ValueError, match="merge_with_masks"):
         trained(model, tmp_path, [SparsityCallback("from-zeros")])
     assert not hooks_of(model)
+
+
+def wrapped(model, **options):
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, **options))
+
+
+def stepped(model):
+    """Four steps of AdamW."""
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    for _ in range(4):
+        model(input_ids=Rows().rows[:4], labels=Rows().rows[:4]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+def test_zeros_that_an_initialisation_has_rewritten_are_not_read(start):
+    model, masks = half_pruned()
+    model = wrapped(model, target_modules=["q_proj"], init_lora_weights=start)
+    for given in ("from-zeros", {name: mask for name, mask in masks.items() if "layers.0" in name}):
+        with pytest.raises(ValueError, match=rf"init_lora_weights='{start}' has changed .*pass the masks"):
+            merge_with_masks(model, given)
+    with pytest.raises(ValueError, match="is not zero under its mask"), masked_adapters(model, masks):
+        pass
+    assert not hooks_of(model)
+    merged, _ = merge_with_masks(stepped(model), masks)
+    assert zeros(merged, masks)[0] == 0
+
+
+def test_an_adapter_that_is_merged_already_is_refused():
+    model, masks = half_pruned()
+    model = stepped(wrapped(model, target_modules=["q_proj"]))
+    model.merge_adapter()
+    for given in ("from-zeros", masks):
+        with pytest.raises(ValueError, match=r"q_proj is merged already.*unmerge_adapter\(\)"):
+            merge_with_masks(model, given)
+    model.unmerge_adapter()
+    assert zeros(merge_with_masks(model)[0], masks) == (0, 0)
+
+
+def test_a_model_without_zeros_has_no_masks():
+    with pytest.raises(ValueError, match="no weight under an adapter is zero"):
+        merge_with_masks(wrapped(cases.build("llama"), target_modules=["q_proj"]))
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["masks", "from-zeros"])
+def test_zeros_of_fused_experts_are_kept(given):
+    model, masks = half_pruned("mixtral")
+    experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = stepped(wrapped(model, target_modules=["q_proj"], target_parameters=experts))
+    merged, report = merge_with_masks(model, masks if given else "from-zeros")
+    assert zeros(merged, masks) == (0, 0)
+    assert all(report.refilled[name] for name, _ in merged.named_parameters() if name.endswith(tuple(experts)))
+    changed = [mask for name, mask in masks.items() if "experts" in name or "q_proj" in name]
+    assert report.zeros == sum(int(mask.sum()) for mask in changed)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["masks", "from-zeros"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": list(range(256))}},
+    ],
+    ids=["saved", "embedding", "tokens"],
+)
+def test_zeros_beside_linear_layers_are_kept(options, given, caplog):
+    model = cases.build("llama")
+    config = GradProbeConfig(sparsity=0.5, score="magnitude", scope="row", include=["*"])
+    result = prune_pretrained(model, config, evaluation=False, progress=False)
+    source = result if given else "from-zeros"
+    model = wrapped(model, **options)
+    with masked_adapters(model, source):
+        merged, report = merge_with_masks(stepped(model), source)
+    assert zeros(merged, result.masks)[0] == 0
+    name = next(name for name in result.masks if "embed_tokens" in name)
+    assert "embed_tokens" in caplog.text
+    assert report.refilled[name] > 0
+    assert f"weights of {name} set to zero again" in str(report)
+
+
+def test_what_is_no_product_is_refused():
+    model, masks = half_pruned()
+    model = wrapped(model, target_modules=["q_proj"], use_dora=True)
+    with pytest.raises(ValueError, match=r"something else than B A \(Dora\)"), masked_adapters(model, masks):
+        pass
+    with pytest.raises(ValueError, match="use_dora=False"):
+        merge_with_masks(model, masks)
+
+
+def test_masks_that_are_given_count_for_all_matrices_and_in_place_of_zeros():
+    model = cases.build("llama")
+    token, embedding = int(Rows().rows[0, 0]), "model.embed_tokens.weight"
+    with torch.no_grad():
+        model.get_parameter(embedding)[token] = 0  # zero and not pruned: it may train
+    key, query = (f"model.layers.0.self_attn.{name}_proj.weight" for name in "kq")
+    masks = {name: torch.zeros_like(model.get_parameter(name)).bool() for name in (embedding, key, query)}
+    masks[embedding][token + 1] = masks[key][0] = masks[query][0] = True
+    model = stepped(wrapped(model, target_modules=["q_proj"], modules_to_save=["embed_tokens"]))
+    merged, report = merge_with_masks(model, masks)
+    assert zeros(merged, masks)[0] == 0
+    assert merged.get_parameter(embedding)[token].any()
+    assert report.refilled == {name: int(masks[name].sum()) for name in (key, embedding)}

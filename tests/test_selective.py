@@ -173,3 +173,34 @@ def test_what_never_trained_has_no_state_to_prune_by(tmp_path):
     callbacks = [SelectiveUpdateCallback(top_k=1, every=9), StatePruningCallback(0.5, begin_step=2, end_step=2)]
     with pytest.raises(ValueError, match="has no state for"):
         trained(cases.build("llama"), tmp_path, callbacks)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_gradients_that_are_scaled_are_clipped_as_others(fused):
+    """A GradScaler hands a fused optimizer gradients that are still scaled."""
+    weights = []
+    for scaler in (torch.amp.GradScaler("cpu", init_scale=2.0**16), torch.amp.GradScaler("cpu", enabled=False)):
+        layer = torch.nn.Linear(8, 8, bias=False)
+        torch.nn.init.ones_(layer.weight)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-2, fused=fused)
+        generator = torch.Generator().manual_seed(0)
+        with attached(SpikeAwareClip(threshold=2.0, warmup=2, reset_every=None), layer, optimizer):
+            for step in range(6):
+                x = torch.randn(4, 8, generator=generator) * (100 if step == 4 else 1)
+                scaler.scale(layer(x).square().mean()).backward()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        weights.append(layer.weight.detach())
+    torch.testing.assert_close(*weights)
+
+
+def test_a_second_moment_of_another_kind_is_refused_at_the_first_step():
+    layer = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.Adamax(layer.parameters())
+    with attached(SpikeAwareClip(), layer, optimizer):
+        layer(torch.ones(4)).sum().backward()
+        with pytest.raises(ValueError, match=r"'exp_avg_sq'.*Adamax keeps 'step', 'exp_avg', 'exp_inf'"):
+            optimizer.step()
+    with pytest.raises(ValueError, match="Adamax keeps"), attached(SpikeAwareClip(), layer, optimizer):
+        pytest.fail("its state is there when training begins")

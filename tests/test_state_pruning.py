@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Trainer, TrainerCallback
 
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.training import StatePruningCallback, attached
@@ -17,7 +18,7 @@ from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, nonnegative
 from gradprobe_hf.training.state_pruning import SCHEDULES
 from tests import cases
 from tests.grids import grid
-from tests.trainers import Rows, trained, trained_to_its_best, weights
+from tests.trainers import Rows, arguments, trained, trained_to_its_best, weights
 
 FORMULAS = {
     "magnitude": lambda w, m, v, e: np.abs(w),
@@ -255,3 +256,58 @@ def test_a_best_model_from_before_the_mask_is_reported(tmp_path, caplog):
         trainer = trained_to_its_best(cases.build("llama"), tmp_path, [callback])
     assert trainer.state.best_global_step < 6
     assert "put back a checkpoint from before end_step=6" in caplog.text
+
+
+def test_matrices_that_do_not_train_are_refused_when_training_begins(tmp_path):
+    model = cases.build("llama")
+    model.model.layers[0].mlp.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"do not train .*layers\.0\.mlp.*exclude"):
+        trained(model, tmp_path, [callback := StatePruningCallback(0.5, begin_step=5, end_step=6)])
+    assert callback.step == 0
+    for one in (
+        StatePruningCallback(0.5, begin_step=1, end_step=3, exclude=["model.layers.0.mlp.*"]),
+        StatePruningCallback(0.5, "magnitude", begin_step=1, end_step=3),
+    ):
+        trained(model, tmp_path, [one], max_steps=3)
+        assert one.history[-1].sparsity == 0.5
+
+
+def test_state_of_another_kind_is_told_at_the_first_step():
+    """Two decay rates promise moments; 8-bit optimizers keep them in a form of their own."""
+    layers = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(4, 4)])})
+    optimizer = torch.optim.Adamax(layers.parameters())
+    with attached(StatePruningCallback(0.5, "state-fisher", begin_step=50), layers, optimizer):
+        layers["layers"][0](torch.ones(4)).sum().backward()
+        with pytest.raises(ValueError, match=r"'exp_avg_sq'.*Adamax does not keep"):
+            optimizer.step()
+
+
+def test_an_end_beyond_the_run_is_told_when_it_begins(tmp_path, caplog):
+    class Told(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            assert "end_step=100 is beyond the 6 steps of this run" in caplog.text
+
+    with caplog.at_level(logging.WARNING):
+        trained(cases.build("llama"), tmp_path, [StatePruningCallback(0.5, end_step=100), Told()])
+    assert caplog.text.count("is beyond the") == 1
+    caplog.clear()
+    trained(cases.build("llama"), tmp_path, [StatePruningCallback(0.5, end_step=6)])
+    assert "is beyond the" not in caplog.text
+
+
+def test_an_optimizer_with_a_second_copy_of_the_weights_is_refused(tmp_path):
+    class ScheduleFree(torch.optim.AdamW):  # as Trainer tells them
+        def train(self): ...
+
+        def eval(self): ...
+
+    model = cases.build("llama")
+    trainer = Trainer(
+        model,
+        arguments(tmp_path),
+        train_dataset=Rows(),
+        callbacks=[StatePruningCallback(0.5, end_step=3)],
+        optimizers=(ScheduleFree(model.parameters()), None),
+    )
+    with pytest.raises(ValueError, match="ScheduleFree keeps a second copy of the weights"):
+        trainer.train()

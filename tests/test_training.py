@@ -331,3 +331,55 @@ def test_masks_that_change_compile_nothing_again(make):
         assert zeros(model, callback.keeper.masks)[0] == 0
     assert counts[0]["unique_graphs"] == counts[-1]["unique_graphs"] == 1
     torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: SparsityCallback("from-zeros"),
+        lambda: StatePruningCallback(0.5, "magnitude", begin_step=1, end_step=1),
+    ],
+    ids=["sparsity", "state"],
+)
+def test_gradients_of_a_pass_that_no_hook_saw_are_masked_before_the_step(callback, tmp_path):
+    """A pass whose graph is dropped takes the hooks along, and the pass behind it trains."""
+
+    class Twice(Trainer):
+        def compute_loss(self, model, inputs, *more, **options):
+            float(model(**inputs).loss.detach())  # a measurement, say
+            return super().compute_loss(model, inputs, *more, **options)
+
+    model, masks = half_pruned()
+    watching = Watching(masks)
+    kept = callback()
+    callbacks = [kept, watching]
+    Twice(model, arguments(tmp_path), train_dataset=Rows(), callbacks=callbacks).train()
+    assert watching.gradients[1:] == [0] * 5
+    assert kept.keeper.nonzero() == 0
+
+
+@pytest.mark.parametrize(
+    ("make", "callback"),
+    [
+        (half_pruned, lambda: SparsityCallback("from-zeros")),
+        (
+            lambda seed: (cases.build("llama", seed=seed), None),
+            lambda: StatePruningCallback(0.5, begin_step=1, end_step=2),
+        ),
+    ],
+    ids=["sparsity", "state"],
+)
+def test_masks_of_another_run_are_refused(make, callback, tmp_path, caplog):
+    """A callback reads masks from output_dir, where a run that goes on from elsewhere may find another's."""
+    saved = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    for seed, name in enumerate(["one", "other"]):
+        trained(make(seed=seed)[0], tmp_path / name, [callback()], **saved)
+    model = make(seed=0)[0]
+    one = str(tmp_path / "one" / "checkpoint-3")
+    with pytest.raises(ValueError, match=r"other/checkpoint-3 are of other weights: .* resume from a checkpoint in"):
+        trained(model, tmp_path / "other", [callback()], resume=one)
+    assert "has no masks of this callback" not in caplog.text
+    kept = callback()
+    trained(model, tmp_path / "nowhere", [kept], resume=one)
+    assert "has no masks of this callback: the weights that are zero now are kept" in caplog.text
+    assert kept.keeper.nonzero() == 0

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from huggingface_hub import try_to_load_from_cache
 from tqdm.auto import tqdm
 
 from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
@@ -23,6 +24,7 @@ from gradprobe_hf.report.build import versions
 from gradprobe_hf.runtime.option_checks import whole
 
 PROMPT, NEW, REPEATS = 512, 32, 10
+SOURCE = ("revision", "cache_dir", "subfolder")  # options of `from_pretrained` that say which files are a model's
 WARMUP = 2  # rounds that are not counted: caches fill, kernels are chosen
 
 
@@ -69,7 +71,7 @@ def bench_pretrained(
         check_source(name, from_pretrained_kwargs)
     if torch.cuda.is_available():
         from_pretrained_kwargs.setdefault("device_map", "cuda")
-    source = {key: value for key, value in from_pretrained_kwargs.items() if key in ("revision", "cache_dir")}
+    source = {key: value for key, value in from_pretrained_kwargs.items() if key in SOURCE}
     with started(names, [("load", name, from_pretrained_kwargs) for name in names]) as workers:
         found = measured(names, workers, prompt_length, new_tokens, repeats, progress)
     return found.with_sizes([_sizes(name, source) for name in names])
@@ -182,7 +184,16 @@ def _generate(worker: Asked, facts: Facts, work: Workload) -> dict[str, float]:
 
 
 def _sizes(name: str, source: Mapping[str, Any]) -> FileSizes | None:
-    files = checkpoint_files(name, **source)
+    """Of the model's files; None where there are none on this machine."""
+    options = dict(source)
+    subfolder = options.pop("subfolder", None)
+    if subfolder and Path(name).is_dir():
+        files = checkpoint_files(Path(name, subfolder))
+    elif subfolder:
+        config = try_to_load_from_cache(name, f"{subfolder}/config.json", **options)
+        files = checkpoint_files(Path(config).parent) if isinstance(config, str) else []
+    else:
+        files = checkpoint_files(name, **options)
     return FileSizes.of(files) if files else None
 
 

@@ -74,6 +74,30 @@ class MaskKeeper:
         for name, target in self.targets.items():
             zero_masked_(target.matrix(self.model), self.masks[name])
 
+    def mask_gradients(self) -> None:
+        """Set gradients of pruned weights to zero, in place.
+
+        Hooks have done so already, unless a step has passes that a Trainer does not tell of: then they are gone with
+        the first one's graph (pass_hooks.py).
+        """
+        for parameter, targets in self._by_parameter():
+            _MaskGradient(self.masks, targets)(parameter)
+
+    def nonzero(self) -> int:
+        """Weights under the masks that are not zero; of a sharded model those of this process."""
+        return sum(
+            int(target.matrix(self.model)[self.masks[name]].count_nonzero()) for name, target in self.targets.items()
+        )
+
+    def check_restored(self, folder: Path) -> None:
+        """Raise ValueError if masks that were read from a checkpoint's folder are not those of the weights."""
+        if count := self.nonzero():
+            raise ValueError(
+                f"the masks in {folder} are of other weights: {count:,} weights under them are not zero. Masks are "
+                "read from output_dir, wherever the weights come from: resume from a checkpoint in output_dir. If it "
+                "is there, its weights were not all loaded (Trainer leaves out fused experts of a mixture)."
+            )
+
     def gradient_hooks(self) -> list[RemovableHandle]:
         """Register hooks that mask gradients as backward makes them, before they are reduced, clipped or logged."""
         # A post-accumulate hook sees the gradient that the optimizer will read. DDP copies it to its buckets only after

@@ -9,19 +9,31 @@ Layout: matrices `[out, in]`; a LoRA layer adds `scaling * B A`, `[out, in]` (of
 
 from __future__ import annotations
 
+import logging
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from gradprobe_hf.checkpoint.result import PruneResult
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.training.lora_layers import (
+    AdapterMasks,
+    active,
+    base_matrix,
+    given_masks,
+    layer_masks,
+    lora_layers,
+    other_zeros,
+    update,
+)
 
-AdapterMasks = Mapping[str, Tensor] | PruneResult | Literal["from-zeros"]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -29,19 +41,25 @@ class MergeReport:
     """What a merge of adapters into a pruned model kept and dropped.
 
     Attributes:
-        sparsity: weight name -> fraction of zeros after the merge, for each matrix with an adapter.
+        sparsity: weight name -> fraction of zeros after the merge, for each linear layer with an adapter.
         lost: weight name -> `|| (B A) * mask || / || B A ||`, the part of the update that the mask dropped, in [0, 1].
         total_lost: the same over all matrices together.
+        zeros: pruned weights of the matrices that the merge has changed.
+        refilled: weight name -> pruned weights that had trained outside of linear layers with adapters
+            (`modules_to_save`, an embedding, fused experts) and were set to zero again; `lost` is not of these.
     """
 
     sparsity: dict[str, float] = field(default_factory=dict)
     lost: dict[str, float] = field(default_factory=dict)
     total_lost: float = 0.0
+    zeros: int = 0
+    refilled: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
+        others = "".join(f"; {count:,} weights of {name} set to zero again" for name, count in self.refilled.items())
         return (
-            f"merged {len(self.lost)} matrices, every zero kept: the masks dropped {self.total_lost:.1%} of the norm "
-            "of the update"
+            f"merged {len(self.lost)} matrices, every zero kept ({self.zeros:,}): the masks dropped "
+            f"{self.total_lost:.1%} of the norm of the update{others}"
         )
 
 
@@ -52,14 +70,17 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
     Args:
         model: a `PeftModel` with LoRA adapters. Do not use it afterwards, as with `merge_and_unload`.
         masks: weight name (in the model without adapters) -> bool `[out, in]`, True = pruned; a `PruneResult`; or
-            `"from-zeros"`, the weights under the adapters that are zero. Zeros of matrices without a mask are kept too.
+            `"from-zeros"`, the weights that are zero before the merge. Zeros of matrices without a mask are kept too.
 
     Returns:
-        The model without adapters, and a report of what the merge dropped.
+        The model without adapters, and a report of what the merge dropped. Of an adapter that began as a part of the
+        weight (PiSSA, OLoRA, ...) the product is more than the update, and so is what the report says was dropped.
 
     Raises:
         ImportError: PEFT is not installed.
-        ValueError: no active LoRA adapter, or no mask of a matrix with an adapter.
+        ValueError: no active LoRA adapter, one that is merged already, DoRA and other variants; masks of no matrix, or
+            none of a matrix with an adapter; `"from-zeros"` without a zero, or under an adapter that has rewritten its
+            weight (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA).
 
     Example:
         ```python
@@ -67,24 +88,26 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
         print(report)  # how much of the update the masks dropped
         ```
     """
-    layers = _lora_layers(model)
-    masks = _resolved(layers, masks)
+    layers = lora_layers(model)
+    given = given_masks(model, layers, masks)
+    of_layers, others = layer_masks(model, layers, given), other_zeros(model, layers)
     # Before the merge, which unloads the adapters. What `masked_adapters` has kept out of training and inference is
     # nothing that the merge drops.
     squares = {
-        name: _squared_norms(_update(layer), None if _is_masked(layer) else masks[name])
+        name: _squared_norms(update(layer), None if _is_masked(layer) else of_layers[name])
         for name, layer in layers.items()
     }
     merged = model.merge_and_unload()
-    sparsity = {}
+    sparsity, zeros = {}, 0
     for name, layer in layers.items():
         weight = merged.get_parameter(name)
-        matrix = weight.t() if layer.fan_in_fan_out else weight  # a view: filling it fills the weight
-        matrix.masked_fill_(masks[name].to(weight.device), 0)
+        _set_to_zero(weight.t() if layer.fan_in_fan_out else weight, of_layers[name])  # a view: it fills the weight
         sparsity[name] = float((weight == 0).sum()) / weight.numel()
+        zeros += int(of_layers[name].sum())
+    refilled, kept = _keep_others(merged, given, layers, others)
     under, whole = (sum(column) for column in zip(*squares.values(), strict=True))
     lost = {name: _norm_ratio(*both) for name, both in squares.items()}
-    return merged, MergeReport(sparsity, lost, _norm_ratio(under, whole))
+    return merged, MergeReport(sparsity, lost, _norm_ratio(under, whole), zeros + kept, refilled)
 
 
 @contextmanager
@@ -99,7 +122,8 @@ def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[
 
     Raises:
         ImportError: PEFT is not installed.
-        ValueError: no active LoRA adapter, no mask of a matrix with one, or an adapter with dropout.
+        ValueError: as `merge_with_masks`; an adapter with dropout; or a weight that is not zero under its mask, as one
+            that its adapter has rewritten (PiSSA, ...): training would use what the merge drops.
 
     Example:
         ```python
@@ -108,15 +132,18 @@ def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[
             model, report = merge_with_masks(peft_model)  # report.total_lost == 0
         ```
     """
-    layers = _lora_layers(model)
-    masks = _resolved(layers, masks)
+    layers = lora_layers(model)
+    given = given_masks(model, layers, masks)
+    of_layers = layer_masks(model, layers, given)
     for name, layer in layers.items():
-        if any(isinstance(layer.lora_dropout[adapter], nn.Dropout) for adapter in _active(layer)):
-            raise ValueError(
-                f"the adapter of {name} has dropout between its input and A, so B A is not what it adds. Make it with "
-                "LoraConfig(lora_dropout=0.0)."
-            )
-    handles = [layer.register_forward_hook(_SubtractPruned(masks[name])) for name, layer in layers.items()]
+        _check_maskable(name, layer, of_layers[name])
+    if unmasked := _others_with_zeros(given, layers, other_zeros(model, layers)):
+        logger.warning(
+            "%s trains outside of linear layers with adapters, where nothing is masked: merge_with_masks sets its "
+            "pruned weights to zero again, and drops what training made of them",
+            ", ".join(unmasked[:3]),
+        )
+    handles = [layer.register_forward_hook(_SubtractPruned(of_layers[name])) for name, layer in layers.items()]
     try:
         yield
     finally:
@@ -138,30 +165,62 @@ class _SubtractPruned:
     def __call__(self, layer: Any, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
         if layer.merged or layer.disable_adapters:  # the output has no product in it
             return output
-        under = _update(layer).where(self.mask.to(output.device), 0)
+        under = update(layer).where(self.mask.to(output.device), 0)
         return output - F.linear(arguments[0].to(under.dtype), under).to(output.dtype)
 
 
-def _lora_layers(model: Any) -> dict[str, Any]:
-    """Weight name in the model without adapters -> the LoRA layer around it."""
-    try:
-        from peft.tuners.lora import Linear
-    except ImportError as error:
-        raise ImportError("LoRA needs PEFT: pip install 'gradprobe_hf[peft]'") from error
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"adapters are merged into a PeftModel, got {model!r:.80}.")
-    # `base_model.model.` is what PEFT wraps around the model.
-    found = {
-        name.removeprefix("base_model.model.") + ".weight": module
-        for name, module in model.named_modules()
-        if isinstance(module, Linear) and _active(module)
-    }
-    if not found:
+def _check_maskable(name: str, layer: Any, mask: Tensor) -> None:
+    if any(isinstance(layer.lora_dropout[adapter], nn.Dropout) for adapter in active(layer)):
         raise ValueError(
-            f"{type(model).__name__} has no active LoRA adapter of a linear layer. Pass the PeftModel, before "
-            "merge_and_unload."
+            f"the adapter of {name} has dropout between its input and A, so B A is not what it adds. Make it with "
+            "LoraConfig(lora_dropout=0.0)."
         )
-    return found
+    matrix = base_matrix(layer)
+    if bool(matrix[mask.to(matrix.device)].any()):
+        raise ValueError(
+            f"{name} is not zero under its mask, so training would use what the merge drops. Set it to zero first, and "
+            "make the adapter with an init_lora_weights that leaves the weight as it is (not PiSSA, OLoRA, ...)."
+        )
+
+
+def _others_with_zeros(
+    given: Mapping[str, Tensor], layers: Mapping[str, Any], others: Mapping[str, Tensor]
+) -> list[str]:
+    """Those of the other weights that a merge changes which are pruned: with a mask, or else with zeros."""
+    masked = {name.partition("[")[0] for name in given if name not in layers}
+    return [name for name, zeros in others.items() if (name in masked if given else bool(zeros.any()))]
+
+
+def _keep_others(
+    merged: Any, given: Mapping[str, Tensor], layers: Mapping[str, Any], others: Mapping[str, Tensor]
+) -> tuple[dict[str, int], int]:
+    """Set what was pruned outside of linear layers with adapters to zero again.
+
+    Args:
+        given: masks; those of `layers` are not looked at.
+        others: as of `other_zeros`; a mask that is given takes the place of the zeros.
+
+    Returns:
+        Weight name -> pruned weights that were not zero; and all pruned weights of `others`.
+    """
+    refilled: Counter[str] = Counter()
+    beside = {name for name in given if name not in layers}
+    for target in find_targets(merged, include=["*"]) if beside else ():
+        if target.name in beside and target.parameter in others:
+            target.view(others[target.parameter]).copy_(given[target.name])
+        elif target.name in beside:  # one at a time: the masks of a whole model are as large as a quarter of it
+            refilled[target.parameter] += _set_to_zero(target.matrix(merged), given[target.name])
+    for name, mask in others.items():
+        refilled[name] += _set_to_zero(merged.get_parameter(name), mask)
+    return dict(+refilled), sum(int(mask.sum()) for mask in others.values())
+
+
+def _set_to_zero(weight: Tensor, mask: Tensor) -> int:
+    """Set what is under the mask to zero, in place, and return how much of it was not."""
+    mask = mask.to(weight.device)
+    count = int((weight[mask] != 0).sum())
+    weight.masked_fill_(mask, 0)
+    return count
 
 
 def _is_masked(layer: Any) -> bool:
@@ -178,33 +237,3 @@ def _squared_norms(update: Tensor, mask: Tensor | None) -> tuple[float, float]:
 
 def _norm_ratio(under: float, whole: float) -> float:
     return math.sqrt(under / whole) if whole else 0.0
-
-
-def _active(layer: Any) -> list[str]:
-    return [adapter for adapter in layer.active_adapters if adapter in layer.lora_A]
-
-
-def _update(layer: Any) -> Tensor:
-    """What the active adapters add to the matrix `[out, in]`, with its graph."""
-    total = sum(layer.get_delta_weight(adapter) for adapter in _active(layer))
-    assert isinstance(total, Tensor), "there is an active adapter"
-    return total.t() if layer.fan_in_fan_out else total
-
-
-def _resolved(layers: Mapping[str, Any], source: AdapterMasks) -> dict[str, Tensor]:
-    """A mask for every matrix with an adapter: the one that was passed, or else its zeros."""
-    weights = {name: layer.get_base_layer().weight for name, layer in layers.items()}
-    masks = {name: (w.t() if layers[name].fan_in_fan_out else w) == 0 for name, w in weights.items()}
-    if isinstance(source, PruneResult):
-        source = source.masks
-    if isinstance(source, str):
-        if source != "from-zeros":
-            raise ValueError(f"masks={source!r}: pass masks, a PruneResult, or 'from-zeros'.")
-        return masks
-    given = {name: source[name] for name in layers if name in source}
-    if not given:
-        raise ValueError(
-            f"none of the masks ({', '.join(list(source)[:3])}) is of a matrix with an adapter "
-            f"({', '.join(list(layers)[:3])})."
-        )
-    return masks | given

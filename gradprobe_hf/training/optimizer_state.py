@@ -59,6 +59,21 @@ def check_state(optimizer: Optimizer, saliency: Saliency) -> None:
         )
 
 
+def check_one_copy(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that writes the weights from a copy of them, in which a mask of the weights undoes nothing.
+
+    Raises:
+        ValueError: it is schedule-free.
+    """
+    # Schedule-free optimizers switch the weights between two averages, and are the only ones with an `eval`: Trainer
+    # tells them by it. Their copy, `z`, is there after the first step only.
+    if callable(getattr(optimizer, "eval", None)) or any("z" in state for state in optimizer.state.values()):
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps a second copy of the weights, from which pruned ones come back. Use "
+            "AdamW to prune, and SparsityCallback with this one to train what is pruned."
+        )
+
+
 def mean_root(v: Tensor) -> Tensor:
     """The mean of sqrt(v) over a matrix `[out, in]`, a scalar tensor: the scale of its gradients."""
     return torch.stack([v[rows].float().sqrt().sum() for rows in row_chunks(v.shape)]).sum() / v.numel()

@@ -31,7 +31,7 @@ class SparsityCallback(StepCallback):
 
     Raises:
         ValueError: when training begins: masks of another model; no zeros; or PEFT adapters, under which the weights do
-            not train (see `merge_with_masks`).
+            not train (see `merge_with_masks`). When a run is resumed: masks in `output_dir` of other weights.
 
     Example:
         ```python
@@ -56,6 +56,10 @@ class SparsityCallback(StepCallback):
     def gradient_hooks(self) -> list[RemovableHandle]:
         return self.keeper.gradient_hooks() if self.keeper else []
 
+    def before_step(self) -> None:
+        if self.keeper:
+            self.keeper.mask_gradients()
+
     def after_step(self) -> None:
         if self.keeper:
             self.keeper.mask_weights()
@@ -77,6 +81,7 @@ class SparsityCallback(StepCallback):
             return
         assert self.keeper is not None, "training has begun"
         self.keeper = MaskKeeper(self.model, tuple(self.keeper.targets.values()), masks)
+        self.keeper.check_restored(folder)
 
 
 @contextmanager

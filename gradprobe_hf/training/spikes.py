@@ -26,7 +26,8 @@ class SpikeAwareClip(StepCallback):
         reset_every: steps between two resets of m, v and the step count of the bias correction; None: no resets.
 
     Raises:
-        ValueError: an argument out of range; when training begins, an optimizer without a second moment.
+        ValueError: an argument out of range; when training begins, or once there is state to look at, an optimizer
+            without AdamW's second moment.
 
     Source: Huang et al. 2025, SPAM (arXiv:2501.06842), the clipping and the resets. SPAM warms the learning rate up
     after each reset, and this does not: a schedule has to.
@@ -46,6 +47,7 @@ class SpikeAwareClip(StepCallback):
         if reset_every is not None and reset_every <= warmup:
             raise ValueError(f"reset_every={reset_every} is within warmup={warmup}: nothing would ever be clipped.")
         self.threshold, self.warmup, self.reset_every = threshold, warmup, reset_every
+        self._has_moments = False  # whether the state has been looked at
 
     def begin(self) -> None:
         if "betas" not in self.optimizer.defaults:
@@ -53,6 +55,11 @@ class SpikeAwareClip(StepCallback):
                 f"SpikeAwareClip reads the second moment of AdamW, and {type(self.optimizer).__name__} keeps none. Use "
                 "an optimizer of the Adam family."
             )
+        self._has_moments = False
+        self._check_moments()
+
+    def after_step(self) -> None:
+        self._check_moments()
 
     @torch.no_grad()
     def before_step(self) -> None:
@@ -64,11 +71,24 @@ class SpikeAwareClip(StepCallback):
         if since >= self.warmup:
             self._clip()
 
+    def _check_moments(self) -> None:
+        """Refuse an optimizer with two decay rates that keeps no `exp_avg_sq`, like Adamax, or one in 8 bits."""
+        states = [] if self._has_moments else [state for state in self.optimizer.state.values() if state]
+        for state in states:
+            if "exp_avg_sq" not in state:
+                raise ValueError(
+                    f"SpikeAwareClip reads 'exp_avg_sq' of the optimizer's state, and {type(self.optimizer).__name__} "
+                    f"keeps {', '.join(map(repr, state))}. Use AdamW, not one of its 8-bit forms."
+                )
+        self._has_moments = self._has_moments or bool(states)
+
     def _clip(self) -> None:
+        # A GradScaler leaves it to a fused optimizer to unscale gradients, and tells it the scale for this one step.
+        scale = getattr(self.optimizer, "grad_scale", None)
         for parameter in self._parameters():
             v = self.optimizer.state[parameter].get("exp_avg_sq")
             if parameter.grad is not None and v is not None:
-                clip_spikes(local(parameter.grad), local(v), self.threshold)
+                clip_spikes(local(parameter.grad), local(v), self.threshold, scale)
 
     def _reset(self) -> None:
         for parameter in self._parameters():
@@ -82,12 +102,13 @@ class SpikeAwareClip(StepCallback):
         return [p for group in self.optimizer.param_groups for p in group["params"] if p in self.optimizer.state]
 
 
-def clip_spikes(gradient: Tensor, v: Tensor, threshold: float) -> None:
+def clip_spikes(gradient: Tensor, v: Tensor, threshold: float, scale: Tensor | None = None) -> None:
     """Clip a gradient to `sign(g) sqrt(threshold * v)` where `g^2 > threshold * v > 0`, in place.
 
     Args:
         gradient, v: of one shape.
         threshold: > 0.
+        scale: that the gradient has been multiplied with, a scalar; None: with nothing.
 
     >>> gradient = torch.tensor([3.0, -3.0, 3.0])
     >>> clip_spikes(gradient, torch.tensor([1.0, 1.0, 0.0]), threshold=4.0)
@@ -95,6 +116,8 @@ def clip_spikes(gradient: Tensor, v: Tensor, threshold: float) -> None:
     tensor([ 2., -2.,  3.])
     """
     limit = (v.float() * threshold).sqrt_()
+    if scale is not None:
+        limit.mul_(scale.to(limit.device))
     # Where v is 0 the limit becomes the largest float (infinity in half precision), beyond any gradient. Adding it
     # takes half the time of `masked_fill_` on a CPU.
     limit.add_((v == 0).float(), alpha=torch.finfo(torch.float32).max)

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.hooks import RemovableHandle
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target, find_targets
@@ -25,7 +26,7 @@ from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.selection.select import select_masks
 from gradprobe_hf.training.callback import StepCallback, logger
 from gradprobe_hf.training.keeper import MaskKeeper, load_masks
-from gradprobe_hf.training.optimizer_state import check_state, saliency_keys
+from gradprobe_hf.training.optimizer_state import check_one_copy, check_state, saliency_keys
 from gradprobe_hf.training.saliency import SALIENCIES, Saliency
 from gradprobe_hf.training.sparsity import check_not_adapted
 
@@ -84,7 +85,8 @@ class StatePruningCallback(StepCallback):
 
     Raises:
         ValueError: an argument out of range; when training begins, an optimizer that keeps none of the state that the
-            saliency reads, or PEFT adapters; at an update, a parameter whose state is empty.
+            saliency reads or has a second copy of the weights (schedule-free ones), matrices that do not train, PEFT
+            adapters, or masks in `output_dir` of other weights; at an update, a parameter whose state is empty.
 
     Source: the schedule of Zhu & Gupta 2017 (arXiv:1710.01878), eq. 1; saliencies as in `SALIENCIES`.
 
@@ -161,12 +163,18 @@ class StatePruningCallback(StepCallback):
         check_not_adapted(self.model)
         self.targets = find_targets(self.model, self.include, self.exclude)
         check_state(self.optimizer, self.saliency)
+        check_one_copy(self.optimizer)
+        self._check_trained()
         self.history, self.keeper = [], None
         if self.step >= self.end_step:  # a resumed run; `restore` has the exact mask, unless its file is missing
             self._freeze(PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets}))
 
     def gradient_hooks(self) -> list[RemovableHandle]:
         return self.keeper.gradient_hooks() if self.keeper else []
+
+    def before_step(self) -> None:
+        if self.keeper:
+            self.keeper.mask_gradients()
 
     def after_step(self) -> None:
         if self.keeper:
@@ -175,6 +183,8 @@ class StatePruningCallback(StepCallback):
             self.begin_step <= self.step < self.end_step and (self.step - self.begin_step) % self.every == 0
         ):
             self.update()
+        elif self.step < self.begin_step:  # the first step has filled the state: no need to wait for an update
+            check_state(self.optimizer, self.saliency)
 
     def end(self) -> None:
         """Warn if the model that is left is less sparse than the target.
@@ -188,7 +198,7 @@ class StatePruningCallback(StepCallback):
                 self.step,
                 self.end_step,
             )
-        elif self._zeros_under_mask(self.keeper) < self.keeper.zeros:
+        elif self.keeper.nonzero():
             logger.warning(
                 "load_best_model_at_end has put back a checkpoint from before end_step=%d, which is less sparse than "
                 "the mask. Its weights are left as they are; choose metric_for_best_model so that late checkpoints "
@@ -215,17 +225,39 @@ class StatePruningCallback(StepCallback):
             self.keeper.save(folder)
 
     def restore(self, folder: Path) -> None:
+        if self.keeper is None:
+            return
         masks = load_masks(self.model, folder)
-        if masks is not None and self.keeper:
-            self._freeze(masks)
+        if masks is None:
+            logger.warning("%s has no masks of this callback: the weights that are zero now are kept at zero", folder)
+            return
+        self._freeze(masks)
+        self.keeper.check_restored(folder)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        if self.end_step > state.max_steps:
+            logger.warning(
+                "end_step=%d is beyond the %d steps of this run, which ends before the mask is frozen: the target "
+                "sparsity is not reached. Choose an end_step of at most %d, or train longer",
+                self.end_step,
+                state.max_steps,
+                state.max_steps,
+            )
 
     def _freeze(self, masks: PackedMasks) -> None:
         self.keeper = MaskKeeper(self.model, self.targets, masks)
 
-    def _zeros_under_mask(self, keeper: MaskKeeper) -> int:
-        return sum(
-            int((target.matrix(self.model)[keeper.masks[name]] == 0).sum()) for name, target in keeper.targets.items()
-        )
+    def _check_trained(self) -> None:
+        frozen = [t.name for t in self.targets if not self.model.get_parameter(t.parameter).requires_grad]
+        if frozen and self.saliency != "magnitude":
+            raise ValueError(
+                f"saliency={self.saliency!r} reads the optimizer's state, which has none of matrices that do not train "
+                f"(requires_grad=False): {', '.join(frozen[:3])}{', ...' if len(frozen) > 3 else ''}. Name them in "
+                "exclude, or use saliency='magnitude'."
+            )
 
     def _processes(self) -> Processes:
         """Those that a choice takes: under DDP all see the same weights and state, and each chooses by itself."""
