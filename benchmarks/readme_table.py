@@ -354,6 +354,8 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "rivals intervals": (("rivals",), intervals_table),
     "rivals divergence": (("rivals",), divergence_table),
     "qwen": (("qwen",), quality_table),
+    "qwen intervals": (("qwen",), intervals_table),
+    "qwen divergence": (("qwen",), divergence_table),
     "refined": (("refined",), quality_table),
     "refined divergence": (("refined",), divergence_table),
     "refined stories": (("refined-stories",), quality_table),
