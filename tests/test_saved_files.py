@@ -16,6 +16,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, pr
 from gradprobe_hf.checkpoint.write import check_destination, check_writable
 from gradprobe_hf.cli import compare
 from gradprobe_hf.cli.main import main
+from gradprobe_hf.model.loading import load, load_config
 from gradprobe_hf.model.processing import load_processing_class
 from tests import cases
 
@@ -118,6 +119,13 @@ def test_behind_a_link_the_folder_is_replaced(there, source, tmp_path):
     assert link.is_symlink()
     assert (disk / "folder" / "gradprobe_report.json").is_file()
     assert [path.name for path in disk.iterdir()] == ["folder"]
+
+
+def test_a_model_in_the_home_folder_is_found_by_all_that_load_one(home):
+    assert load("~/model").model.name_or_path == str(home / "model")
+    assert load_config("~/model").model_type == "llama"
+    with pytest.raises(FileNotFoundError, match="'~/nothing'"):
+        load("~/nothing")
 
 
 def test_home_is_meant_by_its_sign(home):

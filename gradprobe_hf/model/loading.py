@@ -48,6 +48,7 @@ from gradprobe_hf.model.loading_checks import (
     load_errors,
 )
 from gradprobe_hf.model.loading_report import check_complete
+from gradprobe_hf.runtime.paths import expanded_model
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 
@@ -126,6 +127,7 @@ def load(
     if isinstance(model_or_id, nn.Module):
         given = from_pretrained_kwargs | ({"allow_missing_weights": True} if allow_missing_weights else {})
         return _in_memory(getattr(model_or_id, "_orig_mod", model_or_id), merge_adapters, given)
+    model_or_id = expanded_model(model_or_id)
     check_source(model_or_id, from_pretrained_kwargs)
     check_dtype(from_pretrained_kwargs.get("dtype"))
     check_placement(from_pretrained_kwargs)
@@ -282,6 +284,7 @@ def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
     Raises:
         OSError: no such model, a gated one, or no network; transformers' message and the remedies.
     """
+    name_or_path = expanded_model(name_or_path)
     check_source(name_or_path, source, takes_file=True)
     folder = Path(name_or_path)
     if folder.is_dir() and not (folder / "config.json").is_file() and (adapter := stored_adapter(str(folder), {})):
