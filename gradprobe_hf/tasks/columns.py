@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral
 from string import Formatter
 from typing import Any
@@ -205,23 +206,25 @@ class LabelNames:
             "(a Value('int64'))."
         )
 
-    @property
+    @cached_property
     def renumbered(self) -> bool:
         """Whether numbers go through names: the data set numbers the same labels in its own order."""
         return bool(self.stored) and len(set(self.matched)) == len(self.stored)
 
-    @property
+    @cached_property
     def matched(self) -> tuple[str, ...]:
         """The model's name of each that the data set has: the same, or one of which the other is the beginning.
 
         >>> LabelNames({"NEGATIVE": 0, "POSITIVE": 1}, 2, ("pos", "neg")).matched
         ('POSITIVE', 'NEGATIVE')
         """
-        found = []
+        known, found = {one.lower(): one for one in self.ids}, []
         for name in map(str.lower, self.stored):
-            same = [one for one in self.ids if one.lower() == name]
-            alike = [one for one in self.ids if one.lower().startswith(name) or name.startswith(one.lower())]
-            found += same[:1] or alike * (len(alike) == 1)
+            if name in known:
+                found.append(known[name])
+                continue
+            alike = [one for lower, one in known.items() if lower.startswith(name) or name.startswith(lower)]
+            found += alike * (len(alike) == 1)
         return tuple(found)
 
     def number(self, value: Any, where: str) -> int:

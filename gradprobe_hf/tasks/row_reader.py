@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,7 +65,7 @@ class RowReader:
             )
         return found
 
-    @property
+    @cached_property
     def label_names(self) -> LabelNames:
         ids = {name: int(number) for name, number in (self.config.label2id or {}).items()}
         return LabelNames(ids, self.config.num_labels, self.stored_names)
