@@ -91,7 +91,7 @@ QWEN := runs/qwen2.5-coder-0.5b-instruct
 
 bench-qwen: $(READY) $(QWEN)  ## a second model, fewer rows
 	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=40 pydoc=24 \
-		--methods wanda $(README_ROWS) --columns 0.6 2:4 0.5 0.7 --output benchmarks/results/qwen.json $(FLAGS)
+		--methods wanda $(README_ROWS) "sparsegpt, dense_target 0.5" --columns 0.6 2:4 0.5 0.7 --output benchmarks/results/qwen.json $(FLAGS)
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
 	$(QUALITY) --variants --model $(MODEL) $(TEXTS) $(FLAGS)
