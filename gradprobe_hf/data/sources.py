@@ -1,6 +1,7 @@
 """Sources: a file, folder, Hub dataset or list of strings -> an iterator of documents.
 
-Small sources are read whole; large ones are streamed through `datasets` with a seeded shuffle buffer.
+Small sources are read whole; large ones are streamed: rows through `datasets` with a seeded shuffle buffer, text files
+in pieces of whole lines.
 """
 
 from __future__ import annotations
