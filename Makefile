@@ -49,31 +49,27 @@ PEERS ?=
 # FLAGS: more arguments; --fresh where the results at hand are of other code, text or settings: they are refused
 # otherwise. All of these resume cell by cell where they were stopped.
 FLAGS ?=
-# For what goes into the same file as the command before.
-AGAIN = $(filter-out --fresh,$(FLAGS))
 # WikiText-2 from the Hub, or from a folder with calibration.txt (its validation split) and evaluation.txt (test).
 WIKITEXT ?= $(wildcard ../shared/data/wikitext-2)
 HUB := Salesforce/wikitext:wikitext-2-raw-v1
 WIKI_CALIBRATION := $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,$(HUB):validation)
 WIKI_TEST := $(if $(WIKITEXT),$(WIKITEXT)/evaluation.txt,$(HUB):test)
 TEXTS := --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26
-# C4: a file of plain text, the first 70% to calibrate on and the rest to measure on.
+# C4: a file of plain text, of which the first 70% calibrate.
 C4 ?= $(wildcard ../shared/data/c4/calibration.txt)
 C4_CALIBRATION := --calibration "$(C4)[:70%]"
-C4_TEST := "$(C4)[70%:]=40"
 QUALITY := $(BIN)/python -m benchmarks.quality
 SMOLLM2 = $(QUALITY) --model $(MODEL) --blocks-per-step 6 $(if $(PEERS),--peers $(PEERS))
 README_ROWS := sparsegpt "two probes" "sparsegpt + admm" "one probe + admm"
 
 bench-quality: bench-c4 bench-wikitext bench-qwen bench-paper  ## the tables of perplexity after pruning: days on 2 cores
 
-bench-c4: $(READY) $(MODEL)  ## the main table, calibrated on C4; three draws of the README's rows (C4, PEERS)
-	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(C4_TEST) --output benchmarks/results/c4.json $(FLAGS)
-	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(C4_TEST) --output benchmarks/results/c4.json \
-		--seed 1 2 --methods $(README_ROWS) $(AGAIN)
+bench-c4: $(READY) $(MODEL)  ## the main table, calibrated on C4: three draws of the README's rows and Wanda (C4)
+	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --seed $(DRAWS) --methods wanda $(README_ROWS) \
+		--output benchmarks/results/c4.json $(FLAGS)
 
 bench-wikitext: $(READY) $(MODEL)  ## the same, calibrated on WikiText-2's validation split
-	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 $(if $(C4),$(C4_TEST)) \
+	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 \
 		--output benchmarks/results/wikitext.json $(FLAGS)
 
 REFINED := sparsegpt "sparsegpt + recovery" "sparsegpt + admm + recovery" "one probe + admm" "one probe + admm + blocks" \

@@ -7,15 +7,19 @@ import logging
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import transformers
+from huggingface_hub import HfApi
 from transformers import ViTImageProcessor
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
+from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.write import check_destination, check_writable
 from gradprobe_hf.cli import compare
 from gradprobe_hf.cli.main import main
+from gradprobe_hf.model import processing
 from gradprobe_hf.model.loading import load, load_config
 from gradprobe_hf.model.processing import load_processing_class
 from tests import cases
@@ -217,3 +221,67 @@ def test_a_processor_whose_code_was_not_loaded_is_not_half_kept(source, tmp_path
 def test_nothing_is_said_of_a_model_of_text(source, tmp_path, caplog):
     prune(source, output_dir=tmp_path / "saved")
     assert "processor" not in caplog.text
+
+
+COMPANIONS = (
+    "LICENSE",
+    "LICENSE-MODEL.md",
+    "NOTICE.txt",
+    "USE_POLICY.md",
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    "1_Pooling/config.json",
+    "2_Dense/model.safetensors",
+)
+
+
+def with_companions(folder):
+    for name in (*COMPANIONS, "notes.txt", "onnx/model.onnx", "onnx/config.json", "0_raw/table.csv"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(f"{name} of the dense model")
+
+
+def test_a_licence_and_the_modules_of_an_embedding_go_with_the_weights(source, tmp_path):
+    with_companions(source)
+    saved, again = tmp_path / "saved", tmp_path / "again"
+    prune(source, output_dir=saved)
+    files = {path.relative_to(saved).as_posix() for path in saved.glob("**/*") if path.is_file()}
+    assert {name for name in files if (saved / name).read_text("latin-1").endswith("of the dense model")} == {
+        *COMPANIONS
+    }
+    prune(saved, output_dir=again)
+    assert (again / "2_Dense" / "model.safetensors").read_text() == "2_Dense/model.safetensors of the dense model"
+    prune(source, output_dir=saved, overwrite=True)
+    (saved / "1_Pooling" / "mine.txt").touch()
+    with pytest.raises(FileExistsError, match=r"holds 1_Pooling/mine\.txt"):
+        prune(source, output_dir=saved, overwrite=True)
+
+
+def test_companions_on_the_hub_are_those_of_the_commit_that_was_loaded(source, tmp_path, monkeypatch, caplog):
+    with_companions(source)
+    model = cases.build("llama")
+    model.name_or_path = model.config._name_or_path = "user/model"
+    model.config._commit_hash = "abc"
+    asked = []
+
+    def info(self, name, revision, timeout):
+        asked.append((name, revision))
+        if len(asked) > 1:
+            raise OSError("nobody answers")
+        files = [path.relative_to(source).as_posix() for path in source.glob("**/*") if path.is_file()]
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files])
+
+    def cached(name, file, revision, **_):
+        assert (name, revision) == ("user/model", "abc")
+        return str(source / file)
+
+    monkeypatch.setattr(HfApi, "model_info", info)
+    monkeypatch.setattr(processing, "cached_file", cached)
+    for folder, found in (("first", {*COMPANIONS}), ("second", set())):
+        (tmp_path / folder).mkdir()
+        copy_companions(tmp_path / folder, model)
+        there = (path for path in (tmp_path / folder).glob("**/*") if path.is_file())
+        assert {path.relative_to(tmp_path / folder).as_posix() for path in there} == found
+    assert asked == [("user/model", "abc")] * 2
+    assert "whether user/model has a licence" in caplog.text

@@ -22,7 +22,12 @@ _WEIGHTS = (
 _DESCRIPTIONS = (
     r"(config|generation_config|adapter_config|modelcard|trainer_state)\.json",
     r"gradprobe_(config|report|selective_updates)\.json",
-    r"(README|LICEN[CS]E|NOTICE)(\.(md|txt))?|\.git(attributes|ignore)",
+    r"README(\.(md|txt))?|\.git(attributes|ignore)",
+)
+# What a licence asks to hand on, and what sentence-transformers makes of a model.
+_COMPANIONS = (
+    r"(LICEN[CS]E([-_]\w+)?|NOTICE|USE_POLICY)(\.(md|txt|pdf))?",
+    r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json",
 )
 _PROCESSING = (
     r"((video_)?preprocessor|processor|audio_tokenizer)_config\.json|chat_template\.(jinja|json)",
@@ -32,17 +37,33 @@ _PROCESSING = (
     r"(tokenizer|spiece|sentencepiece(\.bpe)?|spm(_char)?|tiktoken)\.model|(source|target)\.spm",
     r"[\w-]+\.tiktoken|prophetnet\.tokenizer",
 )
-_OF_CHECKPOINT = re.compile("|".join((*_WEIGHTS, *_DESCRIPTIONS, *_PROCESSING)), re.IGNORECASE)
-_FOLDERS = {
-    "assets": re.compile(r"(sparsity|perplexity|speed)\.png"),
-    "additional_chat_templates": re.compile(r"[\w-]+\.jinja"),
+_COMPANION = re.compile("|".join(_COMPANIONS), re.IGNORECASE)
+_OF_CHECKPOINT = re.compile("|".join((*_WEIGHTS, *_DESCRIPTIONS, *_COMPANIONS, *_PROCESSING)), re.IGNORECASE)
+_MODULE = re.compile(r"\d+_\w+"), re.compile(r"config\.json|model\.safetensors|pytorch_model\.bin")
+_FOLDERS = {  # those of a checkpoint -> the files in them
+    re.compile("assets"): re.compile(r"(sparsity|perplexity|speed)\.png"),
+    re.compile("additional_chat_templates"): re.compile(r"[\w-]+\.jinja"),
+    _MODULE[0]: _MODULE[1],
 }
 
 
+def is_companion(name: str) -> bool:
+    """Whether a file goes with a model, though transformers does not read it. Args: name: below the model's folder."""
+    folder, _, file = name.rpartition("/")
+    if folder:
+        return bool(_MODULE[0].fullmatch(folder) and _MODULE[1].fullmatch(file))
+    return bool(_COMPANION.fullmatch(file))
+
+
 def is_checkpoint(path: Path) -> bool:
-    """A folder that somebody's model lives in: no repository, no folders but our pictures and more chat templates."""
-    folders = {inner.name for inner in path.iterdir() if inner.is_dir()}
-    return (path / CONFIG_NAME).is_file() and any(path.glob("*.safetensors")) and folders <= {*_FOLDERS}
+    """A folder that somebody's model lives in: no repository, no folders but a checkpoint's."""
+    known = all(_files_of(inner) for inner in path.iterdir() if inner.is_dir())
+    return known and (path / CONFIG_NAME).is_file() and any(path.glob("*.safetensors"))
+
+
+def _files_of(folder: Path) -> re.Pattern[str] | None:
+    """What a folder of a checkpoint has files of; None of any other folder."""
+    return next((files for name, files in _FOLDERS.items() if name.fullmatch(folder.name)), None)
 
 
 def other_files(folder: Path) -> list[str]:
@@ -50,7 +71,8 @@ def other_files(folder: Path) -> list[str]:
     code, found = _code(folder), []
     for inner in folder.iterdir():
         if inner.is_dir():
-            wanted = _FOLDERS[inner.name]
+            wanted = _files_of(inner)
+            assert wanted is not None, "the folder is a checkpoint's"
             found += [f"{inner.name}/{one.name}" for one in inner.iterdir() if not wanted.fullmatch(one.name)]
         elif inner.name not in code and not _OF_CHECKPOINT.fullmatch(inner.name):
             found.append(inner.name)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import PROCESSOR_NAME
 
+from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.checkpoint.own_files import is_checkpoint, other_files, own_classes
 from gradprobe_hf.checkpoint.smaller import save_smaller
@@ -148,6 +149,7 @@ def write_checkpoint(
         if made.processing_class is not None:
             made.processing_class.save_pretrained(scratch)
         _keep_processor(scratch, made.model)
+        copy_companions(scratch, made.model)
         if made.config is not None:
             made.config.save_pretrained(scratch)
         made.report.save(scratch)

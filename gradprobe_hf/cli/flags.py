@@ -17,7 +17,7 @@ _CALLED = {
     "config": "--config",
     # What is known of the others' names ends at an argument that a command does not have.
     "processing_class": "MODEL",
-    "loss_fn": "",
+    "loss_fn": "loss_fn (in Python)",
     "metric_fn": "metric_fn (in Python)",
 }
 
@@ -64,6 +64,8 @@ def in_flags(message: str, names: Collection[str]) -> str:
     '--sparsity must be a fraction. Choose another --resume-dir.'
     >>> in_flags("structure={'ffn': 704, 'blocks': 4} is the nearest, or structure={'ffn': ...}.", ["structure"])
     '--structure ffn=704,blocks=4 is the nearest, or --structure ffn=....'
+    >>> in_flags("Give batches with labels, or a loss_fn; score='wanda' needs no loss.", ["score"])
+    'Give batches with labels, or a loss_fn (in Python); --score wanda needs no loss.'
     """
     known = "|".join(sorted(map(re.escape, {*names, *_CALLED}), key=len, reverse=True))
     long = "|".join(name for name in known.split("|") if "_" in name) or "(?!)"

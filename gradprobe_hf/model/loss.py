@@ -55,7 +55,7 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     if loss is None:
         raise ValueError(
             f"{type(model).__name__} returns no loss for a batch of {', '.join(batch)}. Give batches with 'labels', "
-            "or a loss_fn(model, batch) that returns the summed loss."
+            "or a loss_fn, which is called with the model and a batch and returns the summed loss."
         )
     terms = _mean_over(model, batch)
     return (loss if sums_own_loss(model) else loss * terms), terms
