@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import Trainer, TrainerCallback
 
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.training import StatePruningCallback, attached
+from gradprobe_hf.training import SpikeAwareClip, StatePruningCallback, attached
 from gradprobe_hf.training.optimizer_state import EPSILON, mean_root
 from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, nonnegative
 from gradprobe_hf.training.state_pruning import SCHEDULES
@@ -311,3 +311,38 @@ def test_an_optimizer_with_a_second_copy_of_the_weights_is_refused(tmp_path):
     )
     with pytest.raises(ValueError, match="ScheduleFree keeps a second copy of the weights"):
         trainer.train()
+
+
+@pytest.mark.parametrize(
+    ("saliency", "updated"), [("momentum", [2, 4, 16]), ("magnitude", [2, 4, 6, 8, 10, 12, 14, 16])]
+)
+def test_moments_that_were_just_reset_choose_nothing(saliency, updated, tmp_path):
+    """Before steps 6, 11 and 16 here: no moment has seen ten steps again, and the last choice is made all the same."""
+    callback = StatePruningCallback(0.5, saliency, begin_step=2, end_step=16, every=2)
+    trained(cases.build("llama"), tmp_path, [SpikeAwareClip(warmup=1, reset_every=5), callback], max_steps=16)
+    assert [update.step for update in callback.history] == updated
+
+
+def test_an_update_waits_until_moments_know_enough_and_a_resumed_run_knows_of_it(tmp_path, caplog):
+    def callbacks():
+        return [
+            SpikeAwareClip(warmup=1, reset_every=20),
+            StatePruningCallback(0.5, begin_step=1, end_step=40, every=10),
+        ]
+
+    kept = {"save_strategy": "steps", "save_steps": 25}
+    whole, first, second = callbacks(), callbacks(), callbacks()
+    models = [cases.build("llama") for _ in range(3)]
+    trained(models[0], tmp_path / "whole", whole, max_steps=40, **kept)
+    assert [update.step for update in whole[1].history] == [1, 11, 30, 31, 40]
+    trained(models[1], tmp_path / "parts", first, max_steps=25, **kept)
+    trained(models[2], tmp_path / "parts", second, str(tmp_path / "parts" / "checkpoint-25"), max_steps=40, **kept)
+    steps = [(update.step, update.zeros, update.magnitude_overlap) for update in whole[1].history]
+    assert [(update.step, update.zeros, update.magnitude_overlap) for update in second[1].history] == steps
+    assert all(torch.equal(value, weights(models[2])[name]) for name, value in weights(models[0]).items())
+    assert "reset less than 10 steps" not in caplog.text
+    late = StatePruningCallback(0.5, begin_step=1, end_step=22, every=10)
+    trained(cases.build("llama"), tmp_path / "late", [SpikeAwareClip(warmup=1, reset_every=20), late], max_steps=24)
+    assert "reset less than 10 steps before end_step=22" in caplog.text
+    assert [update.step for update in late.history] == [1, 11, 22]
+    assert late.keeper.nonzero() == 0

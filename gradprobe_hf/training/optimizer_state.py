@@ -59,6 +59,15 @@ def check_state(optimizer: Optimizer, saliency: Saliency) -> None:
         )
 
 
+def steps_of_state(optimizer: Optimizer, otherwise: int) -> int:
+    """Steps that the oldest moments are of, since the beginning or a reset. Args: otherwise: where nothing counts."""
+    # One read for all on a device, and none of an optimizer that counts on the host.
+    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
+    if not counts:
+        return otherwise
+    return int(max(float(one) for one in counts) if not isinstance(counts[0], Tensor) else torch.stack(counts).max())
+
+
 def check_one_copy(optimizer: Optimizer) -> None:
     """Refuse an optimizer that writes the weights from a copy of them, in which a mask of the weights undoes nothing.
 

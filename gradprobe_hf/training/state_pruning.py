@@ -7,9 +7,10 @@ meets its sparsity to the element. At `end_step` the mask is frozen.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,7 +27,7 @@ from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.selection.select import select_masks
 from gradprobe_hf.training.callback import StepCallback, logger
 from gradprobe_hf.training.keeper import MaskKeeper, load_masks
-from gradprobe_hf.training.optimizer_state import check_one_copy, check_state, saliency_keys
+from gradprobe_hf.training.optimizer_state import check_one_copy, check_state, saliency_keys, steps_of_state
 from gradprobe_hf.training.saliency import SALIENCIES, Saliency
 from gradprobe_hf.training.sparsity import check_not_adapted
 
@@ -40,6 +41,9 @@ SCHEDULES: dict[Schedule, Callable[[float], float]] = {
     "late-cubic": lambda x: x**3,
     "linear": lambda x: x,
 }
+# Steps after which AdamW's first moment is mostly made of what came since: 1 - 0.9^10 = 65%.
+MOMENT_STEPS = 10
+HISTORY_FILE = "gradprobe_mask_updates.json"
 SAME_AS_MAGNITUDE = 0.97  # overlap with magnitude's mask above which the optimizer's state has decided next to nothing
 
 
@@ -80,13 +84,17 @@ class StatePruningCallback(StepCallback):
         include, exclude: patterns of module names, as in `GradProbeConfig`.
 
     Attributes:
-        history: the updates so far.
+        history: the updates so far, of a resumed run too.
         keeper: the frozen mask, from `end_step` on; None before.
 
     Raises:
         ValueError: an argument out of range; when training begins, an optimizer that keeps none of the state that the
             saliency reads or has a second copy of the weights (schedule-free ones), matrices that do not train, PEFT
             adapters, or masks in `output_dir` of other weights; at an update, a parameter whose state is empty.
+
+    An update that falls within 10 steps of a reset of the moments (`SpikeAwareClip` makes them) waits until these are
+    over: a moment of one step is the gradient of one batch. The last one is made at `end_step` all the same, with a
+    warning.
 
     Source: the schedule of Zhu & Gupta 2017 (arXiv:1710.01878), eq. 1; saliencies as in `SALIENCIES`.
 
@@ -122,6 +130,7 @@ class StatePruningCallback(StepCallback):
         self.history: list[MaskUpdate] = []
         self.keeper: MaskKeeper | None = None
         self.targets: tuple[Target, ...] = ()
+        self._is_due = False
 
     def _validate(self) -> None:
         for name, value, choices in (
@@ -165,7 +174,7 @@ class StatePruningCallback(StepCallback):
         check_state(self.optimizer, self.saliency)
         check_one_copy(self.optimizer)
         self._check_trained()
-        self.history, self.keeper = [], None
+        self.history, self.keeper, self._is_due = [], None, False
         if self.step >= self.end_step:  # a resumed run; `restore` has the exact mask, unless its file is missing
             self._freeze(PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets}))
 
@@ -179,12 +188,13 @@ class StatePruningCallback(StepCallback):
     def after_step(self) -> None:
         if self.keeper:
             self.keeper.mask_weights()
-        elif self.step == self.end_step or (
-            self.begin_step <= self.step < self.end_step and (self.step - self.begin_step) % self.every == 0
-        ):
-            self.update()
         elif self.step < self.begin_step:  # the first step has filled the state: no need to wait for an update
             check_state(self.optimizer, self.saliency)
+        elif self.step <= self.end_step:
+            is_last = self.step == self.end_step
+            self._is_due = self._is_due or is_last or (self.step - self.begin_step) % self.every == 0
+            if self._is_due and (is_last or not self._forgot()):
+                self.update()
 
     def end(self) -> None:
         """Warn if the model that is left is less sparse than the target.
@@ -209,6 +219,14 @@ class StatePruningCallback(StepCallback):
     def update(self) -> None:
         """Choose a mask with the sparsity of this step, and set its weights to zero."""
         began = time.perf_counter()
+        self._is_due = False
+        if self._forgot():
+            logger.warning(
+                "the optimizer's moments were reset less than %d steps before end_step=%d, where the mask is frozen: "
+                "it is chosen by the gradients of few batches. Choose another end_step, or another reset_every",
+                MOMENT_STEPS,
+                self.end_step,
+            )
         sparsity = self.sparsity_at(self.step)
         masks = self._select(self.saliency, sparsity)
         overlap = self._magnitude_overlap(masks, sparsity)
@@ -221,10 +239,19 @@ class StatePruningCallback(StepCallback):
         self.history.append(MaskUpdate(self.step, sparsity, zeros, weights, overlap, time.perf_counter() - began))
 
     def save(self, folder: Path) -> None:
+        if join_processes().is_main:
+            updates = [asdict(update) for update in self.history]
+            (folder / HISTORY_FILE).write_text(json.dumps(updates, indent=2) + "\n", encoding="utf-8")
         if self.keeper:
             self.keeper.save(folder)
 
     def restore(self, folder: Path) -> None:
+        if (folder / HISTORY_FILE).is_file():
+            updates = json.loads((folder / HISTORY_FILE).read_text(encoding="utf-8"))
+            self.history = [MaskUpdate(**update) for update in updates]
+            # An update may have been waiting when the checkpoint was saved.
+            since = (self.step - self.begin_step) % self.every
+            self._is_due = self.step >= self.begin_step and all(one.step < self.step - since for one in self.history)
         if self.keeper is None:
             return
         masks = load_masks(self.model, folder)
@@ -246,6 +273,11 @@ class StatePruningCallback(StepCallback):
                 state.max_steps,
                 state.max_steps,
             )
+
+    def _forgot(self) -> bool:
+        """Whether the moments were reset so lately that they know a few batches alone."""
+        reads = self.saliency != "magnitude"
+        return reads and steps_of_state(self.optimizer, self.step) < min(MOMENT_STEPS, self.step)
 
     def _freeze(self, masks: PackedMasks) -> None:
         self.keeper = MaskKeeper(self.model, self.targets, masks)
