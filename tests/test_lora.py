@@ -8,7 +8,7 @@ import torch
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.training import SparsityCallback, masked_adapters, merge_with_masks
 from tests import cases
-from tests.trainers import Rows, half_pruned, hooks_of, trained, zeros
+from tests.trainers import Rows, half_pruned, hooks_of, trained, weights, zeros
 
 peft = pytest.importorskip("peft")
 
@@ -103,6 +103,21 @@ def test_adapters_that_cannot_be_masked_are_refused(tmp_path):
     with pytest.raises(ValueError, match="merge_with_masks"):
         trained(model, tmp_path, [SparsityCallback("from-zeros")])
     assert not hooks_of(model)
+
+
+def test_adapters_of_transformers_itself_are_merged_by_way_of_a_folder(tmp_path):
+    model, masks = half_pruned()
+    model.save_pretrained(tmp_path / "pruned")
+    model.add_adapter(peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    before = weights(model)
+    with pytest.raises(TypeError, match=r"by add_adapter, which PEFT cannot merge: save them \(model.save_pretrained"):
+        merge_with_masks(model)
+    assert all(torch.equal(value, before[name]) for name, value in weights(model).items())
+    model.save_pretrained(tmp_path / "adapter")
+    pruned = type(model).from_pretrained(tmp_path / "pruned")
+    merged, report = merge_with_masks(peft.PeftModel.from_pretrained(pruned, tmp_path / "adapter"))
+    assert zeros(merged, masks) == (0, 0)
+    assert 0 < report.total_lost < 1
 
 
 def wrapped(model, **options):

@@ -78,6 +78,7 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
 
     Raises:
         ImportError: PEFT is not installed.
+        TypeError: no PeftModel, but a model of transformers with `add_adapter`.
         ValueError: no active LoRA adapter, one that is merged already, DoRA and other variants; masks of no matrix, or
             none of a matrix with an adapter; `"from-zeros"` without a zero, or under an adapter that has rewritten its
             weight (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA).
@@ -89,6 +90,11 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
         ```
     """
     layers = lora_layers(model)
+    if not hasattr(model, "merge_and_unload"):
+        raise TypeError(
+            f"{type(model).__name__} has adapters by add_adapter, which PEFT cannot merge: save them "
+            "(model.save_pretrained(folder)), and pass PeftModel.from_pretrained(the pruned model, folder)."
+        )
     given = given_masks(model, layers, masks)
     of_layers, others = layer_masks(model, layers, given), other_zeros(model, layers)
     # Before the merge, which unloads the adapters. What `masked_adapters` has kept out of training and inference is
