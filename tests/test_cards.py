@@ -11,7 +11,7 @@ import pytest
 from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoModelForCausalLM
 
-from gradprobe_hf import prune_pretrained
+from gradprobe_hf import RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.card_results import _same
 from gradprobe_hf.cli import main
 from gradprobe_hf.cli.output import print_pruning
@@ -237,6 +237,13 @@ def test_a_model_with_code_of_its_own_is_loaded_so(with_tokenizer, own_code, tmp
     found = {}
     exec(snippet, found)
     assert type(found["model"]).__name__ == "OwnForCausalLM"
+    recovery, again = RecoveryConfig(steps=1, batch_size=2), tmp_path / "recovered"
+    given = {"text": cases.batches("llama"), "evaluation": False, "progress": False, "trust_remote_code": True}
+    recover_pretrained(out, own_code, recovery, **given, output_dir=again)
+    card = " ".join((again / "README.md").read_text().split())
+    assert "It is a checkpoint, made with" in card
+    assert "The repository runs code of its own" in card
+    assert "had been pruned already" not in card
 
 
 def test_code_that_transformers_has_a_class_for_is_not_asked_for(checkpoint, tmp_path, monkeypatch):

@@ -17,7 +17,7 @@ from gradprobe_hf.report.card.method import describe_method
 from gradprobe_hf.report.card.recovery import recovery_paragraph
 from gradprobe_hf.report.card.shapes import shape_tables
 from gradprobe_hf.report.card.snippet import loading_snippet
-from gradprobe_hf.report.card.summary import extent, short_name, summary
+from gradprobe_hf.report.card.summary import extent, kind_of_files, origins, short_name, summary
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.report.speed import measurements, protocol
 from gradprobe_hf.structures.budgets import BUDGETS
@@ -87,6 +87,9 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
         sparsity=report.sparsity,
         zeros=report.zeros,
         matrices=len(report.matrices),
+        kind_of_files=kind_of_files(report.model),
+        # That it was pruned before is what the card says first.
+        origins=origins({key: value for key, value in report.model.items() if key != "pruned_to"}),
         evaluation=report.evaluation,
         files=size_of_files(report),
         recovery=recovery_paragraph(report),

@@ -16,24 +16,27 @@ def summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> st
     derived = linked if origin is None or origin == report.model["name"] else f"`{name}` (derived from {linked})"
     kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
     how = ", using gradients of its loss" if config.needs.probes else ""
-    origins = "".join(f" {sentence}" for sentence in _origin(report.model))
-    kind_of_files = "checkpoint" if "own_code" in report.model else "plain transformers checkpoint"
+    after = "".join(f" {sentence}" for sentence in origins(report.model))
     if report.structure is not None:
         sizes = report.structure["parameters"]
         return (
             f"{derived} with {saved(report.structure):.1%} of its parameters removed in whole structures: "
             f"{sizes['before']:,} are {sizes['after']:,} now. **It is smaller wherever it is loaded**: a "
-            f"{kind_of_files} of smaller shapes, made with gradprobe_hf and loaded without it.{origins}"
+            f"{kind_of_files(report.model)} of smaller shapes, made with gradprobe_hf and loaded without it.{after}"
         )
     return (
         f"{derived} with {report.sparsity:.1%} of the weights in {len(report.matrices)} of its matrices set to zero "
         f"({kind}; {report.zeros:,} weights, {report.zeros / report.model['parameters']:.1%} of all parameters){how}. "
         "**The zeros are stored densely: they make it no smaller and no faster by themselves.** It "
-        f"is a {kind_of_files}, made with gradprobe_hf and loaded without it.{origins}"
+        f"is a {kind_of_files(report.model)}, made with gradprobe_hf and loaded without it.{after}"
     )
 
 
-def _origin(model: dict[str, Any]) -> list[str]:
+def kind_of_files(model: dict[str, Any]) -> str:
+    return "checkpoint" if "own_code" in model else "plain transformers checkpoint"
+
+
+def origins(model: dict[str, Any]) -> list[str]:
     """What is to be known of the model, and what its weights went through before they were pruned."""
     said = []
     if "own_code" in model:
