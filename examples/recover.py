@@ -156,13 +156,18 @@ class Bench:
         with tempfile.TemporaryDirectory() as folder:
             best = BestState(Path(folder), config.early_stopping_patience)
             on_cpu = not torch.accelerator.is_available()
-            arguments = training_arguments(
-                config, Path(folder), processes=Processes(), saves=False, on_cpu=on_cpu, bf16=False
-            )
+            arguments = training_arguments(config, Path(folder), processes=Processes(), saves=False, on_cpu=on_cpu)
             arguments.eval_on_start = True
             masks = [SparsityCallback("from-zeros")] if keeps_zeros else []
-            rows = {"train_dataset": text.trained, "eval_dataset": text.kept_back}
-            RecoveryTrainer(model, arguments, Labels(), Processes(), **rows, callbacks=[*masks, best]).train()
+            RecoveryTrainer(
+                model,
+                arguments,
+                Labels(),
+                Processes(),
+                train_dataset=text.trained,
+                eval_dataset=text.kept_back,
+                callbacks=[*masks, best],
+            ).train()
             best.load(model)
         return model.eval()
 

@@ -373,8 +373,13 @@ def test_a_checkpoint_that_lacks_parameters_is_not_gone_on_from(tmp_path, monkey
         trained(student, dense, folder=tmp_path, **options)
 
 
-def test_what_trained_in_bfloat16_computes_as_what_was_saved(tmp_path):
-    """Accelerate's autocast is around the forward while it trains, and no longer."""
+@pytest.mark.parametrize("launched", ["no", "bf16"])
+def test_what_trained_in_bfloat16_computes_as_what_was_saved(launched, tmp_path, monkeypatch):
+    """Autocast is around the forward while it trains, and no longer: Accelerate's too, of a launch that asks for it."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
+    compared = set()
+    apply = SummedDivergence.apply
+    monkeypatch.setattr(SummedDivergence, "apply", lambda z, *given: compared.add(z.dtype) or apply(z, *given))
     (student, _), dense, ids = half_pruned(), cases.build(DENSE), torch.arange(12)[None]
     found = recover_pretrained(
         student,
@@ -385,6 +390,8 @@ def test_what_trained_in_bfloat16_computes_as_what_was_saved(tmp_path):
         output_dir=tmp_path / "out",
         progress=False,
     )
+    # Accelerate makes float32 of all logits; without it they stay as they were computed, in half of the memory.
+    assert compared == {torch.float32 if launched == "bf16" else torch.bfloat16}
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(found.model.eval()(input_ids=ids).logits, saved(input_ids=ids).logits)
     assert not {"forward", "_original_forward", "_is_accelerate_prepared"} & vars(found.model).keys()

@@ -217,7 +217,6 @@ def distil(
             processes=place.processes,
             saves=place.resumable,
             on_cpu=student.device.type == "cpu",
-            bf16=bf16,
         )
         # A run that is resumed has measured where it began.
         arguments.eval_on_start = checkpoint is None
@@ -226,6 +225,7 @@ def distil(
             arguments,
             teacher,
             place.processes,
+            bf16=bf16,
             train_dataset=_whole_steps(text.trained, config.batch_size),
             eval_dataset=text.kept_back,
             callbacks=[*callbacks, best],

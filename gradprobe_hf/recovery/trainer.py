@@ -56,7 +56,7 @@ _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 
 
 def training_arguments(
-    config: RecoveryConfig, folder: Path, *, processes: Processes, saves: bool, on_cpu: bool, bf16: bool
+    config: RecoveryConfig, folder: Path, *, processes: Processes, saves: bool, on_cpu: bool
 ) -> TrainingArguments:
     """Trainer's arguments.
 
@@ -88,7 +88,6 @@ def training_arguments(
         adam_beta1=BETAS[0],
         adam_beta2=BETAS[1],
         weight_decay=0.0,
-        bf16=bf16,
         use_cpu=on_cpu,
         eval_strategy="steps",
         eval_steps=config.distance,
@@ -109,13 +108,24 @@ def training_arguments(
 
 
 class RecoveryTrainer(Trainer):
-    """A Trainer whose loss is the divergence from a teacher, a mean over the tokens that count of a whole step."""
+    """A Trainer whose loss is the divergence from a teacher, a mean over the tokens that count of a whole step.
+
+    Args:
+        bf16: compute in bfloat16 (autocast); the teacher computes as it is stored.
+    """
 
     def __init__(
-        self, model: nn.Module, args: TrainingArguments, teacher: Teacher, processes: Processes, **options: Any
+        self,
+        model: nn.Module,
+        args: TrainingArguments,
+        teacher: Teacher,
+        processes: Processes,
+        *,
+        bf16: bool = False,
+        **options: Any,
     ) -> None:
         super().__init__(model, args, data_collator=collated, **options)
-        self.teacher, self.processes = teacher, processes
+        self.teacher, self.processes, self.bf16 = teacher, processes, bf16
         self.model_accepts_loss_kwargs = True  # then Trainer counts `shift_labels` over a step and all processes
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             self.remove_callback(callback)
@@ -132,7 +142,10 @@ class RecoveryTrainer(Trainer):
         given = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
         with torch.no_grad():
             predicted = self.teacher.predictions(inputs)
-        logits = model(**given, use_cache=False).logits.flatten(0, 1)
+        # Not by `bf16` of the arguments: Accelerate would make float32 of all logits, which are the largest tensor of a
+        # step, and the loss does so of a few at a time.
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.bf16):
+            logits = model(**given, use_cache=False).logits.flatten(0, 1)
         summed = SummedDivergence.apply(logits, predicted, counted)
         # DDP takes the mean of the processes' gradients, of which the sum is wanted.
         terms = counted.sum() if num_items_in_batch is None else num_items_in_batch
