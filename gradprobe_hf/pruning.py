@@ -143,7 +143,7 @@ def prune_pretrained(
         check_measurable(context.model)
     rows = None
     if resume_dir is not None:
-        check_begun(resume_dir, _identity(context), context.processes)
+        check_begun(resume_dir, _identity(context, metric_fn), context.processes)
         rows = rows_at_once(resume_dir, context.processes) if config.batch_size == "auto" else None
     if apply:
         check_store_room(context.model, {target.parameter for target in context.targets}, output_dir)
@@ -151,7 +151,7 @@ def prune_pretrained(
     with upcast_products(context.model):  # as what it is compared with
         judge = None if metric_fn is None else Judge.of(context, metric_fn)
     with open_run(written(context), rows=rows) as context:
-        snapshots = _snapshots(context, resume_dir)
+        snapshots = _snapshots(context, resume_dir, metric_fn)
         context = replace(context, snapshots=snapshots, findings=Findings.of(snapshots))
         context = reachable(context)
         foreseen = foreseen_warnings(context)
@@ -190,21 +190,22 @@ def prune_pretrained(
     return replace(result, report=report, weights=result.handed_back())
 
 
-def _snapshots(context: RunContext, resume_dir: str | Path | None) -> Snapshots | None:
+def _snapshots(context: RunContext, resume_dir: str | Path | None, metric_fn: Metric | None) -> Snapshots | None:
     """Where the run's state is saved, after a check that all of what is there is of this run."""
     if resume_dir is None:
         return None
-    identity = _identity(context) | batch_identity(context.calibration)
+    identity = _identity(context, metric_fn) | batch_identity(context.calibration)
     in_step = is_sharded(context.model)
     snapshots = Snapshots(Path(resume_dir), identity, context.config.save_every, context.processes, in_step)
     snapshots.check()
     return snapshots
 
 
-def _identity(context: RunContext) -> dict[str, Any]:
+def _identity(context: RunContext, metric_fn: Metric | None) -> dict[str, Any]:
     """Of the run, of the matrices that were asked for: which of them the text reaches follows from it."""
     texts = {"calibration": context.calibration, "evaluation": context.selection}
-    return run_identity(context.model, context.config.to_dict(), texts, context.processes)
+    functions = {"loss_fn": context.loss_fn, "metric_fn": metric_fn}
+    return run_identity(context.model, context.config.to_dict(), texts, functions, context.processes)
 
 
 def _measured(context: RunContext, decision: PruningDecision) -> PairedMeasurement | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_a_run_that_fails_goes_on_with_the_text_it_had(tmp_path, monkeypatch):
     whole = cases.prune(model, "self", **{**run, "resume_dir": None, "save_every": 16})
     two = iter(range(2))
     with pytest.raises(RuntimeError, match="stopped"):
-        cases.prune(model, "self", loss_fn=lambda model, batch: _loss(model, batch, two), **run)
+        cases.prune(model, "self", loss_fn=partial(_loss, passes=two), **run)
     assert (tmp_path / "state" / "process-0" / "own_text.safetensors").exists()
     monkeypatch.setattr("gradprobe_hf.data.windows.own_text", lambda *args, **options: 1 / 0)  # is not written again
     found = cases.prune(model, "self", loss_fn=_loss, **run)

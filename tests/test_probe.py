@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    FSMTConfig,
+    FSMTForConditionalGeneration,
+    XLNetConfig,
+    XLNetForSequenceClassification,
+)
 
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
@@ -342,6 +350,76 @@ def test_a_bad_loss_is_refused_with_a_remedy():
         probed(vit, find_targets(vit), [{"pixel_values": torch.randn(2, 3, 8, 8)}])
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"order": "sequential", "blocks_per_step": 1}, {"structure": {"ffn": 4}, "importance": "fisher"}]
+)
+def test_a_loss_that_is_flat_is_refused(options):
+    """All scores would be 0, and the first matrices would go whole."""
+
+    def flat(model, batch):
+        return model(**batch).logits.sum() * 0.0
+
+    model = cases.build("llama")
+    before = cases.bits(model)
+    with pytest.raises(ValueError, match=r"every gradient of the loss \(0\) is 0"):
+        cases.prune(model, cases.batches("llama"), loss_fn=flat, **options)
+    assert not cases.changed(model, before)
+
+
+def numbered(mask):
+    """A mask of segments, as packed texts have them: transformers takes what is not 0."""
+    return mask * (1 + 2 * (torch.arange(mask.shape[1]) % 3 == 0))
+
+
+@pytest.mark.parametrize("name", ["llama", "t5"])
+@pytest.mark.parametrize("options", [{"score": "wanda"}, {"fisher": "factored"}, {"update": "least_squares"}])
+def test_a_mask_counts_what_is_not_zero(name, options):
+    parts = cases.batches(name)
+    for part in parts:
+        part["attention_mask"] = torch.ones_like(part["input_ids"])
+        part["attention_mask"][0, :4] = 0
+    others = [{**part, "attention_mask": numbered(part["attention_mask"])} for part in parts]
+    one, other = (cases.prune(cases.build(name), given, sparsity=0.5, **options) for given in (parts, others))
+    assert cases.differing(one.masks, other.masks) == 0
+    assert one.report.calibration["tokens"] == other.report.calibration["tokens"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_loss_is_not_rounded_to_half_precision(dtype):
+    """transformers' own is a mean in the dtype of the logits."""
+    model, terms = cases.build("t5", dtype), 0
+    for batch in cases.batches("t5"):
+        found, count = summed_loss(model, batch)
+        logits = model(**batch).logits.double().flatten(0, 1)
+        wanted = torch.nn.functional.cross_entropy(logits, batch["labels"].flatten(), reduction="sum")
+        assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+        terms += int(count)
+    assert terms == sum(batch["labels"].numel() for batch in cases.batches("t5"))
+
+
+def test_classes_that_are_not_counted_weigh_nothing():
+    config = BertConfig(
+        vocab_size=260, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4, num_labels=3
+    )
+    torch.manual_seed(0)
+    model = BertForSequenceClassification(config).double().eval()
+    ids, labels = torch.arange(8 * 10).view(8, 10), torch.tensor([0, -100, -100, -100, 2, 1, 0, 1])
+    found = [
+        cases.prune(
+            model,
+            [{"input_ids": ids[part], "labels": labels[part]} for part in torch.arange(8).split(size)],
+            sparsity=0.5,
+            fisher="sequence",
+        )
+        for size in (8, 4)
+    ]
+    assert cases.differing(found[0].masks, found[1].masks) == 0
+    losses = [one.report.probes["probe 0"] for one in found]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+    logits = model(input_ids=ids).logits
+    assert losses[0] == pytest.approx(torch.nn.functional.cross_entropy(logits, labels).item(), rel=1e-9)
+
+
 def test_sequences_that_cannot_be_told_apart_are_refused():
     model = cases.build("gpt2")
     targets = find_targets(model, include=["wpe"])  # positions are looked up once for the whole batch
@@ -394,3 +472,39 @@ def test_one_token_has_one_gradient():
     for target in targets:
         found = statistics[target.name]
         torch.testing.assert_close(found.sequence, found.token)
+
+
+def xlnet():
+    config = XLNetConfig(vocab_size=260, d_model=16, n_layer=2, n_head=4, d_inner=24, num_labels=2)
+    return XLNetForSequenceClassification(config).eval()
+
+
+def fsmt():
+    sizes = {f"{side}_{what}": size for side in ("encoder", "decoder") for what, size in SIZES.items()}
+    config = FSMTConfig(langs=["en", "de"], src_vocab_size=260, tgt_vocab_size=260, d_model=16, **sizes)
+    return FSMTForConditionalGeneration(config).eval()
+
+
+SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 24}
+
+
+@pytest.mark.parametrize("build", [xlnet, fsmt])
+def test_models_that_compute_on_tokens_first_take_a_row_at_a_time(build):
+    """Of eight rows with eight tokens no shape tells which is which."""
+    torch.manual_seed(0)
+    model, ids = build(), torch.randint(3, 250, (8, 8))
+    labels = torch.arange(8) % 2 if build is xlnet else ids.flip(1)
+    with pytest.raises(ValueError, match=r"computes on \[tokens, sequences\].*set batch_size=1"):
+        cases.prune(model, [{"input_ids": ids, "labels": labels}], sparsity=0.5)
+    rows = [{"input_ids": ids[row : row + 1], "labels": labels[row : row + 1]} for row in range(8)]
+    assert cases.prune(model, rows, sparsity=0.5).report.sparsity == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_block_that_begins_at_zero_is_pruned_in_its_turn():
+    """No gradient reaches its inner matrices, whose weights cost nothing."""
+    model = cases.build("llama")
+    with torch.no_grad():
+        for name in ("self_attn.o_proj", "mlp.down_proj"):
+            model.get_submodule(f"model.layers.1.{name}").weight.zero_()
+    result = cases.prune(model, cases.batches("llama"), sparsity=0.5, order="sequential", blocks_per_step=1)
+    assert result.report.sparsity == pytest.approx(0.5, abs=1e-3)

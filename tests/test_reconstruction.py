@@ -84,6 +84,17 @@ def really_changed(dense, batches, masks, config):
     return model
 
 
+@pytest.mark.parametrize("options", [{"score": "magnitude", "update": "obs"}, {"update": "sparsegpt"}])
+def test_new_weights_that_are_not_finite_are_refused_by_name(options):
+    model = cases.build("llama")
+    with torch.no_grad():
+        model.model.layers[-1].mlp.down_proj.weight[0, 0] = torch.inf  # no matrix has it among its inputs
+    before = cases.bits(model)
+    with pytest.raises(ValueError, match=r"the new weights of \S+down_proj\S* are not finite"):
+        cases.prune(model, cases.batches("llama"), sparsity=0.5, **options)
+    assert not cases.changed(model, before)
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

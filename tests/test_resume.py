@@ -7,7 +7,7 @@ import os
 import random
 import signal
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
@@ -313,8 +313,8 @@ def test_how_often_it_is_saved_may_change(tmp_path):
 
 def interrupted(folder, **options):
     """Leaves a state behind."""
-    with pytest.raises(RuntimeError, match="on purpose"):
-        run(folder, loss_fn=failing_at(5), **options)
+    with pytest.raises(RuntimeError, match="on purpose"), patch("gradprobe_hf.probe.engine.summed_loss", failing_at(5)):
+        run(folder, **options)
 
 
 def failing_at(number):
@@ -325,7 +325,7 @@ def failing_at(number):
         calls.append(1)
         if len(calls) == 1 + number:
             raise RuntimeError("on purpose")
-        return summed_loss(model, batch)[0]
+        return summed_loss(model, batch)
 
     return failing
 
@@ -351,6 +351,19 @@ def test_a_state_of_something_else_is_refused_with_the_difference(change, named,
     assert named in str(caught.value)
     assert "--resume-dir" in str(caught.value)
     assert files_of(tmp_path) == before
+
+
+def half_loss(model, batch):
+    return summed_loss(model, batch)[0] / 2
+
+
+@pytest.mark.parametrize(("loss_fn", "named"), [(None, "None"), (partial(half_loss), "'half_loss'")])
+def test_a_state_of_another_loss_is_refused(loss_fn, named, tmp_path):
+    failing = failing_at(5)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run(tmp_path / "state", loss_fn=lambda *given: failing(*given)[0], sparsity=0.5)
+    with pytest.raises(ValueError, match=rf"its loss_fn was '.*<lambda>', now it is {named}"):
+        run(tmp_path / "state", loss_fn=loss_fn, sparsity=0.5)
 
 
 @pytest.mark.parametrize("name", ["norm.weight", "layers.1.mlp.up_proj.weight", "embed_tokens.weight"])
@@ -469,7 +482,7 @@ def test_the_largest_batch_is_not_looked_for_again(tmp_path, monkeypatch):
 
 
 def test_a_search_on_another_text_is_another_run(tmp_path):
-    def search(evaluation, **others):
+    def search(evaluation):
         return prune_pretrained(
             cases.build("llama"),
             cases.config(sparsity=0.5, max_metric_drop=1e9, sparsity_step=0.25, save_every=1),
@@ -478,11 +491,10 @@ def test_a_search_on_another_text_is_another_run(tmp_path):
             apply=False,
             resume_dir=tmp_path / "state",
             progress=False,
-            **others,
         )
 
-    with pytest.raises(RuntimeError, match="on purpose"):
-        search(cases.batches("llama", seed=3), loss_fn=failing_at(9))
+    with pytest.raises(RuntimeError, match="on purpose"), patch("gradprobe_hf.probe.engine.summed_loss", failing_at(9)):
+        search(cases.batches("llama", seed=3))
     with pytest.raises(ValueError, match="its evaluation was"):
         search(cases.batches("llama", seed=4))
 

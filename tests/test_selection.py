@@ -155,6 +155,22 @@ def test_what_whole_weights_leave_of_a_bound_is_taken_by_score():
         assert score[masks[name]].max() < score[~masks[name]].min()
 
 
+@pytest.mark.parametrize("bounds", [(0.0, 0.9), (0.01, 1.0), (0.1, 0.9)])
+def test_bounds_keep_zeros_that_are_there_before_scores_of_zero(bounds):
+    """Dead inputs score 0 and come first by index; what is zero already counts towards the budget all the same."""
+    scores = {f"m{number}": torch.rand(8, 10, generator=torch.Generator().manual_seed(number)) for number in range(3)}
+    weights = {name: torch.ones(8, 10) for name in scores}
+    for name, score in scores.items():
+        score[:, :4] = 0.0
+        weights[name][:, 8:] = 0.0
+    targets = [target(name, (8, 10)) for name in scores]
+    masks = select_masks(
+        targets, lambda t: [score_keys(scores[t.name], weights[t.name], t.name)], Budget(0.3, bounds=bounds)
+    )
+    assert sum(int(masks[name].sum()) for name in scores) == 72
+    assert sum(int((masks[name] | (weights[name] == 0)).sum()) for name in scores) == 72
+
+
 def test_an_infinite_score_goes_last():
     scores = np.array([[np.inf, 1.0, 3e38, np.inf]], dtype=np.float32)
     nothing = {"m": np.zeros((1, 4), dtype=bool)}

@@ -194,7 +194,7 @@ class Comparison:
         context, begun = self._context, time.perf_counter()
         statistics = Statistics(context.targets, self._terms, context.model, context.storage)
         # With a spike limit, so that energies are remembered for whichever configuration limits its second probe.
-        one = ProbePass(context.targets, statistics, spike_limit=1.0, label="probe 0 (shared)")
+        one = ProbePass(context.targets, statistics, spike_limit=1.0, refuses_flat=True, label="probe 0 (shared)")
         loss = run_probe(context.workload, one)
         statistics.reduce(context.processes)
         return SharedProbe(statistics, loss.mean, time.perf_counter() - begun)

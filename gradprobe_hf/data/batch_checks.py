@@ -16,6 +16,9 @@ from gradprobe_hf.tasks.columns import IGNORED
 
 # What says which examples or tokens count, and not what they are.
 _BESIDE = ("labels", "attention_mask", "return_loss")
+# Families whose modules are called with [tokens, sequences, features]: nothing else tells them from the others where a
+# batch has as many rows as tokens.
+_TIME_FIRST = ("fsmt", "xlnet")
 _INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
 
 
@@ -42,6 +45,7 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
         if isinstance(ids := batch.get("input_ids"), Tensor):
             _check_ids(model, ids, part)
             _check_mask(batch.get("attention_mask"), ids, part)
+            _check_layout(model, ids, part)
         if isinstance(labels := batch.get("labels"), Tensor) and not labels.is_floating_point():
             _check_labels(model, batch, labels, part)
 
@@ -87,6 +91,14 @@ def _check_mask(mask: Any, ids: Tensor, part: str) -> None:
     if isinstance(mask, Tensor) and mask.ndim == ids.ndim and mask.shape != ids.shape:
         raise ValueError(
             f"{part}: attention_mask is {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}: they must be alike."
+        )
+
+
+def _check_layout(model: PreTrainedModel, ids: Tensor, part: str) -> None:
+    if getattr(model.config, "model_type", "") in _TIME_FIRST and len(ids) > 1:
+        raise ValueError(
+            f"{part}: {type(model).__name__} computes on [tokens, sequences], in which a batch of {len(ids)} sequences "
+            "cannot be told apart: set batch_size=1 (or give batches of one row)."
         )
 
 

@@ -250,4 +250,4 @@ def token_count(batch: Mapping[str, Any]) -> int:
     if ids is None:
         return row_count(batch)
     mask = batch.get("attention_mask")
-    return ids.numel() if mask is None else int(mask.sum())
+    return ids.numel() if mask is None else int(mask.count_nonzero())

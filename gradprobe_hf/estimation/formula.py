@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import chosen_experts, is_fused_experts
+from gradprobe_hf.model.families import chosen_experts, is_causal, is_fused_experts
 from gradprobe_hf.model.targets import Target
 
-# Alive when backward starts: the logits and their gradient. In float32 there is never more than a portion of them: see
-# model/loss.py.
+# Alive when backward starts: the logits and their gradient.
 TENSORS_OF_THE_LOSS = 2
 # A block keeps input and output of each linear map, and about as much again for norms, activation functions and
 # attention.
@@ -22,7 +22,12 @@ def loss_bytes(model: PreTrainedModel, rows: int, length: int) -> int:
     head = model.get_output_embeddings()
     if getattr(head, "weight", None) is None:
         return 0
-    return TENSORS_OF_THE_LOSS * model.dtype.itemsize * rows * length * int(head.weight.shape[0])
+    itemsize = model.dtype.itemsize
+    each = TENSORS_OF_THE_LOSS * itemsize
+    # In float32 there is never more than a portion of them where the loss is made here; transformers' own is of all.
+    if not is_causal(model) and itemsize < torch.float32.itemsize:
+        each = itemsize + TENSORS_OF_THE_LOSS * torch.float32.itemsize
+    return each * rows * length * int(head.weight.shape[0])
 
 
 def block_bytes(model: PreTrainedModel, targets: Sequence[Target], rows: int, length: int) -> dict[str, int]:

@@ -264,7 +264,7 @@ def longest_text(model: PreTrainedModel) -> int | None:
     configuration tells, the first two are no token's.
     """
     positions = text_attribute(model.config, "max_position_embeddings")
-    if positions is None:
+    if positions is None or positions < 0:  # XLNet says -1
         return None
     rows = (getattr(one, "position_embeddings", None) for one in model.modules())
     unused = (one.padding_idx + 1 for one in rows if isinstance(one, nn.Embedding) and one.padding_idx is not None)

@@ -94,6 +94,8 @@ class ProbePass:
         tally: of an interrupted pass, which continues behind its last batch; filled by the pass, so that a `ProbePass`
             serves once.
         after_batch: called when a batch is folded and tallied.
+        refuses_flat: whether a loss without any gradient is an error. Not of one batch alone, or of the matrices of one
+            step, which may have none: a block that begins at zero, say.
         label: for the progress bar.
     """
 
@@ -107,6 +109,7 @@ class ProbePass:
     spike_limit: float = 0.0
     tally: Tally = field(default_factory=Tally)
     after_batch: Callable[[], None] = lambda: None
+    refuses_flat: bool = False
     label: str = "probe"
 
 
@@ -121,7 +124,7 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
     Raises:
         ValueError: a loss that is not finite or has no gradient, or sequences that cannot be told apart.
     """
-    tally = one.tally
+    tally, resumed = one.tally, len(one.tally) > 0
     steps = one.cache.steps if one.cache else own_steps(work.model, one.targets, work.batches, work.processes)
     device = input_device(work.model)
     # Sequences are numbered through the pass: the spike limit compares each with itself in probe 0. A resumed pass goes
@@ -145,7 +148,10 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
                 bar.update()
                 one.after_batch()
                 batch_done(work.model, batch)
-    return _total_loss(work, tally, one.label)
+    total = _total_loss(work, tally, one.label)
+    if one.refuses_flat:
+        _check_moved(work, folding.moved or resumed, total, one.label)
+    return total
 
 
 @contextmanager
@@ -218,6 +224,16 @@ def reached_inputs(work: Workload, targets: Sequence[Target]) -> set[str]:
         for batch in work.batches:
             forward_only(model, send_to_device(batch, input_device(model)))
     return reached
+
+
+def _check_moved(work: Workload, moved: bool, total: ProbeLoss, label: str) -> None:
+    """Refuse a loss that is flat: all scores would be 0, and the first matrices would go whole."""
+    if not int(work.processes.max_(torch.tensor(int(moved)))):
+        raise ValueError(
+            f"{label}: every gradient of the loss ({total.mean:.4g}) is 0, so nothing tells one weight from another. A "
+            "loss that compares the rows of a batch (CLIP's) needs several of them: choose a larger batch_size. "
+            "Otherwise look at the labels, or at loss_fn."
+        )
 
 
 def _check_loss(loss: Tensor, model: PreTrainedModel) -> None:

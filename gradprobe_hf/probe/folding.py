@@ -34,12 +34,15 @@ class Folding:
         has_encoder: whether the model is an encoder-decoder.
         spike_limit: see `spikes.py`; 0: no limit, and energies are not recorded.
         first_sequence: how many sequences of this pass an earlier run has folded already.
+
+    Attributes:
+        moved: whether any gradient so far was not 0.
     """
 
     def __init__(
         self, statistics: Statistics, has_encoder: bool, spike_limit: float = 0.0, first_sequence: int = 0
     ) -> None:
-        self.statistics = statistics
+        self.statistics, self.moved = statistics, False
         self._has_encoder, self._spike_limit, self._first_sequence = has_encoder, spike_limit, first_sequence
         self._layout = BatchLayout(sequences=0, tokens=0)
         self._counted = True
@@ -87,6 +90,7 @@ class Folding:
         # A batch that does not count still takes part in the collectives of shards, with zeros; skipping the folding
         # here would leave the other processes waiting.
         output_grad = output_grad if self._counted else torch.zeros_like(output_grad)
+        self._look_at(output_grad)
         d = self._layout.by_sequence(output_grad, 1, target.name)
         x = self._layout.by_sequence(inputs, int(site.kind != "embedding"), target.name)
         d = self._without_spikes(target, site, statistics, d)
@@ -112,8 +116,13 @@ class Folding:
     def fold_gates(self, target: Target, inputs: Tensor, input_grad: Tensor) -> None:
         """Fold one use of a matrix into the sums of its units' gates: its inputs, and `W^T d`."""
         if self._counted:
+            self._look_at(input_grad)
             x, gradient = (self._layout.by_sequence(value, 1, target.name) for value in (inputs, input_grad))
             self.statistics[target.name].gates.add(x, gradient)
+
+    def _look_at(self, gradient: Tensor) -> None:
+        # Each look waits for the device; behind the first gradient that is not 0, as a rule the first, there are none.
+        self.moved = self.moved or bool(gradient.any())
 
     def _without_spikes(self, target: Target, site: Site, statistics: MatrixStatistics, d: Tensor) -> Tensor:
         """d, with the sequences that have exploded scaled down. In probe 0: record their energies."""

@@ -26,7 +26,7 @@ class BatchLayout:
     Attributes:
         sequences: rows of the batch.
         tokens: columns of `input_ids`; 1 for a batch without them.
-        encoder_mask: 0 at padding of the inputs, `[sequences, tokens]`; None: every token counts.
+        encoder_mask: False at padding of the inputs, bool `[sequences, tokens]`; None: every token counts.
         decoder_mask: the same for the tokens that a decoder makes of the labels; only an encoder-decoder's.
     """
 
@@ -38,10 +38,13 @@ class BatchLayout:
     @classmethod
     def of(cls, batch: Batch, has_encoder: bool) -> BatchLayout:
         ids, inputs, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
-        encoder_mask = inputs if isinstance(inputs, Tensor) and inputs.ndim == 2 else None
+        # As transformers reads it: what is not 0 counts. Segments of packed texts are numbered 1, 2, ...
+        encoder_mask = inputs != 0 if isinstance(inputs, Tensor) and inputs.ndim == 2 else None
         decoder_mask = batch.get("decoder_attention_mask")
         if decoder_mask is None and isinstance(labels, Tensor) and labels.ndim == 2:
             decoder_mask = labels != IGNORED  # transformers shifts these labels to make the decoder's inputs
+        elif decoder_mask is not None:
+            decoder_mask = decoder_mask != 0
         return cls(
             row_count(batch),
             ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1,
@@ -70,7 +73,7 @@ class BatchLayout:
         return value.reshape(self.sequences, -1, *value.shape[len(leading) :])
 
     def token_mask(self, site: Site, x: Tensor) -> Tensor | None:
-        """0 at the padding of `x [sequences, tokens, ...]`, `[sequences, tokens]`; None: every token counts."""
+        """False at padding of `x [sequences, tokens, ...]`, bool `[sequences, tokens]`; None: every token counts."""
         mask = self.decoder_mask if in_decoder(site.module) else self.encoder_mask
         # A mask of another shape is not about these tokens: frames of speech, say, or one pooled token a sequence. Of
         # patches of an image there may be as many as there are tokens of text.
@@ -82,7 +85,7 @@ class BatchLayout:
         """The inputs of a linear map without padding, `[tokens, in]`."""
         x = self.by_sequence(inputs, 1, target.name)
         mask = self.token_mask(site, x)
-        return x.flatten(0, 1) if mask is None else x[mask.bool()]
+        return x.flatten(0, 1) if mask is None else x[mask]
 
     def tokens_of(self, rows: Tensor, target: Target, site: Site, inputs: Tensor) -> Tensor:
         """Which of the tokens of `unpadded_inputs` belong to some sequences, bool `[tokens]`.
@@ -93,7 +96,7 @@ class BatchLayout:
         x = self.by_sequence(inputs, 1, target.name)
         mask = self.token_mask(site, x)
         belongs = rows.to(x.device)[:, None].expand(x.shape[:2])
-        return belongs.flatten() if mask is None else belongs[mask.bool()]
+        return belongs.flatten() if mask is None else belongs[mask]
 
     def input_squares(self, target: Target, site: Site, x: Tensor, dtype: torch.dtype) -> Tensor:
         """x^2 with padding at zero, `[sequences, tokens, in]`; for an embedding the count of each token, `[tokens]`."""

@@ -51,8 +51,13 @@ def share(batches: Sequence[Item], processes: Processes, in_step: bool) -> list[
 def single_rows(batch: Batch) -> Iterator[Batch]:
     """One sequence at a time, its padding cut off: an expert that is sent padding cannot tell it from text."""
     mask = batch.get("attention_mask")
-    for row in range(row_count(batch)):
-        single = {name: value[row : row + 1] if isinstance(value, Tensor) else value for name, value in batch.items()}
+    rows = row_count(batch)
+    for row in range(rows):
+        # What has no row for each sequence, positions `[1, tokens]` say, is for all of them.
+        single = {
+            name: value[row : row + 1] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
+            for name, value in batch.items()
+        }
         if isinstance(mask, Tensor):
             # Whatever has the shape of the mask has a column for each token: ids, labels, token types.
             counted = mask[row].bool()

@@ -57,6 +57,7 @@ def solve_block(task: Reconstruction, inside: Sequence[Target], collected: Block
     for target, owner in zip(inside, owners, strict=True):
         one = own.pop(target.name, None) or _NewMatrix.empty(target, model)
         whole, mask = processes.send_(one.values, owner), processes.send_(one.mask, owner)
+        _check_finite(whole, target)  # of the whole: all processes raise, or none
         if sharded:
             values[target.name] = target.own_part(model, whole)
             made.masks.add(target.name, [target.own_part(model, unpack(mask, target.shape[1]))])
@@ -66,6 +67,14 @@ def solve_block(task: Reconstruction, inside: Sequence[Target], collected: Block
     for more in processes.gather(dampings):
         made.damping.update(more)
     return FinishedBlock(values, made.masks, made.damping)
+
+
+def _check_finite(values: Tensor, target: Target) -> None:
+    if not torch.isfinite(values).all():
+        raise ValueError(
+            f"the new weights of {target.name} are not finite: look for NaN and infinite values in the weights that it "
+            "has, or a dtype that overflows (float16: try bfloat16). Nothing was changed."
+        )
 
 
 def _here(task: Reconstruction, target: Target) -> tuple[Tensor, Tensor | None]:

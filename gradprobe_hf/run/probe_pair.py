@@ -252,6 +252,7 @@ class ProbePair:
             spike_limit=config.spike_limit if config.decision_row.limits_spikes else 0.0,
             tally=state.tally,
             after_batch=partial(self._save, state),
+            refuses_flat=len(self.targets) == len(context.targets),
             label=f"{state.stage} ({self.at.label}{what})",
         )
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -190,12 +190,14 @@ def run_identity(
     model: nn.Module,
     config: Mapping[str, Any],
     texts: Mapping[str, Batches],
+    functions: Mapping[str, Callable[..., Any] | None],
     processes: Processes,
 ) -> dict[str, Any]:
     """What a state belongs to, whatever its batches are like: configuration, model, number of processes, and texts.
 
     Args:
         texts: by what they are for; one that is not read yet is empty, and says nothing.
+        functions: of the user's own, by argument; they are told apart by their names.
     """
     return {
         # How often a state is saved may change between two runs.
@@ -204,7 +206,13 @@ def run_identity(
         "weights": weights_fingerprint(model),
         "number of processes": processes.count,
         **{name: f"{text.source} ({text.fingerprint})" for name, text in texts.items() if text},
+        **{name: _called(one) for name, one in functions.items()},
     }
+
+
+def _called(function: Callable[..., Any] | None) -> str | None:
+    named = getattr(function, "func", function)  # of a `partial`
+    return None if function is None else str(getattr(named, "__qualname__", type(named).__qualname__))
 
 
 def batch_identity(batches: Batches) -> dict[str, Any]:

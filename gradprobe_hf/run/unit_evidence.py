@@ -179,6 +179,7 @@ def _gates(
         factor=0.0,
         pruned=(gone, masks),
         new_weights=biases,
+        refuses_flat=True,
         label="probe (gates)",
     )
     with context.stopwatch("probe 0"):

@@ -39,8 +39,10 @@ def bounded(keys: Keys, bounds: tuple[float, float], unit: Sequence[Target], bud
             cuts[target.name] = cuts_of(target)
         pruned_first, pruned_at_all = (Below(cut) for cut in cuts[target.name])
         for chunk in keys(target):
-            # Key 0 now stands for the least alone. Weights that are zero already and not part of it get key 1: they
-            # are still the first of the rest, but no longer pruned before the least of every other matrix.
-            yield chunk.clamp_min(1).masked_fill_(~pruned_at_all(chunk), LAST).masked_fill_(pruned_first(chunk), 0)
+            # Key 0 now stands for the least alone. All others are one higher: weights that are zero already and not
+            # part of it are still the first of the rest, before a score of 0, but no longer pruned before the least of
+            # every other matrix. The largest finite score falls together with an infinite one.
+            shifted = (chunk + 1).clamp_max_(LAST)
+            yield shifted.masked_fill_(~pruned_at_all(chunk), LAST).masked_fill_(pruned_first(chunk), 0)
 
     return changed

@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers import (
@@ -24,6 +25,7 @@ from transformers import (
 
 import gradprobe_hf
 from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained, sweep_gradient_thresholds
+from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.training import (
     SelectiveUpdateCallback,
     SparsityCallback,
@@ -362,13 +364,13 @@ def _recipes(world: World) -> None:
 def _states(world: World) -> None:
     """Folders of a run that was killed after its first batch."""
     state = "process-0/probe-0-1/state.json"
-    with suppress(KeyboardInterrupt):
+    failing = patch("gradprobe_hf.probe.engine.summed_loss", _interrupted_in_its_third_call())
+    with suppress(KeyboardInterrupt), failing:
         prune_pretrained(
             world.models["llama"],
             GradProbeConfig(**SMALL, save_every=1),
             calibration=cases.batches("llama"),
             evaluation=False,
-            loss_fn=_fails_in_its_third_call(),
             resume_dir=world.at("state-good"),
             progress=False,
         )
@@ -387,13 +389,13 @@ def _states(world: World) -> None:
         _cut(file)
 
 
-def _fails_in_its_third_call() -> Callable[[Any, Any], torch.Tensor]:
+def _interrupted_in_its_third_call() -> Callable[[Any, Any], tuple[torch.Tensor, torch.Tensor]]:
     seen = []
 
-    def loss(model: Any, batch: Any) -> torch.Tensor:
+    def loss(model: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if len(seen) == 2:  # of the first batch twice: once to see what it reaches
             raise KeyboardInterrupt
         seen.append(batch)
-        return model(**batch, labels=batch["input_ids"]).loss * len(batch["input_ids"])
+        return summed_loss(model, batch)
 
     return loss
