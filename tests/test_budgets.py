@@ -256,7 +256,9 @@ def test_an_estimate_is_the_loss_without_what_goes(monkeypatch):
     assert shape["estimated"] == pytest.approx(min(losses), rel=1e-5)
 
 
-def test_later_blocks_are_looked_for_among_the_best_of_the_time_before(monkeypatch):
+@pytest.fixture
+def tried(monkeypatch):
+    """What is left out, of seven blocks whose losses add up, two of which are tried after the first time."""
     cost, tried = {"a": 9, "b": 3, "c": 1, "d": 4, "e": 2, "f": 5, "g": 9}, []
 
     def losses_without(_context, _plan, gone, blocks, _diagnostics):
@@ -265,14 +267,33 @@ def test_later_blocks_are_looked_for_among_the_best_of_the_time_before(monkeypat
 
     monkeypatch.setattr(block_order, "losses_without", losses_without)
     monkeypatch.setattr(block_order, "FEWER_BLOCKS", 2)
-    context = SimpleNamespace(block_order=BlockOrder(), progress=False)
-    plan = SimpleNamespace(blocks=tuple(cost))  # of which the first and the last stay
+    return tried
+
+
+def test_later_blocks_are_looked_for_among_the_best_of_the_time_before(tried):
+    context, plan = SimpleNamespace(block_order=BlockOrder(), progress=False), Plan(tuple("abcdefg"), {})
     found = block_order.blocks_going(context, plan, 3, None)
     assert [(one["block"], one["loss"]) for one in found] == [("c", 1), ("e", 3), ("b", 6)]
     assert tried[:5] == [{block} for block in "bcdef"]
     assert tried[5:] == [{"c", "e"}, {"c", "b"}, {"c", "e", "b"}, {"c", "e", "d"}]
     assert block_order.blocks_going(context, plan, 2, None) == found[:2]
     assert len(tried) == 9  # what is known is not measured again
+
+
+def test_one_block_of_each_kind_stays(tried):
+    context, plan = (
+        SimpleNamespace(block_order=BlockOrder(), progress=False),
+        Plan(tuple("abcdefg"), {}, kinds=tuple("xxyxxxx")),
+    )
+    assert plan.blocks_kept == 3
+    assert plan.may_go(set()) == ["b", "d", "e", "f"]
+    assert [one["block"] for one in block_order.blocks_going(context, plan, 3, None)] == ["e", "b", "d"]
+    assert plan.first_to_go("cbde", 3) == ["b", "d", "e"]
+    assert not any("c" in gone for gone in tried)
+    two = Plan(tuple("abcdefg"), {}, kinds=tuple("xyyxxxx"))
+    assert (two.may_go({"b"}), two.may_go({"c"})) == (["d", "e", "f"], ["d", "e", "f"])
+    assert two.may_go(set()) == ["b", "c", "d", "e", "f"]
+    assert Plan(tuple("abc"), {}, kinds=tuple("xyz")).blocks_kept == 3
 
 
 @pytest.mark.parametrize("is_cached", [True, False])

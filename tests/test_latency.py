@@ -15,6 +15,7 @@ from gradprobe_hf.cli.output import print_pruning
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run import latency, shape_search
 from gradprobe_hf.run.latency import Timed
+from gradprobe_hf.structures.plan import Plan
 from tests import cases
 from tests.test_budgets import BLOCKS, deep
 
@@ -162,7 +163,7 @@ def test_a_state_in_place_of_a_cache_is_handed_on(name):
         "rwkv": {"attention_hidden_size": 16},
     }
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **options[name])).eval()
-    latency.check_timeable(model)
+    latency.check_timeable(model, Plan.of(model, find_targets(model), {}))
     given = []
     cache = latency._cache_of(model)
     model.register_forward_pre_hook(lambda _, __, kwargs: given.append(kwargs.get(cache)), with_kwargs=True)

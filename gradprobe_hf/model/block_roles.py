@@ -20,6 +20,7 @@ _FEED_FORWARDS: tuple[tuple[str, dict[str, int]], ...] = (
     ("feed_forward.down_proj", {"feed_forward.gate_proj": 1, "feed_forward.up_proj": 1}),  # Falcon-H1
     ("fc2", {"fc1": 1}),  # OPT, BART
     ("output.dense", {"intermediate.dense": 1}),  # BERT
+    ("feed_forward.output_dense", {"feed_forward.intermediate_dense": 1}),  # Wav2Vec2, HuBERT, WavLM
     ("ffn.lin2", {"ffn.lin1": 1}),  # DistilBERT
     ("mlp.Wo", {"mlp.Wi": 2}),  # ModernBERT
     *(  # T5: the second part of an encoder's block, the third of a decoder's

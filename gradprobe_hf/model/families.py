@@ -6,6 +6,7 @@ family that differs in any of these is a change to this file alone.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -321,6 +322,11 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
     if name == "input_features":  # speech: as many frames as the encoder has positions, after a stride of two
         frames = 2 * config.max_source_positions
         return {name: _values(model, rows, config.num_mel_bins, frames), "labels": _ids(rows, length)}
+    if name == "input_values" and hasattr(config, "conv_stride"):  # sound as it is, of which convolutions make tokens
+        samples = math.prod(config.conv_stride) * length + sum(config.conv_kernel)
+        return {name: _values(model, rows, samples), "labels": _ids(rows) if _is_classifier(model) else _ids(rows, 2)}
+    if name == "input_values" and hasattr(config, "num_mel_bins"):
+        return {name: _values(model, rows, config.max_length, config.num_mel_bins), "labels": _ids(rows)}
     if is_causal(model):
         return {"input_ids": _ids(rows, length)}
     labels = _ids(rows) if labels_whole_sequences(model) else _ids(rows, length)
@@ -340,6 +346,10 @@ def random_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
     if model.config.is_encoder_decoder:  # without labels it does not make them itself
         found["decoder_input_ids"] = torch.randint(vocabulary, (rows, length), generator=generator)
     return found
+
+
+def _is_classifier(model: PreTrainedModel) -> bool:
+    return type(model).__name__.endswith("ForSequenceClassification")
 
 
 def _ids(*shape: int) -> torch.Tensor:

@@ -128,7 +128,8 @@ def _losses_beside(
     names: Sequence[str] = [] if first else [one["block"] for one in order.gone]
     if not names and order.alone:
         return order.alone
-    left = order.next_tried[:FEWER_BLOCKS] if names else plan.blocks[1:-1]
+    may_go = plan.may_go(set(names))
+    left = [block for block in order.next_tried if block in may_go][:FEWER_BLOCKS] if names else may_go
     losses = losses_without(context, plan, set(names), left, diagnostics)
     if not names:
         order.alone.update(losses)

@@ -67,7 +67,7 @@ class MaskedOutputs:
             outputs = _outputs(model, batch, wide)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             logger.warning(
                 "whether a smaller %s computes what the masked one does was not compared: no random batch runs (%s)",
                 type(model).__name__,

@@ -48,8 +48,20 @@ class Timed:
     inside: float
 
 
-def check_timeable(model: PreTrainedModel) -> None:
-    """Raise ValueError for a model whose latency would say nothing about the checkpoint's."""
+def check_timeable(model: PreTrainedModel, plan: Plan) -> None:
+    """Raise ValueError for a model whose latency would say nothing about the checkpoint's.
+
+    Args:
+        plan: of the model, whatever goes.
+    """
+    if len({*plan.kinds}) > 1:
+        inside = [frozenset(kind.split(", ")) for kind in sorted({*plan.kinds})]
+        everywhere = frozenset.intersection(*inside)
+        apart = " or ".join(", ".join(sorted(one - everywhere)) or "none of these" for one in inside)
+        raise ValueError(
+            f"latency takes one block for all, and those of {type(model).__name__} have {apart} in them. Give another "
+            "budget: params=0.75, say, or memory='200MB'."
+        )
     if is_offloaded(model):
         raise ValueError(
             "latency is measured of a model in memory, and parts of this one are offloaded. Give another "

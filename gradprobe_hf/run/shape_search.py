@@ -33,7 +33,7 @@ from gradprobe_hf.model.routing import mixtures, routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.run.block_order import few_rows, loss_without, losses_alone
+from gradprobe_hf.run.block_order import blocks_going, few_rows, loss_without, losses_alone
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.latency import check_timeable, latency_table, measured_latency
@@ -43,7 +43,7 @@ from gradprobe_hf.runtime.stopwatch import Stopwatch, rough_time
 from gradprobe_hf.structures.budgets import BUDGETS, ShapeBudget
 from gradprobe_hf.structures.importance import made_up_for
 from gradprobe_hf.structures.latency_table import LatencyTable
-from gradprobe_hf.structures.legal_shapes import Shape, is_legal, shape_axes, shapes_within
+from gradprobe_hf.structures.legal_shapes import Shape, block_sizes, is_legal, shape_axes, shapes_within
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.table import STRUCTURES, shape_words
@@ -54,24 +54,26 @@ logger = logging.getLogger(__name__)
 TRIED = 4  # shapes that are pruned and measured
 STOPS = 3  # amounts of a structure that are measured; what lies between is interpolated
 HELD_OUT = 1 / 8  # of the calibration rows
-_TWO_ROWS = "at least two rows (num_samples, --num-samples)"
+_TWO_ROWS = "at least two rows: num_samples=2 (--num-samples)"
 
 # Prunes a context whose shape is given, and returns the loss on some batches and what goes.
 Trial = Callable[[RunContext, Batches, Diagnostics], tuple[float, Removal]]
 
 
-def budget_shapes(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> list[Shape]:
-    """The shapes that meet a configuration's budget of size. Raises: as `shapes_within`."""
+def budget_shapes(
+    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, order: Sequence[str] = ()
+) -> list[Shape]:
+    """The shapes that meet a configuration's budget of size. Args, Raises: as `shapes_within`."""
     budget = config.shape_budget
     assert budget is not None, "asked for where there is one"
-    return shapes_within(model, targets, budget, _unavailable(model, targets))
+    return shapes_within(model, targets, budget, _unavailable(model, targets), order=order)
 
 
 def check_budget(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> None:
     """Raise ValueError for a budget that no shape of the model meets, as far as it can be told without a clock."""
     budget = config.shape_budget
     if budget is not None and budget.is_measured:
-        check_timeable(model)
+        check_timeable(model, Plan.of(model, targets, {}))
         shape_axes(model, targets, _unavailable(model, targets))
     else:
         budget_shapes(model, targets, config)
@@ -141,22 +143,24 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
     """
     budget, table = context.config.shape_budget, None
     assert budget is not None, "asked for where there is one"
-    if budget.is_measured:
-        shapes, table = _timed_shapes(context, budget, diagnostics)
-    else:
-        shapes = budget_shapes(context.model, context.targets, context.config)
     held_out, rest = context.calibration.split(context.config.seed, HELD_OUT, _TWO_ROWS)
     # What is found of the shapes is found on other rows than what follows.
     findings = context.findings.under("shapes")
     on_rest = replace(context, calibration=rest, snapshots=None, findings=findings, stopwatch=Stopwatch())
-    # Where all are tried, nothing has to be expected of them.
     own = Diagnostics()
+    if budget.is_measured:
+        shapes, table = _timed_shapes(context, budget, diagnostics)
+    else:
+        shapes = budget_shapes(context.model, context.targets, context.config, _known_order(on_rest, own))
+    # Where all are tried, nothing has to be expected of them.
     expected = estimated_losses(on_rest, shapes, own) if len(shapes) > TRIED else [0.0] * len(shapes)
     order = sorted(range(len(shapes)), key=lambda number: expected[number])
     legal = (number for number in order if is_legal(context.model, context.targets, shapes[number]))
     losses: dict[int, float] = {}
     for number in tqdm(list(islice(legal, TRIED)), desc="shapes", disable=not context.progress, leave=False):
-        losses[number] = _tried(on_rest, shapes[number], held_out, own, trial)
+        losses[number], left = _tried(on_rest, shapes[number], held_out, own, trial)
+        # Of which blocks go, where these differ in size, only a budget of size has to know before.
+        shapes[number] = replace(shapes[number], parameters=left)
     quiet = replace(context.workload_on(held_out), progress=False)
     diagnostics.dense_loss = measure(quiet, "shapes").loss
     for kind, passes in own.passes.items():
@@ -187,21 +191,37 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
         diagnostics.latency |= table.terms or {}
 
 
-def _tried(context: RunContext, shape: Shape, held_out: Batches, diagnostics: Diagnostics, trial: Trial) -> float:
-    """The loss of a shape on rows that it was not pruned on."""
+def _known_order(context: RunContext, diagnostics: Diagnostics) -> list[str]:
+    """The order in which blocks go, as far as a budget of size needs it; empty where they are all as large.
+
+    It does not depend on what else goes, and all shapes share it.
+    """
+    model, targets, config = context.model, context.targets, context.config
+    axes = shape_axes(model, targets, _unavailable(model, targets))
+    amounts = next((counts for name, counts in axes.items() if STRUCTURES[name].takes == "blocks"), [0])
+    plan = Plan.of(model, targets, {})
+    if len({*block_sizes(model, plan).values()}) == 1 or not any(amounts):
+        return []
+    # No shape loses more blocks than one that loses nothing else, which loses most where the smallest go.
+    alone = (shape.going for shape in budget_shapes(model, targets, config) if [*shape.going] == ["blocks"])
+    most = next(alone, {"blocks": amounts[-1]})["blocks"]
+    return [one["block"] for one in blocks_going(context, plan, most, diagnostics)]
+
+
+def _tried(
+    context: RunContext, shape: Shape, held_out: Batches, diagnostics: Diagnostics, trial: Trial
+) -> tuple[float, int]:
+    """The loss of a shape on rows that it was not pruned on, and how many parameters it leaves."""
     order, name = context.block_order or BlockOrder(), shape_words(shape.going)
 
     def tried() -> dict[str, Any]:
         own = replace(context, block_order=order, findings=context.findings.under(name))
         loss, removal = trial(with_shape(own, shape.going), held_out, diagnostics)
-        # Where blocks differ in size, it depends on which of them go how much is left.
-        too_large = removal.parameters(context.model) > shape.parameters
-        return {"loss": math.inf if too_large else loss, "order": asdict(order)}
+        return {"loss": loss, "left": removal.parameters(context.model), "order": asdict(order)}
 
     found = context.findings.get(name, diagnostics, tried)
     order.load(found["order"])  # that others go on from
-    loss: float = found["loss"]
-    return loss
+    return found["loss"], found["left"]
 
 
 @dataclass(frozen=True)
@@ -279,7 +299,7 @@ def _measured_stops(
         if STRUCTURES[name].takes == "blocks":
             plan = Plan.of(context.model, context.targets, {name: 1})
             alone = losses_alone(context, plan, diagnostics)
-            order = sorted(alone, key=lambda block: alone[block])
+            order = plan.first_to_go(sorted(alone, key=lambda block: alone[block]), max(amounts))
             measure = partial(_losses_without_blocks, context, plan, order, amounts, diagnostics)
             found[name] = context.findings.get("amounts of blocks", diagnostics, measure)
         if STRUCTURES[name].takes == "experts":

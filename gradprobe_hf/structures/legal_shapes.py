@@ -46,19 +46,23 @@ def shapes_within(
     budget: ShapeBudget,
     without: Mapping[str, str] | None = None,
     table: LatencyTable | None = None,
+    order: Sequence[str] = (),
 ) -> list[Shape]:
     """The shapes that meet a budget and have nothing to give back, the most parameters first.
 
     Args:
         without: structures that the model cannot do without, each with a sentence that says why.
         table: of seconds, for a budget of latency.
+        order: in which blocks go, as far as it is known. Where they differ in size and it is not, the smallest are
+            taken to go: what goes then leaves no more than a shape says.
 
     Raises:
         ValueError: the model is that small as it is, or never is that small.
     """
     axes = shape_axes(model, targets, without or {})
-    shaped = _Shaped(model, targets, table, bytes_beside_parameters(model))
-    sizes = table or _Sizes.of(shaped, budget, list(axes))
+    whole = (*order, *smallest_first(model, targets))
+    shaped = _Shaped(model, targets, table, bytes_beside_parameters(model), whole)
+    sizes = table or _Sizes.of(shaped, budget, axes)
     limit = budget.most(sizes.dense)
     allowed = [going for going in _largest(axes, sizes, limit) if any(going.values())]
     # Pareto: what gives less of one thing and no more of another loses less, so that the other need not be tried.
@@ -119,16 +123,18 @@ class _Shaped:
 
     Attributes:
         beside: bytes of its files beside parameters.
+        order: in which blocks go.
     """
 
     model: PreTrainedModel
     targets: Sequence[Target]
     table: LatencyTable | None
     beside: int
+    order: Sequence[str]
 
     def __call__(self, going: Mapping[str, int]) -> Shape:
         going = {name: going[name] for name in STRUCTURES if going.get(name)}
-        removal = Removal.example(Plan.of(self.model, self.targets, going))
+        removal = Removal.example(Plan.of(self.model, self.targets, going), self.order)
         seconds = None if self.table is None else self.table(going)
         return Shape(going, removal.parameters(self.model), removal.bytes(self.model) + self.beside, seconds)
 
@@ -138,37 +144,56 @@ class _Sizes:
     """Sizes of all shapes, from those of a few: what goes of a block does not depend on the other blocks.
 
     Attributes:
-        dense: of the model.
-        block: of one block.
-        units: structure -> what one of its units takes in a block, and how many blocks have it: the first blocks of a
-            mixture may have no experts.
+        left: what is left of the model without the first so many blocks of the order.
+        units: structure -> what one of its units takes in a block, and how many of the blocks that are left have it,
+            without the first so many: the first blocks of a mixture may have no experts.
     """
 
-    dense: int
-    block: float
-    units: Mapping[str, tuple[float, int]]
+    left: Sequence[int]
+    units: Mapping[str, tuple[float, Sequence[int]]]
 
     @classmethod
-    def of(cls, shaped: _Shaped, budget: ShapeBudget, names: Sequence[str]) -> _Sizes:
+    def of(cls, shaped: _Shaped, budget: ShapeBudget, axes: Mapping[str, Sequence[int]]) -> _Sizes:
         count = attrgetter(budget.unit)
+        (whole,) = [name for name in STRUCTURES if STRUCTURES[name].takes == "blocks"]
+        plan = Plan.of(shaped.model, shaped.targets, {})
+        gone = plan.first_to_go(shaped.order, max(axes.get(whole, [0])))
+        of_blocks = block_sizes(shaped.model, plan, in_bytes=budget.unit == "bytes")
         dense = count(shaped({}))
-        saved = {name: dense - count(shaped({name: 1})) for name in names}
         inside = {}
-        for name in names:
+        for name in axes:
+            if name == whole:
+                continue
             plan = Plan.of(shaped.model, shaped.targets, {name: 1})
-            holding = len(plan.experts) or len(plan.blocks)
-            if STRUCTURES[name].takes != "blocks":
-                inside[name] = saved[name] / holding, holding
-        whole = next((saved[name] for name in names if name not in inside), 0)
-        return cls(dense, whole, inside)
+            holding = {one.mixture.block for one in plan.experts} or {*plan.blocks}
+            unit = (dense - count(shaped({name: 1}))) / len(holding)
+            inside[name] = unit, [len(holding - {*gone[:number]}) for number in range(len(gone) + 1)]
+        return cls([dense - sum(of_blocks[one] for one in gone[:number]) for number in range(len(gone) + 1)], inside)
+
+    @property
+    def dense(self) -> int:
+        return self.left[0]
 
     def __call__(self, going: Mapping[str, int]) -> float:
         gone = sum(count for name, count in going.items() if name not in self.units)
-        left = self.dense - gone * self.block
-        for name, (unit, holding) in self.units.items():
-            # Blocks that go are among those that have it: where others go, less is left than this.
-            left -= max(0, holding - gone) * unit * going.get(name, 0)
-        return left
+        return self.left[gone] - sum(
+            unit * left[gone] * going.get(name, 0) for name, (unit, left) in self.units.items()
+        )
+
+
+def smallest_first(model: PreTrainedModel, targets: Sequence[Target]) -> list[str]:
+    """The blocks that may go, those with the fewest parameters first."""
+    plan = Plan.of(model, targets, {})
+    sizes = block_sizes(model, plan)
+    return sorted(plan.blocks[1:-1], key=lambda block: sizes[block])
+
+
+def block_sizes(model: PreTrainedModel, plan: Plan, in_bytes: bool = False) -> dict[str, int]:
+    """Block -> its parameters, or their bytes."""
+    return {
+        block: sum(one.nbytes if in_bytes else one.numel() for one in model.get_submodule(block).parameters())
+        for block in plan.blocks
+    }
 
 
 def _largest(

@@ -6,7 +6,8 @@ each of them; those that make it have rows, once or (gate and up in one matrix) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -72,12 +73,14 @@ class Plan:
         units: structure -> its units in every block.
         going: structure -> how many of these go in every block; of blocks, how many go.
         experts: of every block that has some.
+        kinds: of the blocks, in their order: what is in them. Empty: all are of one kind.
     """
 
     blocks: tuple[str, ...]
     units: Mapping[str, tuple[Units, ...]]
     going: Mapping[str, int] = field(default_factory=dict)
     experts: tuple[Experts, ...] = ()
+    kinds: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel, targets: Sequence[Target], amounts: Mapping[str, float]) -> Plan:
@@ -93,12 +96,13 @@ class Plan:
         for target in targets:
             by_block.setdefault(target.block, {})[target.role] = target
         _check_stack(model, list(by_block), amounts)
+        every = cls(tuple(by_block), {}, kinds=tuple(_kind(model, block) for block in by_block))
         units: dict[str, tuple[Units, ...]] = {}
         going: dict[str, int] = {}
         experts: tuple[Experts, ...] = ()
         for name, amount in amounts.items():
             if STRUCTURES[name].takes == "blocks":
-                going[name] = _blocks_going(name, amount, len(by_block))
+                going[name] = _blocks_going(name, amount, every)
                 continue
             if STRUCTURES[name].takes == "experts":
                 experts = _experts(model, targets, name)
@@ -112,7 +116,7 @@ class Plan:
                     f"{type(model).__name__} have {', '.join(map(str, sorted(counts)))}: leave it out."
                 )
             going[name] = _going(name, amount, counts.pop())
-        return cls(tuple(by_block), units, going, experts)
+        return cls(every.blocks, units, going, experts, every.kinds)
 
     def there(self, name: str) -> int:
         """How many there are of a structure of this plan: in a block, or of blocks."""
@@ -123,14 +127,36 @@ class Plan:
     def most(self, name: str) -> int:
         """How many of them can go at most."""
         # A model wants a width of one, its first and last block, and as many experts as a token is sent to.
-        kept = {"units": 1, "blocks": 2, "experts": self.experts[0].chosen if self.experts else 1}
+        kept = {"units": 1, "blocks": self.blocks_kept, "experts": self.experts[0].chosen if self.experts else 1}
         return self.there(name) - kept[STRUCTURES[name].takes]
+
+    @property
+    def blocks_kept(self) -> int:
+        """Blocks that stay whatever goes: the first, the last, and one of each further kind."""
+        return 2 + len({*self.kinds} - {*self.kinds[:1], *self.kinds[-1:]})
+
+    def may_go(self, gone: Set[str]) -> list[str]:
+        """The blocks that can go beside those that are gone.
+
+        Of each kind one stays: without any attention a hybrid does not know how far a text has come, and cannot write.
+        """
+        kinds = dict(zip(self.blocks, self.kinds or [""] * len(self.blocks), strict=True))
+        left = Counter(kind for block, kind in kinds.items() if block not in gone)
+        return [block for block in self.blocks[1:-1] if block not in gone and left[kinds[block]] > 1]
+
+    def first_to_go(self, order: Iterable[str], count: int) -> list[str]:
+        """The first so many blocks of an order that can go together."""
+        found: list[str] = []
+        for block in order:
+            if len(found) < count and block in self.may_go(set(found)):
+                found.append(block)
+        return found
 
     def alone(self, name: str) -> Plan:
         """The same about one structure."""
         units = {name: self.units[name]} if name in self.units else {}
         experts = self.experts if STRUCTURES[name].takes == "experts" else ()
-        return Plan(self.blocks, units, {name: self.going[name]}, experts)
+        return Plan(self.blocks, units, {name: self.going[name]}, experts, self.kinds)
 
 
 def _check_stack(model: PreTrainedModel, blocks: Sequence[str], amounts: Mapping[str, float]) -> None:
@@ -152,14 +178,24 @@ def _check_stack(model: PreTrainedModel, blocks: Sequence[str], amounts: Mapping
         )
 
 
-def _blocks_going(name: str, amount: float, there: int) -> int:
-    gone = _going(name, amount, there)
-    if gone > there - 2:
+def _kind(model: PreTrainedModel, block: str) -> str:
+    """What is in a block, as its code calls it: a hybrid has some with `linear_attn` and some with `self_attn`."""
+    inside = model.get_submodule(block).named_children()
+    # Norms are no kind: the first block of RWKV has one more.
+    return ", ".join(sorted(name for name, one in inside if any(weight.ndim > 1 for weight in one.parameters())))
+
+
+def _blocks_going(name: str, amount: float, every: Plan) -> int:
+    there, most = len(every.blocks), len(every.blocks) - every.blocks_kept
+    # A share has no number of its own to be told by.
+    gone = amount if isinstance(amount, int) and amount > most else _going(name, amount, there)
+    if gone > most:
+        also = ", and one of each kind of blocks" if every.blocks_kept > 2 else ""
         raise ValueError(
-            f"structure {name!r}: {amount} of {there} blocks cannot go, since the first and the last stay: "
-            f"{at_most(there - 2)}."
+            f"structure {name!r}: {amount} of {there} blocks cannot go, since the first and the last stay{also}: "
+            f"{at_most(most)}."
         )
-    return gone
+    return int(gone)
 
 
 def _experts(model: PreTrainedModel, targets: Sequence[Target], name: str) -> tuple[Experts, ...]:

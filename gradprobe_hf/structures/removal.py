@@ -35,9 +35,9 @@ class Removal:
     experts: Mapping[str, Tensor] = field(default_factory=dict)
 
     @classmethod
-    def example(cls, plan: Plan) -> Removal:
-        """One that meets the plan: the second block and those behind it, and the first units."""
-        blocks = frozenset(plan.blocks[1 : 1 + plan.going.get("blocks", 0)])
+    def example(cls, plan: Plan, order: Sequence[str] = ()) -> Removal:
+        """One that meets the plan: the first units, and the blocks that are first in an order, or in the model."""
+        blocks = frozenset(plan.first_to_go((*order, *plan.blocks), plan.going.get("blocks", 0)))
         units = {}
         for name, everywhere in plan.units.items():
             for one in everywhere:
