@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 from accelerate import disk_offload
-from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+from transformers import (
+    BeitConfig,
+    BeitForSemanticSegmentation,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from gradprobe_hf import GradProbeConfig, compare_pretrained, sweep_gradient_thresholds
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
@@ -242,3 +249,22 @@ def test_the_map_tells_towers_apart_and_what_is_left_out_from_what_is_empty():
 )
 def test_patterns_cover_what_is_wanted_and_no_more(wanted, others, patterns):
     assert covering_patterns(wanted, [*wanted, *others]) == patterns
+
+
+def test_a_block_that_the_loss_does_not_depend_on_is_no_reason_to_name_a_width():
+    """BEiT's heads for segmentation read four blocks, and not always the last."""
+    config = BeitConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+        num_labels=3,
+        out_indices=[1, 2, 3, 5],
+    )
+    torch.manual_seed(0)
+    model = BeitForSemanticSegmentation(config).eval()
+    parts = [{"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(0, 3, (2, 32, 32))} for _ in range(2)]
+    with pytest.raises(ValueError, match=r"does not reach beit\.layers\.4, beit\.layers\.5, on whose output the loss"):
+        cases.prune(model, parts, structure={"ffn": 8}, update="none")

@@ -37,8 +37,8 @@ def reachable(context: RunContext) -> RunContext:
     same batches. A method that reads no text takes all targets as they are.
 
     Raises:
-        ValueError: less than half of the weights are reached, or nothing of what an `include` pattern names; and what
-            a probe raises.
+        ValueError: less than half of the weights are reached, or nothing of what an `include` pattern names; a block
+            that is not, where whole structures go; and what a probe raises.
     """
     if context.config.needs.passes == "none":
         return context
@@ -48,6 +48,8 @@ def reachable(context: RunContext) -> RunContext:
     unreached = tuple(target for target in context.targets if _kind(target) not in kinds)
     if not unreached:
         return context
+    if context.config.structure is not None:
+        _check_blocks_reached(context, reached)
     _check_reached(context, reached, unreached)
     check_targets(context.model, reached, context.config)  # a pattern of thresholds may name the others alone
     if context.processes.is_main:
@@ -117,6 +119,17 @@ def _check_reached(context: RunContext, reached: Sequence[Target], unreached: Se
         f"the calibration data reaches {len(reached)} of {len(context.targets)} matrices, {share:.0%} of the weights "
         f"that would be pruned; it does not reach {_sample(unreached)}. {remedy}."
     )
+
+
+def _check_blocks_reached(context: RunContext, reached: Sequence[Target]) -> None:
+    """All blocks are cut alike, and nothing is known about one whose output the loss does not depend on."""
+    blocks = dict.fromkeys(target.block for target in context.targets)
+    missing = [block for block in blocks if block not in {target.block for target in reached}]
+    if missing:
+        raise ValueError(
+            f"structure cuts all blocks alike, and the calibration does not reach {', '.join(missing[:3])}, on whose "
+            "output the loss does not depend. Calibrate on what reaches all of them, or prune without structure."
+        )
 
 
 def _patterns(context: RunContext, reached: Sequence[Target]) -> list[str]:
