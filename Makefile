@@ -124,7 +124,7 @@ bench-gradient-admm: $(READY)  ## ADMM in training (ELSA) beside one probe and r
 	$(BIN)/python -m benchmarks.gradient_admm --model $(STORIES) $(SPLIT_STORIES) --evaluation-samples 48 $(FLAGS)
 
 bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on the model of 15M
-	$(STORIES15M) --seed 0 --methods $(EQUALS) $(RIVALS) --columns 0.5 0.6 0.7 2:4 \
+	$(STORIES15M) --seed 0 --methods $(EQUALS) $(RIVALS) --columns 0.5 0.6 0.7 0.8 2:4 \
 		--output benchmarks/results/rivals.json $(FLAGS)
 
 bench-structured: $(READY)  ## whole channels, heads and blocks of the model of 15M
