@@ -39,11 +39,12 @@ _PROCESSING = (
 )
 _COMPANION = re.compile("|".join(_COMPANIONS), re.IGNORECASE)
 _OF_CHECKPOINT = re.compile("|".join((*_WEIGHTS, *_DESCRIPTIONS, *_COMPANIONS, *_PROCESSING)), re.IGNORECASE)
-_MODULE = re.compile(r"\d+_\w+"), re.compile(r"config\.json|model\.safetensors|pytorch_model\.bin")
+# Folders and files of sentence-transformers' modules: 1_Pooling/config.json, 2_Dense/model.safetensors.
+_MODULE, _OF_MODULE = re.compile(r"\d+_\w+"), re.compile(r"config\.json|model\.safetensors|pytorch_model\.bin")
 _FOLDERS = {  # those of a checkpoint -> the files in them
     re.compile("assets"): re.compile(r"(sparsity|perplexity|speed)\.png"),
     re.compile("additional_chat_templates"): re.compile(r"[\w-]+\.jinja"),
-    _MODULE[0]: _MODULE[1],
+    _MODULE: _OF_MODULE,
 }
 
 
@@ -51,7 +52,7 @@ def is_companion(name: str) -> bool:
     """Whether a file goes with a model, though transformers does not read it. Args: name: below the model's folder."""
     folder, _, file = name.rpartition("/")
     if folder:
-        return bool(_MODULE[0].fullmatch(folder) and _MODULE[1].fullmatch(file))
+        return bool(_MODULE.fullmatch(folder) and _OF_MODULE.fullmatch(file))
     return bool(_COMPANION.fullmatch(file))
 
 
