@@ -42,7 +42,7 @@ def warnings_of(capsys):
 
 
 def pruned(source, text, folder, **options):
-    config = cases.config(preset="fast", **SHORT, **options)
+    config = cases.config(preset="fast", **{**SHORT, **options})
     data = {"calibration": str(text), "evaluation": "pydoc"}
     return prune_pretrained(str(source), config, output_dir=folder, progress=False, **data).report
 
@@ -176,16 +176,40 @@ def test_a_task_of_the_harness_is_replaced_by_its_name():
     assert not _same(one[0], five)
 
 
+LONGER = {"sequence_length": 64, "num_samples": 24}
+MEASURED = ["--num-samples", "40", "--sequence-length"]  # most of these texts
+
+
 def test_the_text_that_was_calibrated_on_is_known_by_what_it_holds(checkpoint, tmp_path, warnings_of):
-    sizes = {"own": (200, 3), "other": (200, 5), "short": (4, 3)}
-    own, other, short = (texts(tmp_path / name, *size) for name, size in sizes.items())
-    pruned(checkpoint, own, tmp_path / "half", sparsity=0.5)
-    evaluate = ["evaluate", str(tmp_path / "half"), "--num-samples", "3", "--sequence-length", "16", "--write-card"]
+    own, other = texts(tmp_path / "own", 200, 3), texts(tmp_path / "other", 200, 5)
     copy = shutil.copy(own, tmp_path / "another name.txt")
+    pruned(checkpoint, own, tmp_path / "half", sparsity=0.5, **LONGER)
+    evaluate = ["evaluate", tmp_path / "half", *MEASURED]
     for text in (own, copy):
-        assert any("is what the model was calibrated on" in said for said in warnings_of(*evaluate, "--data", text))
-    for text in (other, short, "pydoc"):
-        assert not any("calibrated on" in said for said in warnings_of(*evaluate, "--data", text))
+        for how in (["64"], ["48", "--write-card"]):
+            said = warnings_of(*evaluate, *how, "--data", text)
+            assert any("is what the model was calibrated on" in one for one in said)
+    for text in (other, "pydoc"):
+        assert not any("calibrated on" in said for said in warnings_of(*evaluate, "48", "--data", text))
+
+
+def test_so_is_a_part_of_a_mixture_and_the_text_of_a_recovery(checkpoint, tmp_path, warnings_of, capsys):
+    own, other, third = (texts(tmp_path / name, 200, number) for name, number in {"a": 3, "b": 5, "c": 7}.items())
+    mixture = {own: 1, "pydoc": 1}
+    config = cases.config(preset="fast", **{**SHORT, **LONGER}, sparsity=0.5)
+    options = {"calibration": mixture, "evaluation": False, "progress": False}
+    prune_pretrained(str(checkpoint), config, output_dir=tmp_path / "half", **options)
+    training = RecoveryConfig(steps=3, batch_size=4, sequence_length=64)
+    given = {"text": other, "evaluation": False, "progress": False, "output_dir": tmp_path / "recovered"}
+    recover_pretrained(tmp_path / "half", checkpoint, training, **given)
+    evaluate = ["evaluate", tmp_path / "recovered", *MEASURED, "48", "--data"]
+    for text, what in ((own, "calibrated"), (other, "trained")):
+        said = [one for one in warnings_of(*evaluate, text) if "is what the model was" in one]
+        assert len(said) == 1
+        assert f"is what the model was {what} on" in said[0]
+    assert not any("is what the model was" in one for one in warnings_of(*evaluate, third))
+    assert main([*map(str, evaluate), other, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["known_text"]["trained"] > 0.2
 
 
 # Code of its own.

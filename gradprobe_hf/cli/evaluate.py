@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradprobe_hf.cli.config_options import add_fields
@@ -16,7 +15,6 @@ from gradprobe_hf.cli.values import at_least, names
 from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
 
 if TYPE_CHECKING:
-    from gradprobe_hf.config.config import GradProbeConfig
     from gradprobe_hf.data.batches import Batches
     from gradprobe_hf.model.loading import Loaded
     from gradprobe_hf.report.original import Original
@@ -134,11 +132,6 @@ def run(options: argparse.Namespace) -> None:
             values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}
             results += task_results(scores["pruned"])
     if options.write_card:
-        if _measures_text(options) and _is_calibrated_on(options, models["pruned"], values):
-            logger.warning(
-                "%s is what the model was calibrated on, and shows too little of what it lost: measure on other data",
-                options.data or values["source"],
-            )
         add_results(options.model, results)
     print_json(values) if options.json else print_evaluation(values, beside)
 
@@ -154,45 +147,28 @@ def _beside(dense: _Loaded | None) -> Original:
     return Original(name, name, f"{name}'s")
 
 
-def _is_calibrated_on(options: argparse.Namespace, pruned: _Loaded, values: dict[str, Any]) -> bool:
-    """Whether MODEL was calibrated on this very data: read as it was then, it has the same fingerprint.
-
-    A file's name says nothing: many a text is called train.txt. A split of a Hub dataset is known by its name.
-    """
+def _warn_of_known_text(options: argparse.Namespace, batches: Batches) -> dict[str, float]:
+    """Say that MODEL was calibrated, or trained, on what is measured; which of both -> about which share of it."""
     from gradprobe_hf.checkpoint.origin import stored_report
+    from gradprobe_hf.data.batches import SHARED, share_in_sketch
 
-    report, config = stored_report(options.model, {})
-    if report is None or config is None or report.calibration is None:
-        return False
-    if values["dataset_id"] is not None:
-        return bool(values["source"] == report.calibration["source"])
-    if not Path(options.data).expanduser().exists():  # pydoc, whose parts have no text in common, or self
-        return False
-    try:
-        return _calibration(options.data, pruned, config).fingerprint == report.calibration["fingerprint"]
-    except ValueError:  # too short for it, say: then it was another one
-        return False
-
-
-def _calibration(data: str, pruned: _Loaded, config: GradProbeConfig) -> Batches:
-    """What a run of this configuration would calibrate on, if it were given this file or folder."""
-    from gradprobe_hf.data.labelled import TaskOptions
-    from gradprobe_hf.data.sources import open_source
-    from gradprobe_hf.data.windows import WindowSpec, load_batches, window_length
-    from gradprobe_hf.tasks.table import task_for
-
-    length = window_length(config.sequence_length, pruned.model)
-    batch_size = BATCH if config.batch_size == "auto" else config.batch_size
-    task = task_for(config.task, type(pruned.model).__name__, pruned.model.config.is_encoder_decoder)
-    return load_batches(
-        open_source(data, "evaluation", config.seed),  # the rows that were measured: a folder may have several splits
-        WindowSpec(config.num_samples, length, batch_size, config.seed, TextOptions.of(config)),
-        part="calibration",
-        model=pruned.model,
-        processing_class=pruned.tokenizer,
-        task=TaskOptions(task, config.label_column),
-        progress=False,
-    )
+    report = None
+    with suppress(OSError):  # of a Hub model that is in the cache alone
+        report, _ = stored_report(options.model, given(options, "revision"))
+    recovery = (report and report.recovery) or {}
+    texts = {"calibrated": report and report.calibration, "trained": recovery.get("text")}
+    shares = {
+        what: share_in_sketch(text["sketch"], batches) for what, text in texts.items() if text and "sketch" in text
+    }
+    known = {what: share for what, share in shares.items() if share >= SHARED}
+    for what, share in known.items():
+        logger.warning(
+            "about %.0f%% of %s is what the model was %s on, and shows too little of what it lost: measure on others",
+            100 * share,
+            options.data or batches.source,
+            what,
+        )
+    return known
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -216,11 +192,13 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
         check_one_vocabulary(pruned.tokenizer, dense.tokenizer, (pruned.name, dense.name))
     task = task_for(options.task, type(pruned.model).__name__, pruned.model.config.is_encoder_decoder)
     batches = _batches(options, pruned, task)
+    known = _warn_of_known_text(options, batches)
     metric = metric_of(task, options.metric, batches, pruned.tokenizer)
     works = {"pruned": Workload(pruned.model, batches, progress=shows_progress(options))}
     if dense is not None:
         works["dense"] = Workload(dense.model, batches, progress=shows_progress(options))
     values: dict[str, Any] = {"task": task.name if task else None, "metric": None, **batches.describe()}
+    values |= {"known_text": known} if known else {}
     if metric is not None:
         scores = {name: measure_metric(work, metric, name) for name, work in works.items()}
         values["metric"] = {"name": metric.name, "title": metric.metric.title, **scores}

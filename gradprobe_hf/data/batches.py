@@ -14,6 +14,8 @@ from torch.nn.utils.rnn import pad_sequence
 from gradprobe_hf.tasks.columns import IGNORED
 
 PASSAGE = 32  # tokens: more than two texts have in common by chance
+SHARED = 0.01  # of an evaluation text: two texts may quote the same lines
+SKETCH = 512  # numbers by which a text is known again
 
 
 @dataclass(frozen=True)
@@ -144,14 +146,18 @@ def shared_rows(a: Batches, b: Batches) -> int:
 
 
 def _row_bytes(batches: Batches) -> set[bytes]:
-    found = set()
+    return {content for content, tokens in _rows(batches) if tokens}
+
+
+def _rows(batches: Batches) -> Iterator[tuple[bytes, int]]:
+    """The content of each row without its padding, which the other rows bring, and its tokens; 0 of what is no text."""
     for batch in batches:
-        if "input_ids" in batch:
-            mask = batch.get("attention_mask")
-            mask = torch.ones_like(batch["input_ids"]) if mask is None else mask
-            # Without padding, which depends on the other rows of the batch.
-            found |= {row[kept.bool()].numpy().tobytes() for row, kept in zip(batch["input_ids"], mask, strict=True)}
-    return found
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        values = next(one for one in batch.values() if isinstance(one, Tensor)) if ids is None else ids
+        for number, row in enumerate(values):
+            if ids is not None and mask is not None:
+                row = row[mask[number].bool()]
+            yield row.contiguous().flatten().view(torch.uint8).numpy().tobytes(), 0 if ids is None else len(row)
 
 
 def shared_passages(a: Batches, b: Batches) -> float:
@@ -162,6 +168,30 @@ def shared_passages(a: Batches, b: Batches) -> float:
     known, counts = _passages(a).unique(return_counts=True)
     found = torch.isin(_passages(b), known[counts == 1])
     return float(found.double().mean()) if len(found) else 0.0
+
+
+def sketch(batches: Batches) -> list[int]:
+    """Numbers by which what was read is known again, in whatever windows, beside whatever else: the smallest of those
+    of its passages, which are a random sample of them (the bottom-k sketch of Cohen and Kaplan 2007).
+    """
+    numbers, counts = _numbers(batches).unique(return_counts=True)
+    kept: list[int] = numbers[counts == 1][:SKETCH].tolist()
+    return kept
+
+
+def share_in_sketch(known: Sequence[int], batches: Batches) -> float:
+    """About which share of these batches is of the text that a sketch was made of."""
+    numbers = _numbers(batches)
+    if len(known) == SKETCH:  # what lies above was not kept
+        numbers = numbers[numbers <= known[-1]]
+    return float(torch.isin(numbers, torch.tensor(known)).double().mean()) if len(numbers) and known else 0.0
+
+
+def _numbers(batches: Batches) -> Tensor:
+    """Of passages; of rows that are shorter, or hold no text, one each."""
+    short = [content for content, tokens in _rows(batches) if tokens < PASSAGE]
+    hashed = [int.from_bytes(hashlib.sha256(one).digest()[:8], "little", signed=True) for one in short]
+    return torch.cat([_passages(batches), torch.tensor(hashed, dtype=torch.long)])
 
 
 def _passages(batches: Batches) -> Tensor:

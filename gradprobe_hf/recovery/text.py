@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.batch_checks import check_batches, check_reads_text
-from gradprobe_hf.data.batches import Batches, row_count, shared_rows
+from gradprobe_hf.data.batches import Batches, row_count, shared_rows, sketch
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.sources import is_plain_text
@@ -80,7 +80,11 @@ class RecoveryText:
                 f"{batches.source} holds {len(rows)} different rows with a token that counts, and one is held out. "
                 "Give more text, or shorter windows (sequence_length, --sequence-length)."
             )
-        return cls(rows, min(held_out, max(1, len(rows) // LARGEST_HELD_OUT)), batches.describe())
+        return cls(
+            rows,
+            min(held_out, max(1, len(rows) // LARGEST_HELD_OUT)),
+            {**batches.describe(), "sketch": sketch(batches)},
+        )
 
     @property
     def trained(self) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import LEAST_DAMPING, GradProbeConfig
-from gradprobe_hf.data.batches import Batches, shared_passages, shared_rows
+from gradprobe_hf.data.batches import SHARED, Batches, shared_passages, shared_rows, sketch
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.estimation.peak import peak_allocated_bytes, peak_resident_bytes
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
@@ -30,7 +30,6 @@ from gradprobe_hf.structures.shapes import shape_values
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 
-SHARED = 0.01  # of an evaluation text: two texts may quote the same lines
 ENOUGH = 10  # tokens for each input of a matrix; with 3, damping="auto" is 13% better (make bench-structure-options)
 _ONE_ROW = (
     f"The calibration has one row: none can be held out to choose the damping by, and {LEAST_DAMPING} is taken. Give "
@@ -61,7 +60,7 @@ def build_report(
         config=config.to_dict(),
         matrices=rows,
         unreached=[LeftOut(one.name, one.block, one.role, one.numel) for one in context.unreached],
-        calibration=_data(context, context.calibration),
+        calibration=_calibration(context),
         evaluation=None if measured is None else {**(evaluation or {}), **measured.to_dict(), "metric": metric},
         selection=_selection(context, diagnostics, measured),
         probes=diagnostics.probe_losses,
@@ -116,6 +115,12 @@ def _data(context: RunContext, batches: Batches) -> dict[str, Any] | None:
         return None
     task = context.task
     return {**batches.describe(), "rows": task.row if task else "rows", "term": task.term if task else "terms"}
+
+
+def _calibration(context: RunContext) -> dict[str, Any] | None:
+    """With what it is known again by, when something is measured later."""
+    data = _data(context, context.calibration)
+    return data and {**data, "sketch": sketch(context.calibration)}
 
 
 def _describe(context: RunContext) -> dict[str, Any]:
