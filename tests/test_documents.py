@@ -497,3 +497,32 @@ def test_a_text_that_begins_with_bos_has_one():
     texts = [tokenizer.decode(row[mask == 1]) for row, mask in rows]
     assert all(text.startswith("<s>") and not text.startswith("<s><s>") for text in texts)
     assert len(texts) == 2
+
+
+@pytest.mark.parametrize(
+    ("names", "calibration", "evaluation"),
+    [
+        (("train.txt", "test.txt"), ["train"], ["test"]),
+        (("train-00000-of-00002.txt", "train-00001-of-00002.txt", "dev.txt"), ["train", "train"], ["dev"]),
+        (("train/a.txt", "valid/b.txt", "test/c.txt"), ["train"], ["test"]),
+        (("TRAIN_1.txt", "Val.txt"), ["TRAIN"], ["Val"]),
+        (("training.txt", "trainers.txt"), ["training", "trainers"], ["training", "trainers"]),
+        (("train.txt",), ["train"], ["train"]),
+        (("a.txt", "b.txt"), ["a", "b"], ["a", "b"]),
+    ],
+)
+def test_splits_of_a_folder_are_read_apart(names, calibration, evaluation, tmp_path):
+    for name in names:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for part, wanted in (("calibration", calibration), ("evaluation", evaluation)):
+        found = [row["text"] for row in sources.open_source(str(tmp_path), part, 0).rows]
+        assert len(found) == len(wanted)
+        assert all(any(text.startswith(one) for text in found) for one in wanted)
+
+
+def test_a_file_beside_splits_is_a_question(tmp_path):
+    for name in ("train.txt", "test.txt", "more.txt"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(ValueError, match=r"holds train.txt and test.txt, which are splits, beside more.txt, of which"):
+        sources.open_source(str(tmp_path), "calibration", 0)

@@ -285,3 +285,11 @@ def test_companions_on_the_hub_are_those_of_the_commit_that_was_loaded(source, t
         assert {path.relative_to(tmp_path / folder).as_posix() for path in there} == found
     assert asked == [("user/model", "abc")] * 2
     assert "whether user/model has a licence" in caplog.text
+
+
+def test_a_result_is_a_line_in_a_notebook(source):
+    measured = {"evaluation": cases.batches("llama", seed=5)}
+    result = prune_pretrained(str(source), QUICK, calibration=cases.batches("llama"), progress=False, **measured)
+    assert re.fullmatch(r"PruneResult\(source: 50\.00% zeros, perplexity [\d,.]+ -> [\d,.]+\)", repr(result))
+    smaller = prune(source, GradProbeConfig(structure={"ffn": 8}, importance="obs"))
+    assert re.fullmatch(r"PruneResult\(source: [\d,]+ of [\d,]+ parameters\)", repr(smaller))

@@ -21,7 +21,7 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.structures.removal import Removal
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PruneResult(Savable):
     """What `prune_pretrained` returns.
 

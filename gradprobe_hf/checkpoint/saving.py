@@ -14,6 +14,7 @@ from gradprobe_hf.checkpoint.push import check_push, kept_in, push_folder
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.paths import expanded
 from gradprobe_hf.runtime.processes import Processes
@@ -27,8 +28,21 @@ class Savable(ABC):
     """
 
     model: PreTrainedModel
+    report: Report
     processes: Processes
     weights: str
+
+    def __repr__(self) -> str:
+        """What a notebook shows of it: a line, where the fields are pages."""
+        report, evaluation = self.report, self.report.evaluation
+        if report.structure is None:
+            what = f"{report.sparsity:.2%} zeros"
+        else:
+            sizes = report.structure["parameters"]
+            what = f"{sizes['after']:,} of {sizes['before']:,} parameters"
+        key = "perplexity" if evaluation and evaluation["dense"]["perplexity"] is not None else "loss"
+        measured = f", {key} {evaluation['dense'][key]:,.4g} -> {evaluation['pruned'][key]:,.4g}" if evaluation else ""
+        return f"{type(self).__name__}({report.model['name'] or type(self.model).__name__}: {what}{measured})"
 
     @property
     @abstractmethod

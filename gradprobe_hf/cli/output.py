@@ -335,9 +335,11 @@ def _cost(report: Report) -> str:
 
 def table_of(first: str, *columns: str) -> Table:
     """An empty table: a column of labels, and columns of numbers."""
-    table = Table(first, box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    # On a narrow terminal labels are folded, and a number is never cut.
+    table.add_column(first, overflow="fold", min_width=10)
     for column in columns:
-        table.add_column(column, justify="right")
+        table.add_column(column, justify="right", no_wrap=True)
     return table
 
 

@@ -50,6 +50,9 @@ _OF_A_SAVED_DATASET = ("state.json", "dataset_dict.json")
 _OF_A_MODEL = ("config.json", "adapter_config.json")  # whose vocabulary or figures are no texts or images to learn from
 # In order of preference: with two splits or more, calibration and evaluation read different ones.
 SPLITS = {"calibration": ("train", "validation", "test"), "evaluation": ("test", "validation", "train")}
+# What files and folders of a split are called, alone or with a number: train.jsonl, test-00000-of-00002.parquet.
+_SPLIT_NAMES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
+_OF_A_SPLIT = re.compile(rf"({'|'.join({*SPLITS['calibration'], *_SPLIT_NAMES})})([-_.]?\d.*)?", re.IGNORECASE)
 
 Rows: TypeAlias = "Dataset | IterableDataset | list[str]"
 
@@ -83,7 +86,7 @@ def open_source(spec: str, part: str, seed: int) -> Source:
     if path.is_dir() and any(file.suffix.lower() in IMAGES for file in path.rglob("*")):
         return _images(path, part)
     if path.exists():
-        return _local(path, seed)
+        return _local(path, part, seed)
     if is_path(spec) or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[^:]+){0,2}", spec):
         raise ValueError(f"no such file or folder: {spec!r}. {_WHAT_NAMES_TEXT}")
     return _from_hub(spec, part, seed)
@@ -178,13 +181,13 @@ def _images(path: Path, part: str) -> Source:
     return Source(splits[name], path.name)
 
 
-def _local(path: Path, seed: int) -> Source:
+def _local(path: Path, part: str, seed: int) -> Source:
     if path.is_dir() and any((path / name).is_file() for name in _OF_A_SAVED_DATASET):
         raise ValueError(
             f"{path} is a data set that was saved by save_to_disk: give datasets.load_from_disk({str(path)!r}), or its "
             "rows in a file (.to_parquet)."
         )
-    files = _files(path) if path.is_dir() else [path]
+    files = _of_split(path, _files(path), part) if path.is_dir() else [path]
     endings = {file.suffix.lower() for file in files}
     if len(endings & set(FORMATS)) != 1 or len(endings) != 1:
         found = ", ".join(sorted({file.suffix or file.name for file in files})) or "no such files"
@@ -213,6 +216,30 @@ def _files(folder: Path) -> list[Path]:
     """Those that can be read; what is hidden (`.ipynb_checkpoints`, say) holds older copies."""
     inside = [path for path in folder.rglob("*") if path.suffix.lower() in FORMATS]
     return sorted(path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts))
+
+
+def _of_split(folder: Path, files: list[Path], part: str) -> list[Path]:
+    """Of a folder that has its splits in files or folders of their names those of the one to read; of others all files.
+
+    Raises:
+        ValueError: some files are named after splits, and some are not.
+    """
+    splits: dict[str | None, list[Path]] = {}
+    for file in files:
+        inside = file.relative_to(folder)
+        found = next(filter(None, map(_OF_A_SPLIT.fullmatch, (*inside.parts[:-1], inside.stem))), None)
+        name = found and found[1].lower()
+        splits.setdefault(name and _SPLIT_NAMES.get(name, name), []).append(file)
+    named = [name for name in SPLITS[part] if name in splits]
+    if len(named) < 2:
+        return files
+    if None in splits:
+        raise ValueError(
+            f"{folder} holds {splits[named[0]][0].name} and {splits[named[1]][0].name}, which are splits, beside "
+            f"{splits[None][0].name}, of which nobody knows: name the file to read."
+        )
+    logger.info("%s: %s is read of the splits %s", folder, named[0], ", ".join(named))
+    return splits[named[0]]
 
 
 def _pieces(path: Path, files: list[Path], seed: int) -> IterableDataset:

@@ -24,7 +24,7 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.table import task_for
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RecoverResult(Savable):
     """What `recover_pretrained` returns.
 

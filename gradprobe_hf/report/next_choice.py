@@ -46,7 +46,8 @@ def next_choices(config: GradProbeConfig, is_language_model: bool = True) -> lis
     so nothing is said about it.
 
     Args:
-        is_language_model: what the training is for; another model is trained as its user trains it.
+        is_language_model: what the training and the perplexities are of. Another model is trained as its user trains
+            it, and what a preset costs it is not known: only the faster one is named, with its time.
     """
     prices = PRICES if config.group is None else PRICES_IN_GROUPS
     own = next((preset for preset in prices if _is(config, preset)), None)
@@ -56,8 +57,11 @@ def next_choices(config: GradProbeConfig, is_language_model: bool = True) -> lis
     quick = [preset for preset in prices if prices[preset].seconds <= CLEARLY_FASTER * prices[own].seconds]
     faster = min(quick, key=lambda preset: prices[preset].perplexity, default=own)
     at = "60%" if config.group is None else "2:4"
+    if not is_language_model:
+        seconds = prices[faster].seconds / prices[own].seconds
+        return [f"faster: preset {faster} ({seconds:.2g}x the time on {MEASURED_ON})"] * (faster != own)
     further = [f"better: {option} ({BEYOND[option]:.2f}x the perplexity on {MEASURED_ON} at 60%)" for option in BEYOND]
-    return further * (better == own and is_language_model) + [
+    return further * (better == own) + [
         f"{word}: preset {other} ({prices[other].seconds / prices[own].seconds:.2g}x the time, "
         f"{prices[other].perplexity / prices[own].perplexity:.2f}x the perplexity on {MEASURED_ON} at {at})"
         for word, other in (("better", better), ("faster", faster))
