@@ -196,7 +196,8 @@ def _snapshots(context: RunContext, resume_dir: str | Path | None, metric_fn: Me
         return None
     identity = _identity(context, metric_fn) | batch_identity(context.calibration)
     in_step = is_sharded(context.model)
-    snapshots = Snapshots(Path(resume_dir), identity, context.config.save_every, context.processes, in_step)
+    every = context.config.save_every
+    snapshots = Snapshots(Path(resume_dir), identity, every, context.processes, context.stopwatch, in_step)
     snapshots.check()
     return snapshots
 

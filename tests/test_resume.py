@@ -357,6 +357,23 @@ def half_loss(model, batch):
     return summed_loss(model, batch)[0] / 2
 
 
+def test_seconds_are_those_of_all_processes_that_worked_on_it(tmp_path, monkeypatch):
+    clock = iter(range(0, 10**6, 10))  # ten seconds go by whenever somebody looks
+    monkeypatch.setattr("gradprobe_hf.runtime.stopwatch.time.perf_counter", lambda: float(next(clock)))
+    failing = failing_at(13)  # in the second probe
+    options = {"sparsity": 0.5, "save_every": 2}
+    model, parts = cases.build("llama"), cases.batches("llama", rows=BATCHES, batch_size=1)
+    with pytest.raises(RuntimeError, match="on purpose"), patch("gradprobe_hf.probe.engine.summed_loss", failing):
+        cases.prune(model, parts, resume_dir=tmp_path / "state", **options)
+    (state,) = (tmp_path / "state" / "process-0").glob("probe-1-*")
+    earlier = json.loads((state / "state.json").read_text())["seconds"]
+    assert earlier["probe 0"] >= 10
+    assert earlier["probe 1"] >= 10
+    result = cases.prune(model, parts, resume_dir=tmp_path / "state", **options)
+    assert result.report.timings["probe 0"] == earlier["probe 0"], "it was not made again"
+    assert result.report.timings["probe 1"] >= earlier["probe 1"] + 10
+
+
 @pytest.mark.parametrize(("loss_fn", "named"), [(None, "None"), (partial(half_loss), "'half_loss'")])
 def test_a_state_of_another_loss_is_refused(loss_fn, named, tmp_path):
     failing = failing_at(5)

@@ -31,6 +31,7 @@ from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.model.parameters import aliases, read_weight
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.runtime.stopwatch import Stopwatch
 
 STAGES = ("search", "probe", "decision", "block")
 STATE_NAME = "state.json"
@@ -85,19 +86,29 @@ class Snapshots:
         folder: shared by all processes.
         identity: what the run is of, as JSON values: the states of anything else are refused.
         save_every: batches of a probe between two states.
+        stopwatch: of the run. A state has its seconds, and those of a run that is resumed are added to them.
         in_step: whether a batch is a matter of all processes, as of a sharded model: then all go on from one position.
     """
 
     def __init__(
-        self, folder: Path, identity: Mapping[str, Any], save_every: int, processes: Processes, in_step: bool = False
+        self,
+        folder: Path,
+        identity: Mapping[str, Any],
+        save_every: int,
+        processes: Processes,
+        stopwatch: Stopwatch,
+        in_step: bool = False,
     ) -> None:
         self.folder, self.identity, self.save_every = folder, dict(identity), save_every
-        self.processes, self.in_step = processes, in_step
+        self.processes, self.stopwatch, self.in_step = processes, stopwatch, in_step
         self.own = folder_of(folder, processes)
 
     def check(self) -> None:
         """Raise ValueError when the folder holds the state of another run, naming the first difference."""
         _compare(self.folder, self.processes, self.identity)
+        # What was spent behind the newest state is lost, with what was made of it.
+        spent = [_read(state)["seconds"] for state in self._states()]
+        self.stopwatch.add(max(spent, key=lambda seconds: sum(seconds.values()), default={}))
 
     def latest(self) -> Step | None:
         """The last step that every process has a state of; None when one of them has none. A collective."""
@@ -178,7 +189,7 @@ class Snapshots:
         for name, tensors in parts:
             if tensors:
                 save_file(dict(tensors), scratch / f"{name}.safetensors")
-        state = {"identity": self.identity, "values": dict(values)}
+        state = {"identity": self.identity, "values": dict(values), "seconds": self.stopwatch.so_far()}
         (scratch / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
         _flush(scratch)
 
@@ -263,7 +274,7 @@ def _read(state: Path) -> dict[str, Any]:
     path = state / STATE_NAME
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {"identity": dict(found["identity"]), "values": dict(found["values"])}
+        return {name: dict(found[name]) for name in ("identity", "values", "seconds")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from error
 

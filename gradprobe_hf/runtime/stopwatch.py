@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -72,13 +72,26 @@ class Stopwatch:
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.failed: str | None = None  # the innermost stage that an exception has left
+        self._running: dict[str, float] = {}  # stages that have not ended -> when they began
+
+    def so_far(self) -> dict[str, float]:
+        """The seconds of every stage, of those that have not ended, too."""
+        found, now = dict(self.seconds), time.perf_counter()
+        for stage, start in self._running.items():
+            found[stage] = found.get(stage, 0.0) + now - start
+        return found
+
+    def add(self, seconds: Mapping[str, float]) -> None:
+        """Those of an earlier process, whose work goes on here."""
+        for stage, spent in seconds.items():
+            self.seconds[stage] = self.seconds.get(stage, 0.0) + spent
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
         logger.info("%s ...", stage)
         for one in _listeners:
             one.begin(stage)
-        start = time.perf_counter()
+        start = self._running[stage] = time.perf_counter()
         try:
             yield
         except BaseException:
@@ -87,6 +100,7 @@ class Stopwatch:
         finally:
             return_free_memory()
             seconds = time.perf_counter() - start
+            self._running.pop(stage, None)
             self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
             for one in _listeners:
                 one.end(stage, seconds)
