@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -389,7 +390,8 @@ def test_a_mixture_has_exact_shares_in_a_seeded_order(text_file, tmp_path):
     assert found.fingerprint == load(weights, samples=9, batch_size=3).fingerprint
     assert found.fingerprint != load(weights, samples=9, seed=1).fingerprint
     assert f"5 of rows.jsonl, 2 of {text_file.name}, 2 of the model's own text" in found.source
-    assert f"weights {rows}=2, {text_file}=1, self=1" in found.protocol
+    assert f"weights {Path(rows).name}=2, {Path(text_file).name}=1, self=1" in found.protocol
+    assert str(tmp_path) not in found.protocol
 
 
 def test_a_mixture_of_chats_and_text_counts_all_of_the_text(text_file):

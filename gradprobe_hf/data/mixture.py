@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -68,7 +69,9 @@ def mixed(parts: Mapping[str, Drawn], weights: Mapping[str, float], seed: int) -
     rows = [row for part in parts.values() for row in part.rows]
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     source = "a mixture: " + ", ".join(f"{len(part.rows)} of {part.source}" for part in parts.values())
-    given = ", ".join(f"{name}={weights[name]:g}" for name in parts)
+    # Of a file its name alone: where it lies on this machine is nobody's business.
+    names = {name: path.name if (path := Path(name).expanduser()).exists() else name for name in parts}
+    given = ", ".join(f"{names[name]}={weights[name]:g}" for name in parts)
     protocol = f"weights {given}; " + "; ".join(f"{part.source}: {part.protocol}" for part in parts.values())
     example = next((part.example for part in parts.values() if part.example is not None), None)
     return Drawn([rows[i] for i in order], source, f"{protocol}; mixed with seed {seed}", example=example)
