@@ -361,7 +361,8 @@ def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str]) -> 
     apart = max((max(found) - min(found) for found in zeros.values()), default=0.0)
     if apart < NEGLIGIBLE:
         alike = "; every column has one number of zeros"
-        alike += f", to {apart:.5%} of the weights" if apart else ""  # one that was zero already may be kept, too
+        # One that was zero already may be kept, too.
+        alike += f", to {max(apart, 1e-7):.5%} of the weights" if apart else ""
     else:
         alike = f"; numbers of zeros that are compared are up to {apart:.3%} of the weights apart"
     rounded = [
