@@ -508,3 +508,15 @@ def test_a_block_that_begins_at_zero_is_pruned_in_its_turn():
             model.get_submodule(f"model.layers.1.{name}").weight.zero_()
     result = cases.prune(model, cases.batches("llama"), sparsity=0.5, order="sequential", blocks_per_step=1)
     assert result.report.sparsity == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_mask_of_pairs_of_tokens_is_none_of_padding():
+    """As packed texts have it, `[rows, 1, tokens, tokens]`: a causal one changes nothing."""
+    parts = cases.batches("llama", length=40)
+    rows, length = parts[0]["input_ids"].shape
+    mask = torch.ones(length, length).tril().bool().expand(rows, 1, length, length)
+    paired = [{**part, "attention_mask": mask} for part in parts]
+    one, other = (cases.prune(cases.build("llama"), given, sparsity=0.5) for given in (parts, paired))
+    assert cases.differing(one.masks, other.masks) == 0
+    assert one.report.calibration["tokens"] == other.report.calibration["tokens"]
+    assert one.report.calibration["sketch"] == other.report.calibration["sketch"]

@@ -152,11 +152,11 @@ def _row_bytes(batches: Batches) -> set[bytes]:
 def _rows(batches: Batches) -> Iterator[tuple[bytes, int]]:
     """The content of each row without its padding, which the other rows bring, and its tokens; 0 of what is no text."""
     for batch in batches:
-        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        ids, mask = batch.get("input_ids"), _unpadded(batch)
         values = next(one for one in batch.values() if isinstance(one, Tensor)) if ids is None else ids
         for number, row in enumerate(values):
             if ids is not None and mask is not None:
-                row = row[mask[number].bool()]
+                row = row[mask[number]]
             yield row.contiguous().flatten().view(torch.uint8).numpy().tobytes(), 0 if ids is None else len(row)
 
 
@@ -202,8 +202,8 @@ def _passages(batches: Batches) -> Tensor:
         ids = batch.get("input_ids")
         if isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] >= PASSAGE and not ids.is_floating_point():
             numbers = (ids.long().unfold(1, PASSAGE, 1) * factors).sum(-1)  # modulo 2^64
-            mask = batch.get("attention_mask")
-            found.append(numbers.flatten() if mask is None else numbers[mask.bool().unfold(1, PASSAGE, 1).all(-1)])
+            mask = _unpadded(batch)
+            found.append(numbers.flatten() if mask is None else numbers[mask.unfold(1, PASSAGE, 1).all(-1)])
     return torch.cat(found)
 
 
@@ -279,5 +279,13 @@ def token_count(batch: Mapping[str, Any]) -> int:
     ids = batch.get("input_ids")
     if ids is None:
         return row_count(batch)
-    mask = batch.get("attention_mask")
-    return ids.numel() if mask is None else int(mask.count_nonzero())
+    mask = _unpadded(batch)
+    return ids.numel() if mask is None else int(mask.sum())
+
+
+def _unpadded(batch: Mapping[str, Any]) -> Tensor | None:
+    """Which tokens are no padding, bool as the ids; None: all, as where a mask is of pairs of tokens (packed texts)."""
+    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+    if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
+        return None
+    return mask != 0

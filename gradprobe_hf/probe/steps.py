@@ -58,7 +58,7 @@ def single_rows(batch: Batch) -> Iterator[Batch]:
             name: value[row : row + 1] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
             for name, value in batch.items()
         }
-        if isinstance(mask, Tensor):
+        if isinstance(mask, Tensor) and mask.ndim == 2:
             # Whatever has the shape of the mask has a column for each token: ids, labels, token types.
             counted = mask[row].bool()
             single = {
