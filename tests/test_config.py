@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.config.config import _BELONGS
 from gradprobe_hf.config.presets import PRESETS, PRESETS_IN_GROUPS
+from gradprobe_hf.config.together import BELONGS
 from gradprobe_hf.config.values import PROBES
 from gradprobe_hf.decisions.table import DECISIONS, RULES
 from gradprobe_hf.scores.table import SCORES
@@ -187,7 +187,7 @@ OWNED = {
 
 
 def test_every_option_that_belongs_to_a_part_is_tried():
-    assert set(OWNED) == set(_BELONGS)
+    assert set(OWNED) == set(BELONGS)
 
 
 @pytest.mark.parametrize("name", OWNED)
@@ -198,7 +198,7 @@ def test_an_option_without_effect_names_what_it_belongs_to(name):
         GradProbeConfig(**elsewhere, **{name: value})
     said = str(raised.value)
     assert f"{name}={value!r}" in said
-    assert _BELONGS[name][1] in said
+    assert BELONGS[name][1] in said
     assert f"leave {name} unset" in said
     # Its default is what nothing was given: no error
     GradProbeConfig(**elsewhere, **{name: GradProbeConfig.__dataclass_fields__[name].default})
@@ -225,7 +225,7 @@ def test_a_variation_drops_what_no_longer_applies_and_keeps_the_rest(name):
 def test_a_variation_is_never_refused_for_what_was_set_before():
     """Every method after every other: what the new one has no use for is dropped, not complained of."""
     everything = {"fisher": "token", "reduction_factor": 0.5, "spike_limit": 0.5, "damping": 0.5, "dense_target": 0.75}
-    owned = {name: has_effect for name, (has_effect, _) in _BELONGS.items()}
+    owned = {name: has_effect for name, (has_effect, _) in BELONGS.items()}
     plain = list({config.to_dict().__repr__(): config for config in VALID.values()}.values())
     for config in plain:
         rich = config.varied(**{name: value for name, value in everything.items() if owned[name](config)})

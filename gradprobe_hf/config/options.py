@@ -30,6 +30,11 @@ class Options:
                 raise TypeError(f"{cls.__name__}: {unknown_option(name, known, cls.elsewhere)}")
         return super().__new__(cls)
 
+    @classmethod
+    def defaults(cls) -> dict[str, Any]:
+        """Each option as it is where nobody says anything about it."""
+        return {field.name: field.default for field in fields(cls)}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `from_dict` gives the same configuration back."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}

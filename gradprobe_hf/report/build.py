@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config.config import LEAST_DAMPING, GradProbeConfig
+from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.derived import LEAST_DAMPING
 from gradprobe_hf.data.batches import SHARED, Batches, shared_passages, shared_rows, sketch
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.estimation.peak import peak_allocated_bytes, peak_resident_bytes
