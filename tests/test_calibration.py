@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.data.batches import from_iterable, from_windows, shared_passages, shared_rows
 from gradprobe_hf.data.pydoc_text import manual_text
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
@@ -339,3 +341,41 @@ def test_the_longest_text_is_the_longest_that_the_model_reads(kind):
         model(input_ids=tokens)
     with pytest.raises(ValueError, match=f"sequence_length={longest + 1} is more than the {longest} positions"):
         check_length(model, longest + 1)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"text_template": "{a}"}, {"packing": False}, {"add_special_tokens": False}, {"text_column": "a"}],
+    ids=str,
+)
+def test_text_options_beside_batches_alone_are_refused(option, text_file):
+    batches = [dict(batch) for batch in load(str(text_file))]
+    model, config = cases.build("llama"), GradProbeConfig(preset="fast", num_samples=4, sequence_length=16, **option)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    ((name, value),) = option.items()
+    with pytest.raises(ValueError, match=f"{name}={re.escape(repr(value))} has no effect here.*Leave {name} unset"):
+        prune_pretrained(model, config, calibration=batches, evaluation=batches, progress=False)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_text_options_of_an_evaluation_text_are_no_error_beside_batches(text_file):
+    batches = [dict(batch) for batch in load(str(text_file))]
+    config = GradProbeConfig(preset="fast", sequence_length=16, evaluation_samples=4, packing=False)
+    result = prune_pretrained(
+        cases.build("llama"),
+        config,
+        calibration=batches,
+        evaluation=TEXT.split(", "),
+        processing_class=TOKENIZER,
+        progress=False,
+    )
+    assert result.report.evaluation is not None
+
+
+@pytest.mark.parametrize("argument", ["calibration", "evaluation"])
+@pytest.mark.parametrize("text", [TEXT, "A line.\nAnother."], ids=["long", "lines"])
+def test_a_text_in_place_of_its_name_is_told_how_texts_are_given(text, argument):
+    texts = {"calibration": [TEXT], argument: text}
+    with pytest.raises(FileNotFoundError, match=r"texts themselves are a list of them\.$") as error:
+        prune_pretrained(cases.build("llama"), processing_class=TOKENIZER, progress=False, **texts)
+    assert len(str(error.value)) < 500

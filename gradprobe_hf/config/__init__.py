@@ -1,4 +1,5 @@
 """Options -> a validated, frozen `GradProbeConfig`.
 
-`values` says what an option may be by itself, `presets` which methods have a name, `config` what goes together.
+`fields` says what there is, `values` what an option may be by itself, `presets` which methods have a name, `defaults`
+what is not given, `derived` what it all comes to, `together` what goes with what; `config` is what users make.
 """

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.batches import AS_GIVEN, Batches
+from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.model.families import ignored_label, is_causal, longest_text
 from gradprobe_hf.tasks.columns import IGNORED
 
@@ -48,6 +50,19 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             _check_layout(model, ids, part)
         if isinstance(labels := batch.get("labels"), Tensor) and not labels.is_floating_point():
             _check_labels(model, batch, labels, part)
+
+
+def check_text_options(options: TextOptions, *read: Batches) -> None:
+    """Raise ValueError for options of texts where all that was read are batches of the user's own, as they are."""
+    read = tuple(filter(len, read))
+    if not read or any(batches.protocol != AS_GIVEN for batches in read):
+        return
+    for option in fields(options):
+        if (value := getattr(options, option.name)) != option.default:
+            raise ValueError(
+                f"{option.name}={value!r} has no effect here: it belongs to a text or a data set, and batches are "
+                f"taken as they are. Leave {option.name} unset."
+            )
 
 
 def check_reads_text(model: PreTrainedModel, part: str) -> None:

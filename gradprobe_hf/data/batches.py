@@ -16,6 +16,7 @@ from gradprobe_hf.tasks.columns import IGNORED
 PASSAGE = 32  # tokens: more than two texts have in common by chance
 SHARED = 0.01  # of an evaluation text: two texts may quote the same lines
 SKETCH = 512  # numbers by which a text is known again
+AS_GIVEN = "batches as given"
 
 
 @dataclass(frozen=True)
@@ -263,7 +264,7 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
         source=name,
         samples=sum(row_count(batch) for batch in items),
         tokens=sum(token_count(batch) for batch in items),
-        protocol="batches as given",
+        protocol=AS_GIVEN,
     )
 
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.values import EvaluationProtocol
-from gradprobe_hf.data.batch_checks import check_batches, check_reads_text
+from gradprobe_hf.data.batch_checks import check_batches, check_reads_text, check_text_options
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
@@ -99,6 +99,8 @@ def load_inputs(request: RunRequest) -> RunContext:
                 labels = replace(labels, most=ROWS_MEASURED)
             samples = config.evaluation_samples or WINDOWS_MEASURED
             measured = read(evaluation, part="evaluation", samples=samples, task=labels)
+        if unwritten is None:
+            check_text_options(TextOptions.of(config), calibrated, measured)
         metric = metric_of(task, config.metric, measured, processing_class)
     folder = request.from_pretrained_kwargs.get("offload_folder")
     return RunContext(

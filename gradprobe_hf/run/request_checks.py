@@ -20,6 +20,8 @@ from gradprobe_hf.runtime.names_elsewhere import unknown_argument
 from gradprobe_hf.runtime.option_checks import check_callable
 from gradprobe_hf.runtime.paths import looks_like_path
 
+LONGEST_SHOWN = 200  # characters of a path that is not there; what is longer is a text in its place
+
 
 def check_request(request: RunRequest, verb: Callable[..., Any]) -> None:
     """Raise for arguments that cannot be meant.
@@ -98,18 +100,28 @@ def check_paths(model_or_id: Any, texts: Mapping[str, Any], **others: Any) -> No
     for name, value in texts.items():
         parts = value if is_mixture(value) else [value]
         named += [(name, part) for part in parts if _is_missing(part, is_path)]
-    missing = {name: str(value) for name, value in named}
+    missing = {name: _shown(str(value)) for name, value in named}
     if not missing:
         return
     shown = ", ".join(f"{name}={value!r}" for name, value in missing.items())
     remedies = ["A model is a checkpoint folder or a Hub id 'user/name'."] if missing.keys() - texts.keys() else []
     if missing.keys() & texts.keys():
-        remedies.append("Text is a file or a folder of files, a Hub dataset 'id[:config[:split]]', 'pydoc' or 'self'.")
+        remedies.append(
+            "Text is a file or a folder of files, a Hub dataset 'id[:config[:split]]', 'pydoc' or 'self'; in Python "
+            "texts themselves are a list of them."
+        )
     raise FileNotFoundError(f"no such file or folder: {shown}. {' '.join(remedies)}")
 
 
 def _is_missing(value: Any, is_meant: Callable[[str], bool]) -> bool:
     """Args: is_meant: whether a text is meant as a path."""
     if isinstance(value, Path) or (isinstance(value, str) and is_meant(value)):
-        return not Path(value).expanduser().exists()
+        try:
+            return not Path(value).expanduser().exists()
+        except OSError:  # too long for a name
+            return True
     return False
+
+
+def _shown(value: str) -> str:
+    return value if len(value) <= LONGEST_SHOWN else f"{value[:LONGEST_SHOWN]}..."
