@@ -33,7 +33,8 @@ from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.packing import WindowSpec
 from gradprobe_hf.data.self_generated import KeptText
-from gradprobe_hf.data.windows import SELF, Writing, load_batches
+from gradprobe_hf.data.text_options import SELF
+from gradprobe_hf.data.windows import Writing, load_batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.report.build import peak_memory, versions
@@ -89,6 +90,7 @@ def _cell(bench: worker.Bench, row: Row, task: Task) -> Cell:
     masks, diagnostics = chosen_masks(context, row), Diagnostics()
     decision = decide_pruning(context) if masks is None else conclude(context, masks, diagnostics)
     assert decision.removal is not None, "whole structures go"
+    seconds, peak = time.perf_counter() - begun, peak_memory()["peak_resident_bytes"]
     held_out = dict[str, float]()
     if row.recovered:
         found, held_out = _recovered(bench, context, decision, task)
@@ -103,8 +105,8 @@ def _cell(bench: worker.Bench, row: Row, task: Task) -> Cell:
         zeros=dense - decision.removal.parameters(context.model),
         weights=blocks,
         perplexity={name: one.pruned.perplexity or float("nan") for name, one in found.items()},
-        seconds=round(time.perf_counter() - begun, 1),
-        peak_bytes=peak_memory()["peak_resident_bytes"],
+        seconds=round(seconds, 1),
+        peak_bytes=peak,
         passes=decision.diagnostics.passes,
         kl={name: round(one.kl, worker.DECIMALS) for name, one in apart.items()},
         agreement={name: round(one.top1_agreement, worker.DECIMALS) for name, one in apart.items()},

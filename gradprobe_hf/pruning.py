@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.bench.of_shapes import check_measurable, speed_of_decision
@@ -17,6 +16,7 @@ from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loading import name_of
 from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.model.offload_store import check_store_room
 from gradprobe_hf.model.upcast import upcast_products
@@ -112,7 +112,7 @@ def prune_pretrained(
     if metric_fn is not None and config.max_metric_drop is None:
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
-    out.check(_name_of(model_or_id))
+    out.check(name_of(model_or_id))
     if resume_dir is not None:
         check_resume_dir(resume_dir, output_dir)
         check_resumable(config, f"resume_dir={str(resume_dir)!r}")
@@ -235,7 +235,3 @@ def _task_metric(context: RunContext, decision: PruningDecision) -> dict[str, An
         with context.stopwatch(f"evaluate {name}"):
             found[name] = evaluate_metric(context, made, name)
     return found
-
-
-def _name_of(model_or_id: PreTrainedModel | str | Path) -> str:
-    return str(getattr(model_or_id, "name_or_path", "")) if isinstance(model_or_id, nn.Module) else str(model_or_id)

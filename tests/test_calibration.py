@@ -379,3 +379,10 @@ def test_a_text_in_place_of_its_name_is_told_how_texts_are_given(text, argument)
     with pytest.raises(FileNotFoundError, match=r"texts themselves are a list of them\.$") as error:
         prune_pretrained(cases.build("llama"), processing_class=TOKENIZER, progress=False, **texts)
     assert len(str(error.value)) < 500
+
+
+def test_a_row_without_a_token_is_refused():
+    batch = {"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": torch.ones(2, 8, dtype=torch.long)}
+    batch["attention_mask"][1] = 0
+    with pytest.raises(ValueError, match="a row has an attention_mask of zeros alone"):
+        prune_pretrained(cases.build("llama"), calibration=[batch], progress=False)

@@ -38,7 +38,7 @@ def test_the_first_token_is_predicted_by_none_and_padding_predicts_none():
     model = cases.build("llama")
     first = {"input_ids": cases.batches("llama")[0]["input_ids"], "labels": UNLABELLED.clone()}
     first["labels"][:, 0] = 5
-    padded = first | {"labels": first["input_ids"], "attention_mask": torch.zeros(2, 12, dtype=torch.long)}
+    padded = first | {"labels": first["input_ids"], "attention_mask": torch.arange(12).expand(2, 12).eq(0).long()}
     masked_out = {name: padded[name] for name in ("input_ids", "attention_mask")}
     for batch in (first, padded, masked_out):
         with pytest.raises(ValueError, match="no batch has a label that counts"):

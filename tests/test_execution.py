@@ -24,6 +24,7 @@ from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.runtime.stopwatch import Stopwatch
 from tests import cases
 
 OUT_OF_MEMORY = "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 99 bytes."
@@ -442,3 +443,14 @@ def test_the_loss_survives_logits_that_are_not_finite():
     logits = torch.tensor([[1000.0, -1000.0], [float("-inf"), 0.0]])
     found = SummedCrossEntropy.apply(logits, torch.tensor([0, 1]))
     assert float(found) == 0.0
+
+
+def test_a_stage_inside_another_is_none_of_its_time(monkeypatch):
+    clock = iter([0.0, 1.0, 4.0, 6.0, 7.0, 10.0])
+    monkeypatch.setattr("gradprobe_hf.runtime.stopwatch.time.perf_counter", lambda: next(clock))
+    stopwatch = Stopwatch()
+    with stopwatch("units"):
+        with stopwatch("probe 0"):
+            assert stopwatch.so_far() == {"probe 0": 3.0, "units": 1.0}
+        assert stopwatch.so_far() == {"probe 0": 5.0, "units": 2.0}
+    assert stopwatch.seconds == {"probe 0": 5.0, "units": 5.0}

@@ -397,3 +397,34 @@ def test_shares_are_whole_and_without_duplicates():
 def test_without_a_launcher_there_is_one_process():
     assert in_child(lambda: None) == 0
     assert join_processes().count == 1
+
+
+class UnpicklableError(RuntimeError):
+    def __reduce__(self):
+        raise TypeError("no")
+
+
+def main_fails(error):
+    def work():
+        raise error("the main process failed")
+
+    def kind(do):
+        with pytest.raises(RuntimeError, match="the main process failed") as raised:
+            do(work)
+        return type(raised.value).__name__
+
+    return [kind(do) for do in (join_processes().on_main, join_processes().in_all)]
+
+
+@pytest.mark.parametrize("error", [RuntimeError, UnpicklableError])
+def test_whatever_fails_in_the_main_process_fails_in_all(error):
+    """No other waits for it: an error that cannot be sent comes as its words."""
+    assert together(main_fails, error) == [[error.__name__] * 2, ["RuntimeError", error.__name__]]
+
+
+def test_all_know_what_the_main_process_found():
+    assert together(found_by_main) == [0, 0]
+
+
+def found_by_main():
+    return join_processes().on_main(lambda: join_processes().rank)

@@ -40,7 +40,7 @@ from gradprobe_hf.recovery.distil import distil, teacher_of, workplace
 from gradprobe_hf.recovery.divergence import SummedDivergence, TopPredictions, WholePredictions
 from gradprobe_hf.recovery.result import RecoverResult
 from gradprobe_hf.recovery.teacher import LiveTeacher
-from gradprobe_hf.recovery.text import RecoveryText, collated
+from gradprobe_hf.recovery.text import Reading, RecoveryText, collated, read_text
 from gradprobe_hf.recovery.trainer import BestState, evaluating, without_dropout
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes, join_processes
@@ -230,6 +230,20 @@ def test_batches_whose_rows_are_more_than_tokens_are_refused():
     batches = [{"input_ids": ids, "position_ids": torch.arange(8).repeat(4, 2)}]
     with pytest.raises(ValueError, match="without the position_ids of these batches"):
         recover_pretrained(model, dense, text=batches, evaluation=False, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        (torch.ones(8, 8).tril().bool().expand(4, 1, 8, 8), "a number for each token"),
+        (torch.tensor([1, 1, 0, 1])[:, None].expand(4, 8), "zeros alone"),
+    ],
+    ids=["of pairs", "of nothing"],
+)
+def test_masks_that_leave_no_row_of_tokens_are_refused(mask, said):
+    rows = [{"input_ids": torch.arange(32).view(4, 8), "attention_mask": mask}]
+    with pytest.raises(ValueError, match=said):
+        read_text(rows, RecoveryConfig(steps=1), Reading(cases.build("llama"), None, Processes(), False))
 
 
 def test_dropout_is_off_and_types_are_their_own():

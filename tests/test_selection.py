@@ -245,3 +245,12 @@ def test_a_shard_without_rows_has_a_mask_without_rows():
     masks = PackedMasks({"a": torch.zeros(0, 13, dtype=torch.bool)})
     assert masks["a"].shape == (0, 13)
     assert multipliers_of(masks, "a", slice(0, 0), 0.1, torch.float32, torch.device("cpu")).shape == (0, 13)
+
+
+def test_a_bound_holds_among_infinite_scores():
+    scores = {name: torch.tensor([[1.0, torch.inf, torch.inf, torch.inf]]) for name in ("a", "b")}
+    targets = [target(name, (1, 4)) for name in scores]
+    masks = select_masks(
+        targets, lambda t: [score_keys(scores[t.name], torch.ones(1, 4), t.name)], Budget(0.5, bounds=(0.0, 0.5))
+    )
+    assert [int(masks[name].sum()) for name in scores] == [2, 2]

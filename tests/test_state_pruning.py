@@ -346,3 +346,8 @@ def test_an_update_waits_until_moments_know_enough_and_a_resumed_run_knows_of_it
     assert "reset less than 10 steps before end_step=22" in caplog.text
     assert [update.step for update in late.history] == [1, 11, 22]
     assert late.keeper.nonzero() == 0
+
+
+def test_one_update_has_a_sparsity_before_it():
+    callback = StatePruningCallback(0.8, begin_step=10, end_step=10)
+    assert [callback.sparsity_at(step) for step in (5, 10, 20)] == [0.0, 0.8, 0.8]

@@ -201,3 +201,16 @@ def test_two_processes_have_the_metric_of_one(name):
     alone = before_and_after(name)
     for one in together(before_and_after, name):
         assert one == alone
+
+
+def test_a_mask_of_pairs_of_tokens_hides_no_token_from_the_metric():
+    (rows,) = cases.batches("llama", rows=2, length=16)
+    mask = torch.ones(16, 16).tril().bool().expand(2, 1, 16, 16)
+    model = cases.build("llama")
+    plain, paired = (predicted_next(model, batch, None) for batch in (rows, {**rows, "attention_mask": mask}))
+    assert all(torch.equal(one, other) for one, other in zip(plain, paired, strict=True))
+
+
+def test_errors_in_no_words_are_refused():
+    with pytest.raises(ValueError, match="have no word"):
+        word_error_rate(["something"], [" "])

@@ -76,8 +76,7 @@ class Destination:
             processes.on_main(partial(check_configurations, model))
         if self.repo_id is None:
             return self
-        named = check_push(self.repo_id, self.private) if processes.is_main else None
-        return replace(self, repo_id=processes.broadcast(named))
+        return replace(self, repo_id=processes.on_main(partial(check_push, self.repo_id, self.private)))
 
     def write(self, result: Savable, stopwatch: Stopwatch) -> Report:
         """Save and upload the model as it is now. Returns the report, as it was saved if it was."""

@@ -110,7 +110,8 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
         zeros = int((matrix == 0).sum())
         rows.append(MatrixSparsity(target.name, target.block, target.role, target.shape, target.numel, zeros))
         holding = {group for group in holding if pattern_holds(matrix, *group)}
-    rows.sort(key=lambda row: list(targets).index(row.name))
+    places = {name: place for place, name in enumerate(targets)}
+    rows.sort(key=lambda row: places[row.name])
     return Inspection(rows, [f"{n}:{m}" for n, m in sorted(holding)], left_out)
 
 

@@ -110,7 +110,11 @@ class Savable(ABC):
         full_name = check_push(repo_id, private, token)
         scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
         folder = scratch / full_name.split("/")[-1]
-        self.save_pretrained(folder, repo_id=full_name)
+        try:
+            self.save_pretrained(folder, repo_id=full_name)
+        except BaseException:
+            shutil.rmtree(scratch, ignore_errors=True)
+            raise
         with kept_in(folder):
             address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
         shutil.rmtree(scratch, ignore_errors=True)

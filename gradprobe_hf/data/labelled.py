@@ -9,7 +9,6 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
-from string import Formatter
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +18,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.packing import WindowSpec
 from gradprobe_hf.data.sources import Source
-from gradprobe_hf.data.text_options import TextOptions
+from gradprobe_hf.data.text_options import TextOptions, template_columns
 from gradprobe_hf.model.families import longest_text, text_attribute
 from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column
 from gradprobe_hf.tasks.row_reader import RowReader
@@ -217,7 +216,7 @@ def _columns(spec: RowSpec, first: Row) -> tuple[tuple[str, ...], str | None]:
     template = spec.text.text_template
     if template is None:
         return spec.task.columns(first, spec.text.text_column, spec.label_column)
-    named = tuple(name for _, name, _, _ in Formatter().parse(template) if name)
+    named = tuple(template_columns(template))
     for name in named:
         checked_column(first, name, "text_template")
     return named, spec.task.columns(first, named[0], spec.label_column)[1]

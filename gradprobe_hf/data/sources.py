@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from gradprobe_hf.data.text_options import PYDOC, SELF
 from gradprobe_hf.runtime.paths import looks_like_path
 
 # `datasets` imports pandas and pyarrow, 90 MB of memory: it is imported where a file or a dataset is opened.
@@ -109,7 +110,7 @@ def is_path(spec: str) -> bool:
 def is_plain_text(source: Any) -> bool:
     """Whether it can only be text: a file or a dataset may hold token ids all the same."""
     if isinstance(source, (str, Path)):
-        return str(source) in ("pydoc", "self") or str(source).endswith(".txt")
+        return str(source) in (PYDOC, SELF) or str(source).endswith(".txt")
     return isinstance(source, (list, tuple)) and bool(source) and isinstance(source[0], str)
 
 

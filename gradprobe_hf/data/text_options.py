@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from string import Formatter
 from types import NoneType
+from typing import Any
 
 BLANK_LINE = "\n\n"
 EOS = "eos"
+# Texts that are named like a file, and are none: the Python manual, and what the model writes itself.
+PYDOC, SELF = "pydoc", "self"
 DEFAULT_LENGTH = 512  # tokens in a window
 
 
@@ -57,6 +61,12 @@ class TextOptions:
     def of(cls, config: object) -> TextOptions:
         """Those of a configuration, which has them among others."""
         return cls(**{name: getattr(config, name) for name in TEXT_OPTIONS})
+
+
+def is_written(source: Any) -> bool:
+    """Whether the model writes some of a text, or of a mixture, itself."""
+    names = source if isinstance(source, Mapping) else [source]
+    return any(isinstance(name, str) and name == SELF for name in names)
 
 
 TEXT_OPTIONS = tuple(one.name for one in fields(TextOptions))

@@ -26,7 +26,7 @@ from gradprobe_hf.data.pydoc_text import Part, manual_text
 from gradprobe_hf.data.self_generated import KeptText, own_text
 from gradprobe_hf.data.sources import Source, columns_of, is_dataset, is_tokenised, open_source, rows_from, text_rows
 from gradprobe_hf.data.special_tokens import is_tokenizer, special_tokens, tokenizer_of
-from gradprobe_hf.data.text_options import DEFAULT_LENGTH, TextOptions
+from gradprobe_hf.data.text_options import DEFAULT_LENGTH, PYDOC, SELF, TextOptions
 from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.runtime.processes import Processes
 
@@ -34,7 +34,6 @@ __all__ = ["TextOptions", "WindowSpec", "load_batches"]
 
 EVALUATION_SEED = 1
 WINDOWS_MEASURED = 20  # of an evaluation, where no number was asked for
-SELF = "self"
 
 
 def load_batches(
@@ -193,7 +192,7 @@ def _open(source: Any, part: Part, seed: int) -> Source | None:
     if isinstance(source, Source):
         return source
     if isinstance(source, str):
-        if source == "pydoc":
+        if source == PYDOC:
             name = f"pydoc ({part} part): the Python manual's topics"
             return Source(text_rows([manual_text(part)]), name, is_plain=True)
         return open_source(source, part, seed)

@@ -278,6 +278,11 @@ def _checked_map(config: PreTrainedConfig, device_map: DeviceMap) -> DeviceMap:
     return dict(device_map)
 
 
+def name_of(model_or_id: Any) -> str:
+    """Where a model comes from, or nothing."""
+    return str(getattr(model_or_id, "name_or_path", "") if isinstance(model_or_id, nn.Module) else model_or_id)
+
+
 def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
     """The configuration of a Hub id, a folder or a JSON file. No weight is fetched or read.
 

@@ -122,8 +122,7 @@ def workplace(
     resume_dir: Path | None, processes: Processes, stopwatch: Stopwatch, progress: bool
 ) -> Iterator[Workplace]:
     """A folder for one training: the one that is given, or a temporary one. It is removed if the body succeeds."""
-    made = tempfile.mkdtemp(prefix="gradprobe-recovery-") if resume_dir is None and processes.is_main else None
-    folder = resume_dir or Path(processes.broadcast(made))
+    folder = resume_dir or Path(processes.on_main(lambda: tempfile.mkdtemp(prefix="gradprobe-recovery-")))
     folder.mkdir(parents=True, exist_ok=True)
     finished = False
     try:

@@ -22,11 +22,11 @@ from gradprobe_hf.data.batch_checks import check_batches
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.self_generated import KeptText
-from gradprobe_hf.data.text_options import TextOptions
-from gradprobe_hf.data.windows import SELF, WindowSpec, load_batches, window_length
+from gradprobe_hf.data.text_options import PYDOC, SELF, TextOptions, is_written
+from gradprobe_hf.data.windows import WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
 from gradprobe_hf.model.adapters import imported_peft
-from gradprobe_hf.model.loading import Loaded, load
+from gradprobe_hf.model.loading import Loaded, load, name_of
 from gradprobe_hf.model.processing import load_processing_class
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.probe.engine import Workload
@@ -41,7 +41,7 @@ from gradprobe_hf.recovery.result import (
     report_without_pruning,
     timings_of,
 )
-from gradprobe_hf.recovery.text import Reading, RecoveryText, is_written, read_text
+from gradprobe_hf.recovery.text import Reading, RecoveryText, read_text
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.request_checks import check_columns, check_names, check_processing_class
@@ -51,7 +51,6 @@ from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 
-MANUAL = "pydoc"
 MEASURED_AT_ONCE = 4  # windows of the evaluation in one pass
 
 
@@ -61,7 +60,7 @@ def recover_pretrained(
     config: RecoveryConfig | None = None,
     *,
     text: Any = SELF,
-    evaluation: Any = MANUAL,
+    evaluation: Any = PYDOC,
     processing_class: Any = None,
     output_dir: str | Path | None = None,
     overwrite: bool = False,
@@ -120,7 +119,7 @@ def recover_pretrained(
     check_processing_class(processing_class)
     check_texts(text, evaluation)
     check_columns(TextOptions.of(config), text, evaluation)
-    out.check(_name_of(pruned), _name_of(teacher))
+    out.check(name_of(pruned.model if isinstance(pruned, PruneResult) else pruned), name_of(teacher))
     if resume_dir is not None:
         check_resume_dir(resume_dir, output_dir)
         check_own(Path(resume_dir), output_dir)
@@ -264,7 +263,7 @@ def _evaluation(source: Any, config: RecoveryConfig, model: PreTrainedModel, pro
         return Batches.none()
     length = window_length(config.sequence_length, model)
     text = TextOptions.of(config)
-    if source == MANUAL:  # one document, of which windows are cut whatever is done with those that are trained on
+    if source == PYDOC:  # one document, of which windows are cut whatever is done with those that are trained on
         text = replace(text, packing=True)
     spec = WindowSpec(config.evaluation_samples, length, MEASURED_AT_ONCE, text=text)
     found = load_batches(source, spec, part="evaluation", model=model, processing_class=processing_class)
@@ -290,8 +289,3 @@ def _measured(
     work = partial(Workload, batches=batches, processes=place.processes, progress=place.progress)
     with place.stopwatch("evaluate"):
         return measure_pair(work(dense), work(pruned))
-
-
-def _name_of(model: Any) -> str:
-    model = model.model if isinstance(model, PruneResult) else model
-    return str(getattr(model, "name_or_path", "")) if isinstance(model, nn.Module) else str(model)

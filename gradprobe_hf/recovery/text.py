@@ -19,7 +19,8 @@ from gradprobe_hf.data.batches import Batches, row_count, shared_rows, sketch
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.sources import is_plain_text
-from gradprobe_hf.data.windows import SELF, TextOptions, WindowSpec, Writing, load_batches, window_length
+from gradprobe_hf.data.text_options import is_written
+from gradprobe_hf.data.windows import TextOptions, WindowSpec, Writing, load_batches, window_length
 from gradprobe_hf.model.loss import next_token_labels
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.columns import IGNORED
@@ -151,18 +152,17 @@ def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> Recovery
 
 def _check_read(model: PreTrainedModel, batches: Batches) -> None:
     """Raise ValueError for what is part of a batch and no part of a row here."""
+    if any(isinstance(mask := batch.get("attention_mask"), Tensor) and mask.ndim != 2 for batch in batches):
+        raise ValueError(
+            "text: recovery reads an attention_mask of a number for each token, and one of these batches has another. "
+            "Leave it out, and give texts in rows of their own."
+        )
     taken = set(inspect.signature(model.forward).parameters) - READ
     if others := sorted({name for batch in batches for name in batch} & taken):
         raise ValueError(
             f"text: recovery reads {', '.join(sorted(READ))}, and the model would be called without the "
             f"{', '.join(others)} of these batches. Leave that out, or give rows that need none."
         )
-
-
-def is_written(source: Any) -> bool:
-    """Whether the dense model writes some of it itself."""
-    names = source if isinstance(source, Mapping) else [source]
-    return any(isinstance(name, str) and name == SELF for name in names)
 
 
 def collated(rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:

@@ -83,11 +83,16 @@ def loss_without(
     Args:
         cache: outputs of the first blocks for this process's share of these rows.
     """
-    batches = few_rows(context)
     removed, masks, biases = removed_blocks(context, Removal(plan, frozenset(blocks)))
-    work = replace(context.workload, batches=batches, progress=False)
     with serving(context.model, removed, masks, new_weights=biases):
-        loss = measure(work, "calibration", allows_nan=True, cache=cache).loss
+        return loss_of_few_rows(context, diagnostics, cache)
+
+
+def loss_of_few_rows(context: RunContext, diagnostics: Diagnostics, cache: BlockOutputCache | None = None) -> float:
+    """The mean loss over a few rows of the model as it is served now; where it is not a number, infinity."""
+    batches = few_rows(context)
+    work = replace(context.workload, batches=batches, progress=False)
+    loss = measure(work, "calibration", allows_nan=True, cache=cache).loss
     passes = sum(map(row_count, batches)) / sum(map(row_count, context.calibration))
     diagnostics.count("forward", passes * (1 - (cache.share if cache else 0)))
     return math.inf if math.isnan(loss) else loss

@@ -42,6 +42,8 @@ ROWS, TOKENS = 1, 32  # one: without a padding token, a classifier of sequences 
 # How far apart the outputs of the two models may be, relative to their size: sums over fewer terms round otherwise.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 OF_HALF_PRECISION = 0.1  # where there is no room to compute in float32
+# What a model's own code raises where a batch, or a size, is none that it was made for.
+_REFUSALS = (RuntimeError, TypeError, ValueError, LookupError)
 SHARE = 0.8  # of free memory, for what is compared
 
 
@@ -67,7 +69,7 @@ class MaskedOutputs:
             outputs = _outputs(model, batch, wide)
         except torch.OutOfMemoryError:
             raise
-        except (RuntimeError, TypeError, ValueError) as error:
+        except _REFUSALS as error:
             logger.warning(
                 "whether a smaller %s computes what the masked one does was not compared: no random batch runs (%s)",
                 type(model).__name__,
@@ -90,7 +92,7 @@ class MaskedOutputs:
             found = _outputs(smaller, self.batch, self.wide)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError as error:
+        except _REFUSALS as error:
             return f"the smaller {name} does not run ({error}): {why}"
         apart, size = float((found - self.outputs).norm()), float(self.outputs.norm())
         if apart <= TOLERANCE.get(self.dtype, OF_HALF_PRECISION) * size:

@@ -21,10 +21,9 @@ from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
 from gradprobe_hf.data.paper_protocol import WIKITEXT, PaperSpec, paper_batches
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.sources import is_plain_text
-from gradprobe_hf.data.text_options import DEFAULT_LENGTH
+from gradprobe_hf.data.text_options import DEFAULT_LENGTH, PYDOC, SELF, is_written
 from gradprobe_hf.data.windows import (
     EVALUATION_SEED,
-    SELF,
     WINDOWS_MEASURED,
     TextOptions,
     WindowSpec,
@@ -49,8 +48,6 @@ from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.tasks.table import auto_classes, task_for
 
 logger = logging.getLogger(__name__)
-
-BUILT_IN = "pydoc"
 
 
 def load_inputs(request: RunRequest) -> RunContext:
@@ -89,7 +86,7 @@ def load_inputs(request: RunRequest) -> RunContext:
         calibration = default_calibration(model) if request.calibration is None else request.calibration
         evaluation = _evaluation(request.evaluation, calibration, model, config.evaluation_protocol)
         calibrate = partial(read, calibration, part="calibration", samples=config.num_samples, task=labels)
-        unwritten = calibrate if reads_text and _is_written(calibration) else None
+        unwritten = calibrate if reads_text and is_written(calibration) else None
         calibrated = calibrate() if reads_text and unwritten is None else Batches.none()
         measured = Batches.none()
         if evaluation is not None and config.evaluation_protocol == "paper":
@@ -133,12 +130,6 @@ def written(context: RunContext) -> RunContext:
         return replace(context, calibration=context.unwritten(), unwritten=None)
 
 
-def _is_written(calibration: Any) -> bool:
-    """Whether some of it is text that the model writes."""
-    names = calibration if isinstance(calibration, Mapping) else [calibration]
-    return any(isinstance(name, str) and name == SELF for name in names)
-
-
 def choosing_apart(context: RunContext) -> RunContext:
     """With one half of the evaluation to choose a sparsity or a threshold by, and the other to report on.
 
@@ -179,7 +170,7 @@ def _read_whole(config: GradProbeConfig, source: Any, model: PreTrainedModel, pr
 def default_calibration(model: PreTrainedModel) -> str:
     """The model's own text, where it can write and its weights are at hand."""
     if not is_causal(model) or not model.can_generate():
-        return BUILT_IN
+        return PYDOC
     if is_offloaded(model) or is_sharded(model):
         # To write is to read every weight for every token.
         logger.warning(
@@ -187,7 +178,7 @@ def default_calibration(model: PreTrainedModel) -> str:
             "are not all where it computes. Give a text that is like what the model is for (calibration, "
             "--calibration), or 'self' all the same."
         )
-        return BUILT_IN
+        return PYDOC
     return SELF
 
 
@@ -223,7 +214,7 @@ def _evaluation(evaluation: Any, calibration: Any, model: PreTrainedModel, proto
             raise ValueError("evaluation_protocol='paper' has no effect where nothing is measured: leave it unset.")
         return WIKITEXT if evaluation is None else evaluation
     names = calibration if isinstance(calibration, Mapping) else [calibration]
-    built_in = all(isinstance(name, str) and name in (BUILT_IN, SELF) for name in names)
+    built_in = all(isinstance(name, str) and name in (PYDOC, SELF) for name in names)
     if evaluation is None:
-        return BUILT_IN if built_in and is_causal(model) else None
+        return PYDOC if built_in and is_causal(model) else None
     return None if evaluation is False else evaluation

@@ -85,26 +85,24 @@ def latency_table(context: RunContext, axes: Mapping[str, Sequence[int]]) -> Lat
     Args:
         axes: structure -> how many of it may go, rising from 0.
     """
-    found = _timed_table(context.model, context.targets, axes) if context.processes.is_main else None
-    table: LatencyTable = context.processes.broadcast(found)
-    return table
+    return context.processes.on_main(lambda: _timed_table(context.model, context.targets, axes))
 
 
 def measured_latency(context: RunContext, going: Mapping[str, int]) -> dict[str, float]:
     """Seconds of the dense model and of this shape, and the median of the ratios of the rounds."""
-    found: dict[str, float] | None = None
-    if context.processes.is_main:
-        model = context.model
-        made = _random(model, Removal.example(Plan.of(model, context.targets, going)))
-        dense, smaller = _rounds([_Subject(model, length_of(model)), _Subject(made, length_of(model))])
-        ratios = [own.whole / its.whole for own, its in zip(smaller, dense, strict=True)]
-        found = {
-            "dense": statistics.median(one.whole for one in dense),
-            "smaller": statistics.median(one.whole for one in smaller),
-            "ratio": statistics.median(ratios),
-        }
-    measured: dict[str, float] = context.processes.broadcast(found)
-    return measured
+    return context.processes.on_main(lambda: _measured(context, going))
+
+
+def _measured(context: RunContext, going: Mapping[str, int]) -> dict[str, float]:
+    model = context.model
+    made = _random(model, Removal.example(Plan.of(model, context.targets, going)))
+    dense, smaller = _rounds([_Subject(model, length_of(model)), _Subject(made, length_of(model))])
+    ratios = [own.whole / its.whole for own, its in zip(smaller, dense, strict=True)]
+    return {
+        "dense": statistics.median(one.whole for one in dense),
+        "smaller": statistics.median(one.whole for one in smaller),
+        "ratio": statistics.median(ratios),
+    }
 
 
 def length_of(model: PreTrainedModel) -> int:

@@ -33,7 +33,7 @@ from gradprobe_hf.model.routing import mixtures, routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.run.block_order import blocks_going, few_rows, loss_without, losses_alone
+from gradprobe_hf.run.block_order import blocks_going, few_rows, loss_of_few_rows, loss_without, losses_alone
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.latency import check_timeable, latency_table, measured_latency
@@ -323,7 +323,7 @@ def _losses_without_experts(
     losses = []
     for count in amounts:
         with routed(context.model, {router: lowest_of(scores, count) for router, scores in fisher.items()}):
-            losses.append(_few_rows_loss(context, diagnostics))
+            losses.append(loss_of_few_rows(context, diagnostics))
     return losses
 
 
@@ -369,13 +369,4 @@ def _without(one: Weighed, gone: Tensor, makes_up: bool) -> Tensor:
 
 def _served_loss(context: RunContext, readers: Sequence[Target], values: NewWeights, diagnostics: Diagnostics) -> float:
     with serving(context.model, readers, {}, new_weights=values):
-        return _few_rows_loss(context, diagnostics)
-
-
-def _few_rows_loss(context: RunContext, diagnostics: Diagnostics) -> float:
-    """The loss on a few calibration rows of the model as it is served now; where it is not a number, infinity."""
-    batches = few_rows(context)
-    work = replace(context.workload, batches=batches, progress=False)
-    loss = measure(work, "calibration", allows_nan=True).loss
-    diagnostics.count("forward", sum(map(row_count, batches)) / sum(map(row_count, context.calibration)))
-    return math.inf if math.isnan(loss) else loss
+        return loss_of_few_rows(context, diagnostics)

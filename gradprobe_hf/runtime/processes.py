@@ -7,6 +7,7 @@ batches. Sharded models are the exception: FSDP2 makes its own in every pass, an
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -112,30 +113,19 @@ class Processes:
             dist.all_gather_object(values, value)
         return values
 
-    def on_main(self, check: Callable[[], None]) -> None:
-        """Run a check in the main process; its ValueError or OSError is raised in all of them."""
-        # Raised in one process alone it would leave the others waiting in their next collective.
-        failure = None
-        if self.is_main:
-            try:
-                check()
-            except (ValueError, OSError) as error:
-                failure = error
-        failure = self.broadcast(failure)
-        if failure is not None:
-            raise failure
+    def on_main(self, work: Callable[[], Item]) -> Item:
+        """What the main process's work returns, in all of them; what it raises is raised in all of them."""
+        made, failure = _tried(work) if self.is_main else ([], None)
+        values, its = self.broadcast((made, _sendable(failure)))
+        _raise(failure or its)
+        found: Item = values[0]
+        return found
 
     def in_all(self, work: Callable[[], Item]) -> Item:
-        """What this process's work returns; the first ValueError or OSError of any is raised in all of them."""
-        made: list[Item] = []
-        failure = None
-        try:
-            made.append(work())
-        except (ValueError, OSError) as error:
-            failure = error
-        failures = [one for one in self.gather(failure) if one is not None]
-        if failures:
-            raise failures[0]
+        """What this process's work returns; what the first of them raises is raised in all of them."""
+        made, failure = _tried(work)
+        others = [one for one in self.gather(_sendable(failure)) if one is not None]
+        _raise(failure or next(iter(others), None))
         return made[0]
 
     def barrier(self) -> None:
@@ -163,6 +153,28 @@ class Processes:
                 f"process {self.rank} of {self.count} lost the others: {error}. One of them ended or hangs; its own "
                 "message says why. Nothing was written, and the weights of this process are as they were."
             ) from error
+
+
+def _tried(work: Callable[[], Item]) -> tuple[list[Item], Exception | None]:
+    """What work returns, or what it raises: in one process alone, that would leave the others waiting for ever."""
+    try:
+        return [work()], None
+    except Exception as error:
+        return [], error
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """The error, or its words where it cannot be pickled."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def _on_backend_device(tensor: Tensor) -> Tensor:

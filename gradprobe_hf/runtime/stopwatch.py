@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class Listener(Protocol):
 
     def begin(self, stage: str) -> None: ...
 
-    def end(self, stage: str, seconds: float) -> None: ...
+    def end(self, stage: str, seconds: float) -> None:
+        """Args: seconds: from its beginning to its end, stages inside it included."""
 
     def batch(self, model: Any, batch: Any) -> None:
         """A batch of a pass over the model is done."""
@@ -66,19 +68,33 @@ def batch_done(model: Any, batch: Any) -> None:
         one.batch(model, batch)
 
 
+@dataclass
+class _Running:
+    """A stage that has not ended. `within`: seconds of the stages inside it that have."""
+
+    stage: str
+    start: float
+    within: float = 0.0
+
+
 class Stopwatch:
-    """`with stopwatch("probe 0"): ...` logs the stage and adds its time to `seconds["probe 0"]`."""
+    """`with stopwatch("probe 0"): ...` logs the stage and adds its time to `seconds["probe 0"]`.
+
+    A stage inside another is none of the other's time: together they come to the seconds that have passed.
+    """
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.failed: str | None = None  # the innermost stage that an exception has left
-        self._running: dict[str, float] = {}  # stages that have not ended -> when they began
+        self._running: list[_Running] = []  # the innermost last
 
     def so_far(self) -> dict[str, float]:
         """The seconds of every stage, of those that have not ended, too."""
-        found, now = dict(self.seconds), time.perf_counter()
-        for stage, start in self._running.items():
-            found[stage] = found.get(stage, 0.0) + now - start
+        found, now, within = dict(self.seconds), time.perf_counter(), 0.0
+        for one in reversed(self._running):
+            whole = now - one.start
+            found[one.stage] = found.get(one.stage, 0.0) + whole - one.within - within
+            within = whole
         return found
 
     def add(self, seconds: Mapping[str, float]) -> None:
@@ -91,7 +107,8 @@ class Stopwatch:
         logger.info("%s ...", stage)
         for one in _listeners:
             one.begin(stage)
-        start = self._running[stage] = time.perf_counter()
+        running = _Running(stage, time.perf_counter())
+        self._running.append(running)
         try:
             yield
         except BaseException:
@@ -99,8 +116,10 @@ class Stopwatch:
             raise
         finally:
             return_free_memory()
-            seconds = time.perf_counter() - start
-            self._running.pop(stage, None)
-            self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+            seconds = time.perf_counter() - running.start
+            self._running.remove(running)
+            if self._running:
+                self._running[-1].within += seconds
+            self.add({stage: seconds - running.within})
             for one in _listeners:
                 one.end(stage, seconds)

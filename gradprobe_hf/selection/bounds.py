@@ -11,12 +11,14 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.selection.cut import Below, Cut, find_cut
 from gradprobe_hf.selection.keys import LAST, Keys
 
+KEPT = LAST + 2  # behind an infinite score, which is at `LAST + 1` here
+
 
 def bounded(keys: Keys, bounds: tuple[float, float], unit: Sequence[Target], budget: int) -> Keys:
     """Keys under which any cut of the unit respects the bounds.
 
     In each matrix the lowest keys, as many as the lower bound asks for, become 0 and are pruned first; the highest,
-    which the upper bound keeps, become `LAST` and are pruned last. Those between keep their order across matrices.
+    which the upper bound keeps, become `KEPT` and are pruned last. Those between keep their order across matrices.
 
     Args:
         bounds: the least and the most to prune of each matrix, as fractions of it.
@@ -41,8 +43,7 @@ def bounded(keys: Keys, bounds: tuple[float, float], unit: Sequence[Target], bud
         for chunk in keys(target):
             # Key 0 now stands for the least alone. All others are one higher: weights that are zero already and not
             # part of it are still the first of the rest, before a score of 0, but no longer pruned before the least of
-            # every other matrix. The largest finite score falls together with an infinite one.
-            shifted = (chunk + 1).clamp_max_(LAST)
-            yield shifted.masked_fill_(~pruned_at_all(chunk), LAST).masked_fill_(pruned_first(chunk), 0)
+            # every other matrix.
+            yield (chunk + 1).masked_fill_(~pruned_at_all(chunk), KEPT).masked_fill_(pruned_first(chunk), 0)
 
     return changed

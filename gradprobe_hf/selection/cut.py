@@ -18,7 +18,7 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.selection.keys import LAST
 
 _LOW_BITS = 16
-_HIGH_BINS = (LAST >> _LOW_BITS) + 1  # keys are at most LAST: half of 2^16 bins
+_HIGH_BINS = (LAST >> _LOW_BITS) + 1  # half of 2^16: no key is far above LAST
 _LOW_BINS = 1 << _LOW_BITS
 
 

@@ -64,9 +64,14 @@ def word_error_rate(predictions: Sequence[str], references: Sequence[str]) -> fl
 
     >>> word_error_rate(["the cat sat"], ["the cat sat down"])
     0.25
+
+    Raises:
+        ValueError: references without a word.
     """
     pairs = [(a.split(), b.split()) for a, b in zip(predictions, references, strict=True)]
-    return sum(_edits(a, b) for a, b in pairs) / sum(len(b) for _, b in pairs)
+    if not (words := sum(len(b) for _, b in pairs)):
+        raise ValueError("metric='wer' is errors per word of the references, and these have no word: give others.")
+    return sum(_edits(a, b) for a, b in pairs) / words
 
 
 def _edits(predicted: Sequence[str], reference: Sequence[str]) -> int:

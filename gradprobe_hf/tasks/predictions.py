@@ -29,7 +29,9 @@ def predicted_next(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
     """The most likely next tokens; the label is -100 where the next one is none. Both `[rows, tokens - 1]`."""
     labels = batch.get("labels")
     labels = (batch["input_ids"] if labels is None else labels)[:, 1:]
-    if (mask := batch.get("attention_mask")) is not None:  # with left padding, the last pad predicts the first token
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.shape == batch["input_ids"].shape:  # one of pairs of tokens is none of padding
+        # With left padding, the last pad predicts the first token.
         labels = labels.masked_fill((mask[:, 1:] == 0) | (mask[:, :-1] == 0), IGNORED)
     found = model(**_inputs(batch), use_cache=False).logits.argmax(-1)[:, :-1]
     return found, labels.to(found.device)

@@ -164,7 +164,9 @@ class StatePruningCallback(StepCallback):
         """
         if step >= self.end_step:
             return self.target_sparsity
-        elapsed = max(0, step - self.begin_step) / (self.end_step - self.begin_step)
+        if step <= self.begin_step:
+            return self.initial_sparsity
+        elapsed = (step - self.begin_step) / (self.end_step - self.begin_step)
         progress = SCHEDULES[self.schedule](elapsed)
         return self.initial_sparsity + (self.target_sparsity - self.initial_sparsity) * progress
 
