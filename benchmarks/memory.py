@@ -26,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.bare_pass import seconds_of_bare_pass
 from benchmarks.memory_gpu import row_on_gpu
+from benchmarks.quality_cells import write_whole
 from benchmarks.random_checkpoint import mistral_config, random_tokens, write_random_checkpoint
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
@@ -167,7 +168,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
     settings = {"small": SMALL, "large": LARGE, "threads": torch.get_num_threads()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"settings": settings, "rows": rows, "versions": versions()}, indent=2) + "\n")
+    write_whole(path, json.dumps({"settings": settings, "rows": rows, "versions": versions()}, indent=2) + "\n")
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from typing import Any, get_args
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.mixtures_table import mixtures_table
-from benchmarks.quality_cells import code_commit
+from benchmarks.quality_cells import code_commit, write_whole
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.config.presets import Preset
@@ -69,8 +69,7 @@ class MixturesFile:
 
     def add(self, row: dict[str, Any]) -> None:
         self.rows.append(row)
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.to_dict(), indent=2) + "\n")
+        write_whole(self.path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     def to_dict(self) -> dict[str, Any]:
         return {"settings": self.settings, "dense": self.dense, "rows": self.rows, "versions": versions()}

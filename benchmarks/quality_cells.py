@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -64,6 +68,8 @@ class Dense:
 class CellFile:
     """All cells of one model and protocol, written whenever there is one more.
 
+    Several runs may fill one file side by side: each keeps what the others have written.
+
     Args:
         commit: of the cells to come.
         fresh: forget the cells of earlier runs.
@@ -94,9 +100,12 @@ class CellFile:
         self._write()
 
     def add(self, cell: Cell, versions: dict[str, str]) -> None:
-        self.cells[cell.key] = cell
         self.versions |= versions
-        self._write()
+        with locked(self.path.parent):
+            saved = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
+            known = {one.key: one for one in (Cell(**row) for row in saved)}
+            self.cells = known | self.cells | {cell.key: cell}
+            self._write()
 
     def to_dict(self) -> dict[str, Any]:
         dense = self.dense or Dense({})
@@ -114,21 +123,43 @@ class CellFile:
         found = self.to_dict()
         rows = ",\n".join(f"    {json.dumps(row)}" for row in found.pop("rows"))
         head = ",\n".join(f"  {json.dumps(name)}: {json.dumps(value)}" for name, value in found.items())
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        beside = self.path.with_suffix(".part")
-        beside.write_text(f'{{\n{head},\n  "rows": [\n{rows}\n  ]\n}}\n')
-        beside.replace(self.path)
+        write_whole(self.path, f'{{\n{head},\n  "rows": [\n{rows}\n  ]\n}}\n')
 
 
-def code_commit() -> str:
-    """The last commit that changed the code that decides a cell, with a + where it has changed since."""
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is whole at any moment: whoever is killed meanwhile loses nothing that was in it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".part")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Wait for others who write there."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def code_commit(*more: str) -> str:
+    """The last commit that changed the code that decides a cell, with a + where it has changed since.
+
+    Args:
+        more: files of a benchmark that decide its own cells beside `MADE_BY`.
+    """
+    made_by = (*MADE_BY, *more)
 
     def git(*words: str) -> str:
         return subprocess.run(["git", "-C", ROOT, *words], check=True, capture_output=True, text=True).stdout.strip()
 
     try:
-        return git("log", "-1", "--format=%h", "--", *MADE_BY) + "+" * bool(
-            git("status", "--porcelain", "--", *MADE_BY)
+        return git("log", "-1", "--format=%h", "--", *made_by) + "+" * bool(
+            git("status", "--porcelain", "--", *made_by)
         )
     except (OSError, subprocess.CalledProcessError):
         return "unknown"  # a copy without its history

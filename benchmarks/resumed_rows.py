@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.quality_cells import code_commit, write_whole
 from benchmarks.quality_texts import TextSpec
 from gradprobe_hf.report.build import versions
 
@@ -41,7 +43,8 @@ def texts_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def made_rows(args: argparse.Namespace, row: Callable[[argparse.Namespace, str], Row]) -> dict[str, Any]:
-    """The file's settings and rows, when those that were missing are made and written."""
+    """The file's settings and rows, when those that were missing are made and written, each with its commit."""
+    made_by = f"benchmarks/{Path(inspect.getfile(row)).name}"
     asked = {name: value for name, value in vars(args).items() if name not in ("output", "fresh", "rows")}
     asked |= {name: Path(asked[name]).name for name in ("model", "calibration", "evaluation")}
     known = json.loads(args.output.read_text()) if args.output.exists() and not args.fresh else {"rows": []}
@@ -49,7 +52,7 @@ def made_rows(args: argparse.Namespace, row: Callable[[argparse.Namespace, str],
         raise SystemExit(f"{args.output} is of {known['settings']}: --fresh forgets it, another --output keeps it.")
     for name in args.rows:
         if name not in [made["row"] for made in known["rows"]]:
-            known["rows"].append(row(args, name))
+            known["rows"].append({**row(args, name), "commit": code_commit(made_by)})
             whole = {"settings": asked, "rows": known["rows"], "versions": versions()}
-            args.output.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+            write_whole(args.output, json.dumps(whole, indent=1) + "\n")
     return {"settings": asked, "rows": known["rows"]}

@@ -46,6 +46,7 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 
+MADE_BY = ("benchmarks/structured_quality.py", "benchmarks/structured_rows.py")  # beside what decides every cell
 NEAR = 0.001  # of the parameters of the blocks: how far a shape may be from the column's
 
 
@@ -249,7 +250,7 @@ def parsed() -> argparse.Namespace:
 
 def main() -> None:
     args = parsed()
-    file = CellFile(args.output, code_commit(), args.fresh, args.mixed)
+    file = CellFile(args.output, code_commit(*MADE_BY), args.fresh, args.mixed)
     protocol = worker.Protocol(
         model=str(args.model),
         dtype=args.dtype,

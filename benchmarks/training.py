@@ -33,6 +33,7 @@ from rich.table import Table
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.quality_cells import write_whole
 from benchmarks.training_cost import cost, show_cost
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.build import versions
@@ -218,7 +219,7 @@ def main() -> None:
 
 def save(values: dict[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({**values, "versions": versions()}, indent=2) + "\n")
+    write_whole(path, json.dumps({**values, "versions": versions()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

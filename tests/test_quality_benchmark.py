@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from benchmarks import picture, quality, quality_peers, quality_rows, quality_tables, quality_worker, readme_table
+from benchmarks.quality_cells import Cell, CellFile, Dense
 from benchmarks.quality_rows import Row
 from benchmarks.quality_texts import TextSpec
 from benchmarks.text_table import texts_table
@@ -127,6 +128,16 @@ def test_cells_of_other_code_are_refused_unless_told(bench, monkeypatch):
     assert "; cells of several commits (abc, def)." in quality_tables.quality_table(found)
     with pytest.raises(ValueError, match="cells of several commits, abc, def"):
         quality_tables.quality_table({**found, "mixed": False})
+
+
+def test_two_runs_may_fill_one_file(tmp_path):
+    path = tmp_path / "cells.json"
+    one, other = CellFile(path, "abc"), CellFile(path, "abc")
+    one.begin({"model": "m"}, Dense({"text": 1.0}))
+    other.begin({"model": "m"}, Dense({"text": 1.0}))
+    for file, method in ((one, "a"), (other, "b"), (one, "c")):
+        file.add(Cell(method, 0, "0.5", 1, 2, {"text": 2.0}, 1.0, None, {}), {})
+    assert {row["method"] for row in json.loads(path.read_text())["rows"]} == {"a", "b", "c"}
 
 
 def test_a_cell_that_fails_is_named_and_the_others_are_made(bench, monkeypatch, capsys):

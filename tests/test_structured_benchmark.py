@@ -111,7 +111,7 @@ def bench(checkpoint, text_file, other_text_file, tmp_path, monkeypatch):
     output = tmp_path / "structured_quality.json"
     monkeypatch.setattr(quality_worker, "alone", lambda function, *args: function(*args))
     monkeypatch.setattr(quality_worker, "Bench", cache(quality_worker.Bench))
-    monkeypatch.setattr(structured_quality, "code_commit", lambda: "abc")
+    monkeypatch.setattr(structured_quality, "code_commit", lambda *_: "abc")
     monkeypatch.setattr(structured_quality, "NEAR", 0.05)  # a channel of a tiny model is a percent of it
 
     def run(*more: str):
