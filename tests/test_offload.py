@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import shutil
 import tempfile
 import weakref
@@ -254,6 +255,26 @@ def test_tied_embeddings_are_changed_under_every_name(saved, tmp_path):
     mask = candidates(targets)[targets[0].name]
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert (read_weight(model, name)[mask] == 0).all()
+
+
+@grid("placement", ["cpu_offload", "disk_offload", "device_map disk"])
+@pytest.mark.parametrize(
+    "options", [{"score": "magnitude"}, {"structure": "auto", "params": 0.97, "update": "none"}], ids=["zeros", "auto"]
+)
+def test_tied_embeddings_count_once_wherever_they_are(placement, options, saved, tmp_path):
+    """Offloaded, each of their names has a parameter of its own."""
+
+    def sizes(where):
+        model = PLACEMENTS[where](saved("tied"), tmp_path / where)
+        result = cases.prune(model, cases.batches("tied", length=24), apply=False, **options)
+        result.save_pretrained(tmp_path / f"{where} pruned")
+        report = json.loads((tmp_path / f"{where} pruned" / "gradprobe_report.json").read_text())
+        shapes = report["structure"] and report["structure"]["parameters"]
+        return report["model"]["parameters"], shapes, report["files"]["dense"], result.report.sparsity
+
+    alone = sizes("in memory")
+    assert alone[0] == load(saved("tied")).num_parameters()
+    assert sizes(placement) == alone
 
 
 @pytest.mark.parametrize("placement", ["disk_offload", "device_map disk"])

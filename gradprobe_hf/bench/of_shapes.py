@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.bench.bench import measured, started
 from gradprobe_hf.bench.result import BenchResult
 from gradprobe_hf.checkpoint.file_sizes import FileSizes
-from gradprobe_hf.model.parameters import input_device, is_offloaded
+from gradprobe_hf.model.parameters import input_device, is_offloaded, parameter_bytes
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.structures.plan import Plan
@@ -66,7 +66,7 @@ def bench_shapes(context: RunContext, removals: Mapping[str, Removal]) -> BenchR
 def _measured(context: RunContext, removals: Mapping[str, Removal]) -> BenchResult:
     model = context.model
     configs = [model.config, *(smaller_config(model.config, removal) for removal in removals.values())]
-    sizes = [sum(one.nbytes for one in model.parameters()), *(removal.bytes(model) for removal in removals.values())]
+    sizes = [parameter_bytes(model), *(removal.bytes(model) for removal in removals.values())]
     names, device = ["dense", *removals], str(input_device(model))
     made_by: list[tuple[Any, ...]] = [("of_config", type(model), config, model.dtype, device, {}) for config in configs]
     with started(names, made_by) as workers:

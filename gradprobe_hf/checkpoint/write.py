@@ -27,7 +27,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading import CONFIG_KEY
 from gradprobe_hf.model.offload_store import existing_parent
-from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.parameters import is_offloaded, parameter_bytes
 from gradprobe_hf.model.processing import PROCESSOR_FILES, stored_file
 from gradprobe_hf.model.saving import save_in_shards
 from gradprobe_hf.model.shard_files import open_to_all
@@ -84,7 +84,7 @@ def check_room(directory: str | Path, model: PreTrainedModel) -> None:
     """Raise OSError, before any work, where the checkpoint cannot be written or will not fit on the disk."""
     parent = existing_parent(Path(directory).resolve().parent)  # behind a link: there it is written
     check_writable(parent, directory)
-    needed = sum(parameter.nbytes for parameter in model.parameters())
+    needed = parameter_bytes(model)
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(
@@ -191,7 +191,7 @@ def _dense_bytes(made: Checkpoint) -> int:
     if teacher := made.report.recovered_towards:
         return int(teacher["bytes"])
     known = (made.report.files or {}).get("dense")  # of a checkpoint that is recovered
-    return known or sum(one.nbytes for one in made.model.parameters())
+    return known or parameter_bytes(made.model)
 
 
 def _card(made: Checkpoint, where: str) -> ModelCard:

@@ -19,6 +19,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
+from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.report.build import matrix_rows
@@ -159,8 +160,8 @@ class Comparison:
             perplexity=found.perplexity,
             seconds=round(seconds, 1),
             passes=decision.diagnostics.passes,
-            parameters=removal.parameters(model) if removal else model.num_parameters(),
-            bytes=removal.bytes(model) if removal else sum(one.nbytes for one in model.parameters()),
+            parameters=removal.parameters(model) if removal else parameter_count(model),
+            bytes=removal.bytes(model) if removal else parameter_bytes(model),
             removed=dict(removal.plan.going) if removal else {},
         )
 

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter
+from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter, parameter_bytes
 from gradprobe_hf.runtime.interrupts import uninterrupted
 
 PREFIX = "gradprobe-"  # of the names of folders with changed weights
@@ -86,7 +86,7 @@ def check_store_room(model: nn.Module, parameters: set[str], checkpoint: str | P
             needed[folder] = needed.get(folder, 0) + model.get_parameter(name).nbytes
     for folder, nbytes in needed.items():
         if checkpoint is not None and _disk_of(folder) == _disk_of(Path(checkpoint)):
-            nbytes += sum(parameter.nbytes for parameter in model.parameters())
+            nbytes += parameter_bytes(model)
         free = shutil.disk_usage(folder).free
         if free < nbytes:
             raise OSError(

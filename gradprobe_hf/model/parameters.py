@@ -144,6 +144,22 @@ def aliases(model: nn.Module) -> dict[str, str]:
     return {name: names[0] for names in groups.values() for name in names[1:]}
 
 
+def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Each parameter once, by its canonical name: an offloaded model names those that are tied apart."""
+    tied = aliases(model)
+    return ((name, parameter) for name, parameter in model.named_parameters() if name not in tied)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """How many parameters a model has; tied ones count once."""
+    return sum(parameter.numel() for _, parameter in own_parameters(model))
+
+
+def parameter_bytes(model: nn.Module) -> int:
+    """How many bytes they take, in the file as in memory."""
+    return sum(parameter.nbytes for _, parameter in own_parameters(model))
+
+
 def _hooks(module: nn.Module) -> list[AlignDevicesHook]:
     """The hooks that load weights: Accelerate chains several in a SequentialHook."""
     hook = getattr(module, "_hf_hook", None)

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.fsdp import gathered, reshard
-from gradprobe_hf.model.parameters import aliases, offloaded_parameter
+from gradprobe_hf.model.parameters import aliases, offloaded_parameter, parameter_bytes
 from gradprobe_hf.model.shard_files import header_bytes, name_files
 
 LARGEST_SHARD, SMALLEST_SHARD = 2**29, 2**26  # bytes
@@ -31,7 +31,7 @@ SHARDS = 8  # files that a model between the two limits is written in, hence the
 
 
 def shard_bytes(model: PreTrainedModel) -> int:
-    return max(SMALLEST_SHARD, min(LARGEST_SHARD, sum(p.nbytes for p in model.parameters()) // SHARDS))
+    return max(SMALLEST_SHARD, min(LARGEST_SHARD, parameter_bytes(model) // SHARDS))
 
 
 @dataclass(frozen=True)

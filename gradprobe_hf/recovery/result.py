@@ -15,6 +15,7 @@ from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
+from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import Trained
 from gradprobe_hf.recovery.text import RecoveryText
@@ -61,7 +62,7 @@ class Taught:
 
     @classmethod
     def by(cls, teacher: PreTrainedModel) -> Taught:
-        return cls(published_name(teacher), teacher.num_parameters(), sum(one.nbytes for one in teacher.parameters()))
+        return cls(published_name(teacher), parameter_count(teacher), parameter_bytes(teacher))
 
 
 def described_recovery(
@@ -145,7 +146,7 @@ def report_without_pruning(model: PreTrainedModel, dense: PreTrainedModel, proce
         "class": type(model).__name__,
         "objective": objective(model),
         "task": task.name if task else None,
-        "parameters": model.num_parameters(),
+        "parameters": parameter_count(model),
         "target_weights": sum(row.weights for row in rows),
         "dtype": str(model.dtype).removeprefix("torch."),
         "processing_class": type(processing_class).__name__,

@@ -19,6 +19,7 @@ from gradprobe_hf.estimation.peak import peak_allocated_bytes, peak_resident_byt
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.parameters import parameter_count
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
 from gradprobe_hf.run.context import RunContext
@@ -131,7 +132,7 @@ def _describe(context: RunContext) -> dict[str, Any]:
         "class": type(model).__name__.removeprefix("FSDP"),  # FSDP2 renames the class of what it shards
         "objective": objective(model),
         "task": task.name if task else None,
-        "parameters": model.num_parameters(),
+        "parameters": parameter_count(model),
         "target_weights": sum(target.numel for target in context.targets),
         "dtype": str(model.dtype).removeprefix("torch."),
         "processing_class": type(context.processing_class).__name__,
@@ -206,7 +207,7 @@ def _smaller(context: RunContext, removal: Removal, diagnostics: Diagnostics) ->
         "before": {name: before.get(name) for name in after if before.get(name) != after[name]},
         "after": {name: value for name, value in after.items() if before.get(name) != value},
         "parameters": {
-            "before": sum(parameter.numel() for parameter in model.parameters()),
+            "before": parameter_count(model),
             "after": removal.parameters(model),
         },
     }

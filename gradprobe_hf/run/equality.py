@@ -24,7 +24,7 @@ from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.model.families import random_batch
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loss import forward_only
-from gradprobe_hf.model.parameters import input_device, is_offloaded
+from gradprobe_hf.model.parameters import input_device, is_offloaded, parameter_bytes
 from gradprobe_hf.model.patches import eval_mode, in_float32
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.model.upcast import upcast_products
@@ -116,7 +116,7 @@ def check_example(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     plan = Plan.of(model, targets, config.amounts) if config.amounts else example_of_budget(model, targets, config)
     removal = Removal.example(plan)
     # The smaller model, in float32 at most; beside it what is zero meanwhile is kept.
-    nbytes = torch.float32.itemsize * removal.parameters(model) + sum(one.nbytes for one in model.parameters())
+    nbytes = torch.float32.itemsize * removal.parameters(model) + parameter_bytes(model)
     if not all(fits(nbytes, device) for device in devices):
         return
     try:

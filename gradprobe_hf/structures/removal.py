@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradprobe_hf.model.families import stack_of
+from gradprobe_hf.model.parameters import own_parameters
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.structures.plan import Plan, Units, zero_units
 
@@ -121,7 +122,7 @@ class Removal:
     def _left(self, model: nn.Module) -> Iterator[tuple[int, int]]:
         """Of each parameter that is left how many values, and the bytes of one."""
         # By shapes alone: before any weight is read, sizes are asked of a model on the meta device.
-        for name, parameter in model.named_parameters():
+        for name, parameter in own_parameters(model):
             if self.name(name) is not None:
                 shape = list(parameter.shape)
                 for dimension, kept in self._slices.get(name, ()):
