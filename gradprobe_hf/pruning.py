@@ -23,22 +23,25 @@ from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
 from gradprobe_hf.recovery.distil import check_own
-from gradprobe_hf.recovery.of_pruning import FOLDER, recovered_weights
-from gradprobe_hf.report.build import build_report, foreseen_warnings
+from gradprobe_hf.recovery.of_pruning import FOLDER, check_text, recovered_weights
+from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import Judge, Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
 from gradprobe_hf.run.findings import Findings
+from gradprobe_hf.run.foreseen import foreseen_warnings
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.run.snapshots import Snapshots, batch_identity, check_begun, rows_at_once, run_identity
 from gradprobe_hf.runtime.option_checks import check_callable, check_resume_dir
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
+from gradprobe_hf.runtime.plain_computation import plain_computation
 
 logger = logging.getLogger(__name__)
 
 
+@plain_computation()
 def prune_pretrained(
     model_or_id: PreTrainedModel | str | Path,
     config: GradProbeConfig | None = None,
@@ -139,6 +142,8 @@ def prune_pretrained(
         context = choosing_apart(context)
     if config.recovery_steps:
         check_trainable(context.model, f"recovery_steps={config.recovery_steps}")
+        with context.stopwatch("read data"):
+            check_text(context, calibration)
     if config.measure_speed:
         check_measurable(context.model)
     rows = None
@@ -155,8 +160,6 @@ def prune_pretrained(
         context = replace(context, snapshots=snapshots, findings=Findings.of(snapshots))
         context = reachable(context)
         foreseen = foreseen_warnings(context)
-        for warning in foreseen:
-            logger.warning(warning)
         decision = decide_pruning(context, judge)
         measured, metric = _measured(context, decision), _task_metric(context, decision)
         speed = _speed(context, decision)
@@ -164,7 +167,7 @@ def prune_pretrained(
     if config.recovery_steps:
         recovered = recovered_weights(context, decision, calibration, measured, resume_dir)
         measured, metric = recovered.measured, metric and {**metric, "pruned": recovered.metric}
-    report = build_report(context, decision, measured, metric)
+    report = build_report(context, decision, measured, metric, foreseen)
     report = replace(report, speed=speed, recovery=None if recovered is None else recovered.described)
     for warning in report.warnings[len(foreseen) :]:
         logger.warning(warning)

@@ -67,7 +67,7 @@ def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path, gradprobe):
     _, seen, _ = gradprobe("inspect", out)
     assert "60.00" in seen
     assert "model.layers.2" in seen
-    assert "n:m patterns that hold in every matrix: none" in seen
+    assert "n:m patterns that hold in every matrix of these: none" in seen
     data = ["--data", "pydoc", "--num-samples", 4, "--sequence-length", 16]
     _, found, _ = gradprobe("evaluate", out, *data, "--json")
     report = json.loads((out / "gradprobe_report.json").read_text())
@@ -260,6 +260,16 @@ def test_a_file_of_options_and_the_command_line_over_it(checkpoint, tmp_path, gr
     recipe.write_text("evaluation: pydoc\noverwrite: true\n")
     options = read([*PRUNE, "--config", str(recipe), "--evaluation", "none"])
     assert (options.evaluation, options.overwrite) == (False, True), "what is asked for is nothing, and no default"
+
+
+def test_what_a_file_and_the_command_line_say_against_each_other_names_the_file(tmp_path, capsys):
+    recipe = tmp_path / "recipe.yaml"
+    GradProbeConfig(sparsity=0.5).to_yaml(recipe)
+    assert configured("--config", recipe, "--pattern", "1:4").sparsity == 0.75, "a pattern has a sparsity of its own"
+    assert main([*PRUNE, "--config", str(recipe), "--score", "wanda"]) == 1
+    assert re.search(
+        rf"--score wanda takes no probe.*\({re.escape(str(recipe))} says probes\.\)", capsys.readouterr().err
+    )
 
 
 def test_a_run_in_one_file(checkpoint, tmp_path, gradprobe):

@@ -528,3 +528,19 @@ def test_a_file_beside_splits_is_a_question(tmp_path):
         (tmp_path / name).write_text(name)
     with pytest.raises(ValueError, match=r"holds train.txt and test.txt, which are splits, beside more.txt, of which"):
         sources.open_source(str(tmp_path), "calibration", 0)
+
+
+def test_an_example_of_a_text_that_is_not_on_the_hub_is_in_no_file(tmp_path):
+    rows = Dataset.from_dict(COLUMNS)
+    config = GradProbeConfig(
+        preset="fast", num_samples=2, sequence_length=16, text_template="Q: {question} A: {answer}"
+    )
+    result = prune_pretrained(
+        cases.build("llama"), config, calibration=rows, processing_class=cases.tokenizer(), progress=False
+    )
+    assert result.report.calibration["example"] == "Q: Why? A: Because."
+    result.save_pretrained(tmp_path)
+    for name in ("README.md", "gradprobe_report.json"):
+        text = (tmp_path / name).read_text()
+        assert "Because" not in text
+        assert result.report.calibration["fingerprint"][:16] in text

@@ -51,3 +51,12 @@ def test_what_is_no_checkpoint_is_refused(tmp_path):
     cases.build("llama").config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="no safetensors weights"):
         inspect_checkpoint(tmp_path)
+
+
+def test_it_says_what_the_run_left_dense(tmp_path):
+    options = {"exclude": ["down_proj"], "pattern": "2:4", "output_dir": tmp_path / "a"}
+    cases.prune(cases.build("llama"), cases.batches("llama"), apply=True, **options)
+    found = inspect_checkpoint(tmp_path / "a")
+    assert {name.split(".")[-2] for name in found.excluded} == {"down_proj"}
+    assert found.to_dict()["excluded"] == list(found.excluded)
+    assert len(found.rows) + len(found.excluded) == len(find_targets(cases.build("llama")))

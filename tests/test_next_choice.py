@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.quality_tables import PRESETS
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.report.next_choice import BEYOND, PRICES, PRICES_IN_GROUPS, next_choices
+from gradprobe_hf.report.next_choice import BEYOND, BEYOND_IN_GROUPS, PRICES, PRICES_IN_GROUPS, next_choices
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 TRAINING = ["better: recovery_steps=100", "better: refinement='blocks'"]
@@ -63,12 +63,12 @@ def test_the_price_is_in_the_sentence():
     ]
 
 
-def test_training_has_its_measured_price_too():
+@pytest.mark.parametrize(("prices", "column"), [(BEYOND, "0.6"), (BEYOND_IN_GROUPS, "2:4")])
+def test_training_has_its_measured_price_too(prices, column):
     found = json.loads((RESULTS / "refined.json").read_text(encoding="utf-8"))
     assert found["settings"]["model"] == "smollm2-135m-instruct"
-    # The sentence says "at 60%": the file has other columns too.
-    rows = [row for row in found["rows"] if row["column"] == "0.6"]
+    rows = [row for row in found["rows"] if row["column"] == column]
     mean = {row["method"]: math.prod(row["perplexity"].values()) ** 0.5 for row in rows}
-    assert list(BEYOND) == list(ROWS)
-    for option, ratio in BEYOND.items():
+    assert list(prices) == list(ROWS)
+    for option, ratio in prices.items():
         assert ratio == pytest.approx(mean[ROWS[option]] / mean["one probe + admm"], abs=0.006)

@@ -867,3 +867,36 @@ def test_two_processes_take_the_steps_that_one_takes(tmp_path):
         for name, value in weights(alone).items():
             # Adam's steps are of a sign where a gradient is next to nothing, and rounding decides that.
             assert ((mine[name] - value).abs() > 1e-4).float().mean() < 0.01, name
+
+
+def test_a_text_that_is_measured_on_in_other_windows_is_refused_before_any_work(text_file, tmp_path, monkeypatch):
+    (tmp_path / "shifted.txt").write_text("One sentence before. " + text_file.read_text())
+    monkeypatch.setattr("gradprobe_hf.pruning.decide_pruning", lambda *_: pytest.fail("work was done"))
+    config = GradProbeConfig(
+        preset="fast", num_samples=8, sequence_length=64, evaluation_samples=4, batch_size=2, recovery_steps=2
+    )
+    with pytest.raises(ValueError, match="of the evaluation text is part of the text that is trained on"):
+        prune_pretrained(
+            cases.build(DENSE),
+            config,
+            calibration=str(text_file),
+            evaluation=str(tmp_path / "shifted.txt"),
+            processing_class=cases.tokenizer(),
+            progress=False,
+        )
+
+
+@pytest.mark.parametrize(("source", "asked"), [("self", 8), ({"text": 3, "self": 1}, 32), ("text", None)])
+def test_of_a_mixture_only_what_the_model_writes_is_limited(source, asked, monkeypatch):
+    seen = []
+
+    def loaded(_, spec, **__):
+        seen.append(spec.samples)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gradprobe_hf.recovery.text.load_batches", loaded)
+    monkeypatch.setattr("gradprobe_hf.recovery.text.OWN_WINDOWS", 8)
+    config, reading = RecoveryConfig(steps=5, batch_size=8), Reading(cases.build("llama"), None, Processes(), False)
+    with pytest.raises(ZeroDivisionError):
+        read_text(source, config, reading)
+    assert seen == [asked or config.windows]

@@ -16,6 +16,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.report import Report
+from gradprobe_hf.training import keep_sparsity
 from tests import cases
 
 TEXT = [f"Sentence number {number} is about {number * 7} other things." for number in range(40)]
@@ -251,6 +252,9 @@ def test_what_does_not_go_together_says_so(folder):
             cases.prune(result.model, cases.batches("llama"), **options)
     with pytest.raises(ValueError, match=r"has lost whole structures.* go on from the checkpoint"):
         recover_pretrained(result.model, cases.build("llama"), STEPS, text=TEXT, processing_class=cases.tokenizer())
+    optimizer = torch.optim.SGD(result.model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match=r"has lost whole structures"), keep_sparsity(result.model, optimizer):
+        pass
     for option in ({"sparsity": 0.5}, {"pattern": "2:4"}):
         with pytest.raises(ValueError, match="prune the smaller checkpoint once more: zeros go on top"):
             GradProbeConfig(structure={"ffn": 8}, **option)

@@ -9,6 +9,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.push import check_push, check_repository_name, kept_in, push_folder
+from gradprobe_hf.checkpoint.reloads import check_reloads
 from gradprobe_hf.checkpoint.saving import Savable
 from gradprobe_hf.checkpoint.write import check_configurations, check_destination, check_room, write_checkpoint
 from gradprobe_hf.model.fsdp import is_sharded
@@ -74,6 +75,7 @@ class Destination:
             processes.on_main(partial(check_room, self.output_dir, model))
         if self.output_dir is not None or self.repo_id is not None:
             processes.on_main(partial(check_configurations, model))
+            processes.on_main(partial(check_reloads, model))
         if self.repo_id is None:
             return self
         return replace(self, repo_id=processes.on_main(partial(check_push, self.repo_id, self.private)))

@@ -51,11 +51,13 @@ class Inspection:
         rows: one per matrix that was pruned, or that a default configuration would prune.
         patterns: the n:m patterns that hold in every one of them.
         left_out: matrices that the run left out of its budget, because its calibration did not reach them.
+        excluded: matrices of blocks that its `include` and `exclude` left dense.
     """
 
     rows: list[MatrixSparsity]
     patterns: list[str]
     left_out: tuple[str, ...] = ()
+    excluded: tuple[str, ...] = ()
 
     @property
     def weights(self) -> int:
@@ -84,7 +86,8 @@ class Inspection:
             for row in self.rows
         ]
         totals = {"sparsity": self.sparsity, "weights": self.weights, "zeros": self.zeros, "patterns": self.patterns}
-        totals |= {"left_out": list(self.left_out)} if self.left_out else {}
+        for name in ("left_out", "excluded"):
+            totals |= {name: list(getattr(self, name))} if getattr(self, name) else {}
         return {**totals, **groups, "matrices": matrices}
 
 
@@ -102,6 +105,8 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
     model = skeleton(load_config(str(path)))
     chosen = GradProbeConfig.from_pretrained(path) if (path / CONFIG_NAME).is_file() else GradProbeConfig()
     targets = {target.name: target for target in find_targets(model, chosen.include, chosen.exclude)}
+    by_default = find_targets(model) if chosen.include or chosen.exclude else ()
+    excluded = tuple(target.name for target in by_default if target.name not in targets)
     left_out = tuple(name for name in _unreached(path) if targets.pop(name, None))
     stored = {name for names in files.values() for name in names}
     found = _from_files(path, files, targets) if stored >= set(targets) else _from_model(path, targets)
@@ -112,7 +117,7 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
         holding = {group for group in holding if pattern_holds(matrix, *group)}
     places = {name: place for place, name in enumerate(targets)}
     rows.sort(key=lambda row: places[row.name])
-    return Inspection(rows, [f"{n}:{m}" for n, m in sorted(holding)], left_out)
+    return Inspection(rows, [f"{n}:{m}" for n, m in sorted(holding)], left_out, excluded)
 
 
 def _unreached(path: Path) -> list[str]:

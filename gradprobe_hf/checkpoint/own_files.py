@@ -21,7 +21,7 @@ _WEIGHTS = (
 )
 _DESCRIPTIONS = (
     r"(config|generation_config|adapter_config|modelcard|trainer_state)\.json",
-    r"gradprobe_(config|report|selective_updates)\.json",
+    r"gradprobe_(config|report|selective_updates|mask_updates)\.json|gradprobe_masks(-\d+-of-\d+)?\.safetensors",
     r"README(\.(md|txt))?|\.git(attributes|ignore)",
 )
 # What a licence asks to hand on, and what sentence-transformers makes of a model.

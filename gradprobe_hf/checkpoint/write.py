@@ -22,6 +22,7 @@ from transformers.utils import PROCESSOR_NAME
 from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.checkpoint.own_files import is_checkpoint, other_files, own_classes
+from gradprobe_hf.checkpoint.reloads import check_reloads
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
@@ -51,6 +52,14 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
     if not isinstance(directory, (str, Path)) or not str(directory):
         check_folder("output_dir", directory)
     path = Path(directory)
+    try:
+        str(path.absolute()).encode()
+    except UnicodeEncodeError:
+        # Names of another encoding, of an old archive or under LC_ALL=C: tokenizers cannot write there.
+        raise ValueError(
+            f"output_dir={str(directory)!a} (--output) is not UTF-8, as its path has to be: choose another folder, "
+            "or set a UTF-8 locale (LC_ALL=C.UTF-8)."
+        ) from None
     if model_name and path.exists() and Path(model_name).exists() and path.samefile(model_name):
         raise ValueError(f"{directory} is a model that is read; write the result to another folder.")
     if not path.exists():
@@ -142,6 +151,7 @@ def write_checkpoint(
         save_in_shards(path, made.model, writes=False)
         return made.report
     check_destination(directory, made.model.name_or_path, overwrite)
+    check_reloads(made.model)
     with _replacing(path) as scratch:
         save_weights(scratch, made.model, made.removal)
         made = replace(made, report=replace(made.report, files=_file_sizes(scratch, made)))

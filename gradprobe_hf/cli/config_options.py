@@ -152,6 +152,9 @@ def _checked(config: type[AnyOptions], options: argparse.Namespace, values: Mapp
     except ValueError as error:
         if options.recipe and _error_of(config, options.recipe) == str(error):
             raise RecipeError(f"{options.config}: {error}") from error
+        typed = given(options, *values)
+        if named := [name for name in values if name not in typed and f"{name}=" in str(error)]:
+            raise ValueError(f"{error} ({options.config} says {', '.join(named)}.)") from error
         raise
 
 
@@ -167,6 +170,9 @@ def _error_of(config: type[Options], values: Mapping[str, Any]) -> str | None:
 def option_values(options: argparse.Namespace) -> dict[str, Any]:
     """The recipe's options, with those of the command line over them."""
     values = dict(options.recipe)
-    if options.preset is not None:  # wins over what an earlier one came to in the file
+    # They win over what an earlier one came to in the file.
+    if options.preset is not None:
         values = {name: value for name, value in values.items() if name not in PRESET_FIELDS}
+    if options.pattern is not None:
+        values.pop("sparsity", None)
     return values | given(options, *CONFIG_FIELDS)

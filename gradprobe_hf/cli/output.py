@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 
 from gradprobe_hf.checkpoint.inspect import Inspection
+from gradprobe_hf.cli.flags import in_flags
 from gradprobe_hf.comparison.rows import ComparedRow
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.data.text_options import OWN_TEXT, PYDOC
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.report.next_choice import next_choices
@@ -21,6 +23,8 @@ from gradprobe_hf.report.original import DENSE, Original
 from gradprobe_hf.report.report import Group, Report, finite
 from gradprobe_hf.report.speed import measurements, protocol, times_as_fast
 from gradprobe_hf.structures.table import shape_words
+
+SHOWN = 300  # characters of an example
 
 
 def print_json(values: dict[str, Any]) -> None:
@@ -58,19 +62,23 @@ def print_pruning(report: Report, output: str) -> None:
         out.print(_choice(report.selection), style="dim")
     writes = report.model["task"] == "text-generation"
     if report.calibration:
+        is_default = any(name in report.calibration["source"] for name in (OWN_TEXT, PYDOC))
+        advice = f": --calibration takes your own {'text' if writes else 'data'}" * is_default
         out.print(
-            f"calibrated on {report.calibration['source']}; what is unlike it loses more: --calibration takes your own "
-            f"{'text' if writes else 'data'}",
+            f"calibrated on {report.calibration['source']}; what is unlike it loses more{advice}",
             style="dim",
         )
+        if example := report.calibration.get("example"):
+            out.print(f"its first row, as the model reads it: {example[:SHOWN]!r}", style="dim")
     out.print(_cost(report))
     out.print("; ".join(f"{what.replace('_', ' ')}: {how}" for what, how in report.execution.items()), style="dim")
     if report.speed is not None:
         out.print(f"speed: {protocol(report.speed, report.made_of.whose)}", style="dim")
     elif report.structure is not None:
         out.print(f"how fast it is here: gradprobe bench DENSE {output}")
-    for choice in next_choices(GradProbeConfig.from_dict(report.config), writes):
-        out.print(choice)
+    config = GradProbeConfig.from_dict(report.config)
+    for choice in next_choices(config, writes):
+        out.print(in_flags(choice, config.defaults()))
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
 
 
@@ -303,9 +311,13 @@ def print_inspection(found: Inspection, directory: str) -> None:
     out.print(_sparsities("matrix", matrices))
     patterns = ", ".join(found.patterns) or "none"
     out.print(f"{directory}: {found.zeros:,} of {found.weights:,} weights are zero, {found.sparsity:.4%}")
-    out.print(f"n:m patterns that hold in every matrix: {patterns}")
-    if found.left_out:
-        out.print(f"not counted: {len(found.left_out)} matrices that the calibration data of its run did not reach")
+    out.print(f"n:m patterns that hold in every matrix of these: {patterns}")
+    for uncounted, why in (
+        (found.left_out, "the calibration data of its run did not reach"),
+        (found.excluded, "include and exclude of its run left dense"),
+    ):
+        if uncounted:
+            out.print(f"not counted: {len(uncounted)} matrices that {why}")
 
 
 def _groups(label: str, groups: Iterable[Group]) -> Table:

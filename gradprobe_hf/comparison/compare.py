@@ -6,7 +6,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ from gradprobe_hf.report.plots import save_comparison
 from gradprobe_hf.report.report import finite
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
+from gradprobe_hf.run.foreseen import foreseen_warnings
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.runtime.option_checks import check_callable
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
+from gradprobe_hf.runtime.plain_computation import plain_computation
 
 logger = logging.getLogger(__name__)
 
@@ -90,6 +92,7 @@ class Compared:
         speed: with `measure_speed` what `BenchResult.to_dict` has, of the dense model and of each shape among the rows.
         calibration, evaluation: the texts, with their protocols and fingerprints; with the name of the task's metric,
             and its value for the dense model, where one is measured.
+        warnings: what is known of the texts that makes the comparison less than it seems.
     """
 
     model: str
@@ -99,6 +102,7 @@ class Compared:
     calibration: dict[str, Any]
     evaluation: dict[str, Any]
     speed: dict[str, Any] | None = None
+    warnings: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
@@ -111,6 +115,7 @@ class Compared:
                 "calibration": self.calibration,
                 "evaluation": self.evaluation,
                 "speed": self.speed,
+                "warnings": self.warnings,
                 "versions": versions(),
             }
         )
@@ -127,6 +132,7 @@ class Compared:
                 made.replace(folder / made.name)
 
 
+@plain_computation()
 def compare_pretrained(
     model_or_id: PreTrainedModel | str | Path,
     config: GradProbeConfig | None = None,
@@ -191,6 +197,7 @@ def compare_pretrained(
         loaded = choosing_apart(loaded)
     with open_run(written(loaded), shares_probe=bool(shared_terms(list(chosen.values())))) as context:
         context = reachable(context)
+        foreseen = foreseen_warnings(context)
         chosen = _possible(context, chosen, known)
         comparison = Comparison(context, list(chosen.values()))
         found = Compared(
@@ -200,6 +207,7 @@ def compare_pretrained(
             {name: other.to_dict() for name, other in chosen.items()},
             context.calibration.describe(),
             {**context.evaluation.describe(), "metric": _dense_metric(context, comparison)},
+            warnings=foreseen,
         )
         for name, other in chosen.items():
             made = comparison.row_if_possible if known.get(name) == other else comparison.row

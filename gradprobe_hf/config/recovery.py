@@ -57,7 +57,7 @@ class RecoveryConfig(Options):
             stored so.
         gradient_checkpointing: recompute each block in the backward pass instead of storing its activations.
         num_samples: windows of text, held-out ones among them. Default: as many as the steps take, or as many as the
-            text has.
+            text has; of what the dense model writes itself, 512.
         held_out_samples: windows of the text that are never trained on, and at most a tenth of them.
         sequence_length: tokens in a window. Default: 512, or as many as the model has positions.
         text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -13,7 +12,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import AS_GIVEN, Batches
 from gradprobe_hf.data.text_options import TextOptions
-from gradprobe_hf.model.families import ignored_label, is_causal, longest_text
+from gradprobe_hf.model.families import forward_arguments, ignored_label, is_causal, longest_text
 from gradprobe_hf.tasks.columns import IGNORED
 
 # What says which examples or tokens count, and not what they are.
@@ -37,9 +36,9 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             f"{part}: {type(model).__name__} has no loss without labels, and a batch has "
             f"{', '.join(batches.items[0])} alone, as plain text has. Give batches with labels, or a loss_fn{without}."
         )
-    taken = inspect.signature(model.forward).parameters
+    taken = forward_arguments(model)
     for batch in batches:
-        if not any(name in taken for name in batch if name not in _BESIDE):
+        if taken and not any(name in taken for name in batch if name not in _BESIDE):
             raise ValueError(
                 f"{part}: {type(model).__name__} takes {model.main_input_name}, and a batch has "
                 f"{', '.join(map(str, batch))}."
@@ -48,7 +47,10 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             _check_ids(model, ids, part)
             _check_mask(batch.get("attention_mask"), ids, part)
             _check_layout(model, ids, part)
-        if isinstance(labels := batch.get("labels"), Tensor) and not labels.is_floating_point():
+        labels = batch.get("labels")
+        if isinstance(labels, Tensor) and labels.is_floating_point() and is_causal(model) and needs_loss:
+            raise ValueError(f"{part}: labels of a language model are tokens, whole numbers, and these {labels.dtype}.")
+        if isinstance(labels, Tensor) and not labels.is_floating_point():
             _check_labels(model, batch, labels, part)
 
 

@@ -17,6 +17,8 @@ PASSAGE = 32  # tokens: more than two texts have in common by chance
 SHARED = 0.01  # of an evaluation text: two texts may quote the same lines
 SKETCH = 512  # numbers by which a text is known again
 AS_GIVEN = "batches as given"
+# Of a batch what says how the model is called and not with what: that is ours to say.
+HOW_TO_CALL = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")
 
 
 @dataclass(frozen=True)
@@ -124,8 +126,8 @@ class Batches:
         digest = hashlib.sha256()
         for name in names:
             for batch in self.items:
-                if isinstance(value := batch.get(name), Tensor):
-                    digest.update(value.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                for part in _parts(batch.get(name)):
+                    digest.update(part)
         return digest.hexdigest()
 
     def describe(self) -> dict[str, Any]:
@@ -256,7 +258,8 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
                 f"a batch must be a mapping of tensors that model(**batch) accepts, got {type(batch).__name__}. Name "
                 "them: {'input_ids': ..., 'attention_mask': ...}."
             )
-        items.append({k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in batch.items()})
+        kept = {name: value for name, value in batch.items() if name not in HOW_TO_CALL}
+        items.append({k: v.detach().cpu() if isinstance(v, Tensor) else v for k, v in kept.items()})
     if not items:
         raise ValueError(f"{name} holds no batches.")
     return Batches(
@@ -266,6 +269,21 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
         tokens=sum(token_count(batch) for batch in items),
         protocol=AS_GIVEN,
     )
+
+
+def _parts(value: Any) -> Iterator[bytes]:
+    """The bytes of a value of a batch; labels may be dicts in a list, a row's boxes and classes say."""
+    if isinstance(value, Tensor):
+        yield value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield str(name).encode()
+            yield from _parts(value[name])
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _parts(one)
+    elif value is not None:
+        yield repr(value).encode()
 
 
 def row_count(batch: Mapping[str, Any]) -> int:

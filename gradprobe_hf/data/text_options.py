@@ -12,6 +12,7 @@ BLANK_LINE = "\n\n"
 EOS = "eos"
 # Texts that are named like a file, and are none: the Python manual, and what the model writes itself.
 PYDOC, SELF = "pydoc", "self"
+OWN_TEXT = "the model's own text"  # what reports call it
 DEFAULT_LENGTH = 512  # tokens in a window
 
 

@@ -26,7 +26,7 @@ from gradprobe_hf.data.pydoc_text import Part, manual_text
 from gradprobe_hf.data.self_generated import KeptText, own_text
 from gradprobe_hf.data.sources import Source, columns_of, is_dataset, is_tokenised, open_source, rows_from, text_rows
 from gradprobe_hf.data.special_tokens import is_tokenizer, special_tokens, tokenizer_of
-from gradprobe_hf.data.text_options import DEFAULT_LENGTH, PYDOC, SELF, TextOptions
+from gradprobe_hf.data.text_options import DEFAULT_LENGTH, OWN_TEXT, PYDOC, SELF, TextOptions
 from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.runtime.processes import Processes
 
@@ -184,7 +184,7 @@ class _Reader:
         kept = self.writing.kept
         ids = write() if kept is None else kept.read_or_write(described, write)
         protocol = f"{samples} windows of {length} tokens sampled from the model at temperature 1, seed {seed}"
-        return Drawn(rows_of(ids, special.unpredicted), "the model's own text", protocol)
+        return Drawn(rows_of(ids, special.unpredicted), OWN_TEXT, protocol)
 
 
 def _open(source: Any, part: Part, seed: int) -> Source | None:
@@ -202,7 +202,10 @@ def _open(source: Any, part: Part, seed: int) -> Source | None:
     if isinstance(source, Sequence) and source:
         if not isinstance(source[0], Mapping):
             return Source(text_rows(source), f"{len(source)} texts", is_plain=True)
-        if any(isinstance(value, (str, list)) and name != "input_ids" for name, value in source[0].items()):
+        # Whatever else is in it, what has a tensor of rows is a batch.
+        is_batch = any(isinstance(value, torch.Tensor) and value.ndim >= 2 for value in source[0].values())
+        named = (value for name, value in source[0].items() if name != "input_ids")
+        if not is_batch and any(isinstance(value, (str, list)) for value in named):
             return Source(rows_from(source), f"{len(source)} rows")
     if not isinstance(source, Iterable):
         raise ValueError(

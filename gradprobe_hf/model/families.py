@@ -6,6 +6,7 @@ family that differs in any of these is a change to this file alone.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from gradprobe_hf.tasks.columns import IGNORED
 
@@ -82,6 +83,12 @@ def is_causal(model: PreTrainedModel) -> bool:
     return objective(model) == CAUSAL and not model.config.is_encoder_decoder
 
 
+def sees_ahead(model: PreTrainedModel) -> bool:
+    """Whether each token of a causal language model sees those that it is to predict: an encoder's, as it is set."""
+    may_encode = model.config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_causal(model) and may_encode and getattr(model.config, "is_decoder", None) is False
+
+
 def shifts_labels(model: PreTrainedModel) -> bool:
     """Whether the model's own loss compares the output at token t with the label of token t + 1."""
     # Vision-language models are decoder-only and called ForConditionalGeneration, like encoder-decoders, whose labels
@@ -103,6 +110,13 @@ def ignored_label(model: PreTrainedModel) -> int:
 def transcribes_freely(model: PreTrainedModel) -> bool:
     """Whether the loss is CTC: one of each sequence as a whole, with labels that are aligned with nothing."""
     return type(model).__name__.endswith("ForCTC")
+
+
+def forward_arguments(model: PreTrainedModel) -> frozenset[str]:
+    """What a model is called with, by name; none where its forward passes on whatever it is given."""
+    # Of the class: Accelerate hangs a wrapper that takes anything on an offloaded model.
+    _, *found = inspect.signature(type(model).forward).parameters.values()
+    return frozenset(one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
 
 
 def sums_own_loss(model: PreTrainedModel) -> bool:

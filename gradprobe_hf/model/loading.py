@@ -170,6 +170,11 @@ def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str
             f"{compiled} of this {type(model).__name__} is compiled by itself: prune the model as it was before, and "
             "compile the result."
         )
+    if any(parameter.is_inference() for parameter in model.parameters()):
+        raise ValueError(
+            f"this {type(model).__name__} was made under torch.inference_mode, and no gradient can be taken of its "
+            "weights: load it outside."
+        )
     if merge_adapters:
         raise ValueError(f"merge_adapters=True has no effect here: this {type(model).__name__} has no adapters.")
     return Loaded(model, model.name_or_path, stored_as=_stored_as(model.config))

@@ -98,13 +98,18 @@ def next_token_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Ten
     # Called without labels: the model's own loss is a mean, and may have auxiliary losses added (of a router, say).
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(**inputs, use_cache=False).logits
+    if logits.shape[:2] != batch["input_ids"].shape:
+        raise ValueError(
+            f"{type(model).__name__} predicts {list(logits.shape[:2])} tokens of {list(batch['input_ids'].shape)} (it "
+            "adds some of its own, say): which of them belong together is not known here. Give a loss_fn."
+        )
     return logits.flatten(0, 1), next_token_labels(batch).to(logits.device).flatten()
 
 
 def next_token_labels(batch: Batch) -> Tensor:
     """What each token is to predict, `[sequences, tokens]`; -100: nothing."""
     # Shift the labels, not the logits: a slice of those, flattened, is a copy of [sequences, tokens, vocabulary].
-    labels = F.pad(_labels(batch)[:, 1:], (0, 1), value=IGNORED)
+    labels = F.pad(labels_of(batch)[:, 1:], (0, 1), value=IGNORED)
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == labels.shape:  # with left padding, the last pad predicts the first token
         labels = labels.masked_fill(mask == 0, IGNORED)
@@ -185,7 +190,7 @@ def _rows_at_once(logits: Tensor) -> int:
     return max(1, LOGITS_AT_ONCE.get(logits.device.type, LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[1])
 
 
-def _labels(batch: Batch) -> Tensor:
+def labels_of(batch: Batch) -> Tensor:
     """The given labels, or the tokens themselves; -100 at padding."""
     labels = batch.get("labels")
     if labels is None:

@@ -101,21 +101,23 @@ def find_targets(
     Args:
         include: patterns of the modules to prune; by default every `nn.Linear`, `Conv1D` and fused expert inside the
             blocks.
-        exclude: patterns of modules to leave out of those.
+        exclude: patterns of modules to leave out of those, and so of whatever is tied to them.
 
     A pattern is an exact module (or parameter) name, the end of one (`"q_proj"`), a glob, or `"re:"` and a regular
     expression that is searched for.
 
     Raises:
-        ValueError: a pattern that matches nothing, or nothing left to prune.
+        ValueError: a pattern that matches nothing, nothing left to prune, or a matrix that is no parameter.
     """
     uses = plain_uses(model)
     chosen = _matched(include, uses, "include") if include else _inside_blocks(model, uses)
-    chosen -= _matched(exclude, uses, "exclude")
+    left_out = _matched(exclude, uses, "exclude")
+    chosen -= left_out
     targets = tuple(
         target
         for canonical, users in uses_by_parameter(model, uses).items()
-        if any(use.name in chosen for use in users)
+        # What is dense under one of its names is dense under all: they are one matrix.
+        if any(use.name in chosen for use in users) and not any(use.name in left_out for use in users)
         for target in _targets_of(model, canonical, users)
     )
     if not targets:
@@ -188,7 +190,15 @@ def _matched(patterns: Sequence[str], uses: list[Use], option: str) -> set[str]:
 def _targets_of(model: nn.Module, canonical: str, users: list[Use]) -> list[Target]:
     """The target of one parameter, or of each slice of a fused one."""
     first = users[0]  # a linear map, if there is one: its layout counts
-    parameter = model.get_parameter(first.parameter)
+    try:
+        parameter = model.get_parameter(first.parameter)
+    except AttributeError:
+        module = first.site.module
+        raise ValueError(
+            f"{first.parameter} is made anew in every pass, by pruning or a parametrisation of torch, and cannot be "
+            "pruned: take that off before (torch.nn.utils.prune.remove, parametrize.remove_parametrizations, "
+            f"remove_weight_norm), or leave {module} out (exclude)."
+        ) from None
     fused = first.site.kind == "experts"
     transposed = model.get_submodule(first.site.module).is_transposed if fused else first.site.kind == "conv1d"
     rows, columns = parameter.shape[-2:]

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.self_generated import KeptText
+from gradprobe_hf.data.text_options import is_written
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.task_metric import measure_metric
 from gradprobe_hf.model.routing import routed
@@ -51,6 +52,17 @@ class RecoveredWeights:
     metric: float | None
 
 
+def check_text(context: RunContext, calibration: Any) -> None:
+    """Raise ValueError, before any work, for text that cannot be trained on, or that is measured on, too.
+
+    What the model has yet to write itself is nobody's.
+    """
+    source, config = _source(context, calibration), RecoveryConfig.of_pruning(context.config)
+    if not is_written(source):
+        reading = Reading(context.model, context.processing_class, context.processes, progress=False)
+        read_text(source, config, reading).check_apart(context.evaluation)
+
+
 def recovered_weights(
     context: RunContext,
     decision: PruningDecision,
@@ -75,8 +87,7 @@ def recovered_weights(
         workplace(folder, context.processes, context.stopwatch, context.progress) as place,
     ):
         with context.stopwatch("read data"):
-            source = default_calibration(dense) if calibration is None else calibration
-            text = read_text(source, config, _reading(context, place))
+            text = read_text(_source(context, calibration), config, _reading(context, place))
             text.check_apart(context.evaluation)
         with applied(dense, context.targets, decision.masks, keep=False, new_weights=decision.new_weights):
             student = copy.deepcopy(dense)
@@ -99,6 +110,10 @@ def _without_part(student: PreTrainedModel, removal: Removal | None) -> frozense
     if removal is None:
         return frozenset()
     return frozenset(name for name, _ in student.named_parameters() if removal.name(name) is None)
+
+
+def _source(context: RunContext, calibration: Any) -> Any:
+    return default_calibration(context.model) if calibration is None else calibration
 
 
 def _reading(context: RunContext, place: Workplace) -> Reading:

@@ -48,12 +48,14 @@ from gradprobe_hf.run.request_checks import check_columns, check_names, check_pr
 from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.option_checks import check_resume_dir
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
+from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 
 MEASURED_AT_ONCE = 4  # windows of the evaluation in one pass
 
 
+@plain_computation()
 def recover_pretrained(
     pruned: PreTrainedModel | PruneResult | str | Path,
     teacher: PreTrainedModel | str | Path,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +14,13 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.batch_checks import check_batches, check_reads_text
-from gradprobe_hf.data.batches import Batches, row_count, shared_rows, sketch
+from gradprobe_hf.data.batches import SHARED, Batches, row_count, shared_passages, shared_rows, sketch
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.sources import is_plain_text
-from gradprobe_hf.data.text_options import is_written
+from gradprobe_hf.data.text_options import SELF, is_written
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, Writing, load_batches, window_length
+from gradprobe_hf.model.families import forward_arguments
 from gradprobe_hf.model.loss import next_token_labels
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.columns import IGNORED
@@ -116,6 +116,11 @@ class RecoveryText:
                 f"{shared} of the {evaluation.samples} evaluation windows are part of the text that is trained on, and "
                 "would show what was learned by heart: evaluate on another text (evaluation, --evaluation)."
             )
+        if (share := shared_passages(mine, evaluation)) >= SHARED:
+            raise ValueError(
+                f"{share:.0%} of the evaluation text is part of the text that is trained on, in windows cut otherwise, "
+                "and would show what was learned by heart: evaluate on another text (evaluation, --evaluation)."
+            )
 
 
 def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> RecoveryText:
@@ -129,7 +134,8 @@ def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> Recovery
         check_reads_text(model, "text")
     samples = config.windows
     if is_written(source) and config.num_samples is None:
-        samples = min(samples, OWN_WINDOWS)
+        weights = source if isinstance(source, Mapping) else {SELF: 1}
+        samples = min(samples, round(OWN_WINDOWS * sum(weights.values()) / weights[SELF]))
     length = window_length(config.sequence_length, model)
     batches = load_batches(
         source,
@@ -157,7 +163,7 @@ def _check_read(model: PreTrainedModel, batches: Batches) -> None:
             "text: recovery reads an attention_mask of a number for each token, and one of these batches has another. "
             "Leave it out, and give texts in rows of their own."
         )
-    taken = set(inspect.signature(model.forward).parameters) - READ
+    taken = forward_arguments(model) - READ
     if others := sorted({name for batch in batches for name in batch} & taken):
         raise ValueError(
             f"text: recovery reads {', '.join(sorted(READ))}, and the model would be called without the "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.config.derived import LEAST_DAMPING
-from gradprobe_hf.data.batches import SHARED, Batches, shared_passages, shared_rows, sketch
+from gradprobe_hf.data.batches import Batches, sketch
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.estimation.peak import peak_allocated_bytes, peak_resident_bytes
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
@@ -32,11 +32,6 @@ from gradprobe_hf.structures.shapes import shape_values
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 
-ENOUGH = 10  # tokens for each input of a matrix; with 3, damping="auto" is 13% better (make bench-structure-options)
-_ONE_ROW = (
-    f"The calibration has one row: none can be held out to choose the damping by, and {LEAST_DAMPING} is taken. Give "
-    "more num_samples."
-)
 SPARSE = 0.05  # zeros of a model's weights with which somebody has pruned it
 TOLERATED = 1.05  # times the latency that was asked for, before a report warns
 
@@ -46,12 +41,14 @@ def build_report(
     decision: PruningDecision,
     measured: PairedMeasurement | None,
     metric: dict[str, Any] | None = None,
+    foreseen: Sequence[str] = (),
 ) -> Report:
     """Everything that a reader of the card or the JSON may want to know. The model still has its original weights.
 
     Args:
         measured: the losses of the dense and the pruned model, where something was measured.
         metric: the task's metric of both, and its name.
+        foreseen: warnings that were known before any work.
     """
     targets, config = context.targets, context.config
     rows = matrix_rows(context, decision)
@@ -75,7 +72,7 @@ def build_report(
         execution=context.notes,
         versions=versions(),
         warnings=[
-            *foreseen_warnings(context),
+            *foreseen,
             *_about_evidence(decision, len(targets)),
             *_about_damping(decision, config),
             *_about_latency(decision, config),
@@ -229,42 +226,6 @@ def _selection(
         "limit": diagnostics.curve[-1]["limit"],
         "value": max(kept, key=lambda point: point["sparsity"])["metric"] if kept else None,
     }
-
-
-def foreseen_warnings(context: RunContext) -> list[str]:
-    """What is known of the data before any work."""
-    return [*_about_data(context), *_about_tokens(context)]
-
-
-def _about_data(context: RunContext) -> list[str]:
-    evaluation = context.evaluation
-    if shared := shared_rows(context.calibration, evaluation):
-        rows = context.task.row if context.task else "rows"
-        return [f"{shared} of the {evaluation.samples} evaluation {rows} were also calibrated on; evaluate on others."]
-    share = shared_passages(context.calibration, evaluation)
-    if share < SHARED:
-        return []
-    return [
-        f"{share:.0%} of the evaluation text was also calibrated on, in windows cut otherwise; evaluate on another."
-    ]
-
-
-def _about_tokens(context: RunContext) -> list[str]:
-    """Where least squares has so little text that it fits that alone."""
-    config, tokens = context.config, context.calibration.tokens
-    is_text = context.model.main_input_name == "input_ids"  # what an image has in place of tokens is not counted
-    if not (config.structures and config.update_row.chooses_damping and is_text):
-        return []
-    if config.holds_out:
-        return [_ONE_ROW] * (context.calibration.samples < 2)
-    widest = max(context.targets, key=lambda target: target.shape[1])
-    inputs = widest.shape[1]
-    if tokens >= ENOUGH * inputs:
-        return []
-    return [
-        f"The calibration has {tokens:,} tokens, and `{widest.name}` {inputs:,} inputs: with fewer than {ENOUGH} for "
-        "each least squares fits what is peculiar to this text. Give more num_samples, or damping='auto'."
-    ]
 
 
 def _about_evidence(decision: PruningDecision, targets: int) -> list[str]:

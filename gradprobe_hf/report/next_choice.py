@@ -35,8 +35,9 @@ PRICES_IN_GROUPS: dict[Preset, Price] = {
     "best": Price(398.6, 45.91),
 }
 
-# Training behind `best` at 60%: the option -> the ratio of the perplexities. Its seconds were a busy machine's.
+# Training behind `best`: the option -> the ratio of the perplexities. Its seconds were a busy machine's.
 BEYOND = {"recovery_steps=100": 0.85, "refinement='blocks'": 0.91}
+BEYOND_IN_GROUPS = {"recovery_steps=100": 0.75, "refinement='blocks'": 0.81}
 
 
 def next_choices(config: GradProbeConfig, is_language_model: bool = True) -> list[str]:
@@ -60,7 +61,10 @@ def next_choices(config: GradProbeConfig, is_language_model: bool = True) -> lis
     if not is_language_model:
         seconds = prices[faster].seconds / prices[own].seconds
         return [f"faster: preset {faster} ({seconds:.2g}x the time on {MEASURED_ON})"] * (faster != own)
-    further = [f"better: {option} ({BEYOND[option]:.2f}x the perplexity on {MEASURED_ON} at 60%)" for option in BEYOND]
+    trained = BEYOND if config.group is None else BEYOND_IN_GROUPS
+    further = [
+        f"better: {one} ({ratio:.2f}x the perplexity on {MEASURED_ON} at {at})" for one, ratio in trained.items()
+    ]
     return further * (better == own) + [
         f"{word}: preset {other} ({prices[other].seconds / prices[own].seconds:.2g}x the time, "
         f"{prices[other].perplexity / prices[own].perplexity:.2f}x the perplexity on {MEASURED_ON} at {at})"

@@ -171,7 +171,14 @@ class Report:
             "zeros_before": sum(row.zeros_before for row in self.matrices),
         }
         rows = [{**asdict(row), "sparsity": row.sparsity} for row in self.matrices]
-        return finite({**asdict(self), **summary, "matrices": rows})
+        return finite({**asdict(self), **summary, "matrices": rows, "calibration": self.public_calibration})
+
+    @property
+    def public_calibration(self) -> dict[str, Any] | None:
+        """The calibration without an example of a text that is not on the Hub: reports and cards are published."""
+        found = self.calibration
+        hidden = ("example",) if found is None or found.get("dataset_id") is None else ()
+        return found and {name: value for name, value in found.items() if name not in hidden}
 
     @classmethod
     def load(cls, directory: str | Path) -> Report:

@@ -19,10 +19,12 @@ from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.run.context import RunRequest
+from gradprobe_hf.run.foreseen import foreseen_warnings
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request_checks import check_request
 from gradprobe_hf.runtime.option_checks import check_drop
+from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.selection.published_rule import thresholds as thresholds_of
 from gradprobe_hf.threshold_sweep.measurements import ThresholdMeasurements, left_dense
 from gradprobe_hf.threshold_sweep.options import check_in_turn, checked_sparsities, checked_thresholds, threshold_rule
@@ -31,6 +33,7 @@ from gradprobe_hf.threshold_sweep.rows import ThresholdSweep, metric_of
 THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
 
 
+@plain_computation()
 def sweep_gradient_thresholds(
     model_or_id: PreTrainedModel | str | Path,
     thresholds: Sequence[GradientThreshold] = THRESHOLDS,
@@ -92,6 +95,7 @@ def sweep_gradient_thresholds(
         thresholds_of(loaded.targets, one)  # says which pattern does not fit, before any work
     with open_run(written(loaded)) as context:
         context = reachable(context)
+        foreseen_warnings(context)
         for one in wanted:
             thresholds_of(context.targets, one)  # nor any that names only what is left out
         sweep = ThresholdMeasurements(context)

@@ -256,3 +256,9 @@ def _check_supported(callback: StepCallback, model: nn.Module, optimizer: Any) -
         raise ValueError(f"{name} needs weights with a shape, which FSDP1 flattens. Set fsdp_version: 2.")
     if not isinstance(getattr(optimizer, "optimizer", optimizer), Optimizer):
         raise TypeError(f"{name} needs a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    own = {id(parameter) for parameter in model.parameters()}
+    if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+        raise ValueError(
+            f"{name}: the optimizer trains none of this {type(model).__name__}'s parameters, a copy's say: make it of "
+            "the model that is passed."
+        )

@@ -15,6 +15,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from gradprobe_hf.run.apply import check_whole
 from gradprobe_hf.training.callback import StepCallback, attached, logger
 from gradprobe_hf.training.keeper import MaskKeeper, MaskSource, check_source, load_masks, resolve_masks
 
@@ -50,6 +51,7 @@ class SparsityCallback(StepCallback):
 
     def begin(self) -> None:
         check_not_adapted(self.model)
+        check_whole(self.model)
         self.keeper = MaskKeeper(self.model, *resolve_masks(self.model, self.source))
         self.keeper.mask_weights()
 

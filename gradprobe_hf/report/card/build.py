@@ -49,7 +49,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         selection=chosen_by(report, config),
         task_metric=metric_row(report),
         recovery=recovery_paragraph(report),
-        calibration=report.calibration,
+        calibration=report.public_calibration,
         calibrated_on=rows_read(report.calibration) if report.calibration else "",
         structure=shape_tables(report, config),
         files=size_of_files(report),

@@ -1,0 +1,95 @@
+"""Foreseen: what is known of a run before any work, and its user may not know."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from transformers import PreTrainedModel
+
+from gradprobe_hf.config.derived import LEAST_DAMPING
+from gradprobe_hf.data.batches import SHARED, shared_passages, shared_rows
+from gradprobe_hf.model.families import is_causal, without_cache
+from gradprobe_hf.model.loss import labels_of, summed_loss
+from gradprobe_hf.model.parameters import input_device
+from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.run.context import RunContext
+
+logger = logging.getLogger(__name__)
+
+ENOUGH = 10  # tokens for each input of a matrix; with 3, damping="auto" is 13% better (make bench-structure-options)
+_ONE_ROW = (
+    f"The calibration has one row: none can be held out to choose the damping by, and {LEAST_DAMPING} is taken. Give "
+    "more num_samples."
+)
+APART = 0.01  # relative, of two losses: nearer ones are the same, rounded otherwise
+
+
+def foreseen_warnings(context: RunContext) -> list[str]:
+    """What a report says of the data and the model; logged, too."""
+    found = [*_about_data(context), *_about_tokens(context), *_about_own_loss(context)]
+    for warning in found:
+        logger.warning(warning)
+    return found
+
+
+def _about_data(context: RunContext) -> list[str]:
+    evaluation = context.evaluation
+    if shared := shared_rows(context.calibration, evaluation):
+        rows = context.task.row if context.task else "rows"
+        return [f"{shared} of the {evaluation.samples} evaluation {rows} were also calibrated on; evaluate on others."]
+    share = shared_passages(context.calibration, evaluation)
+    if share < SHARED:
+        return []
+    return [
+        f"{share:.0%} of the evaluation text was also calibrated on, in windows cut otherwise; evaluate on another."
+    ]
+
+
+def _about_tokens(context: RunContext) -> list[str]:
+    """Where least squares has so little text that it fits that alone."""
+    config, tokens = context.config, context.calibration.tokens
+    is_text = context.model.main_input_name == "input_ids"  # what an image has in place of tokens is not counted
+    if not (config.structures and config.update_row.chooses_damping and is_text):
+        return []
+    if config.holds_out:
+        return [_ONE_ROW] * (context.calibration.samples < 2)
+    widest = max(context.targets, key=lambda target: target.shape[1])
+    inputs = widest.shape[1]
+    if tokens >= ENOUGH * inputs:
+        return []
+    return [
+        f"The calibration has {tokens:,} tokens, and `{widest.name}` {inputs:,} inputs: with fewer than {ENOUGH} for "
+        "each least squares fits what is peculiar to this text. Give more num_samples, or damping='auto'."
+    ]
+
+
+def _about_own_loss(context: RunContext) -> list[str]:
+    """Where the class of a language model makes a loss of its own, which nothing here calls."""
+    model = context.model
+    is_known = type(model).forward.__module__.startswith("transformers.")
+    if is_known or context.loss_fn is not None or not is_causal(model) or not context.calibration:
+        return []
+    batch = context.calibration.in_batches_of(1).items[0]
+    if "input_ids" not in batch or (losses := _both_losses(model, batch)) is None:
+        return []
+    own, cross_entropy = losses
+    if abs(own - cross_entropy) <= APART * abs(cross_entropy):
+        return []
+    return [
+        f"{type(model).__name__} returns a loss of its own, {own:.4g} for the first calibration row, where the cross "
+        f"entropy of its next tokens is {cross_entropy:.4g}. The latter is what counts here: give a loss_fn, if the "
+        "model is for the other."
+    ]
+
+
+@torch.no_grad()
+def _both_losses(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, float] | None:
+    """The mean that the model returns, and that of the cross entropy; None where it returns none."""
+    placed = send_to_device(batch, input_device(model))
+    with eval_mode(model):
+        total, terms = summed_loss(model, placed)
+        own = getattr(model(**{**placed, "labels": labels_of(placed)}, **without_cache(model)), "loss", None)
+    return None if own is None or not terms else (float(own), float(total / terms))
