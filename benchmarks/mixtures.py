@@ -28,12 +28,12 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.windows import WindowSpec, Writing, load_batches
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
-from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.processes import Processes
 
 RESULTS = Path(__file__).parent / "results" / "mixtures.json"

@@ -8,7 +8,8 @@ import torch
 
 from gradprobe_hf.updates.admm import STEPS, in_groups, in_matrix, in_rows, revise
 from gradprobe_hf.updates.least_squares import LeastSquares
-from gradprobe_hf.updates.sweep import damped, fixed, inverse_factor, lowest, sweep
+from gradprobe_hf.updates.lowest import lowest
+from gradprobe_hf.updates.sweep import damped, fixed, inverse_factor, sweep
 from tests.reference.least_squares import error, normal_equations, problem
 
 DAMPING = 0.01

@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.memory import batch_size, measured_passes
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.run import shape_search, snapshots
 from tests import cases
@@ -74,7 +75,7 @@ MOMENTS = {
     "drop": ("gradprobe_hf.run.snapshots", "_drop"),
     "selection": ("gradprobe_hf.run.probe_pair", "select_masks"),
     "block": ("gradprobe_hf.reconstruction.reconstruct", "solve_block"),
-    "amount": ("gradprobe_hf.run.shape_search", "_few_rows_loss"),
+    "amount": ("gradprobe_hf.run.shape_search", "loss_of_few_rows"),
 }
 
 
@@ -387,19 +388,19 @@ def test_a_state_of_another_loss_is_refused(loss_fn, named, tmp_path):
 def test_the_fingerprint_sees_what_a_short_training_changed(name):
     """Gains alone (as BitFit trains), a matrix, or an embedding, the rows in its middle."""
     model, changed = cases.build("llama"), cases.build("llama")
-    assert snapshots.weights_fingerprint(model) == snapshots.weights_fingerprint(changed)
+    assert weights_fingerprint(model) == weights_fingerprint(changed)
     with torch.no_grad():
         weight = changed.model.get_parameter(name)
         weight[len(weight) // 4 : -1] += 1e-3
-    assert snapshots.weights_fingerprint(model) != snapshots.weights_fingerprint(changed)
+    assert weights_fingerprint(model) != weights_fingerprint(changed)
 
 
 def test_the_fingerprint_is_the_same_wherever_weights_are(tmp_path):
     """Tied weights are separate parameters once a model is offloaded."""
     model = cases.build("opt")
-    wanted = snapshots.weights_fingerprint(model)
-    assert snapshots.weights_fingerprint(cpu_offload(cases.build("opt"))) == wanted
-    assert snapshots.weights_fingerprint(disk_offload(cases.build("opt"), str(tmp_path))) == wanted
+    wanted = weights_fingerprint(model)
+    assert weights_fingerprint(cpu_offload(cases.build("opt"))) == wanted
+    assert weights_fingerprint(disk_offload(cases.build("opt"), str(tmp_path))) == wanted
 
 
 def test_a_state_half_deleted_is_not_a_state(tmp_path):

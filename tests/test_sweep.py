@@ -5,14 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gradprobe_hf.updates.lowest import kth_smallest, lowest
 from gradprobe_hf.updates.sweep import (
     COLUMNS,
     by_group_saliency,
     by_saliency,
     fixed,
     inverse_factor,
-    kth_smallest,
-    lowest,
     sweep,
 )
 from tests.reference.least_squares import error, problem

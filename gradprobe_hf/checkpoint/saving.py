@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.push import check_push, kept_in, push_folder
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.report.report import Report
-from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.paths import expanded
 from gradprobe_hf.runtime.processes import Processes
 

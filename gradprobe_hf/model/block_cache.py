@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
@@ -27,7 +27,7 @@ from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.model.fsdp import forget_pass
 from gradprobe_hf.model.loss import Batch, forward_only
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode, frozen, restore_slot
+from gradprobe_hf.model.patches import eval_mode, frozen, replace_forward
 from gradprobe_hf.model.targets import Target
 
 
@@ -58,7 +58,7 @@ class BlockSequence:
             undo.enter_context(frozen(model))
             for name in wanted:
                 module = model.get_submodule(name)
-                _replace_forward(module, partial(trace.run, name, module.forward), undo)
+                replace_forward(module, partial(trace.run, name, module.forward), undo)
             undo.enter_context(torch.enable_grad())  # not for gradients: the graph tells who reads what
             trace.read(forward_only(model, send_to_device(batch, input_device(model))))
         for name in wanted:
@@ -166,7 +166,7 @@ class BlockOutputCache:
         # All but the last of a stack could return anything: the last one ignores what it is called with.
         with ExitStack() as undo:
             for name in self.finished:
-                _replace_forward(self.model.get_submodule(name), partial(self._output_of, name), undo)
+                replace_forward(self.model.get_submodule(name), partial(self._output_of, name), undo)
             yield
 
     def _output_of(self, name: str, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - a block's arguments
@@ -231,19 +231,5 @@ class BlockOutputCache:
             stack.enter_context(self.skipping())
             for name in ends:
                 module = self.model.get_submodule(name)
-                _replace_forward(module, partial(forward, name, module.forward), stack)
+                replace_forward(module, partial(forward, name, module.forward), stack)
             yield outputs
-
-
-@contextmanager
-def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """A module runs this in place of its forward."""
-    with ExitStack() as undo:
-        _replace_forward(module, forward, undo)
-        yield
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
-    # `forward`, not `_old_forward`: a finished block of an offloaded model does not even load its weights.
-    undo.callback(restore_slot, module, "forward", module.__dict__.get("forward"))
-    module.__dict__["forward"] = forward

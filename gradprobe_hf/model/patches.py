@@ -127,3 +127,18 @@ def restore_slot(module: nn.Module, slot: str, original: Any) -> None:
         module.__dict__.pop(slot, None)
     else:
         module.__dict__[slot] = original
+
+
+@contextmanager
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """A module runs this in place of its forward."""
+    with ExitStack() as undo:
+        replace_forward(module, forward, undo)
+        yield
+
+
+def replace_forward(module: nn.Module, forward: Callable[..., Any], undo: ExitStack) -> None:
+    """The same, undone by `undo`."""
+    # `forward`, not `_old_forward`: a finished block of an offloaded model does not even load its weights.
+    undo.callback(restore_slot, module, "forward", module.__dict__.get("forward"))
+    module.__dict__["forward"] = forward

@@ -132,6 +132,18 @@ def find_targets(
     return targets
 
 
+def block_vectors(model: PreTrainedModel, block: str) -> list[Target]:
+    """The one-dimensional parameters of a block, `[n]`, as targets that are trained and never pruned."""
+    found = []
+    for name, module in model.get_submodule(block).named_modules(prefix=block):
+        for leaf, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 1 and parameter.is_floating_point():
+                full, shape = f"{name}.{leaf}", (parameter.numel(), 1)
+                role = full.removeprefix(f"{block}.")
+                found.append(Target(full, full, shape, False, (Site(name, "vector"),), block, role))
+    return found
+
+
 def is_routed(targets: Sequence[Target]) -> bool:
     """Whether any target belongs to an expert, which is sent tokens of any sequence in any order."""
     return any(is_expert(target.name) for target in targets)

@@ -29,11 +29,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count
-from gradprobe_hf.model.block_cache import replaced_forward
 from gradprobe_hf.model.loss import Batch
-from gradprobe_hf.model.patches import eval_mode, frozen
+from gradprobe_hf.model.patches import eval_mode, frozen, replaced_forward
 from gradprobe_hf.model.sites import Site
-from gradprobe_hf.model.targets import Target
+from gradprobe_hf.model.targets import Target, block_vectors
 from gradprobe_hf.probe.attachment import instrumented
 from gradprobe_hf.probe.padding import BatchLayout
 from gradprobe_hf.probe.serving import ServedWeights
@@ -148,18 +147,6 @@ def in_step_sizes(batches: Batches | Sequence[Batch], settings: Refinement) -> B
 def _windows_in_step(settings: Refinement, rows: int) -> int:
     """As many as the settings say; of few rows at most half, so that a step can be held out."""
     return settings.windows if rows > settings.windows else max(1, rows // 2)
-
-
-def block_vectors(model: PreTrainedModel, block: str) -> list[Target]:
-    """The one-dimensional parameters of a block, `[n]`, as targets that are trained and never pruned."""
-    found = []
-    for name, module in model.get_submodule(block).named_modules(prefix=block):
-        for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 1 and parameter.is_floating_point():
-                full, shape = f"{name}.{leaf}", (parameter.numel(), 1)
-                role = full.removeprefix(f"{block}.")
-                found.append(Target(full, full, shape, False, (Site(name, "vector"),), block, role))
-    return found
 
 
 def match_block(

@@ -25,14 +25,13 @@ from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
 from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.routing import routed
-from gradprobe_hf.model.targets import Target
+from gradprobe_hf.model.targets import Target, block_vectors
 from gradprobe_hf.probe.attachment import instrumented, serving
 from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.reconstruction.block_matching import (
     BlockExamples,
     Matched,
     Matching,
-    block_vectors,
     in_step_sizes,
     match_block,
 )

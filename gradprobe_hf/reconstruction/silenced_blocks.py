@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.targets import Target
-from gradprobe_hf.reconstruction.block_matching import block_vectors
+from gradprobe_hf.model.targets import Target, block_vectors
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 
 

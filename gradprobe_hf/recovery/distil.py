@@ -27,6 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.memory.memory_errors import memory_errors
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.recovery.adapters import with_adapters
@@ -44,7 +45,6 @@ from gradprobe_hf.recovery.trainer import (
     training_arguments,
     without_dropout,
 )
-from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.option_checks import is_within
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch

@@ -19,6 +19,7 @@ from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.text_options import is_written
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.task_metric import measure_metric
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.routing import routed
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -29,7 +30,6 @@ from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.run.inputs import default_calibration
-from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.structures.removal import Removal
 
 FOLDER = "recovery"  # in the folder of a run that may be resumed

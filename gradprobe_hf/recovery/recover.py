@@ -26,6 +26,7 @@ from gradprobe_hf.data.text_options import PYDOC, SELF, TextOptions, is_written
 from gradprobe_hf.data.windows import WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
 from gradprobe_hf.model.adapters import imported_peft
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loading import Loaded, load, name_of
 from gradprobe_hf.model.processing import load_processing_class
 from gradprobe_hf.model.upcast import upcast_products
@@ -45,7 +46,6 @@ from gradprobe_hf.recovery.text import Reading, RecoveryText, read_text
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.request_checks import check_columns, check_names, check_processing_class
-from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.option_checks import check_resume_dir
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation

@@ -23,12 +23,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loss import next_token_logits
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.recovery.divergence import Predictions, TopPredictions, WholePredictions
 from gradprobe_hf.recovery.text import WINDOW, RecoveryText, collated
-from gradprobe_hf.run.snapshots import weights_fingerprint
 from gradprobe_hf.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)

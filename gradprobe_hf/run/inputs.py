@@ -33,6 +33,7 @@ from gradprobe_hf.data.windows import (
 )
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.families import is_causal
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.loading import Loaded, load
 from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
@@ -41,7 +42,7 @@ from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.equality import check_example
-from gradprobe_hf.run.snapshots import folder_of, weights_fingerprint
+from gradprobe_hf.run.snapshots import folder_of
 from gradprobe_hf.run.weight_limits import weight_limits
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch

@@ -18,7 +18,6 @@ import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +27,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gradprobe_hf.data.batches import Batches, row_count
-from gradprobe_hf.model.parameters import aliases, read_weight
+from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 
 STAGES = ("search", "probe", "decision", "block")
 STATE_NAME = "state.json"
-SAMPLED_ROWS = 8  # of each matrix, or a few more: enough to tell two models apart, and not to read 14 GB
 _NUMBERS = 10**6  # more than a stage has steps
 
 # The tensors of a state, in parts that need not be in memory together.
@@ -284,23 +282,6 @@ def _damaged(path: Path, error: Exception) -> ValueError:
         f"the state of the run to resume is damaged: {path} ({type(error).__name__}: {error}). Delete its folder, or "
         "choose another resume_dir (--resume-dir): the run then begins anew."
     )
-
-
-def weights_fingerprint(model: nn.Module) -> str:
-    """What tells a model from others: a hash of its vectors, and of some rows of everything larger.
-
-    It is the same where the model is offloaded; of a sharded model it is of this process's shards.
-    """
-    digest, tied = sha256(), aliases(model)
-    for name in (name for name, _ in model.named_parameters() if name not in tied):
-        values = read_weight(model, name)
-        digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
-        if values.dim() > 1:
-            rows = values.flatten(0, -2)
-            # From all over it: the first rows of an embedding are those of tokens that hardly occur.
-            values = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
-        digest.update(values.contiguous().flatten().cpu().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def _flush(folder: Path) -> None:

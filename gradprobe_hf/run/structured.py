@@ -18,11 +18,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.model.block_cache import replaced_forward
 from gradprobe_hf.model.families import random_batch
 from gradprobe_hf.model.loss import forward_only
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.patches import eval_mode, replaced_forward
 from gradprobe_hf.model.routing import routed, wrongly_routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.model.upcast import upcast_products

@@ -19,8 +19,8 @@ from torch import Tensor
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.scores.groups import group_mask
 from gradprobe_hf.updates.least_squares import LeastSquares, kept_of
+from gradprobe_hf.updates.lowest import lowest
 from gradprobe_hf.updates.problem import MatrixProblem, Solution
-from gradprobe_hf.updates.sweep import lowest
 
 ROUNDS = 20  # of the alternating directions
 STEPS = 10  # of conjugate gradients, from Z: they end nearer to the best weights than 20 from the dense ones

@@ -1,0 +1,29 @@
+"""Fingerprint: whether a model is the one that it was, by a few rows of each of its weights."""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import torch
+from torch import nn
+
+from gradprobe_hf.model.parameters import own_parameters, read_weight
+
+SAMPLED_ROWS = 8  # of each matrix, or a few more: enough to tell two models apart, and not to read 14 GB
+
+
+def weights_fingerprint(model: nn.Module) -> str:
+    """What tells a model from others: a hash of its vectors, and of some rows of everything larger.
+
+    It is the same where the model is offloaded; of a sharded model it is of this process's shards.
+    """
+    digest = sha256()
+    for name, _ in own_parameters(model):
+        values = read_weight(model, name)
+        digest.update(f"{name} {tuple(values.shape)} {values.dtype}".encode())
+        if values.dim() > 1:
+            rows = values.flatten(0, -2)
+            # From all over it: the first rows of an embedding are those of tokens that hardly occur.
+            values = rows[:: max(1, len(rows) // SAMPLED_ROWS)]
+        digest.update(values.contiguous().flatten().cpu().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
