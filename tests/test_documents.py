@@ -539,8 +539,8 @@ def test_an_example_of_a_text_that_is_not_on_the_hub_is_in_no_file(tmp_path):
         cases.build("llama"), config, calibration=rows, processing_class=cases.tokenizer(), progress=False
     )
     assert result.report.calibration["example"] == "Q: Why? A: Because."
-    result.save_pretrained(tmp_path)
+    result.save_pretrained(tmp_path / "out")
     for name in ("README.md", "gradprobe_report.json"):
-        text = (tmp_path / name).read_text()
+        text = (tmp_path / "out" / name).read_text()
         assert "Because" not in text
         assert result.report.calibration["fingerprint"][:16] in text

@@ -145,13 +145,14 @@ def write_checkpoint(
     Raises:
         FileExistsError: see `check_destination`.
         OSError: it cannot be written; nothing of it remains.
+        ValueError: it would not load as the model that it is.
     """
     path = Path(directory)
+    check_reloads(made.model)  # in all processes: no other may wait for the main one's shards
     if not writes:
         save_in_shards(path, made.model, writes=False)
         return made.report
     check_destination(directory, made.model.name_or_path, overwrite)
-    check_reloads(made.model)
     with _replacing(path) as scratch:
         save_weights(scratch, made.model, made.removal)
         made = replace(made, report=replace(made.report, files=_file_sizes(scratch, made)))

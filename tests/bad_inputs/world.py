@@ -124,7 +124,7 @@ def _names(world: World) -> dict[str, Any]:
         )
 
     def train(callback: Any, make: Any = torch.optim.AdamW, model: Any = llama) -> None:
-        optimizer = make([torch.nn.Parameter(torch.zeros(1))]) if callable(make) else make
+        optimizer = make(model.parameters()) if callable(make) else make
         with attached(callback, model, optimizer):
             pass
 
