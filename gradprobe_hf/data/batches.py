@@ -274,7 +274,7 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
 def _parts(value: Any) -> Iterator[bytes]:
     """The bytes of a value of a batch; labels may be dicts in a list, a row's boxes and classes say."""
     if isinstance(value, Tensor):
-        yield value.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+        yield value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
     elif isinstance(value, Mapping):
         for name in sorted(value, key=str):
             yield str(name).encode()
@@ -282,8 +282,8 @@ def _parts(value: Any) -> Iterator[bytes]:
     elif isinstance(value, (list, tuple)):
         for one in value:
             yield from _parts(one)
-    elif value is not None:
-        yield repr(value).encode()
+    elif value is not None:  # of other objects the type alone: what they print may be another in every process
+        yield (repr(value) if isinstance(value, (str, int, float)) else type(value).__name__).encode()
 
 
 def row_count(batch: Mapping[str, Any]) -> int:
