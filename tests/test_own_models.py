@@ -150,6 +150,8 @@ def test_an_encoder_is_no_language_model():
     )
     with pytest.raises(ValueError, match=r"config\.is_decoder is False"):
         pruned(BertLMHeadModel(config).eval())
+    loss = {"loss_fn": lambda model, batch: model(batch["input_ids"]).logits.square().sum()}
+    assert pruned(BertLMHeadModel(config).eval(), **loss).report.sparsity == pytest.approx(0.5, abs=1e-3)
     config.is_decoder = True
     assert pruned(BertLMHeadModel(config).eval()).report.sparsity == pytest.approx(0.5, abs=1e-3)
 
@@ -243,3 +245,15 @@ def test_text_beside_token_ids_makes_no_row_of_a_batch():
         cases.build("llama"), GradProbeConfig(**FAST), calibration=rows, evaluation=False, progress=False
     )
     assert result.report.calibration["protocol"] == "batches as given"
+
+
+def test_a_head_that_was_given_weights_of_its_own_is_one_more_matrix(tmp_path):
+    """Though the configuration says that it is tied: transformers loads both where they differ."""
+    model = cases.build("tied")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() * 2)
+    result = pruned(model, cases.batches("tied"), include=["lm_head"], apply=True, output_dir=tmp_path / "out")
+    assert result.report.model["parameters"] == model.num_parameters()
+    again = LlamaForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight)
+    assert (model.lm_head.weight == 0).float().mean() == 0.5
+    assert (model.model.embed_tokens.weight == 0).float().mean() < 0.1

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import AS_GIVEN, Batches
 from gradprobe_hf.data.text_options import TextOptions
-from gradprobe_hf.model.families import forward_arguments, ignored_label, is_causal, longest_text
+from gradprobe_hf.model.families import forward_arguments, ignored_label, is_causal, longest_text, sees_ahead
 from gradprobe_hf.tasks.columns import IGNORED
 
 # What says which examples or tokens count, and not what they are.
@@ -35,6 +35,12 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
         raise ValueError(
             f"{part}: {type(model).__name__} has no loss without labels, and a batch has "
             f"{', '.join(batches.items[0])} alone, as plain text has. Give batches with labels, or a loss_fn{without}."
+        )
+    if needs_loss and sees_ahead(model):
+        raise ValueError(
+            f"{part}: each token of this {type(model).__name__} sees those that it is to predict, because "
+            "config.is_decoder is False: their cross entropy means nothing. Load it with is_decoder=True, or as a "
+            "masked language model; or give a loss_fn."
         )
     taken = forward_arguments(model)
     for batch in batches:

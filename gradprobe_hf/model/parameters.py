@@ -133,15 +133,22 @@ def input_device(model: nn.Module) -> torch.device:
 def aliases(model: nn.Module) -> dict[str, str]:
     """Tied parameters: every further name -> the canonical one, the first in the model's order."""
     # Identity finds ties that transformers does not list, but offloading breaks it: it makes a new Parameter of each
-    # name in every pass. So what transformers lists counts first.
-    tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    # name in every pass. So what transformers lists counts first, unless both are there and somebody has parted them.
+    every = dict(model.named_parameters(remove_duplicate=False))
+    listed: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = {name: other for name, other in listed.items() if not _are_apart(every.get(name), every.get(other))}
     first: dict[int, str] = {}
-    order = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    order = list(every)
     groups: dict[str, list[str]] = {}
     for name in order:
         same = first.setdefault(id(model.get_parameter(name)), name)
         groups.setdefault(tied.get(name, tied.get(same, same)), []).append(name)
     return {name: names[0] for names in groups.values() for name in names[1:]}
+
+
+def _are_apart(one: nn.Parameter | None, other: nn.Parameter | None) -> bool:
+    """Whether two parameters are in memory, and not the same."""
+    return one is not None and other is not None and one is not other and not one.is_meta and not other.is_meta
 
 
 def own_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

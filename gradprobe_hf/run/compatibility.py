@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.model.families import block_of, sees_ahead, shares_keys_across_blocks
+from gradprobe_hf.model.families import block_of, shares_keys_across_blocks
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading_checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_offloaded, is_on_disk, offloaded_parameter
@@ -65,11 +65,6 @@ def check_shapes(model: nn.Module, targets: Sequence[Target], config: GradProbeC
                 f"{option} is not available for a model that FSDP2 shards: prune it on one process with "
                 "device_map='auto' or 'disk', or with one whole model per process."
             )
-    if sees_ahead(model):
-        raise ValueError(
-            f"each token of this {type(model).__name__} sees those that it is to predict, because config.is_decoder is "
-            "False: their cross entropy means nothing. Load it with is_decoder=True, or as a masked language model."
-        )
     if config.group is None and "row" in (config.candidate_scope, config.budget_scope):
         check_rows(model, targets, "scope='row'")
 
