@@ -22,7 +22,7 @@ from gradprobe_hf.run import block_order, decide
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.decide import conclude
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.shape_search import budget_shapes
+from gradprobe_hf.run.shape_budget import budget_shapes
 from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.importance import made_up_for
 from gradprobe_hf.structures.plan import Plan
@@ -121,7 +121,7 @@ def test_a_file_is_no_larger_than_the_memory_that_was_asked_for(share, tmp_path)
 
 def test_the_probes_of_experts_are_announced_with_the_other_passes(monkeypatch, caplog):
     monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 1)
-    caplog.set_level("INFO", "gradprobe_hf.run.shape_search")
+    caplog.set_level("INFO", "gradprobe_hf.run.shape_estimates")
     config = GradProbeConfig(structure="auto", params=0.85)
     result = prune_pretrained(
         cases.build("mixtral"), config, calibration=cases.batches("mixtral", rows=8), evaluation=False, progress=False
@@ -155,7 +155,7 @@ def test_an_encoder_and_a_decoder_meet_a_budget_by_their_channels(tmp_path):
 
 def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budget(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 2)
-    caplog.set_level("INFO", "gradprobe_hf.run.shape_search")
+    caplog.set_level("INFO", "gradprobe_hf.run.shape_estimates")
     model, batches = deep(), cases.batches("llama", rows=8)
     dense = cases.bits(model)
     config = GradProbeConfig(structure="auto", params=0.75)

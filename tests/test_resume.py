@@ -75,7 +75,7 @@ MOMENTS = {
     "drop": ("gradprobe_hf.run.snapshots", "_drop"),
     "selection": ("gradprobe_hf.run.probe_pair", "select_masks"),
     "block": ("gradprobe_hf.reconstruction.reconstruct", "solve_block"),
-    "amount": ("gradprobe_hf.run.shape_search", "loss_of_few_rows"),
+    "amount": ("gradprobe_hf.run.shape_estimates", "loss_of_few_rows"),
 }
 
 

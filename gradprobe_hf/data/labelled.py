@@ -19,7 +19,8 @@ from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.packing import WindowSpec
 from gradprobe_hf.data.sources import Source
 from gradprobe_hf.data.text_options import TextOptions, template_columns
-from gradprobe_hf.model.families import longest_text, text_attribute
+from gradprobe_hf.model.config_names import text_attribute
+from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import Task

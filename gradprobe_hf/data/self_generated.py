@@ -20,8 +20,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.decoding import growing_cache
-from gradprobe_hf.model.families import is_causal, text_attribute
+from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode

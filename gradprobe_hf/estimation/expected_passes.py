@@ -10,7 +10,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.decisions.search import FINEST, levels
 from gradprobe_hf.reconstruction.reconstruct import reconstruction_passes
 from gradprobe_hf.structures.budgets import BUDGETS
-from gradprobe_hf.structures.table import FEWER_BLOCKS, ROWS_WITHOUT, TOKENS_WITHOUT
+from gradprobe_hf.structures.table import FEWER_BLOCKS, ROWS_WITHOUT, TOKENS_WITHOUT, blocks_in
 
 FORWARDS_A_PROBE = 3  # backward has two products for each of forward's
 
@@ -76,7 +76,7 @@ def search_passes(
         for one in fixed
     ]
     # The order in which blocks go is measured once for all shapes, and the first step of it beforehand.
-    further = max(_tried_blocks(going.get("blocks", 0), blocks) for going in shapes) - _tried_blocks(1, blocks)
+    further = max(_tried_blocks(blocks_in(going), blocks) for going in shapes) - _tried_blocks(1, blocks)
     return beforehand + few * (probed + max(0, further) / 2) + (tried + 1) * sum(every) / len(every)
 
 
@@ -94,7 +94,7 @@ def _levels_of(config: GradProbeConfig) -> int:
 
 def _structured_passes(config: GradProbeConfig, blocks: int) -> float:
     """Whole structures: a walk that collects Hessians, and walks over a few rows without each of the blocks."""
-    tried = _tried_blocks(int(config.amounts.get("blocks", 0)), blocks)
+    tried = _tried_blocks(blocks_in(config.amounts), blocks)
     # Passes begin in front of the block that is left out: half of the model on average.
     return config.weighs_inputs + tried / 2 * _few(config, config.num_samples)
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import chosen_experts, is_causal, is_fused_experts
+from gradprobe_hf.model.config_names import chosen_experts
+from gradprobe_hf.model.families import is_causal, is_fused_experts
 from gradprobe_hf.model.targets import Target
 
 # Alive when backward starts: the logits and their gradient.

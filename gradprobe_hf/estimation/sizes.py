@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.values import AccumulatorDevice
-from gradprobe_hf.model.families import block_of, text_attribute
+from gradprobe_hf.model.config_names import text_attribute
+from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 from gradprobe_hf.scores.evidence import MATRIX_TERMS

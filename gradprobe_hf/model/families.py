@@ -1,7 +1,8 @@
 """Families: every fact about model architectures that the package relies on.
 
 What experts, blocks and decoders are called, which loss a model is trained with, what a batch of it looks like. A new
-family that differs in any of these is a change to this file alone.
+family that differs in any of these is a change to this file alone, or to one of the two that need nothing heavy: roles
+of matrices (`block_roles.py`), and names in configurations (`config_names.py`).
 """
 
 from __future__ import annotations
@@ -13,17 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
+from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.tasks.columns import IGNORED
 
 CAUSAL = "ForCausalLM"
 ANY_SIZE = 512  # what is assumed of images where a model takes any, in pixels
-# How configurations call the number of experts that a token is routed to.
-_CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
-# How configurations, and routers, call the number of experts that there are.
-_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Cross-attention: T5, BART and their like, BERT as a decoder. Keys and values come from the encoder's tokens.
 _CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention")
 # Parts of module names -> what readers call that part of a model.
@@ -37,27 +35,6 @@ _TOWERS = {
 _KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
 # Where the tokens of a multimodal model are patches of images, whatever mask there is for its text.
 _VISION = ("vision_model", "vision_tower", "vision_encoder", "visual")
-# How configurations call the channels of a feed-forward network; of two stacks together.
-_WIDTHS = (
-    *(("intermediate_size",), ("ffn_dim",), ("ffn_hidden_size",), ("n_inner",), ("d_ff",), ("hidden_dim",)),
-    ("encoder_ffn_dim", "decoder_ffn_dim"),
-)
-# What has the width of a feed-forward network computed from the configuration's, where it is set -> that: LFM2 takes
-# two thirds of it, rounded up. A smaller model has the width itself, and the switch off.
-COMPUTED_WIDTHS = {"block_auto_adjust_ff_dim": "intermediate_size"}
-# Lists in a configuration that have one element for each block.
-PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size")
-# Numbers in a configuration up to which blocks are of another kind: full attention, no experts.
-LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
-# Lists in a configuration with the numbers of some blocks.
-BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
-# What blocks do by their own numbers, which change when one before them goes: attention is scaled by it (GPT-2), every
-# n-th has experts.
-_BY_NUMBER = (
-    *("scale_attn_by_inverse_layer_idx", "decoder_sparse_step", "moe_layer_interval"),
-    *("attn_layer_period", "expert_layer_period"),  # Jamba
-    "block_types",  # RecurrentGemma: kinds that take turns
-)
 # Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
 _READ_BY_PARENT = {
     "MambaMixer": ("dt_proj",),
@@ -244,34 +221,6 @@ def expert_parameters(module: Any) -> tuple[str, str]:
     return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
-def chosen_experts(config: PreTrainedConfig) -> int:
-    """How many experts a token is routed to; 1 for a dense model."""
-    text = config.get_text_config()
-    return next((getattr(text, name) for name in _CHOSEN_EXPERTS if getattr(text, name, None)), 1)
-
-
-def experts_key(values: dict[str, Any], count: int) -> str:
-    """What a configuration's values call the number of experts.
-
-    Raises:
-        ValueError: none of the known names has this value.
-    """
-    found = next((name for name in _EXPERT_COUNTS if values.get(name) == count), None)
-    if found is None:
-        raise ValueError(f"its configuration has no name for {count} experts")
-    return found
-
-
-def router_counts(router: nn.Module) -> list[str]:
-    """Attributes of a router that say how many experts there are."""
-    return [name for name in _EXPERT_COUNTS if isinstance(router.__dict__.get(name), int)]
-
-
-def text_attribute(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
-    """A value of the language model's configuration (`hidden_size`, `max_position_embeddings`, ...), if it has it."""
-    return getattr(config.get_text_config(), name, None) or default
-
-
 def longest_text(model: PreTrainedModel) -> int | None:
     """Tokens in the longest text that a model has positions for; None: it does not say.
 
@@ -284,43 +233,6 @@ def longest_text(model: PreTrainedModel) -> int | None:
     rows = (getattr(one, "position_embeddings", None) for one in model.modules())
     unused = (one.padding_idx + 1 for one in rows if isinstance(one, nn.Embedding) and one.padding_idx is not None)
     return int(positions) - max(unused, default=0)
-
-
-def key_value_heads(config: PreTrainedConfig) -> int:
-    """Heads with keys and values of their own; all, where several queries share none."""
-    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-
-
-def config_key(config: PreTrainedConfig, name: str) -> str:
-    """What the family's configuration file calls a value: GPT-2 has `n_layer` for `num_hidden_layers`."""
-    return str(config.attribute_map.get(name, name))
-
-
-def told_by_number(config: PreTrainedConfig) -> str | None:
-    """The name of a value in a configuration by which blocks differ with their numbers; None if there is none."""
-    values = ((name, getattr(config, name, None)) for name in _BY_NUMBER)
-    return next((name for name, value in values if value is True or _kinds(value) > 1), None)
-
-
-def _kinds(value: int | Sequence[str] | None) -> int:
-    """How many kinds of blocks a period stands for, or a list of what takes turns."""
-    return len(set(value)) if isinstance(value, Sequence) else value or 0
-
-
-def feed_forward_keys(values: dict[str, Any], width: int) -> tuple[str, ...]:
-    """What a configuration's values call the channels of a feed-forward network: one name, or one for each stack.
-
-    Raises:
-        ValueError: none of the known names has this width.
-    """
-    for switch, name in COMPUTED_WIDTHS.items():
-        if values.get(switch):
-            return (name,)
-    for names in _WIDTHS:
-        # GPT-2 writes none for four times the hidden size.
-        if all(name in values and values[name] in (width, None) for name in names):
-            return names
-    raise ValueError(f"its configuration has no name for {width} FFN channels")
 
 
 def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:

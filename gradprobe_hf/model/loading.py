@@ -37,7 +37,8 @@ from gradprobe_hf.model.adapters import (
     merged_copy,
     stored_adapter,
 )
-from gradprobe_hf.model.families import names_causal_class, text_attribute
+from gradprobe_hf.model.config_names import text_attribute
+from gradprobe_hf.model.families import names_causal_class
 from gradprobe_hf.model.loading_checks import (
     PLANS,
     WEIGHTS,

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradprobe_hf.model.families import block_of, is_fused_experts, router_counts
+from gradprobe_hf.model.config_names import router_counts
+from gradprobe_hf.model.families import block_of, is_fused_experts
 from gradprobe_hf.model.patches import restore_slot
 
 

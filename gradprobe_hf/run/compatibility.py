@@ -16,7 +16,7 @@ from gradprobe_hf.model.loading_checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_offloaded, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.apply import check_whole
-from gradprobe_hf.run.shape_search import check_budget, structures_that_can_go
+from gradprobe_hf.run.shape_budget import check_budget, structures_that_can_go
 from gradprobe_hf.run.structured import check_hands_on, check_routing
 from gradprobe_hf.selection.published_rule import thresholds
 from gradprobe_hf.structures.plan import Plan
@@ -33,7 +33,7 @@ def check_targets(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     if config.drops_blocks:
         check_hands_on(model, targets)
     if config.drops_experts:
-        check_routing(model, Plan.of(model, targets, config.amounts).alone("experts"))
+        check_routing(model, Plan.of(model, targets, config.amounts))
 
 
 def check_resumable(config: GradProbeConfig, option: str) -> None:

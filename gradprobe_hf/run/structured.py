@@ -34,6 +34,7 @@ from gradprobe_hf.run.unit_evidence import expert_fisher, weighed_units
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
+from gradprobe_hf.structures.table import STRUCTURES
 from gradprobe_hf.structures.unit_scores import lowest_of
 
 RANDOM_TOKENS = 8  # of the batch that shows whether a block without weights hands on what it is given
@@ -43,14 +44,14 @@ def decide_structures(context: RunContext, diagnostics: Diagnostics) -> PackedMa
     """The masks of what goes."""
     plan = _plan(context)
     removal = Removal(plan)
-    if "blocks" in plan.going:
+    if plan.blocks_going:
         with context.stopwatch("blocks"):
-            gone = blocks_going(context, plan, plan.going["blocks"], diagnostics)
+            gone = blocks_going(context, plan, plan.blocks_going, diagnostics)
         diagnostics.blocks_without = [dict(one) for one in gone]
         removal = Removal(plan, frozenset(one["block"] for one in gone))
     config = context.config
     # Units are weighed behind a router that passes over the experts that went: what goes first decides what is left.
-    for share in _shares(config, plan, {"experts"}) if plan.experts else ():
+    for share in _shares(config, plan.experts_going) if plan.experts else ():
         with routed(context.model, removal.routes):
             choose = partial(_experts_going, context, removal, share, diagnostics)
             removal = replace(removal, experts=_found(context, f"experts, {share}", diagnostics, choose))
@@ -73,7 +74,7 @@ def _found(
 def _portions(config: GradProbeConfig, plan: Plan) -> list[tuple[Set[str], Fraction]]:
     """Structures of units, and how much of what is to go of them, one portion after the other."""
     in_rounds = {name for name in plan.units if name in config.in_rounds}
-    shares = _shares(config, plan, in_rounds)
+    shares = _shares(config, max((plan.going[name] for name in in_rounds), default=0))
     if len(shares) < 2:
         return [(plan.units.keys(), Fraction(1))] if plan.units else []
     # What goes at once goes first: gates are measured in the model without it.
@@ -81,10 +82,10 @@ def _portions(config: GradProbeConfig, plan: Plan) -> list[tuple[Set[str], Fract
     return [*([(at_once, Fraction(1))] if at_once else []), *((in_rounds, share) for share in shares)]
 
 
-def _shares(config: GradProbeConfig, plan: Plan, structures: Set[str]) -> list[Fraction]:
-    """How much of what is to go of these has gone behind each round."""
+def _shares(config: GradProbeConfig, going: int) -> list[Fraction]:
+    """How much of the units that are to go has gone behind each round."""
     # More rounds than units would be probes behind which nothing goes.
-    rounds = min(config.structure_rounds, max((plan.going[name] for name in structures), default=0))
+    rounds = min(config.structure_rounds, going)
     return [Fraction(number, rounds) for number in range(1, rounds + 1)]
 
 
@@ -142,14 +143,17 @@ def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
 
 def check_routing(model: PreTrainedModel, plan: Plan) -> None:
     """Raise ValueError unless the model's code sends no token to experts that go."""
-    if reason := misrouted(model, plan):
-        there, most = plan.there("experts"), plan.most("experts")
-        tried = sorted(range(1, most + 1), key=lambda count: abs(count - plan.going["experts"]))
-        nearest = next((n for n in tried if misrouted(model, replace(plan, going={"experts": n})) is None), None)
-        remedy = "leave 'experts' out" if nearest is None else f"the nearest that it can is {nearest}: set that"
+    for name in plan.going:
+        alone = plan.alone(name)
+        if not alone.experts or (reason := misrouted(model, alone)) is None:
+            continue
+        asked, there = alone.experts_going, alone.there(name)
+        tried = sorted(range(1, alone.most(name) + 1), key=lambda count: abs(count - asked))
+        nearest = next((n for n in tried if misrouted(model, replace(alone, going={name: n})) is None), None)
+        remedy = f"leave {name!r} out" if nearest is None else f"the nearest that it can is {nearest}: set that"
         raise ValueError(
-            f"structure 'experts': {type(model).__name__} cannot do without {plan.going['experts']} of its {there} "
-            f"experts; {remedy}. ({reason})"
+            f"structure {name!r}: {type(model).__name__} cannot do without {asked} of its {there} "
+            f"{STRUCTURES[name].units}; {remedy}. ({reason})"
         )
 
 
@@ -171,7 +175,7 @@ def _experts_going(
     Args:
         share: of those that are to go.
     """
-    going, before = math.ceil(share * removal.plan.going["experts"]), removal.experts
+    going, before = math.ceil(share * removal.plan.experts_going), removal.experts
     fisher = expert_fisher(context, removal, diagnostics)
     return {router: lowest_of(scores, going, before.get(router)) for router, scores in fisher.items()}
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from gradprobe_hf.structures.table import STRUCTURES
+from gradprobe_hf.structures.table import blocks_in
 
 
 @dataclass(frozen=True)
@@ -44,10 +44,9 @@ class LatencyTable:
 
     def __call__(self, going: Mapping[str, int]) -> float:
         """Of a shape, on straight lines between the amounts that were timed."""
-        gone = sum(count for name, count in going.items() if STRUCTURES[name].takes == "blocks")
         saved = sum(
             self.block - float(np.interp(going[name], amounts, seconds))
             for name, (amounts, seconds) in self.narrower.items()
             if going.get(name)
         )
-        return self.around + (self.blocks - gone) * (self.block - saved)
+        return self.around + (self.blocks - blocks_in(going)) * (self.block - saved)

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import chosen_experts, key_value_heads, stack_of
+from gradprobe_hf.model.config_names import chosen_experts
+from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.model.routing import Mixture, mixtures
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.structures.table import STRUCTURES, at_most
+from gradprobe_hf.structures.table import STRUCTURES, at_most, blocks_in
 
 
 @dataclass(frozen=True)
@@ -129,6 +130,16 @@ class Plan:
         # A model wants a width of one, its first and last block, and as many experts as a token is sent to.
         kept = {"units": 1, "blocks": self.blocks_kept, "experts": self.experts[0].chosen if self.experts else 1}
         return self.there(name) - kept[STRUCTURES[name].takes]
+
+    @property
+    def blocks_going(self) -> int:
+        """How many blocks go whole."""
+        return blocks_in(self.going)
+
+    @property
+    def experts_going(self) -> int:
+        """How many experts go of every mixture."""
+        return sum(count for name, count in self.going.items() if STRUCTURES[name].takes == "experts")
 
     @property
     def blocks_kept(self) -> int:
@@ -253,9 +264,7 @@ def _units(model: PreTrainedModel, name: str, block: str, roles: Mapping[str, Ta
             f"{', '.join(roles)}. Leave {name!r} out."
         )
     reader, makers = roles[found[0]], tuple((roles[role], parts) for role, parts in found[1].items())
-    # The query heads of a group are side by side in what `o_proj` reads: a group is a stretch of its columns.
-    heads = key_value_heads(model.config) if name == "kv_groups" else 0
-    return Units(reader, makers, heads or reader.shape[1])
+    return Units(reader, makers, row.counted(model.config) if row.counted else reader.shape[1])
 
 
 def zero_units(count: int) -> Tensor:

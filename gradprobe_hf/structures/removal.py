@@ -14,10 +14,12 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from gradprobe_hf.model.config_names import Left
 from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.model.parameters import own_parameters
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.structures.plan import Plan, Units, zero_units
+from gradprobe_hf.structures.table import STRUCTURES
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Removal:
     @classmethod
     def example(cls, plan: Plan, order: Sequence[str] = ()) -> Removal:
         """One that meets the plan: the first units, and the blocks that are first in an order, or in the model."""
-        blocks = frozenset(plan.first_to_go((*order, *plan.blocks), plan.going.get("blocks", 0)))
+        blocks = frozenset(plan.first_to_go((*order, *plan.blocks), plan.blocks_going))
         units = {}
         for name, everywhere in plan.units.items():
             for one in everywhere:
@@ -47,7 +49,7 @@ class Removal:
         experts = {}
         for mixture in (one.mixture for one in plan.experts):
             experts[mixture.router] = zero_units(mixture.count)
-            experts[mixture.router][: plan.going["experts"]] = True
+            experts[mixture.router][: plan.experts_going] = True
         return cls(plan, blocks, units, experts)
 
     @classmethod
@@ -92,6 +94,17 @@ class Removal:
     def kept_blocks(self) -> list[int]:
         """Numbers of the blocks that stay."""
         return [number for number, block in enumerate(self.plan.blocks) if block not in self.blocks]
+
+    def left(self, structure: str) -> Left | None:
+        """What is left of a structure; None if all of it is."""
+        plan = self.plan
+        if STRUCTURES[structure].takes == "blocks":
+            return Left(len(plan.blocks), self.kept_blocks) if self.blocks else None
+        if structure not in plan.going:
+            return None
+        there = plan.there(structure)
+        columns = plan.units[structure][0].reader.shape[1] if structure in plan.units else 0
+        return Left(there, range(there - plan.going[structure]), columns)
 
     def name(self, name: str) -> str | None:
         """What a tensor is called in the smaller model; None if it has no part there."""

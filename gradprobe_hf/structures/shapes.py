@@ -8,17 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from gradprobe_hf.model.families import (
-    BLOCK_NUMBERS,
-    COMPUTED_WIDTHS,
-    LEADING_BLOCKS,
-    PER_BLOCK,
-    config_key,
-    experts_key,
-    feed_forward_keys,
-    key_value_heads,
-    told_by_number,
-)
+from gradprobe_hf.model.config_names import told_by_number
 from gradprobe_hf.model.loading import skeleton
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
@@ -29,32 +19,10 @@ FEW = 64  # units
 
 def shape_values(config: PreTrainedConfig, removal: Removal) -> dict[str, Any]:
     """What the configuration of the smaller model says otherwise, under the names of the family."""
-    plan, values = removal.plan, config.to_dict()
     found: dict[str, Any] = {}
-    if "ffn" in plan.units:
-        width = plan.units["ffn"][0].count
-        found |= dict.fromkeys(feed_forward_keys(values, width), width - plan.going["ffn"])
-        found |= {switch: False for switch in COMPUTED_WIDTHS if values.get(switch)}
-    if "kv_groups" in plan.units:
-        one, groups = plan.units["kv_groups"][0], key_value_heads(config)
-        heads, left = config.num_attention_heads, groups - plan.going["kv_groups"]
-        found[config_key(config, "num_attention_heads")] = heads // groups * left
-        found[config_key(config, "num_key_value_heads")] = left
-        found[config_key(config, "head_dim")] = one.reader.shape[1] // heads
-    if plan.experts:
-        there = plan.experts[0].mixture.count
-        found[experts_key(values, there)] = there - plan.going["experts"]
-    if removal.blocks:
-        found[config_key(config, "num_hidden_layers")] = len(removal.kept_blocks)
-        for key in PER_BLOCK:
-            if isinstance(values.get(key), (list, tuple)) and len(values[key]) == len(plan.blocks):
-                found[key] = [values[key][number] for number in removal.kept_blocks]
-        for key in LEADING_BLOCKS:
-            if values.get(key) and values[key] <= len(plan.blocks):
-                found[key] = sum(number < values[key] for number in removal.kept_blocks)
-        for key in BLOCK_NUMBERS:
-            if values.get(key):
-                found[key] = [new for new, number in enumerate(removal.kept_blocks) if number in values[key]]
+    for name, row in STRUCTURES.items():
+        if left := removal.left(name):
+            found |= row.configured(config, left)
     return found
 
 
@@ -104,9 +72,9 @@ def _refusal(model: PreTrainedModel, plan: Plan, name: str) -> str:
 
 def unfit(model: PreTrainedModel, plan: Plan) -> str | None:
     """Why a model of the smaller shape cannot be made; None if it can. It is built without weights."""
-    if spanning := _over_all_heads(model, plan):
+    if spanning := _over_all_units(model, plan):
         return f"its {spanning} is over all heads together"
-    if "blocks" in plan.going and (name := told_by_number(model.config)):
+    if plan.blocks_going and (name := told_by_number(model.config)):
         return f"with its {name} a block depends on how many are before it"
     removal = Removal.example(plan)
     try:
@@ -125,9 +93,10 @@ def unfit(model: PreTrainedModel, plan: Plan) -> str | None:
     return None
 
 
-def _over_all_heads(model: PreTrainedModel, plan: Plan) -> str | None:
+def _over_all_units(model: PreTrainedModel, plan: Plan) -> str | None:
     """A norm of queries or keys with a gain for every row that makes them: OLMoE's, which a smaller one keeps."""
-    for units in plan.units.get("kv_groups", ()):
+    together = [one for name, found in plan.units.items() if STRUCTURES[name].normed_together for one in found]
+    for units in together:
         attention = model.get_submodule(units.reader.parameter.rsplit(".", 2)[0])
         # Biases of makers are cut with them, and that of the reader is of its outputs.
         linear = {one.parameter.rsplit(".", 2)[1] for one in (units.reader, *(maker for maker, _ in units.makers))}

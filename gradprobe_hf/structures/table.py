@@ -1,4 +1,8 @@
-"""The table of structures: what can go whole. To add one: a row, and its roles in `model/block_roles.py`."""
+"""The table of structures: what can go whole.
+
+To add one: a row, made of its roles in `model/block_roles.py` and of what the configuration of a model with fewer of
+them says, in `model/config_names.py`.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal
 
 from gradprobe_hf.model.block_roles import attention_matrices, feed_forward_matrices
+from gradprobe_hf.model.config_names import (
+    Left,
+    key_value_heads,
+    narrower,
+    with_fewer_blocks,
+    with_fewer_experts,
+    with_fewer_heads,
+)
 
 AUTO: Final = "auto"  # in place of amounts: the best shape that meets a budget
 WIDTH_UNIT = 64  # a share of the channels is rounded so that a multiple of this is kept: what kernels are tuned for
@@ -29,9 +41,12 @@ class Structure:
     Attributes:
         unit, units: what one of them and several are called.
         takes: units inside of blocks, experts, or whole blocks.
+        configured: what the configuration of a model with fewer of them says otherwise, under the family's names.
         matrices: roles of the matrices in a block -> the one that reads what the units make, and those that make it,
             each with how many rows side by side it has for a unit (gate and up in one matrix: 2); None where a block
             has no such units. For what is no units: None.
+        counted: how many units a block has, by the configuration; None: as many as the reader has columns.
+        normed_together: whether a norm may go over all that a block's units make, with a gain for each row of a maker.
         importance: of units, which of `UNIT_SCORES` tells which of them go where none is asked for.
         rounded_to: of what is kept where the amount is a share; None: only counts are taken.
         included: what goes with one of them, for the model card.
@@ -40,7 +55,10 @@ class Structure:
     unit: str
     units: str
     takes: Literal["units", "experts", "blocks"]
+    configured: Callable[[Any, Left], dict[str, Any]]
     matrices: Callable[[frozenset[str]], tuple[str, dict[str, int]] | None] | None = None
+    counted: Callable[[Any], int] | None = None
+    normed_together: bool = False
     importance: str | None = None
     rounded_to: int | None = None
     included: str = ""
@@ -103,6 +121,7 @@ STRUCTURES: dict[str, Structure] = {
         unit="FFN channel",
         units="FFN channels",
         takes="units",
+        configured=narrower,
         matrices=feed_forward_matrices,
         importance="fisher",
         rounded_to=WIDTH_UNIT,
@@ -111,7 +130,11 @@ STRUCTURES: dict[str, Structure] = {
         unit="key-value head",
         units="key-value heads",
         takes="units",
+        configured=with_fewer_heads,
         matrices=attention_matrices,
+        # The query heads of a group are side by side in what `o_proj` reads: a group is a stretch of its columns.
+        counted=key_value_heads,
+        normed_together=True,
         importance="obs",
         included="the query heads that read it",
     ),
@@ -119,6 +142,7 @@ STRUCTURES: dict[str, Structure] = {
         unit="expert",
         units="experts",
         takes="experts",
+        configured=with_fewer_experts,
         rounded_to=1,
         included="the row of the router that sends tokens to it",
     ),
@@ -126,8 +150,14 @@ STRUCTURES: dict[str, Structure] = {
         unit="block",
         units="blocks",
         takes="blocks",
+        configured=with_fewer_blocks,
     ),
 }
+
+
+def blocks_in(going: Mapping[str, float]) -> int:
+    """How many blocks go whole in a shape."""
+    return sum(int(count) for name, count in going.items() if STRUCTURES[name].takes == "blocks")
 
 
 def shape_words(going: Mapping[str, float]) -> str:

@@ -1,0 +1,159 @@
+"""Configuration names: what families call a value in their configuration, and what a smaller model's says otherwise.
+
+Nothing heavy is imported here, because the configuration and the command line read the table of structures, whose rows
+are made of these, before anything is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedConfig
+
+# How configurations call the number of experts that a token is routed to.
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_selected_experts")
+# How configurations, and routers, call the number of experts that there are.
+_EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+# How configurations call the channels of a feed-forward network; of two stacks together.
+_WIDTHS = (
+    *(("intermediate_size",), ("ffn_dim",), ("ffn_hidden_size",), ("n_inner",), ("d_ff",), ("hidden_dim",)),
+    ("encoder_ffn_dim", "decoder_ffn_dim"),
+)
+# What has the width of a feed-forward network computed from the configuration's, where it is set -> that: LFM2 takes
+# two thirds of it, rounded up. A smaller model has the width itself, and the switch off.
+_COMPUTED_WIDTHS = {"block_auto_adjust_ff_dim": "intermediate_size"}
+# Lists in a configuration that have one element for each block.
+_PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size")
+# Numbers in a configuration up to which blocks are of another kind: full attention, no experts.
+_LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
+# Lists in a configuration with the numbers of some blocks.
+_BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
+# What blocks do by their own numbers, which change when one before them goes: attention is scaled by it (GPT-2), every
+# n-th has experts.
+_BY_NUMBER = (
+    *("scale_attn_by_inverse_layer_idx", "decoder_sparse_step", "moe_layer_interval"),
+    *("attn_layer_period", "expert_layer_period"),  # Jamba
+    "block_types",  # RecurrentGemma: kinds that take turns
+)
+
+
+def text_attribute(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
+    """A value of the language model's configuration (`hidden_size`, `max_position_embeddings`, ...), if it has it."""
+    return getattr(config.get_text_config(), name, None) or default
+
+
+def chosen_experts(config: PreTrainedConfig) -> int:
+    """How many experts a token is routed to; 1 for a dense model."""
+    text = config.get_text_config()
+    return next((getattr(text, name) for name in _CHOSEN_EXPERTS if getattr(text, name, None)), 1)
+
+
+def router_counts(router: nn.Module) -> list[str]:
+    """Attributes of a router that say how many experts there are."""
+    return [name for name in _EXPERT_COUNTS if isinstance(router.__dict__.get(name), int)]
+
+
+def key_value_heads(config: PreTrainedConfig) -> int:
+    """Heads with keys and values of their own; all, where several queries share none."""
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+def told_by_number(config: PreTrainedConfig) -> str | None:
+    """The name of a value in a configuration by which blocks differ with their numbers; None if there is none."""
+    values = ((name, getattr(config, name, None)) for name in _BY_NUMBER)
+    return next((name for name, value in values if value is True or _kinds(value) > 1), None)
+
+
+@dataclass(frozen=True)
+class Left:
+    """What a smaller model has of a structure.
+
+    Attributes:
+        there: how many the model has.
+        kept: numbers of those that stay; of units and experts, which are alike in every block, any so many.
+        columns: of units, what reads them has so many inputs.
+    """
+
+    there: int
+    kept: Sequence[int]
+    columns: int = 0
+
+
+def narrower(config: PreTrainedConfig, left: Left) -> dict[str, Any]:
+    """What the configuration says otherwise with fewer channels in the feed-forward networks. Raises: ValueError."""
+    values = config.to_dict()
+    found: dict[str, Any] = dict.fromkeys(_feed_forward_keys(values, left.there), len(left.kept))
+    return found | {switch: False for switch in _COMPUTED_WIDTHS if values.get(switch)}
+
+
+def with_fewer_heads(config: PreTrainedConfig, left: Left) -> dict[str, Any]:
+    """With fewer key-value heads, each with its query heads. How wide one is has to be said: it was a share of all."""
+    heads = config.num_attention_heads
+    return {
+        _key(config, "num_attention_heads"): heads // left.there * len(left.kept),
+        _key(config, "num_key_value_heads"): len(left.kept),
+        _key(config, "head_dim"): left.columns // heads,
+    }
+
+
+def with_fewer_experts(config: PreTrainedConfig, left: Left) -> dict[str, Any]:
+    """With fewer experts in every mixture. Raises: ValueError."""
+    return {_experts_key(config.to_dict(), left.there): len(left.kept)}
+
+
+def with_fewer_blocks(config: PreTrainedConfig, left: Left) -> dict[str, Any]:
+    """With fewer blocks, and with what else is said of each of them by its number."""
+    values = config.to_dict()
+    found: dict[str, Any] = {_key(config, "num_hidden_layers"): len(left.kept)}
+    for key in _PER_BLOCK:
+        if isinstance(values.get(key), (list, tuple)) and len(values[key]) == left.there:
+            found[key] = [values[key][number] for number in left.kept]
+    for key in _LEADING_BLOCKS:
+        if values.get(key) and values[key] <= left.there:
+            found[key] = sum(number < values[key] for number in left.kept)
+    for key in _BLOCK_NUMBERS:
+        if values.get(key):
+            found[key] = [new for new, number in enumerate(left.kept) if number in values[key]]
+    return found
+
+
+def _kinds(value: int | Sequence[str] | None) -> int:
+    """How many kinds of blocks a period stands for, or a list of what takes turns."""
+    return len(set(value)) if isinstance(value, Sequence) else value or 0
+
+
+def _key(config: PreTrainedConfig, name: str) -> str:
+    """What the family's configuration file calls a value: GPT-2 has `n_layer` for `num_hidden_layers`."""
+    return str(config.attribute_map.get(name, name))
+
+
+def _feed_forward_keys(values: dict[str, Any], width: int) -> tuple[str, ...]:
+    """What a configuration's values call the channels of a feed-forward network: one name, or one for each stack.
+
+    Raises:
+        ValueError: none of the known names has this width.
+    """
+    for switch, name in _COMPUTED_WIDTHS.items():
+        if values.get(switch):
+            return (name,)
+    for names in _WIDTHS:
+        # GPT-2 writes none for four times the hidden size.
+        if all(name in values and values[name] in (width, None) for name in names):
+            return names
+    raise ValueError(f"its configuration has no name for {width} FFN channels")
+
+
+def _experts_key(values: dict[str, Any], count: int) -> str:
+    """What a configuration's values call the number of experts.
+
+    Raises:
+        ValueError: none of the known names has this value.
+    """
+    found = next((name for name in _EXPERT_COUNTS if values.get(name) == count), None)
+    if found is None:
+        raise ValueError(f"its configuration has no name for {count} experts")
+    return found
