@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.output import print_pruning
+from gradprobe_hf.model.families import cache_name
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run import latency, shape_search
 from gradprobe_hf.run.latency import Timed
@@ -165,7 +166,7 @@ def test_a_state_in_place_of_a_cache_is_handed_on(name):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **sizes, **options[name])).eval()
     latency.check_timeable(model, Plan.of(model, find_targets(model), {}))
     given = []
-    cache = latency._cache_of(model)
+    cache = cache_name(model)
     model.register_forward_pre_hook(lambda _, __, kwargs: given.append(kwargs.get(cache)), with_kwargs=True)
     assert latency._Subject(model, length=8).time().whole > 0
     assert given[0] is None

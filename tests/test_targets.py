@@ -52,6 +52,17 @@ def test_tied_weights_are_one_target():
     assert len(find_targets(cases.build("llama"), include=["lm_head", "embed_tokens"])) == 2
 
 
+def test_a_module_that_stands_twice_is_found_under_both_names():
+    model = cases.build("llama")
+    model.model.layers[2].mlp = model.model.layers[0].mlp
+    everything = {target.name for target in find_targets(model)}
+    dense = everything - {target.name for target in find_targets(model, exclude=["model.layers.2.*"])}
+    assert len(everything) == 18
+    assert {name.rsplit(".", 2)[0] for name in dense} == {"model.layers.2.self_attn", "model.layers.0.mlp"}
+    only = find_targets(model, include=["model.layers.2.mlp.up_proj.weight"])
+    assert [target.name for target in only] == ["model.layers.0.mlp.up_proj.weight"]
+
+
 @pytest.mark.parametrize(
     ("patterns", "count"),
     [

@@ -12,14 +12,19 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import AS_GIVEN, Batches
 from gradprobe_hf.data.text_options import TextOptions
-from gradprobe_hf.model.families import forward_arguments, ignored_label, is_causal, longest_text, sees_ahead
+from gradprobe_hf.model.families import (
+    computes_time_first,
+    forward_arguments,
+    ignored_label,
+    is_causal,
+    longest_text,
+    needs_pairs,
+    sees_ahead,
+)
 from gradprobe_hf.tasks.columns import IGNORED
 
 # What says which examples or tokens count, and not what they are.
 _BESIDE = ("labels", "attention_mask", "return_loss")
-# Families whose modules are called with [tokens, sequences, features]: nothing else tells them from the others where a
-# batch has as many rows as tokens.
-_TIME_FIRST = ("fsmt", "xlnet")
 _INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
 
 
@@ -76,17 +81,9 @@ def check_text_options(options: TextOptions, *read: Batches) -> None:
 def check_reads_text(model: PreTrainedModel, part: str) -> None:
     """Raise ValueError where a model does not read plain text."""
     name, needed = type(model).__name__, model.main_input_name
-    if needed != "input_ids" or "pixel_values" in _required(model):
+    if needed != "input_ids" or needs_pairs(model):
         what = {"pixel_values": "images", "input_features": "speech", "input_values": "speech"}.get(needed, "more")
         raise ValueError(f"{part}: {name} does not read plain text, but {what}: give batches with {needed} and labels.")
-
-
-def _required(model: PreTrainedModel) -> list[str]:
-    """Inputs without which nothing is computed: CLIP's images beside its text."""
-    return ["pixel_values"] if getattr(model.config, "model_type", "") in _PAIRED else []
-
-
-_PAIRED = ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "groupvit")
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, part: str) -> None:
@@ -120,7 +117,7 @@ def _check_mask(mask: Any, ids: Tensor, part: str) -> None:
 
 
 def _check_layout(model: PreTrainedModel, ids: Tensor, part: str) -> None:
-    if getattr(model.config, "model_type", "") in _TIME_FIRST and len(ids) > 1:
+    if computes_time_first(model) and len(ids) > 1:
         raise ValueError(
             f"{part}: {type(model).__name__} computes on [tokens, sequences], in which a batch of {len(ids)} sequences "
             "cannot be told apart: set batch_size=1 (or give batches of one row)."

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -43,6 +44,14 @@ _READ_BY_PARENT = {
     "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),  # by F.multi_head_attention_forward
     "MultiheadAttention": ("out_proj",),  # torch's own
 }
+# Types of configuration of whose maps fused kernels take the weight, so that the module itself never runs.
+_WITH_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+_TAKEN_BY_KERNELS = ("out_proj", "conv1d")
+_TIME_FIRST = ("fsmt", "xlnet")  # types of configuration of what is computed on [tokens, sequences, features]
+_PAIRED = ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "groupvit")  # of a text beside an image
+_CACHES = ("past_key_values", "cache_params", "state")  # names by which models take what they keep of a text
+# What numbers are called that make a model random in training. PhiMoE's `router_jitter_noise` has a part in evaluation.
+_RANDOM = re.compile(r"dropout|layerdrop|_pdrop$|^(input_)?jitter_noise$|jitter_eps$")
 _PLAIN = ("FalconLinear",)  # subclasses of nn.Linear whose own forward computes the same, x W^T + b
 
 
@@ -104,6 +113,30 @@ def sums_own_loss(model: PreTrainedModel) -> bool:
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
     """The argument that keeps a model from making a key-value cache; none for a model that has no such argument."""
     return {"use_cache": False} if model.config.is_encoder_decoder or model.can_generate() else {}
+
+
+def cache_name(model: PreTrainedModel) -> str | None:
+    """The name by which a model takes what it keeps of a text, and returns it; None: it keeps nothing."""
+    takes = inspect.signature(model.forward).parameters
+    return next((name for name in _CACHES if name in takes), None)
+
+
+def needs_pairs(model: PreTrainedModel) -> bool:
+    """Whether a text is nothing to the model without an image beside it."""
+    return getattr(model.config, "model_type", "") in _PAIRED
+
+
+def computes_time_first(model: PreTrainedModel) -> bool:
+    """Whether modules are called with [tokens, sequences, features].
+
+    Nothing else tells them from the others where a batch has as many rows as tokens.
+    """
+    return getattr(model.config, "model_type", "") in _TIME_FIRST
+
+
+def makes_random(name: str) -> bool:
+    """Whether a number of this name, of a module or a configuration, makes a model random in training."""
+    return _RANDOM.search(name) is not None
 
 
 def labels_whole_sequences(model: PreTrainedModel) -> bool:
@@ -175,6 +208,11 @@ def is_read_by_parent(model: nn.Module, name: str) -> bool:
     """
     parent, _, child = name.rpartition(".")
     return child in _READ_BY_PARENT.get(type(model.get_submodule(parent)).__name__, ())
+
+
+def is_taken_by_kernels(model: PreTrainedModel, name: str) -> bool:
+    """Whether fused kernels take a weight, by its name, from its module, which then never runs."""
+    return model.config.model_type in _WITH_FUSED_KERNELS and name.split(".")[-2] in _TAKEN_BY_KERNELS
 
 
 def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:

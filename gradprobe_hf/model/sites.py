@@ -32,25 +32,34 @@ class Use:
     """A site's use of one parameter.
 
     Attributes:
-        name: of the module, or of the fused parameter; patterns are matched with it and with `parameter`.
+        name: of the module, or of the fused parameter.
+        names: what patterns are matched with: the module's and the parameter's, under each name that the module has.
     """
 
     name: str
     parameter: str
     site: Site
+    names: frozenset[str]
 
 
 def plain_uses(model: nn.Module) -> list[Use]:
     """Every use of a weight as a plain linear map or embedding, in the model's order."""
     plain: dict[Kind, type[nn.Module]] = {"linear": nn.Linear, "conv1d": Conv1D, "embedding": nn.Embedding}
     found = []
-    for name, module in model.named_modules():
+    # A module may stand in several places, as the blocks that Zamba shares do.
+    places: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        places.setdefault(module, []).append(name)
+    for module, (name, *elsewhere) in places.items():
         for kind, cls in plain.items():
             if is_plain(module, cls) and not is_read_by_parent(model, name):
-                found.append(Use(name, f"{name}.weight", Site(name, kind)))
+                names = (own for place in (name, *elsewhere) for own in (place, f"{place}.weight"))
+                found.append(Use(name, f"{name}.weight", Site(name, kind), frozenset(names)))
         if is_fused_experts(module):
             for parameter in expert_parameters(module):
-                found.append(Use(f"{name}.{parameter}", f"{name}.{parameter}", Site(name, "experts")))
+                fused = f"{name}.{parameter}"
+                names = (f"{place}.{parameter}" for place in (name, *elsewhere))
+                found.append(Use(fused, fused, Site(name, "experts"), frozenset(names)))
     return found
 
 

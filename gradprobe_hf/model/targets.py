@@ -188,7 +188,7 @@ def _inside_blocks(model: nn.Module, uses: list[Use]) -> set[str]:
 def _matched(patterns: Sequence[str], uses: list[Use], option: str) -> set[str]:
     found: set[str] = set()
     for pattern in patterns:
-        hits = {use.name for use in uses if matches(pattern, use.name) or matches(pattern, use.parameter)}
+        hits = {use.name for use in uses if any(matches(pattern, name) for name in use.names)}
         if not hits:
             sample = ", ".join(use.name for use in uses[:3])
             raise ValueError(

@@ -8,10 +8,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.adapters import ignore_old_names, imported_peft
+from gradprobe_hf.model.families import is_taken_by_kernels
 from gradprobe_hf.model.targets import Target
 
 LORA_ALPHA = 2  # times the rank: the scale of the product
-_WITH_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")  # types of configuration
 
 
 def with_adapters(student: PreTrainedModel, targets: tuple[Target, ...], rank: int) -> nn.Module:
@@ -28,7 +28,7 @@ def with_adapters(student: PreTrainedModel, targets: tuple[Target, ...], rank: i
         if target.name == target.parameter
         and target.name.endswith(".weight")
         and not isinstance(student.get_submodule(target.name.removesuffix(".weight")), nn.Embedding)
-        and not _read_past_its_module(student, target.name)
+        and not is_taken_by_kernels(student, target.name)  # PEFT refuses to adapt these
     ]
     if not modules:
         raise ValueError(
@@ -40,8 +40,3 @@ def with_adapters(student: PreTrainedModel, targets: tuple[Target, ...], rank: i
         ignore_old_names()
         adapted: nn.Module = peft.get_peft_model(student, adapters)
     return adapted
-
-
-def _read_past_its_module(model: PreTrainedModel, name: str) -> bool:
-    """Whether fused kernels take a weight from its module, which then never runs: PEFT refuses to adapt it."""
-    return model.config.model_type in _WITH_FUSED_KERNELS and name.split(".")[-2] in ("out_proj", "conv1d")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import random
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
@@ -38,6 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import EvalLoopOutput
 
 from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.model.families import makes_random
 from gradprobe_hf.recovery.divergence import SummedDivergence
 from gradprobe_hf.recovery.teacher import Teacher
 from gradprobe_hf.recovery.text import collated
@@ -49,8 +49,6 @@ logger = logging.getLogger(__name__)
 HELD_OUT = "eval_loss"  # what Trainer calls the loss on its evaluation data, which here is the held-out text
 BEST_NAME = "best.safetensors"
 BETAS = (0.9, 0.95)
-# What numbers are called that make a model random in training. PhiMoE's `router_jitter_noise` has a part in evaluation.
-_RANDOM = re.compile(r"dropout|layerdrop|_pdrop$|^(input_)?jitter_noise$|jitter_eps$")
 # What Accelerate puts into a module that it prepares, and leaves there.
 _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 
@@ -295,7 +293,7 @@ def without_dropout(model: nn.Module) -> Iterator[None]:
     configurations = {id(one.config): one.config for one in model.modules() if isinstance(one, PreTrainedModel)}
     with ExitStack() as undo:
         for holder in (*model.modules(), *configurations.values()):
-            names = ["p"] if isinstance(holder, nn.Dropout) else list(filter(_RANDOM.search, vars(holder)))
+            names = ["p"] if isinstance(holder, nn.Dropout) else list(filter(makes_random, vars(holder)))
             for name in names:
                 if isinstance(value := getattr(holder, name), float):
                     undo.callback(setattr, holder, name, value)

@@ -21,7 +21,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import longest_text, random_batch, stack_of, without_cache
+from gradprobe_hf.model.families import cache_name, longest_text, random_batch, stack_of, without_cache
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.model.targets import Target
@@ -36,7 +36,6 @@ from gradprobe_hf.structures.table import STRUCTURES
 PROMPT, NEW = 512, 32  # tokens that are read, and that are written behind them, one text at a time
 STEPS = 8  # of those that are written, timed in a round
 ROUNDS, WARMUP = 10, 2  # that count, and that do not: caches fill, kernels are chosen
-CACHES = ("past_key_values", "cache_params", "state")  # names by which models take what they keep of a text
 WIDTHS = 4  # amounts of a structure that are timed; what lies between is interpolated
 
 
@@ -72,7 +71,7 @@ def check_timeable(model: PreTrainedModel, plan: Plan) -> None:
             f"latency is that of blocks of one stack, and {type(model).__name__} has an encoder and a decoder. Give "
             "another budget: params=0.75, say, or memory='200MB'."
         )
-    if _written(model) and _cache_of(model) is None:
+    if _written(model) and cache_name(model) is None:
         raise ValueError(
             f"latency is that of a text written token by token, and {type(model).__name__} cannot be given what it "
             "keeps of the tokens before. Give another budget: params=0.75, say, or memory='200MB'."
@@ -113,12 +112,6 @@ def length_of(model: PreTrainedModel) -> int:
 
 def _written(model: PreTrainedModel) -> int:
     return NEW if model.can_generate() and model.main_input_name == "input_ids" else 0
-
-
-def _cache_of(model: PreTrainedModel) -> str | None:
-    """The name by which a model takes what it keeps of a text, and returns it."""
-    takes = inspect.signature(model.forward).parameters
-    return next((name for name in CACHES if name in takes), None)
 
 
 def _timed_table(model: PreTrainedModel, targets: Sequence[Target], axes: Mapping[str, Sequence[int]]) -> LatencyTable:
@@ -209,7 +202,7 @@ class _Subject:
         with self._watched(), eval_mode(self._model), native_products():
             if not _written(self._model):
                 return self._timed(partial(self._model, **self._batch, **without_cache(self._model)))[1]
-            cache = _cache_of(self._model)
+            cache = cache_name(self._model)
             assert cache is not None, "check_timeable has refused others"
             output, read = self._timed(partial(self._model, **self._batch, **self._last, use_cache=True))
             written = Timed(0.0, 0.0)
