@@ -497,7 +497,9 @@ def test_a_run_beside_its_estimate(tmp_path, capsys):
     out = tmp_path / "pruned"
     prune_pretrained(model, config, calibration=rows, evaluation=False, output_dir=out, progress=False)
     assert main(["estimate", str(tmp_path / "dense"), "--measured", str(out), "--json"]) == 0
-    found = {one["what"]: one for one in json.loads(capsys.readouterr().out)["against_measured"]}
+    printed = json.loads(capsys.readouterr().out)
+    assert (printed["written"], printed["measured"]) == (None, None)  # by default; this run read neither
+    found = {one["what"]: one for one in printed["against_measured"]}
     assert (found["forward passes"]["estimated"], found["forward passes"]["measured"]) == (4, 4)
     assert found["memory of the host"]["measured"] > 2**20
     print_expectations([Expectation(**one) for one in found.values()])

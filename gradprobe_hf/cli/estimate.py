@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
 from gradprobe_hf.cli.config_options import add_config_options, configuration, option_values
@@ -57,6 +57,8 @@ def run(options: argparse.Namespace) -> None:
         task.metric(config.metric)
     found = estimate(model, targets, config, snapshots=options.resume)
     beside = () if measured is None else against_estimate(measured, found)
+    if measured is not None:  # what a run reads by default, and this one may not have
+        found = replace(found, written=None, measured=None)
     if options.json:
         taken = {} if measured is None else {"against_measured": [asdict(one) for one in beside]}
         print_json({"model": options.model, **found.to_dict(), **taken})
