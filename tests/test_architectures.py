@@ -75,7 +75,7 @@ def test_the_loss_of_a_batch_is_the_sum_of_those_of_its_rows(architecture):
     model, batch = architecture.build(), architecture.batches()[0]
     with torch.no_grad():
         whole, terms = summed_loss(model, batch)
-        rows = [summed_loss(model, row) for row in single_rows(batch)]
+        rows = [summed_loss(model, row) for row in single_rows(model, batch)]
     torch.testing.assert_close(whole, sum(loss for loss, _ in rows))
     assert terms == sum(count for _, count in rows)
 

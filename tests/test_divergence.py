@@ -97,6 +97,24 @@ def test_a_model_agrees_with_itself():
     assert found.perplexity_ratio_interval == (1, 1)
 
 
+def test_a_mixture_of_which_nothing_goes_agrees_with_itself():
+    """transformers multiplies with all experts at once, and this package with one after the other."""
+    model = cases.build("mixtral")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)  # or rounding changes no choice of experts
+    result = cases.prune(
+        model.to(torch.bfloat16),
+        cases.batches("mixtral"),
+        score="magnitude",
+        sparsity=0.0,
+        evaluation=cases.batches("mixtral"),
+    )
+    found = result.report.evaluation
+    assert found["dense"] == found["pruned"]
+    assert (found["divergence"]["kl"], found["divergence"]["top1_agreement"]) == (0, 1)
+
+
 def test_a_token_that_a_model_never_predicts_costs_nothing():
     class Masked(torch.nn.Module):
         def forward(self, hidden):
@@ -121,6 +139,12 @@ def test_models_of_other_vocabularies_are_refused():
     other.resize_token_embeddings(270)
     with pytest.raises(ValueError, match="a vocabulary of 260 tokens and the other of 270"):
         measure_pair(*(cases.workload(one, cases.batches(NAME)) for one in (model, other)))
+
+
+def test_the_interval_of_an_infinite_loss_has_no_end():
+    dense, tokens = torch.full((20,), 10.0, dtype=torch.float64), torch.full((20,), 5.0, dtype=torch.float64)
+    pruned = (dense + 1).index_fill(0, torch.tensor([0]), math.inf)
+    assert ratio_interval(dense, pruned, tokens) == (pytest.approx(math.exp(0.2)), math.inf)
 
 
 def test_the_interval_is_as_wide_as_the_differences_vary():

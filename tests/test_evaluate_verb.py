@@ -147,6 +147,17 @@ def test_the_paper_protocol_is_what_the_scripts_do(tokenizer, tmp_path):
     assert paper_batches(LINES, model, tokenizer).longest == model.config.max_position_embeddings
 
 
+def test_a_line_ends_where_a_file_has_it_end(tmp_path):
+    """Not at a form feed, nor at what Unicode takes for the end of a line or paragraph."""
+    model, tokenizer = cases.build("llama"), cases.tokenizer()
+    lines = ["one two\u2028three \x85 four\x0cfive \n", "\n"] * 20
+    (tmp_path / "raw.txt").write_text("".join(lines), encoding="utf-8")
+    of_file, of_rows = (
+        paper_batches(source, model, tokenizer) for source in (str(tmp_path / "raw.txt"), [*lines[:1], ""] * 20)
+    )
+    assert of_file.fingerprint == of_rows.fingerprint
+
+
 def test_the_paper_protocol_says_what_it_cannot_do(checkpoint, text_file, evaluated, tmp_path):
     (tmp_path / "short.txt").write_text("too little", encoding="utf-8")
     paper = (checkpoint, "--protocol", "paper", "--data")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.routing import routed
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
+from gradprobe_hf.probe.statistics import Statistics
 from tests import cases
 from tests.launch import together
 from tests.reference import naive
@@ -68,6 +72,54 @@ def fisher_of(model):
         for row in cases.batches("mixtral", batch_size=1):
             fisher += torch.stack(torch.autograd.grad(naive.sequence_loss(model, row), gates)).square()
     return fisher
+
+
+def test_the_bias_of_an_expert_is_part_of_what_its_gate_is_on(monkeypatch):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = GptOssForCausalLM(
+        GptOssConfig(
+            **sizes,
+            vocab_size=64,
+            pad_token_id=0,
+            num_key_value_heads=2,
+            head_dim=4,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            layer_types=["full_attention"] * 2,
+        )
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model = model.double().eval()
+    rows = torch.randint(4, 64, (6, 9))
+    readers = [target for target in find_targets(model) if "down_proj" in target.name]
+    units = {reader.name: 1 for reader in readers}
+    statistics = Statistics(readers, frozenset({"gates"}), model, units=units)
+    run_probe(Workload(model, [{"input_ids": rows}], progress=False), ProbePass(readers, statistics))
+    measured = torch.cat([statistics[reader.name].gates.squares for reader in readers]).view(2, 4)
+    model.set_experts_implementation("eager")
+    experts = [module for module in model.modules() if type(module).__name__ == "GptOssExperts"]
+    wanted = torch.zeros_like(measured)
+    for row in rows:
+        gates = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+        for module, own in zip(experts, gates, strict=True):
+            monkeypatch.setattr(module, "forward", partial(_gated_by_weights, module, own))
+        wanted += torch.autograd.grad(naive.sequence_loss(model, {"input_ids": row[None]}), gates)[0].square()
+    torch.testing.assert_close(measured, wanted)
+
+
+def _gated_by_weights(module, gates, hidden, chosen, weights):
+    """What experts hand on, each times its gate: the router's weight is all that it is multiplied with."""
+    return type(module).forward(module, hidden, chosen, weights * gates[chosen])
+
+
+def test_a_mixture_in_float64_is_pruned_with_an_update():
+    """transformers' product of all experts at once takes no float64."""
+    batches = cases.batches("mixtral")
+    result = cases.prune(mixture(torch.float64), batches, update="least_squares", evaluation=batches)
+    assert result.report.sparsity == pytest.approx(0.5, abs=1e-3)
 
 
 @pytest.mark.parametrize("rounds", [1, 2])

@@ -247,6 +247,19 @@ def test_a_shard_without_rows_has_a_mask_without_rows():
     assert multipliers_of(masks, "a", slice(0, 0), 0.1, torch.float32, torch.device("cpu")).shape == (0, 13)
 
 
+@pytest.mark.parametrize(("bounds", "sparsity", "wanted"), [((0.07, 1.0), 0.3, [53, 7]), ((0.0, 0.29), 0.2, [29, 11])])
+def test_a_bound_is_as_many_weights_as_it_says(bounds, sparsity, wanted):
+    """In binary 0.07 of 100 is more than 7, and 0.29 of them less than 29."""
+    scores = {"a": torch.arange(100.0).view(10, 10), "b": 1000 + torch.arange(100.0).view(10, 10)}
+    targets = [target(name, (10, 10)) for name in scores]
+    masks = select_masks(
+        targets,
+        lambda t: [score_keys(scores[t.name], torch.ones(10, 10), t.name)],
+        Budget(sparsity, bounds=bounds),
+    )
+    assert [int(masks[name].sum()) for name in scores] == wanted
+
+
 def test_a_bound_holds_among_infinite_scores():
     scores = {name: torch.tensor([[1.0, torch.inf, torch.inf, torch.inf]]) for name in ("a", "b")}
     targets = [target(name, (1, 4)) for name in scores]

@@ -60,6 +60,11 @@ def test_bisection_ends_at_the_limit_and_keeps_it(limit, wanted):
     assert wanted - 2 / 2**BISECTIONS <= max(within) <= wanted
 
 
+def test_what_is_nan_does_not_keep_the_limit():
+    broken = ThresholdRow(4.0, 0.5, 100, math.nan, math.nan, 0.5)
+    assert refined([row(0.0), row(1.0), broken], 12.0, row) == refined([row(0.0), row(1.0), row(4.0)], 12.0, row)
+
+
 @pytest.mark.parametrize("limit", [9.0, 20.0])
 def test_there_is_nothing_to_bisect_where_all_or_none_keep_the_limit(limit):
     assert refined([row(0.0), row(1.0)], limit, lambda _: pytest.fail("tried")) == []

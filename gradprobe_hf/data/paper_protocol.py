@@ -91,7 +91,8 @@ def paper_batches(source: Any, model: PreTrainedModel, processing_class: Any, sp
 
 def _rows(source: Any) -> Source:
     if isinstance(source, (str, Path)) and Path(source).suffix == ".txt" and Path(source).is_file():
-        lines = Path(source).read_text(encoding="utf-8").splitlines(keepends=True)
+        with Path(source).open(encoding="utf-8") as file:
+            lines = list(file)  # not `splitlines`, to which a form feed is the end of a line, too
         return Source([line if line.strip() else "" for line in lines], Path(source).name)
     if isinstance(source, (str, Path)):
         opened = open_source(str(source), "evaluation", seed=0)

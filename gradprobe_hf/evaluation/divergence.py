@@ -95,7 +95,11 @@ class PairedMeasurement:
 
 @torch.no_grad()
 def measure_pair(
-    dense: Workload, pruned: Workload, serving: Serving = nullcontext, label: str = "evaluation"
+    dense: Workload,
+    pruned: Workload,
+    serving: Serving = nullcontext,
+    label: str = "evaluation",
+    serving_dense: Serving = nullcontext,
 ) -> PairedMeasurement:
     """The mean losses of two models over the same batches, and how far their predictions are from each other.
 
@@ -105,15 +109,17 @@ def measure_pair(
         dense, pruned: of the same batches; of one model, where `serving` tells them apart.
         serving: entered for each pass of the pruned one, which makes it so.
         label: for the progress bar and for errors.
+        serving_dense: entered for each pass of the dense one, so that both are computed alike.
 
     Raises:
         ValueError: nothing was counted, a loss is NaN, or the models have different vocabularies.
     """
     if not _predicts_tokens(dense) or not _predicts_tokens(pruned):
-        before = measure(dense, f"{label} (dense)")
+        with serving_dense():
+            before = measure(dense, f"{label} (dense)")
         with serving():
             return PairedMeasurement(before, measure(pruned, f"{label} (pruned)"))
-    losses, windows = _both_passes(dense, pruned, serving, label)
+    losses, windows = _both_passes((dense, serving_dense), (pruned, serving), label)
     # One collective: every process has the rows of its own windows, and zeros in place of the others.
     totals = dense.processes.sum_(torch.cat([losses, windows.flatten()]))
     windows = totals[2:].view_as(windows)
@@ -140,8 +146,11 @@ def _predicts_tokens(work: Workload) -> bool:
     return work.loss_fn is None and is_causal(work.model) and all("input_ids" in batch for batch in work.batches)
 
 
-def _both_passes(dense: Workload, pruned: Workload, serving: Serving, label: str) -> tuple[Tensor, Tensor]:
+def _both_passes(
+    of_dense: tuple[Workload, Serving], of_pruned: tuple[Workload, Serving], label: str
+) -> tuple[Tensor, Tensor]:
     """This process's part of both summed losses `[2]`, and of the table of windows `[windows, 5]`, in float64."""
+    (dense, serving_dense), (pruned, serving) = of_dense, of_pruned
     batches = list(dense.batches)
     firsts = torch.tensor([0, *map(row_count, batches)]).cumsum(0).tolist()
     numbered = list(zip(batches, firsts, strict=False))
@@ -150,7 +159,8 @@ def _both_passes(dense: Workload, pruned: Workload, serving: Serving, label: str
     with resharded(dense.model), resharded(pruned.model), eval_mode(dense.model), eval_mode(pruned.model):
         steps = share(numbered, dense.processes, is_sharded(dense.model))
         for (batch, first), counted in tqdm(steps, desc=label, unit="batch", disable=not dense.progress, leave=False):
-            p, labels = _logits(dense, batch)
+            with serving_dense():
+                p, labels = _logits(dense, batch)
             with serving():
                 q, _ = _logits(pruned, batch)
             if counted:
@@ -221,5 +231,7 @@ def ratio_interval(dense: Tensor, pruned: Tensor, tokens: Tensor) -> tuple[float
     generator = torch.Generator().manual_seed(SEED)
     drawn = torch.randint(len(tokens), (RESAMPLES, len(tokens)), generator=generator)
     log_ratios = (pruned - dense)[drawn].sum(1) / tokens[drawn].sum(1)
+    # A window of infinite loss: between two infinite ratios quantiles would be NaN.
+    log_ratios = log_ratios.clamp(max=torch.finfo(log_ratios.dtype).max)
     low, high = log_ratios.quantile(torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).to(log_ratios)).tolist()
     return exp(low), exp(high)

@@ -11,6 +11,7 @@ import inspect
 import math
 import re
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from gradprobe_hf.tasks.columns import IGNORED
 
 CAUSAL = "ForCausalLM"
 ANY_SIZE = 512  # what is assumed of images where a model takes any, in pixels
-# Cross-attention: T5, BART and their like, BERT as a decoder. Keys and values come from the encoder's tokens.
-_CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention")
+# Cross-attention: T5, BART and their like, BERT and GPT-2 as decoders. Keys and values come from the encoder's tokens.
+_CROSS_ATTENTION = ("EncDecAttention", "encoder_attn", "crossattention", "cross_attention", "cross_attn")
+_MERGED_ATTENTION = ("t5gemma2",)  # types of configuration whose decoder makes keys and values of both with one map
 # Parts of module names -> what readers call that part of a model.
 _TOWERS = {
     **dict.fromkeys(("vision_tower", "vision_model", "visual", "vision_encoder", "image_encoder"), "vision"),
@@ -33,7 +35,7 @@ _TOWERS = {
     "encoder": "encoder",
     "decoder": "decoder",
 }
-_KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value")
+_KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value", "key_proj", "value_proj", "c_attn")
 # Where the tokens of a multimodal model are patches of images, whatever mask there is for its text.
 _VISION = ("vision_model", "vision_tower", "vision_encoder", "visual")
 # Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
@@ -194,6 +196,32 @@ def in_decoder(module: str) -> bool:
     parts = module.split(".")
     crossing = any(part in _CROSS_ATTENTION for part in parts)
     return "decoder" in parts and not (crossing and parts[-1] in _KEYS_AND_VALUES)
+
+
+def merges_attention(model: PreTrainedModel) -> bool:
+    """Whether a decoder makes keys and values of its own tokens and of the encoder's with the same maps."""
+    return model.config.model_type in _MERGED_ATTENTION
+
+
+def frame_mask(model: PreTrainedModel, mask: torch.Tensor, frames: int) -> torch.Tensor | None:
+    """Which of the frames that a model of sound makes of samples are of no padding, bool `[sequences, frames]`.
+
+    None for a model that makes none, that hears silence as sound (Whisper), or that makes another number of them.
+
+    Args:
+        mask: False at padding of the samples, bool `[sequences, samples]`.
+    """
+    # What transformers masks frames with; only models that are masked have it.
+    makers = (one for one in model.modules() if hasattr(one, "_get_feature_vector_attention_mask"))
+    lengths_of: Any = getattr(next(makers, None), "_get_feat_extract_output_lengths", None)
+    if lengths_of is None:
+        return None
+    if "add_adapter" in inspect.signature(lengths_of).parameters:
+        lengths_of = partial(lengths_of, add_adapter=False)  # which comes behind all blocks
+    if int(lengths_of(torch.tensor([mask.shape[1]]))) != frames:
+        return None
+    lengths = lengths_of(mask.sum(1)).to(mask.device)
+    return torch.arange(frames, device=mask.device) < lengths[:, None]
 
 
 def sees_patches(module: str) -> bool:

@@ -16,8 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from gradprobe_hf.model.block_cache import BlockSequence
 from gradprobe_hf.model.families import expert_parameters
 from gradprobe_hf.model.fsdp import is_sharded, reshard
+from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.patches import restore_slot
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
@@ -54,6 +56,12 @@ def serving(
         stack.enter_context(instrumented(model, targets, served))
         stack.enter_context(torch.no_grad())
         yield
+
+
+def blocks_in_order(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> BlockSequence:
+    """As `BlockSequence.of`, through measured maps: transformers' own products of experts take no float64."""
+    with serving(model, targets, {}):
+        return BlockSequence.of(model, targets, batch)
 
 
 @contextmanager

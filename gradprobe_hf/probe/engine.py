@@ -163,7 +163,7 @@ def _measuring(work: Workload, one: ProbePass, first_sequence: int) -> Iterator[
     """
     model = work.model
     layers = checkpointed_layers(model) if work.checkpointing else []
-    folding = Folding(one.statistics, model.config.is_encoder_decoder, one.spike_limit, first_sequence)
+    folding = Folding(one.statistics, model, one.spike_limit, first_sequence)
     with ExitStack() as stack:
         stack.enter_context(resharded(model))
         shrunk = stack.enter_context(shrinking(model, one.targets, one.shrunk, one.factor))
@@ -205,7 +205,7 @@ def observe_inputs(work: Workload, targets: Sequence[Target], statistics: Statis
     """One forward pass that folds the inputs' marginal of every target: `sum_t x_t^2`, `[in]`, all that Wanda needs."""
     model = work.model
     steps = own_steps(model, targets, work.batches, work.processes)
-    folding = Folding(statistics, model.config.is_encoder_decoder)
+    folding = Folding(statistics, model)
     maps = instrumented(model, targets, ServedWeights(), on_input=folding.fold_inputs)
     with resharded(model), eval_mode(model), maps:
         for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not work.progress, leave=False):

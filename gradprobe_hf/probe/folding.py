@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.sites import Site
@@ -31,7 +32,6 @@ class Folding:
     Shapes below: x `[sequences, tokens, in]` (an embedding's ids: `[sequences, tokens]`), d `[sequences, tokens, out]`.
 
     Args:
-        has_encoder: whether the model is an encoder-decoder.
         spike_limit: see `spikes.py`; 0: no limit, and energies are not recorded.
         first_sequence: how many sequences of this pass an earlier run has folded already.
 
@@ -40,10 +40,10 @@ class Folding:
     """
 
     def __init__(
-        self, statistics: Statistics, has_encoder: bool, spike_limit: float = 0.0, first_sequence: int = 0
+        self, statistics: Statistics, model: PreTrainedModel, spike_limit: float = 0.0, first_sequence: int = 0
     ) -> None:
         self.statistics, self.moved = statistics, False
-        self._has_encoder, self._spike_limit, self._first_sequence = has_encoder, spike_limit, first_sequence
+        self._model, self._spike_limit, self._first_sequence = model, spike_limit, first_sequence
         self._layout = BatchLayout(sequences=0, tokens=0)
         self._counted = True
         self._recomputing = False
@@ -54,7 +54,7 @@ class Folding:
         """Args: counted: False for a batch that only keeps the collectives of a sharded model in step."""
         self._counted = counted
         self._first_sequence += self._layout.sequences
-        self._layout = BatchLayout.of(batch, self._has_encoder)
+        self._layout = BatchLayout.of(batch, self._model)
         self._uses.clear()
 
     def finish_batch(self) -> None:
@@ -113,12 +113,19 @@ class Folding:
         else:
             statistics.marginals.add(0, target.sites.index(site), 0.0, x_sq.sum((0, 1)))
 
-    def fold_gates(self, target: Target, inputs: Tensor, input_grad: Tensor) -> None:
-        """Fold one use of a matrix into the sums of its units' gates: its inputs, and `W^T d`."""
+    def fold_gates(
+        self, target: Target, inputs: Tensor, input_grad: Tensor, bias: Tensor | None, output_grad: Tensor
+    ) -> None:
+        """Fold one use of a matrix into the sums of its units' gates: its inputs, `W^T d`, its bias and d."""
         if self._counted:
             self._look_at(input_grad)
+            gates = self.statistics[target.name].gates
             x, gradient = (self._layout.by_sequence(value, 1, target.name) for value in (inputs, input_grad))
-            self.statistics[target.name].gates.add(x, gradient)
+            offset = None
+            if bias is not None and gates.is_whole:
+                d = self._layout.by_sequence(output_grad, 1, target.name)
+                offset = d.sum(1, dtype=gates.total.dtype) @ bias.to(gates.total.dtype)
+            gates.add(x, gradient, offset)
 
     def _look_at(self, gradient: Tensor) -> None:
         # Each look waits for the device; behind the first gradient that is not 0, as a rule the first, there are none.

@@ -5,7 +5,10 @@ the gradient of the summed loss at the output, for token t of sequence s, the de
 
     g[s, u] = sum_{t in s} sum_{c in u} x_tc (W^T d_t)_c
 
-and the sums over sequences are two vectors a matrix, however wide it is:
+A bias is of no unit, unless one unit is all of the inputs: the gate is on the output then, and g has `b . sum_t d_t`
+too.
+
+The sums over sequences are two vectors a matrix, however wide it is:
 
     squares   sum_s g[s, u]^2     [units], the group's Fisher information, with all cross terms inside it
     total     sum_s g[s, u]       [units]
@@ -34,10 +37,22 @@ class GateSums:
         self.squares = torch.zeros(units, dtype=dtype, device=device)
         self.total = torch.zeros(units, dtype=dtype, device=device)
 
-    def add(self, x: Tensor, input_grad: Tensor) -> None:
-        """Fold sequences: x and `W^T d`, both `[sequences, tokens, in]`."""
+    @property
+    def is_whole(self) -> bool:
+        """Whether one unit is all of the inputs, an expert say."""
+        return len(self.total) == 1
+
+    def add(self, x: Tensor, input_grad: Tensor, offset: Tensor | None = None) -> None:
+        """Fold sequences.
+
+        Args:
+            x, input_grad: x and `W^T d`, both `[sequences, tokens, in]`.
+            offset: of one unit that is all of the inputs, `b . sum_t d_t`, `[sequences]`.
+        """
         # Widened before they are multiplied: small float16 gradients would vanish.
         each = (x.to(self.total.dtype) * input_grad).sum(1).unflatten(1, (len(self.total), -1)).sum(2)
+        if offset is not None:
+            each = each + offset[:, None]
         self.squares += each.square().sum(0)
         self.total += each.sum(0)
 

@@ -56,9 +56,9 @@ class MeasuredUse:
         """Whether gates of its inputs are measured."""
         return self.folding is not None and "gates" in self.folding.statistics[self.target.name].terms
 
-    def fold_gates(self, x: Tensor, input_grad: Tensor) -> None:
+    def fold_gates(self, x: Tensor, input_grad: Tensor, bias: Tensor | None, output_grad: Tensor) -> None:
         if self.folding is not None and self.has_gates:
-            self.folding.fold_gates(self.target, x, input_grad)
+            self.folding.fold_gates(self.target, x, input_grad, bias, output_grad)
 
 
 class MeasuredLinear(torch.autograd.Function):
@@ -67,7 +67,7 @@ class MeasuredLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, use: MeasuredUse) -> Tensor:
         ctx.save_for_backward(x, *([weight] if use.fetch is None else []))
-        ctx.use, ctx.fetch = use, use.fetch
+        ctx.use, ctx.fetch, ctx.bias = use, use.fetch, bias if use.has_gates else None
         return F.linear(x, use.served.of(use.target, weight), bias)
 
     # Folding is not differentiable, and `once_differentiable` runs backward without recording a graph of its own.
@@ -82,7 +82,7 @@ class MeasuredLinear(torch.autograd.Function):
         if ctx.needs_input_grad[0] or ctx.use.has_gates:
             weight = ctx.fetch() if ctx.fetch else saved[0]
             input_grad = output_grad @ ctx.use.served.of(ctx.use.target, weight)
-            ctx.use.fold_gates(x, input_grad)
+            ctx.use.fold_gates(x, input_grad, ctx.bias, output_grad)
         return input_grad, None, None, None, None
 
 

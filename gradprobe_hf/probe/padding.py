@@ -6,13 +6,16 @@ it (OPT). Sequences are told apart by their position alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import row_count
-from gradprobe_hf.model.families import in_decoder, sees_patches
+from gradprobe_hf.model.families import frame_mask, in_decoder, merges_attention, sees_patches
 from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
@@ -27,30 +30,41 @@ class BatchLayout:
         sequences: rows of the batch.
         tokens: columns of `input_ids`; 1 for a batch without them.
         encoder_mask: False at padding of the inputs, bool `[sequences, tokens]`; None: every token counts.
-        decoder_mask: the same for the tokens that a decoder makes of the labels; only an encoder-decoder's.
+        decoder_mask: the same for the tokens that a decoder is given; of a model without an encoder `encoder_mask`.
+        frames: how many frames a model makes of the inputs -> which of them are of no padding, bool
+            `[sequences, frames]`; None: it makes none, or not so many.
     """
 
     sequences: int
     tokens: int
     encoder_mask: Tensor | None = None
     decoder_mask: Tensor | None = None
+    frames: Callable[[int], Tensor | None] | None = None
 
     @classmethod
-    def of(cls, batch: Batch, has_encoder: bool) -> BatchLayout:
-        ids, inputs, labels = (batch.get(name) for name in ("input_ids", "attention_mask", "labels"))
+    def of(cls, batch: Batch, model: PreTrainedModel) -> BatchLayout:
+        """The layout of one batch.
+
+        Raises:
+            ValueError: the tokens of encoder and decoder cannot be told apart.
+        """
+        ids, inputs = batch.get("input_ids"), batch.get("attention_mask")
         # As transformers reads it: what is not 0 counts. Segments of packed texts are numbered 1, 2, ...
         encoder_mask = inputs != 0 if isinstance(inputs, Tensor) and inputs.ndim == 2 else None
-        decoder_mask = batch.get("decoder_attention_mask")
-        if decoder_mask is None and isinstance(labels, Tensor) and labels.ndim == 2:
-            decoder_mask = labels != IGNORED  # transformers shifts these labels to make the decoder's inputs
-        elif decoder_mask is not None:
-            decoder_mask = decoder_mask != 0
+        # Decoder-only OPT calls its blocks `decoder` too; its tokens are those of `attention_mask`.
+        decoder_mask = _decoder_mask(batch, encoder_mask) if model.config.is_encoder_decoder else encoder_mask
+        if merges_attention(model) and _are_confused(encoder_mask, decoder_mask):
+            raise ValueError(
+                f"{type(model).__name__} reads its source and its target with the same maps, and a batch has as many "
+                "tokens of both, padded otherwise: they cannot be told apart. Set batch_size=1 (or give batches of one "
+                "row)."
+            )
         return cls(
             row_count(batch),
             ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1,
             encoder_mask,
-            # Decoder-only OPT calls its blocks `decoder` too; its tokens are those of `attention_mask`.
-            decoder_mask if has_encoder else encoder_mask,
+            decoder_mask,
+            None if encoder_mask is None or ids is not None else partial(frame_mask, model, encoder_mask),
         )
 
     def by_sequence(self, value: Tensor, features: int, name: str) -> Tensor:
@@ -74,12 +88,18 @@ class BatchLayout:
 
     def token_mask(self, site: Site, x: Tensor) -> Tensor | None:
         """False at padding of `x [sequences, tokens, ...]`, bool `[sequences, tokens]`; None: every token counts."""
-        mask = self.decoder_mask if in_decoder(site.module) else self.encoder_mask
-        # A mask of another shape is not about these tokens: frames of speech, say, or one pooled token a sequence. Of
-        # patches of an image there may be as many as there are tokens of text.
-        if mask is None or mask.shape != x.shape[:2] or sees_patches(site.module):
+        in_its_decoder = in_decoder(site.module)
+        mask = self.decoder_mask if in_its_decoder else self.encoder_mask
+        # Of patches of an image there may be as many as there are tokens of text.
+        if mask is None or sees_patches(site.module):
             return None
-        return mask.to(x.device)
+        if mask.shape != x.shape[:2]:
+            # A mask of another shape is not about these tokens. They may be the encoder's, of which a decoder makes
+            # keys and values, or frames of speech; or one pooled token a sequence, which counts.
+            mask = self.encoder_mask if in_its_decoder else None
+            if mask is None or mask.shape != x.shape[:2]:
+                mask = self.frames(x.shape[1]) if self.frames is not None else None
+        return None if mask is None else mask.to(x.device)
 
     def unpadded_inputs(self, target: Target, site: Site, inputs: Tensor) -> Tensor:
         """The inputs of a linear map without padding, `[tokens, in]`."""
@@ -107,3 +127,22 @@ class BatchLayout:
             return counts.index_add_(0, x.flatten(), weights.flatten())
         x_sq = x.to(dtype).square()
         return x_sq if mask is None else x_sq * mask[..., None]
+
+
+def _decoder_mask(batch: Batch, encoder_mask: Tensor | None) -> Tensor | None:
+    """False at padding of the tokens that the decoder of an encoder-decoder is given; None: every one counts."""
+    given, labels = batch.get("decoder_attention_mask"), batch.get("labels")
+    if isinstance(given, Tensor):
+        return given != 0
+    if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point():
+        return labels != IGNORED  # transformers shifts these labels to make the decoder's inputs
+    # One label a row: transformers gives the decoder the inputs, shifted by one behind a token that begins them. Of a
+    # row without padding the last one falls off, so that there are as many.
+    return None if any(name.startswith("decoder_") for name in batch) else encoder_mask
+
+
+def _are_confused(encoder_mask: Tensor | None, decoder_mask: Tensor | None) -> bool:
+    """Whether two masks have one shape, and are not the same."""
+    if encoder_mask is None or decoder_mask is None or encoder_mask.shape != decoder_mask.shape:
+        return False
+    return not torch.equal(encoder_mask, decoder_mask)

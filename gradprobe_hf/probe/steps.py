@@ -6,7 +6,7 @@ Routed experts see tokens of any sequence in any order, so a model that has them
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,6 +15,7 @@ from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.targets import Target, is_routed
+from gradprobe_hf.probe.padding import BatchLayout
 from gradprobe_hf.runtime.processes import Processes
 
 Item = TypeVar("Item")
@@ -24,15 +25,15 @@ def own_steps(
     model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch], processes: Processes
 ) -> list[tuple[Batch, bool]]:
     """This process's batches in the order of every pass, each with whether it counts."""
-    return share(all_steps(targets, batches), processes, is_sharded(model))
+    return share(all_steps(model, targets, batches), processes, is_sharded(model))
 
 
-def all_steps(targets: Sequence[Target], batches: Iterable[Batch]) -> list[Batch]:
+def all_steps(model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch]) -> list[Batch]:
     """The batches of all processes."""
     if is_routed(targets):
         # A router sends the tokens of all sequences to an expert in one tensor `[tokens, hidden]`, from which no
         # gradient of a single sequence could be told.
-        return [single for batch in batches for single in single_rows(batch)]
+        return [single for batch in batches for single in single_rows(model, batch)]
     return list(batches)
 
 
@@ -48,21 +49,27 @@ def share(batches: Sequence[Item], processes: Processes, in_step: bool) -> list[
     return mine + [(batches[0], False)] * (rounds - len(mine)) if in_step else mine
 
 
-def single_rows(batch: Batch) -> Iterator[Batch]:
+def single_rows(model: PreTrainedModel, batch: Batch) -> Iterator[Batch]:
     """One sequence at a time, its padding cut off: an expert that is sent padding cannot tell it from text."""
-    mask = batch.get("attention_mask")
-    rows = row_count(batch)
+    layout, rows = BatchLayout.of(batch, model), row_count(batch)
     for row in range(rows):
         # What has no row for each sequence, positions `[1, tokens]` say, is for all of them.
         single = {
             name: value[row : row + 1] if isinstance(value, Tensor) and value.ndim and len(value) == rows else value
             for name, value in batch.items()
         }
-        if isinstance(mask, Tensor) and mask.ndim == 2:
-            # Whatever has the shape of the mask has a column for each token: ids, labels, token types.
-            counted = mask[row].bool()
-            single = {
-                name: value[:, counted] if isinstance(value, Tensor) and value.shape == mask[:1].shape else value
-                for name, value in single.items()
-            }
-        yield single
+        yield {name: _without_padding(model, layout, row, name, value) for name, value in single.items()}
+
+
+def _without_padding(model: PreTrainedModel, layout: BatchLayout, row: int, name: str, value: Any) -> Any:
+    """What a batch has of one row under a name, without padding: `[1, tokens]`; anything else as it is."""
+    of_decoder = model.config.is_encoder_decoder and (name == "labels" or name.startswith("decoder_"))
+    mask = layout.decoder_mask if of_decoder else layout.encoder_mask
+    # Whatever has the shape of the mask has a column for each token: ids, labels, token types.
+    if mask is None or not isinstance(value, Tensor) or value.shape != mask[:1].shape:
+        return value
+    if not of_decoder:
+        return value[:, mask[row]]
+    # A label that does not count may stand between others, and is the decoder's next input all the same.
+    counted = mask[row].nonzero()
+    return value[:, : int(counted[-1]) + 1] if len(counted) else value

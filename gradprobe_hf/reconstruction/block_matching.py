@@ -107,7 +107,7 @@ class BlockExamples:
         target, self._dense = self._output if self._dense is None else self._aimed_at(self._dense), None
         size = _wide(target).square().sum(-1)
         weight = size.clamp_min(torch.finfo(size.dtype).tiny).reciprocal()
-        layout = BatchLayout.of(batch, self._model.config.is_encoder_decoder)
+        layout = BatchLayout.of(batch, self._model)
         mask = layout.token_mask(Site(self._block, "linear"), target)
         before = self.examples[-1].arguments if self.examples else None
         arguments = tree_map(partial(_shared, _tensors(before)), self._arguments)

@@ -50,7 +50,7 @@ class BlockHessians:
         self._last: tuple[Tensor, list[_Sums]] | None = None
 
     def start_batch(self, batch: Batch) -> None:
-        self._layout = BatchLayout.of(batch, self._model.config.is_encoder_decoder)
+        self._layout = BatchLayout.of(batch, self._model)
 
     @contextmanager
     def as_dense(self) -> Iterator[None]:

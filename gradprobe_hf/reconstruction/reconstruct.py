@@ -21,12 +21,12 @@ import torch
 from tqdm.auto import tqdm
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
+from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.routing import routed
 from gradprobe_hf.model.targets import Target, block_vectors
-from gradprobe_hf.probe.attachment import instrumented, serving
+from gradprobe_hf.probe.attachment import blocks_in_order, instrumented, serving
 from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.reconstruction.block_matching import (
     BlockExamples,
@@ -84,7 +84,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
     steps = own_steps(task, batches)
     own = [step.batch for step in steps]
     with resharded(model):
-        blocks = BlockSequence.of(model, task.targets, own[0])
+        blocks = blocks_in_order(model, task.targets, own[0])
     pruned = BlockOutputCache(model, own, blocks)
     dense = BlockOutputCache(model, own, blocks) if config.dense_target or refinement.dense_target else None
     found = Reconstructed(PackedMasks(), NewWeights(task.folder, on_disk=is_offloaded(model)), {})

@@ -33,7 +33,7 @@ class Step:
 
 def own_steps(task: Reconstruction, batches: Iterable[Batch]) -> list[Step]:
     """This process's batches, in the order of every pass."""
-    work, whole = task.work, all_steps(task.targets, batches)
+    work, whole = task.work, all_steps(task.work.model, task.targets, batches)
     held = held_rows([row_count(batch) for batch in whole]) if task.config.holds_out else [None] * len(whole)
     own = share(list(zip(whole, held, strict=True)), work.processes, is_sharded(work.model))
     return [Step(batch, counts, rows) for (batch, rows), counts in own]

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -19,11 +20,10 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.perplexity import Measurement, measure
 from gradprobe_hf.evaluation.task_metric import measure_metric
-from gradprobe_hf.model.block_cache import BlockSequence
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.model.routing import routed
-from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.probe.attachment import blocks_in_order, serving
 from gradprobe_hf.reconstruction.block_matching import Matched
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.reconstruct import reconstruct, reconstruction_passes
@@ -144,7 +144,7 @@ def decide_masks(context: RunContext, diagnostics: Diagnostics, judge: Judge | N
     config = context.config
     if config.reconstructs or config.weighs_units:
         # One batch tells whether blocks run one after the other; better before the probes than after them.
-        BlockSequence.of(context.model, context.targets, next(iter(context.calibration)))
+        blocks_in_order(context.model, context.targets, next(iter(context.calibration)))
     if config.update_row.chooses_mask:
         return None
     if config.structure is not None:
@@ -219,11 +219,10 @@ def evaluate(
 def evaluate_pair(context: RunContext, decision: PruningDecision, label: str = "evaluation") -> PairedMeasurement:
     """The losses of the model as it is and as a decision would leave it, and how far apart their predictions are."""
     work = context.workload_on(context.evaluation)
-
-    def pruned() -> AbstractContextManager[None]:
-        return _served(context, decision)
-
-    return measure_pair(work, work, pruned, label)
+    # Both through measured maps: transformers multiplies with all experts of a mixture at once and rounds otherwise, so
+    # that a model of which nothing goes would differ from itself.
+    dense, pruned = (partial(_served, context, made) for made in (PruningDecision({}), decision))
+    return measure_pair(work, work, pruned, label, dense)
 
 
 def evaluate_metric(context: RunContext, decision: PruningDecision | None, label: str) -> float:

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradprobe_hf.config.values import BlockOrder
-from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
+from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.attachment import instrumented
+from gradprobe_hf.probe.attachment import blocks_in_order, instrumented
 from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.run.context import RunContext
@@ -33,7 +33,7 @@ def decide_in_order(context: RunContext, diagnostics: Diagnostics) -> PackedMask
     """
     model, config = context.model, context.config
     own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
-    sequence = BlockSequence.of(model, context.targets, own[0])
+    sequence = blocks_in_order(model, context.targets, own[0])
     order = sequence.names
     begun = begun_in(context)
     decided, candidates = PackedMasks(), None

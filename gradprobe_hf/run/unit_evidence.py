@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
+from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.attachment import instrumented
+from gradprobe_hf.probe.attachment import blocks_in_order, instrumented
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.gates import GateSums
 from gradprobe_hf.probe.serving import ServedWeights
@@ -100,7 +100,7 @@ def _by_inputs(context: RunContext, removal: Removal, structures: Set[str]) -> I
     # Inputs are those of a model without the blocks and experts that went, but with all of its units: which of these go
     # is decided for every block alike, and least squares follow on the stream of what is left.
     own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
-    cache = BlockOutputCache(model, own, BlockSequence.of(model, context.targets, own[0]))
+    cache = BlockOutputCache(model, own, blocks_in_order(model, context.targets, own[0]))
     gone, masks, biases = removed_blocks(context, removal)
     staying = units_that_stay(removal)
     for block in tqdm(cache.blocks.names, desc="units", unit="block", disable=not context.progress, leave=False):
@@ -140,8 +140,8 @@ def _with_gates(evidence: UnitEvidence, gates: Mapping[str, GateSums], gone: Ten
 def expert_fisher(context: RunContext, removal: Removal, diagnostics: Diagnostics) -> dict[str, Tensor]:
     """Name of each router that stays -> the Fisher information of a gate on the output of each expert, `[experts]`.
 
-    What an expert hands on is `W x` of its last matrix, weighted by the router: with d the gradient of the loss at
-    that product, a gate's derivative is `sum_t x_t W^T d_t`, all inputs of the matrix being one unit. No token, no
+    What an expert hands on is `y = W x + b` of its last matrix, weighted by the router: with d the gradient of the loss
+    at that output, a gate's derivative is `sum_t y_t d_t`, all inputs of the matrix being one unit. No token, no
     information: an expert that is never chosen goes first.
     """
     staying = [one for one in removal.plan.experts if one.mixture.block not in removal.blocks]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 
 from torch import Tensor
 
@@ -25,13 +26,14 @@ def bounded(keys: Keys, bounds: tuple[float, float], unit: Sequence[Target], bud
         budget: how many weights of the unit are pruned.
     """
     cuts: dict[str, tuple[Cut, Cut]] = {}
+    least_share, most_share = (Fraction(str(float(bound))) for bound in bounds)  # 0.07 of 100 weights are 7
     # Bounds are rounded to whole weights, inwards. Over many small matrices rounded lower bounds may add up to more
     # than the budget, or upper ones to less; then that side is rounded outwards, and the budget can be met exactly.
-    rounds_down = sum(math.ceil(bounds[0] * target.numel) for target in unit) > budget
-    rounds_up = sum(math.floor(bounds[1] * target.numel) for target in unit) < budget
+    rounds_down = sum(math.ceil(least_share * target.numel) for target in unit) > budget
+    rounds_up = sum(math.floor(most_share * target.numel) for target in unit) < budget
 
     def cuts_of(target: Target) -> tuple[Cut, Cut]:
-        lower, upper = bounds[0] * target.numel, bounds[1] * target.numel
+        lower, upper = least_share * target.numel, most_share * target.numel
         least = math.floor(lower) if rounds_down else math.ceil(lower)
         most = math.ceil(upper) if rounds_up else math.floor(upper)
         return find_cut(lambda: keys(target), least), find_cut(lambda: keys(target), most)

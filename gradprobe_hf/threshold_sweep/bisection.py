@@ -16,7 +16,9 @@ def refined(
     """More rows: bisection between the last number that keeps the limit and the first behind it that does not."""
     numbers = sorted((row for row in rows if isinstance(row.gradient_threshold, (int, float))), key=_threshold)
     within = [_threshold(row) for row in numbers if metric_of(row) <= limit]
-    beyond = [_threshold(row) for row in numbers if metric_of(row) > limit and within and _threshold(row) > within[-1]]
+    # What is NaN does not keep the limit either.
+    others = [_threshold(row) for row in numbers if not metric_of(row) <= limit]
+    beyond = [threshold for threshold in others if within and threshold > within[-1]]
     found: list[ThresholdRow] = []
     if beyond:
         low, high = within[-1], beyond[0]

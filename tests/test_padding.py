@@ -1,0 +1,133 @@
+"""Padding has no part in what is pruned: rows that come alone, and the same rows padded in batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import transformers as hf
+from torch import Tensor
+from torch.nn.functional import pad
+from transformers import PreTrainedModel
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from tests.architectures import SIZES
+
+PAD, START, END = 0, 2, 1
+WORDS = {"vocab_size": 64, "pad_token_id": PAD, "bos_token_id": START, "eos_token_id": END}
+SHORT = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
+SIDE = {**WORDS, **SHORT, "num_key_value_heads": 1, "head_dim": 8}
+Row = dict[str, Tensor]
+
+
+def t5_gemma() -> PreTrainedModel:
+    """Its cross-attention has a name of its own."""
+    config = hf.T5GemmaConfig(encoder=SIDE, decoder={**SIDE, "is_decoder": True}, vocab_size=64)
+    return hf.T5GemmaForConditionalGeneration(config)
+
+
+def bert_to_gpt2() -> PreTrainedModel:
+    """Its decoder makes keys and values with one matrix."""
+    bert = hf.BertConfig(vocab_size=64, max_position_embeddings=32, **SHORT)
+    gpt2 = hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=1, n_head=2, n_positions=32, add_cross_attention=True)
+    config = hf.EncoderDecoderConfig.from_encoder_decoder_configs(bert, gpt2)
+    config.pad_token_id, config.decoder_start_token_id, config.eos_token_id = PAD, START, END
+    return hf.EncoderDecoderModel(config=config)
+
+
+def switch() -> PreTrainedModel:
+    """A mixture: rows go alone, cut to their own tokens."""
+    blocks = {"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    losses = {"router_z_loss_coef": 0.0, "router_aux_loss_coef": 0.0}
+    sizes = {"d_model": 16, "d_ff": 24, "d_kv": 4, "num_heads": 4, "num_experts": 4}
+    config = hf.SwitchTransformersConfig(**blocks, **losses, **sizes, **WORDS, decoder_start_token_id=PAD)
+    return hf.SwitchTransformersForConditionalGeneration(config)
+
+
+def bart_classifier() -> PreTrainedModel:
+    """Its decoder is given the inputs, and no labels."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return hf.BartForSequenceClassification(hf.BartConfig(**sizes, **heads, **WORDS, num_labels=3))
+
+
+def wav2vec2() -> PreTrainedModel:
+    """Blocks see frames, and the mask is of samples."""
+    convolutions = {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+    config = hf.Wav2Vec2Config(
+        **SIZES, **convolutions, **positions, vocab_size=16, feat_extract_norm="layer", mask_time_prob=0.0
+    )
+    return hf.Wav2Vec2ForCTC(config)
+
+
+def translations(number: int, generator: torch.Generator) -> Row:
+    """Source and target of any lengths, most of which differ."""
+    source, target = (int(torch.randint(3, 12, (), generator=generator)) for _ in range(2))
+    labels = torch.randint(3, 64, (1, target), generator=generator)
+    return {**_masked(torch.randint(3, 64, (1, source), generator=generator)), "labels": labels}
+
+
+def sentences(number: int, generator: torch.Generator) -> Row:
+    length = int(torch.randint(3, 12, (), generator=generator))
+    ids = torch.cat([torch.randint(3, 64, (1, length), generator=generator), torch.tensor([[END]])], 1)
+    return {**_masked(ids), "labels": torch.tensor([number % 3])}
+
+
+def sounds(number: int, generator: torch.Generator) -> Row:
+    length = int(torch.randint(150, 900, (), generator=generator))
+    sound = torch.randn(1, length, generator=generator, dtype=torch.float64)
+    labels = torch.randint(1, 16, (1, 4), generator=generator)
+    return {"input_values": sound, "attention_mask": torch.ones_like(sound, dtype=torch.long), "labels": labels}
+
+
+def _masked(ids: Tensor) -> Row:
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def _padded(rows: list[Row]) -> Row:
+    """These rows as one batch, as a collator makes it."""
+    batch = {}
+    for name in rows[0]:
+        values, filling = [row[name] for row in rows], -100 if name == "labels" else PAD
+        longest = max(value.shape[-1] for value in values)
+        whole = (
+            values if values[0].ndim == 1 else [pad(one, (0, longest - one.shape[1]), value=filling) for one in values]
+        )
+        batch[name] = torch.cat(whole)
+    return batch
+
+
+@pytest.mark.parametrize(
+    ("make", "row", "options"),
+    [
+        (t5_gemma, translations, {"score": "wanda"}),
+        (bert_to_gpt2, translations, {"score": "wanda"}),
+        (switch, translations, {"probes": 1}),
+        (bart_classifier, sentences, {}),
+        (wav2vec2, sounds, {}),
+    ],
+)
+def test_padding_has_no_part_in_the_result(make: Callable[[], PreTrainedModel], row, options):
+    torch.manual_seed(0)
+    model, generator = make().double().eval(), torch.Generator().manual_seed(1)
+    rows = [row(number, generator) for number in range(8)]
+    alone, together = (
+        prune_pretrained(
+            model, GradProbeConfig(**options), calibration=batches, evaluation=False, apply=False, progress=False
+        ).masks
+        for batches in (rows, [_padded(rows[:4]), _padded(rows[4:])])
+    )
+    assert {name: int((alone[name] ^ together[name]).sum()) for name in alone} == dict.fromkeys(alone, 0)
+
+
+def test_source_and_target_that_cannot_be_told_apart_are_refused():
+    """One map makes keys and values of both: where both are as long, nothing says whose tokens they are."""
+    side = {**SIDE, "layer_types": ["full_attention"]}
+    config = hf.T5Gemma2Config(encoder={"text_config": side, "vision_config": SHORT}, decoder=side)
+    model = hf.T5Gemma2ForConditionalGeneration(config)
+    mask, ids = torch.tensor([[1, 1, 0], [1, 1, 1]]), torch.randint(3, 64, (2, 3))
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
+    with pytest.raises(ValueError, match=r"reads its source and its target with the same maps.*batch_size=1"):
+        prune_pretrained(model, GradProbeConfig(score="wanda"), calibration=[batch], evaluation=False, progress=False)
