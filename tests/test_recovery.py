@@ -212,6 +212,27 @@ def test_windows_without_a_token_that_counts_are_left_out():
     assert all(map(math.isfinite, found.held_out.values()))
 
 
+def test_zeros_of_what_no_run_prunes_stay():
+    """Mamba's fused kernels read past the module what it computes with, and its convolution is none of ours."""
+    config = MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **cases.CAUSAL)
+    torch.manual_seed(0)
+    dense = MambaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.2)
+    student = copy.deepcopy(dense)
+    names = [f"backbone.layers.0.mixer.{name}" for name in ("conv1d.weight", "dt_proj.weight", "in_proj.weight")]
+    with torch.no_grad():
+        for name in names:
+            student.get_parameter(name)[::2] = 0
+    before = weights(student)
+    trained(student, dense, steps=4, learning_rate=1e-3)
+    for name in names:
+        assert torch.equal(student.get_parameter(name) == 0, before[name] == 0), name
+        assert not torch.equal(student.get_parameter(name), before[name]), name
+
+
 def test_adapters_of_a_model_without_zeros_are_on_all_blocks():
     dense = cases.build(DENSE)
     student = copy.deepcopy(dense)

@@ -89,8 +89,9 @@ class StatePruningCallback(StepCallback):
 
     Raises:
         ValueError: an argument out of range; when training begins, an optimizer that keeps none of the state that the
-            saliency reads or has a second copy of the weights (schedule-free ones), matrices that do not train, PEFT
-            adapters, or masks in `output_dir` of other weights; at an update, a parameter whose state is empty.
+            saliency reads or has a second copy of the weights (schedule-free ones), matrices that do not train or are
+            in no optimizer that was passed, PEFT adapters, or masks in `output_dir` of other weights; at an update, a
+            parameter whose state is empty.
 
     An update that falls within 10 steps of a reset of the moments (`SpikeAwareClip` makes them) waits until these are
     over: a moment of one step is the gradient of one batch. The last one is made at `end_step` all the same, with a
@@ -176,6 +177,10 @@ class StatePruningCallback(StepCallback):
         check_state(self.optimizer, self.saliency)
         check_one_copy(self.optimizer)
         self._check_trained()
+        self.check_optimized(
+            (target.parameter for target in self.targets),
+            "Another one would fill its zeros: name the matrices that this one does not train in exclude.",
+        )
         self.history, self.keeper, self._is_due = [], None, False
         if self.step >= self.end_step:  # a resumed run; `restore` has the exact mask, unless its file is missing
             self._freeze(PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets}))
