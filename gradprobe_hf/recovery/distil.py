@@ -38,6 +38,7 @@ from gradprobe_hf.recovery.trainer import (
     BestState,
     ProgressBar,
     RecoveryTrainer,
+    accelerate_kept,
     best_step,
     forward_kept,
     generators_kept,
@@ -194,6 +195,7 @@ def distil(
     with (
         memory_errors(place.stopwatch, remedies(config)),
         place.stopwatch("recovery"),
+        accelerate_kept(),
         generators_kept(),
         torch.enable_grad(),
         upcast_products(student, autocast=torch.bfloat16 if bf16 else None),
