@@ -309,9 +309,8 @@ class StatePruningCallback(StepCallback):
         A matrix that is nothing but zeros was made so, and has yet to learn.
         """
         zeros = PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets})
-        counts = torch.tensor([int(mask.sum()) for mask in zeros.values()])
-        counts = self._processes().sum_(counts).tolist()
-        pruned = {t.name: n for t, n in zip(self.targets, counts, strict=True) if 0 < n < t.numel}
+        counts = self._processes().sum_(torch.tensor([int(mask.sum()) for mask in zeros.values()]))
+        pruned = {t.name: n for t, n in zip(self.targets, counts.tolist(), strict=True) if 0 < n < t.numel}
         weights = sum(target.numel for target in self.targets)
         sparsity = sum(pruned.values()) / weights
         if sum(pruned.values()) > math.ceil(self.target_sparsity * weights):
