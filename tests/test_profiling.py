@@ -173,6 +173,74 @@ def test_a_loop_that_profiles_itself_in_a_script(tmp_path, capsys):
     assert capsys.readouterr().out == "2\n"
 
 
+class Few(planted.Rows):
+    def __len__(self):
+        return 96
+
+
+@pytest.mark.parametrize(("marks", "every"), [(False, 1), (False, 3), (True, 3)])
+def test_evaluations_are_in_no_figure(marks, every):
+    """Args: marks: whether the loop says itself where a step ends."""
+    model, schedule = planted.Net(), Schedule(2, 4, 2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with profiled(schedule=schedule) as profiler:
+        for step, batch in enumerate(DataLoader(planted.Rows(), 8)):
+            model(batch).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % every == 0:
+                with torch.no_grad():
+                    for rows in DataLoader(Few(), 32):
+                        model(rows)
+            if marks:
+                profiler.step()
+            if profiler.done:
+                break
+    report = profiler.report()
+    seen = report.observation
+    assert seen.complete
+    assert len(seen.timed) == 4
+    assert seen.contents.samples == 8 * seen.contents.steps
+    assert [(one.dataset, one.batches) for one in seen.loaders] == [("Rows", 4)]
+    assert seen.evaluations >= 3
+    assert f"Evaluations between these steps, {seen.evaluations}, are in no figure." in report.markdown()
+    if not marks:
+        assert {one.name: one.count for one in seen.modules}["(model)"] == seen.located == 2
+    aten = next(one for one in seen.operators if one.name == "aten::addmm")
+    assert aten.count == 3 * len(seen.traced)
+
+
+def test_passes_without_gradients_on_a_batch_of_its_own_belong_to_a_step():
+    """As where what is trained on is generated first."""
+    model = planted.Net()
+    optimizer, rows = torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Few(), 32)
+    with profiled(schedule=Schedule(2, 6, 1, 1)) as profiler:
+        while not profiler.done:
+            for batch in rows:
+                with torch.no_grad():
+                    model(batch)
+                model(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    seen = profiler.report().observation
+    assert not seen.evaluations
+    assert seen.contents.samples == 32 * seen.contents.steps
+    assert sum(one.batches for one in seen.loaders) == 6
+
+
+def test_a_report_that_cannot_be_written_ends_nothing(tmp_path, caplog):
+    path = tmp_path / "reports" / "one.md"
+    with pytest.raises(ZeroDivisionError), profiled(planted.Net(), save=path):
+        path.mkdir() or 1 / 0
+    assert "the profile was not written" in caplog.text
+    with pytest.raises(IsADirectoryError, match=r"is a folder: give the name of a file"), profiled(save=tmp_path):
+        pass
+    callback = ProfileCallback(planted.SHORT, save=tmp_path / "others" / "two.json")
+    rows, model = trainers.Rows(), cases.build("llama")
+    Trainer(model, trainers.arguments(tmp_path, max_steps=9), train_dataset=rows, callbacks=[callback]).train()
+    assert ProfileReport.read(tmp_path / "others" / "two.json").observation.complete
+
+
 def test_the_loop_knows_better_than_its_optimizer():
     """Steps that are marked count, not the optimizer's two in each."""
     model = planted.Net()

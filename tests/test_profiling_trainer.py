@@ -11,6 +11,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import PartialState
 from accelerate.utils import ProfileKwargs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
@@ -18,6 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer
 
 from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
 from gradprobe_hf.profiling.observing import ranks
+from gradprobe_hf.recovery.trainer import accelerate_kept
 from tests import cases, planted, trainers
 from tests.launch import together
 
@@ -117,6 +119,74 @@ def test_a_clean_trainer_is_silent(tmp_path):
     assert report.observation.setup.attention == {"sdpa": 2}
     assert report.observation.setup.steps_by == "fused"
     assert not report.observation.recomputed
+
+
+class Few(Batches):
+    def __len__(self):
+        return 12
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_evaluations_of_a_trainer_are_in_no_figure(same, tmp_path):
+    rows, callback = Few(rows=2), ProfileCallback(Schedule(2, 4, 2, 2))
+    options = trainers.arguments(
+        tmp_path,
+        max_steps=12,
+        per_device_train_batch_size=1,
+        per_device_eval_batch_size=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        eval_on_start=True,
+    )
+    Trainer(
+        llama(),
+        options,
+        train_dataset=rows,
+        eval_dataset=rows if same else Few(rows=3),
+        data_collator=lambda rows: rows[0],
+        callbacks=[callback],
+    ).train()
+    seen = callback.report().observation
+    assert seen.complete
+    assert seen.contents.samples == 2 * seen.contents.steps
+    assert sum(one.batches for one in seen.loaders) == len(seen.timed) == 4
+    assert seen.evaluations >= 4
+    assert {one.name: one.count for one in seen.modules}["(model)"] == seen.located == 2
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        while True:
+            yield torch.ones(planted.WIDTH)
+
+
+def dealt():
+    """One process loads for both."""
+    with accelerate_kept():
+        PartialState._reset_state()
+        return dealt_by(Accelerator(cpu=True))
+
+
+def dealt_by(accelerator):
+    model = planted.Net()
+    model, optimizer, rows = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(Streamed(), 3)
+    )
+    with profiled(schedule=Schedule(2, 2, 1, 1)) as profiler:
+        for batch in rows:
+            assert len(batch) == 3
+            accelerator.backward(model(batch).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if profiler.done:
+                break
+    return profiler.report().observation.contents
+
+
+def test_what_is_loaded_for_all_processes_is_counted_once():
+    first, second = together(dealt)
+    assert first.samples == 3 * first.steps
+    assert second is None  # it has loaded nothing
 
 
 def test_an_interrupted_trainer_leaves_a_report(tmp_path):

@@ -6,6 +6,7 @@ import copy
 import gc
 import json
 import math
+import os
 import re
 import sys
 import warnings
@@ -14,6 +15,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
 from datasets import Dataset, DatasetDict
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -212,6 +215,27 @@ def test_windows_without_a_token_that_counts_are_left_out():
     assert all(map(math.isfinite, found.held_out.values()))
 
 
+def test_zeros_of_what_no_run_prunes_stay():
+    """Mamba's fused kernels read past the module what it computes with, and its convolution is none of ours."""
+    config = MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, **cases.CAUSAL)
+    torch.manual_seed(0)
+    dense = MambaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in dense.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.2)
+    student = copy.deepcopy(dense)
+    names = [f"backbone.layers.0.mixer.{name}" for name in ("conv1d.weight", "dt_proj.weight", "in_proj.weight")]
+    with torch.no_grad():
+        for name in names:
+            student.get_parameter(name)[::2] = 0
+    before = weights(student)
+    trained(student, dense, steps=4, learning_rate=1e-3)
+    for name in names:
+        assert torch.equal(student.get_parameter(name) == 0, before[name] == 0), name
+        assert not torch.equal(student.get_parameter(name), before[name]), name
+
+
 def test_adapters_of_a_model_without_zeros_are_on_all_blocks():
     dense = cases.build(DENSE)
     student = copy.deepcopy(dense)
@@ -387,25 +411,33 @@ def test_a_checkpoint_that_lacks_parameters_is_not_gone_on_from(tmp_path, monkey
         trained(student, dense, folder=tmp_path, **options)
 
 
-@pytest.mark.parametrize("launched", ["no", "bf16"])
-def test_what_trained_in_bfloat16_computes_as_what_was_saved(launched, tmp_path, monkeypatch):
-    """Autocast is around the forward while it trains, and no longer: Accelerate's too, of a launch that asks for it."""
+@pytest.mark.parametrize(("launched", "bf16"), [("no", True), ("bf16", True), ("bf16", False)])
+def test_what_trained_in_bfloat16_computes_as_what_was_saved(launched, bf16, tmp_path, monkeypatch):
+    """Autocast is around the forward while it trains, and no longer; what a launch, or the caller's own Accelerator,
+    asks for is none of its business, and stays."""
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
     compared = set()
     apply = SummedDivergence.apply
+    AcceleratorState._reset_state()
+    accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
     monkeypatch.setattr(SummedDivergence, "apply", lambda z, *given: compared.add(z.dtype) or apply(z, *given))
     (student, _), dense, ids = half_pruned(), cases.build(DENSE), torch.arange(12)[None]
     found = recover_pretrained(
         student,
         dense,
-        RecoveryConfig(steps=2, batch_size=2, bf16=True),
+        RecoveryConfig(steps=2, batch_size=2, bf16=bf16),
         text=[{"input_ids": torch.arange(12)[None] + row} for row in range(12)],
         evaluation=False,
         output_dir=tmp_path / "out",
         progress=False,
     )
-    # Accelerate makes float32 of all logits; without it they stay as they were computed, in half of the memory.
-    assert compared == {torch.float32 if launched == "bf16" else torch.bfloat16}
+    # Accelerate would make float32 of all logits: they stay as they were computed, in half of the memory.
+    assert compared == {torch.bfloat16 if bf16 else torch.float32}
+    assert accelerator.gradient_accumulation_steps == 4
+    assert accelerator.mixed_precision == Accelerator(mixed_precision="bf16").mixed_precision == "bf16"
+    assert os.environ["ACCELERATE_MIXED_PRECISION"] == launched
+    AcceleratorState._reset_state()
+    GradientState._reset_state()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert torch.equal(found.model.eval()(input_ids=ids).logits, saved(input_ids=ids).logits)
     assert not {"forward", "_original_forward", "_is_accelerate_prepared"} & vars(found.model).keys()

@@ -18,7 +18,7 @@ from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, nonnegative
 from gradprobe_hf.training.state_pruning import SCHEDULES
 from tests import cases
 from tests.grids import grid
-from tests.trainers import Rows, arguments, trained, trained_to_its_best, weights
+from tests.trainers import Rows, arguments, half_pruned, trained, trained_to_its_best, weights
 
 FORMULAS = {
     "magnitude": lambda w, m, v, e: np.abs(w),
@@ -351,3 +351,41 @@ def test_an_update_waits_until_moments_know_enough_and_a_resumed_run_knows_of_it
 def test_one_update_has_a_sparsity_before_it():
     callback = StatePruningCallback(0.8, begin_step=10, end_step=10)
     assert [callback.sparsity_at(step) for step in (5, 10, 20)] == [0.0, 0.8, 0.8]
+
+
+class Counting(TrainerCallback):
+    """Zeros of the targets after each step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.seen.append(sum(int((target.matrix(model) == 0).sum()) for target in find_targets(model)))
+
+
+def test_a_sparse_model_begins_with_its_zeros(tmp_path, caplog):
+    model, masks = half_pruned()
+    half, total = (sum(count(mask) for mask in masks.values()) for count in (torch.sum, torch.numel))
+    counting, callback = Counting(), StatePruningCallback(0.75, begin_step=3, end_step=5, every=2, schedule="linear")
+    with caplog.at_level(logging.WARNING):
+        trained(model, tmp_path, [callback, counting], save_strategy="steps", save_steps=4)
+    assert counting.seen[:3] == [half] * 3
+    assert counting.seen[4:] == [round(0.75 * total)] * 2
+    assert [update.sparsity for update in callback.history] == [int(half) / total, 0.75]
+    assert callback.history[0].magnitude_overlap is None
+    assert "changed next to nothing" not in caplog.text
+    again = StatePruningCallback(0.75, begin_step=3, end_step=7, every=2, schedule="linear")
+    resume = str(tmp_path / "checkpoint-4")
+    trained(model, tmp_path, [again], resume=resume, save_strategy="steps", save_steps=4)
+    assert again.history[-1].sparsity == pytest.approx((int(half) / total + 0.75) / 2)
+
+
+def test_more_zeros_than_the_target_are_refused(tmp_path):
+    model, _ = half_pruned()
+    with pytest.raises(ValueError, match=r"50\.0% of the weights are zero already.*target_sparsity=0\.3"):
+        trained(model, tmp_path, [StatePruningCallback(0.3, end_step=4)])
+    model = cases.build("llama")
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.zero_()  # as it may be made: it has yet to learn
+    trained(model, tmp_path, [StatePruningCallback(0.1, begin_step=5, end_step=6)])
+    assert model.model.layers[0].mlp.down_proj.weight.any()

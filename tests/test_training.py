@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import Trainer, TrainerCallback
+from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
@@ -206,6 +206,51 @@ def test_a_plain_loop_keeps_them_too():
     assert not optimizer._optimizer_step_pre_hooks
 
 
+def test_several_optimizers_train_a_part_of_the_model_each():
+    model, masks = half_pruned()
+    inside = [value for name, value in model.named_parameters() if name in masks]
+    others = [value for name, value in model.named_parameters() if name not in masks]
+    optimizers = [torch.optim.AdamW(others, lr=1e-2), torch.optim.SGD(inside, lr=0.1, momentum=0.9)]
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    with (
+        pytest.raises(ValueError, match=r"layers.0.self_attn.q_proj.weight is in no optimizer.*\[one, other\]"),
+        keep_sparsity(model, optimizers[0], masks),
+    ):
+        pass
+    with keep_sparsity(model, optimizers, masks):
+        for _ in range(3):
+            model(**batch).loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert zeros(model, masks)[0] == 0
+    assert not any(optimizer._optimizer_step_post_hooks for optimizer in optimizers)
+    with (
+        pytest.raises(ValueError, match=r"is in no optimizer.*exclude"),
+        attached(StatePruningCallback(0.6), model, torch.optim.AdamW(others)),
+    ):
+        pass
+    with (
+        pytest.raises(TypeError, match="works with one optimizer, got 2"),
+        attached(StatePruningCallback(0.6), model, optimizers),
+    ):
+        pass
+    for parameter in inside:
+        parameter.requires_grad_(False)
+    with keep_sparsity(model, optimizers[0], masks):  # what does not train needs none
+        pass
+
+
+def test_a_model_that_does_not_train_is_refused_for_that():
+    model, _ = half_pruned()
+    optimizer = torch.optim.AdamW(model.requires_grad_(False).parameters())
+    with (
+        pytest.raises(ValueError, match=r"requires a grad.*requires_grad_\(True\)"),
+        keep_sparsity(model, optimizer),
+    ):
+        pass
+
+
 def test_momentum_from_before_the_mask_moves_no_zero():
     """Masked gradients are not enough: the optimizer still has what it gathered when the weights were dense."""
     model, masks = half_pruned()
@@ -385,3 +430,64 @@ def test_masks_of_another_run_are_refused(make, callback, tmp_path, caplog):
     trained(model, tmp_path / "nowhere", [kept], resume=one)
     assert "has no masks of this callback: the weights that are zero now are kept" in caplog.text
     assert kept.keeper.nonzero() == 0
+
+
+def convolutional(layout=torch.contiguous_format):
+    """Half of each convolution is zero, and one parameter is new: nothing else."""
+    torch.manual_seed(0)
+    config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
+    model = ResNetForImageClassification(config).to(memory_format=layout)
+    model.register_parameter("positions", torch.nn.Parameter(torch.zeros(1, 4, 4)))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 4:
+                parameter[parameter.abs() <= parameter.abs().median()] = 0
+    return model
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_zeros_of_what_no_run_prunes_are_kept(layout, tmp_path, caplog):
+    model = convolutional(layout)
+    before = {name: value == 0 for name, value in weights(model).items() if value.ndim == 4}
+    images = torch.randn(16, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    rows = [{"pixel_values": one, "labels": number % 3} for number, one in enumerate(images)]
+    saved = {"save_strategy": "steps", "save_steps": 2}
+    gradients = []
+
+    class Looking(TrainerCallback):
+        def on_pre_optimizer_step(self, *_, **__):
+            gradients.extend(model.get_parameter(name).grad[zero].any() for name, zero in before.items())
+
+    for steps, resume in ((2, None), (4, str(tmp_path / "checkpoint-2"))):
+        callback = SparsityCallback("from-zeros")
+        options = arguments(tmp_path, max_steps=steps, **saved)
+        trainer = Trainer(model, options, train_dataset=rows, callbacks=[callback, Looking()])
+        trainer.train(resume_from_checkpoint=resume)
+        assert set(callback.keeper.targets) == set(before)
+    assert "positions is all zeros, as one that has yet to learn: it trains" in caplog.text
+    for name, zero in before.items():
+        assert torch.equal(model.get_parameter(name) == 0, zero), name
+    assert gradients
+    assert not any(gradients)
+
+
+def test_masks_of_what_no_run_prunes_can_be_given():
+    model = convolutional()
+    name = next(name for name, value in model.named_parameters() if value.ndim == 4)
+    mask = model.get_parameter(name) == 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with keep_sparsity(model, optimizer, {name: mask}) as keeper:
+        model(torch.randn(2, 3, 32, 32)).logits.sum().backward()
+        optimizer.step()
+    assert keeper.zeros == int(mask.sum())
+    assert torch.equal(model.get_parameter(name) == 0, mask)
+
+
+def test_zeros_of_a_router_are_kept(tmp_path):
+    model = cases.build("mixtral")
+    router = model.get_parameter("model.layers.0.mlp.gate.weight")
+    with torch.no_grad():
+        router[:, ::2] = 0
+    trained(model, tmp_path, [SparsityCallback("from-zeros")])
+    assert not router[:, ::2].any()
+    assert router.any()

@@ -11,8 +11,9 @@ from transformers.pytorch_utils import Conv1D
 from gradprobe_hf.model.families import expert_parameters, is_fused_experts, is_plain, is_read_by_parent
 from gradprobe_hf.model.parameters import aliases
 
-# A "vector" is no matrix at all, but the gain of a norm or a bias: served, trained, and never pruned.
-Kind = Literal["linear", "conv1d", "embedding", "experts", "vector"]
+# A "vector" is no matrix at all, but the gain of a norm or a bias: served, trained, and never pruned. Of an "other" no
+# more is known than its values (a convolution, a router, what a parent module reads): its zeros are kept in training.
+Kind = Literal["linear", "conv1d", "embedding", "experts", "vector", "other"]
 
 
 @dataclass(frozen=True)

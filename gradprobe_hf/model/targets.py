@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -75,6 +76,8 @@ class Target:
         if layout is None:
             return Region(slice(0, self.shape[0]), slice(0, self.shape[1]))
         ends = [slice(start, start + size) for start, size in zip(layout.offset, layout.local_shape, strict=True)]
+        if len(ends) > 2 and self.expert is None:  # an "other": the rest of its dimensions are the columns
+            ends[1:] = [slice(0, prod(layout.local_shape[1:]))]
         return Region(*(reversed(ends) if self.transposed else ends))
 
     def gathered(self, model: nn.Module, part: Tensor) -> Tensor:
@@ -141,6 +144,23 @@ def block_vectors(model: PreTrainedModel, block: str) -> list[Target]:
                 full, shape = f"{name}.{leaf}", (parameter.numel(), 1)
                 role = full.removeprefix(f"{block}.")
                 found.append(Target(full, full, shape, False, (Site(name, "vector"),), block, role))
+    return found
+
+
+def other_targets(model: nn.Module, targets: Sequence[Target]) -> list[Target]:
+    """The parameters with two dimensions or more that are none of these targets, as targets that are never pruned.
+
+    Their shape is (n, what the other dimensions hold), and `matrix` the parameter `[n, ...]` as it is stored: one that
+    is stored channels-last has no view of two dimensions.
+    """
+    taken = {id(model.get_parameter(target.parameter)) for target in targets}
+    found = []
+    for name, parameter in model.named_parameters():
+        if parameter.ndim >= 2 and parameter.is_floating_point() and id(parameter) not in taken:
+            module, block = name.rpartition(".")[0], block_of(model, name.rpartition(".")[0])
+            role = name.removeprefix(f"{block}.")
+            shape = (parameter.shape[0], prod(parameter.shape[1:]))
+            found.append(Target(name, name, shape, False, (Site(module, "other"),), block, role))
     return found
 
 

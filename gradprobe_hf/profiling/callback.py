@@ -11,17 +11,19 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from gradprobe_hf.profiling.observing.recorder import Recorder
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
+from gradprobe_hf.profiling.writing import make_folder, write
 
 
 class ProfileCallback(TrainerCallback):
     """Observe some steps of `trainer.train()`, and leave the others alone.
 
-    A step is an optimizer step, with all the batches that are accumulated for it.
+    A step is an optimizer step, with all the batches that are accumulated for it, and without evaluations.
 
     Args:
         schedule: how many steps are observed, and how.
         save: file for the report, Markdown if it ends in .md, a page if in .html, JSON otherwise; the main process
-            writes it, as soon as all steps were seen, or when training ends.
+            writes it, as soon as all steps were seen, or when training ends. Its folder is made when training begins;
+            what cannot be written then is a warning.
 
     Use it as a context manager around `trainer.train()` for the report of a run that fails or is interrupted.
 
@@ -61,8 +63,19 @@ class ProfileCallback(TrainerCallback):
     ) -> None:
         self.finish()  # of an earlier run that failed
         self._writes = state.is_world_process_zero
+        if self._save is not None and self._writes:
+            make_folder(self._save)
         self._recorder = Recorder(self._schedule, finished=self._write)
         self._recorder.start()
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self._recorder is not None:
+            self._recorder.evaluated()
+
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **kwargs: Any
+    ) -> None:
+        self.on_evaluate(args, state, control)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -71,4 +84,4 @@ class ProfileCallback(TrainerCallback):
 
     def _write(self) -> None:
         if self._save is not None and self._writes:
-            self.report().save(self._save)
+            write(self.report(), self._save)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,8 +12,7 @@ from gradprobe_hf.profiling.observing.joined import Watch, watch_of_script
 from gradprobe_hf.profiling.observing.recorder import Recorder
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
-
-logger = logging.getLogger(__name__)
+from gradprobe_hf.profiling.writing import make_folder, write
 
 
 class Profiler:
@@ -50,7 +48,7 @@ def profiled(
         model: whose forward pass is a stage. Default: what holds the parameters of the first optimizer that steps.
         schedule: how many steps are observed, and how. Behind them the loop runs unobserved.
         save: file for the report, Markdown if it ends in .md, a page if in .html, JSON otherwise. It is written however
-            the loop ends.
+            the loop ends, into a folder that is made when it begins; what cannot be written then is a warning.
 
     Yields:
         A `Profiler`, whose `report()` is good during the loop and behind it.
@@ -74,6 +72,8 @@ def profiled(
             script.follow(model)
         yield Profiler(script)
         return
+    if save is not None:
+        make_folder(save)
     recorder = Recorder(schedule or Schedule(), model)
     profiler = Profiler(recorder)
     recorder.start()
@@ -82,5 +82,4 @@ def profiled(
     finally:
         recorder.stop()
         if save is not None:
-            profiler.report().save(save)
-            logger.info("profile: %s", save)
+            write(profiler.report(), save)

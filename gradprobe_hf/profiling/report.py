@@ -182,6 +182,8 @@ class ProfileReport:
             lines.append(f"Attention: {', '.join(told)}.")
         if seen.memory:
             lines.append(_memory(seen.memory))
+        if seen.evaluations:
+            lines.append(f"Evaluations between these steps, {seen.evaluations}, are in no figure.")
         if self.slowdown is not None and self.slowdown >= 1:  # less where timed steps had to compile, say
             lines.append(
                 f"A step under torch.profiler took {self.slowdown:.2f} times as long; it is in no figure but that."

@@ -38,6 +38,7 @@ from gradprobe_hf.recovery.trainer import (
     BestState,
     ProgressBar,
     RecoveryTrainer,
+    accelerate_kept,
     best_step,
     forward_kept,
     generators_kept,
@@ -49,6 +50,7 @@ from gradprobe_hf.runtime.option_checks import is_within
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.training.keeper import every_matrix, is_unlearned
 from gradprobe_hf.training.lora import masked_adapters, merge_with_masks
 from gradprobe_hf.training.sparsity import SparsityCallback
 
@@ -186,13 +188,14 @@ def distil(
     """
     began = time.perf_counter()
     bf16 = student.dtype == torch.bfloat16 if config.bf16 == "auto" else config.bf16
-    targets, masks = _masks(student)
+    targets, masks = _masks(student, adapted=config.lora_r is not None)
     weights = weights_fingerprint(student)
     of = {"weights": weights, "teacher": teacher.identity, "text": text.described["fingerprint"]}
     checkpoint = _checkpoint_to_resume(of, config, place)
     with (
         memory_errors(place.stopwatch, remedies(config)),
         place.stopwatch("recovery"),
+        accelerate_kept(),
         generators_kept(),
         torch.enable_grad(),
         upcast_products(student, autocast=torch.bfloat16 if bf16 else None),
@@ -290,16 +293,20 @@ def _stop_recomputing(model: Any) -> None:
     getattr(model, name if hasattr(model, name) else "gradient_checkpointing_disable")()
 
 
-def _masks(student: PreTrainedModel) -> tuple[tuple[Target, ...], PackedMasks]:
-    """The matrices of the blocks, and others with zeros, and their masks; of one without zeros it is empty.
+def _masks(student: PreTrainedModel, adapted: bool) -> tuple[tuple[Target, ...], PackedMasks]:
+    """The matrices of the blocks, and all else with zeros, and their masks; of one without zeros it is empty.
 
     Where whole structures are gone, a few weights, or the row of a padding token, may be zero all the same.
+
+    Args:
+        adapted: whether adapters train, and no weight itself: then only what can have one is to be masked.
     """
     inside, masks = {target.name for target in find_targets(student)}, PackedMasks()
-    every = find_targets(student, include=["*"])
+    every = find_targets(student, include=["*"]) if adapted else every_matrix(student)
     for target in every:
-        zero = target.matrix(student) == 0
-        if target.name in inside or bool(zero.any()):
+        zero = target.matrix(student).flatten(1) == 0
+        count = int(zero.sum())
+        if target.name in inside or (count and not is_unlearned(target, count)):
             masks.add(target.name, [zero])
     return tuple(target for target in every if target.name in masks), masks
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
@@ -19,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import extract_model_from_parallel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -49,6 +52,7 @@ logger = logging.getLogger(__name__)
 HELD_OUT = "eval_loss"  # what Trainer calls the loss on its evaluation data, which here is the held-out text
 BEST_NAME = "best.safetensors"
 BETAS = (0.9, 0.95)
+_PRECISION = "ACCELERATE_MIXED_PRECISION"
 # What Accelerate puts into a module that it prepares, and leaves there.
 _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
 
@@ -311,6 +315,29 @@ def forward_kept(model: nn.Module) -> Iterator[None]:
         for name in _PREPARED:
             vars(model).pop(name, None)
         vars(model).update(before)
+
+
+@contextmanager
+def accelerate_kept() -> Iterator[None]:
+    """The caller's Accelerators go on as they were made: all of a process share states, and a Trainer makes its own.
+
+    In the body of the `with` nothing is known of the precision that `accelerate launch` was asked for, which a Trainer
+    would take where its arguments name none: a recovery has an option of its own.
+    """
+    states = [kind._shared_state for kind in (PartialState, AcceleratorState, GradientState)]
+    before = [
+        {name: copy(value) if isinstance(value, (dict, list)) else value for name, value in state.items()}
+        for state in states
+    ]
+    launched = os.environ.pop(_PRECISION, None)
+    try:
+        yield
+    finally:
+        if launched is not None:
+            os.environ[_PRECISION] = launched
+        for state, values in zip(states, before, strict=True):
+            state.clear()  # in place: every Accelerator has this dict
+            state.update(values)
 
 
 @contextmanager

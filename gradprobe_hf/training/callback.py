@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -39,8 +39,9 @@ class StepCallback(TrainerCallback):
 
     Attributes:
         model: the model in training, without wrappers (DDP, `torch.compile`).
-        optimizer: torch's optimizer, without Accelerate's wrapper.
-        step: optimizer steps taken; in `before_step` and `after_step` the number of this step.
+        optimizer: torch's optimizer, without Accelerate's wrapper; the first of several.
+        optimizers: all of them.
+        step: steps that the first optimizer has taken; in `before_step` and `after_step` the number of this step.
 
     Example:
         >>> class LargestGradient(StepCallback):
@@ -49,9 +50,11 @@ class StepCallback(TrainerCallback):
     """
 
     decides_zeros = False  # whether it chooses which weights are zero: at most one such callback can run
+    takes_several = False  # whether it can work with several optimizers of one model, each with a part of it
 
     model: nn.Module
     optimizer: Optimizer
+    optimizers: tuple[Optimizer, ...]
 
     def __init__(self) -> None:
         self.step = 0
@@ -86,21 +89,24 @@ class StepCallback(TrainerCallback):
 
         Args:
             model: as it trains, wrapped or not.
-            optimizer: torch's, or Accelerate's around it.
+            optimizer: torch's, or Accelerate's around it; a list where several train the model.
             step: optimizer steps taken before.
 
         Raises:
-            ValueError: DeepSpeed, FSDP1, or another running callback that chooses zeros.
-            TypeError: not an optimizer.
+            ValueError: DeepSpeed, FSDP1, nothing that trains, or another running callback that chooses zeros.
+            TypeError: not an optimizer, or several for a callback that reads one.
         """
         self.remove_hooks()  # of an earlier run that failed
-        _check_supported(self, model, optimizer)
+        optimizers = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
+        _check_supported(self, model, optimizers)
         self.model = extract_model_from_parallel(model, keep_torch_compile=False)
-        self.optimizer, self.step = getattr(optimizer, "optimizer", optimizer), step
-        running = _running.setdefault(self.optimizer, weakref.WeakSet())
-        self._check_only_one_decides(running)
+        self.optimizers = tuple(_unwrapped(one) for one in optimizers)
+        self.optimizer, self.step = self.optimizers[0], step
+        for one in self.optimizers:
+            self._check_only_one_decides(_running.setdefault(one, weakref.WeakSet()))
         self.begin()
-        running.add(self)
+        for one in self.optimizers:
+            _running[one].add(self)
 
     def add_hooks(self) -> None:
         """Register `gradient_hooks` until `remove_hooks`. Does nothing if they are registered."""
@@ -116,6 +122,14 @@ class StepCallback(TrainerCallback):
         self.remove_hooks()
         for running in _running.values():
             running.discard(self)
+
+    def check_optimized(self, names: Iterable[str], remedy: str) -> None:
+        """Raise ValueError where one of these parameters trains, and in none of the optimizers that this one sees."""
+        held = {id(one) for optimizer in self.optimizers for one in _parameters_of(optimizer)}
+        for name in names:
+            parameter = self.model.get_parameter(name)
+            if parameter.requires_grad and id(parameter) not in held:
+                raise ValueError(f"{type(self).__name__}: {name} is in no optimizer that was passed. {remedy}")
 
     def _check_only_one_decides(self, running: weakref.WeakSet[StepCallback]) -> None:
         """Refuse a second callback that chooses zeros. Others of the same optimizer work side by side."""
@@ -193,7 +207,8 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
     Args:
         callback: any callback of this package, or a subclass of `StepCallback`.
         model: as it trains, wrapped or not.
-        optimizer: torch's, or what `accelerator.prepare` made of it.
+        optimizer: torch's, or what `accelerator.prepare` made of it; a list of them for `SparsityCallback`, where each
+            trains a part of the model.
         step: optimizer steps taken before, for a resumed run.
 
     Yields:
@@ -217,8 +232,8 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         raise TypeError(f"callback must be a StepCallback, got {type(callback).__name__}.")
     callback.start(model, optimizer, step)
 
-    def before(*_: Any) -> None:
-        callback.step += 1
+    def before(stepping: Optimizer, *_: Any) -> None:
+        callback.step += stepping is callback.optimizer
         callback.before_step()
 
     def after(*_: Any) -> None:
@@ -227,7 +242,8 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
 
     callback.add_hooks()
     # On torch's optimizer, not on Accelerate's around it: that one's `step` does nothing while gradients accumulate.
-    handles = [callback.optimizer.register_step_pre_hook(before), callback.optimizer.register_step_post_hook(after)]
+    handles = [one.register_step_pre_hook(before) for one in callback.optimizers]
+    handles += [one.register_step_post_hook(after) for one in callback.optimizers]
     try:
         yield callback
         callback.end()
@@ -242,22 +258,41 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir or ".") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
-def _check_supported(callback: StepCallback, model: nn.Module, optimizer: Any) -> None:
+def _unwrapped(optimizer: Any) -> Any:
+    """Torch's optimizer in Accelerate's."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    return [one for group in optimizer.param_groups for one in group["params"]]
+
+
+def _check_supported(callback: StepCallback, model: nn.Module, optimizers: list[Any]) -> None:
     name = type(callback).__name__
     if not isinstance(model, nn.Module):
         raise TypeError(f"{name} needs the model in training, not {model!r:.80}.")
     # ZeRO-3 marks its parameters with `ds_id`; the lower stages show in the optimizer's wrapper only.
-    if "DeepSpeed" in type(optimizer).__name__ or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+    if any("DeepSpeed" in type(one).__name__ for one in optimizers) or any(
+        hasattr(parameter, "ds_id") for parameter in model.parameters()
+    ):
         raise ValueError(
             f"{name} cannot work under DeepSpeed, which steps inside backward and keeps weights and optimizer state in "
             "flat partitions of its own. Use FSDP2 (examples/accelerate_fsdp2.yaml) or DDP."
         )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ValueError(f"{name} needs weights with a shape, which FSDP1 flattens. Set fsdp_version: 2.")
-    if not isinstance(getattr(optimizer, "optimizer", optimizer), Optimizer):
-        raise TypeError(f"{name} needs a torch.optim.Optimizer, not {type(optimizer).__name__}.")
+    if not all(isinstance(_unwrapped(one), Optimizer) for one in optimizers) or not optimizers:
+        kinds = ", ".join(type(one).__name__ for one in optimizers)
+        raise TypeError(f"{name} needs a torch.optim.Optimizer, not {kinds or 'an empty list'}.")
+    if len(optimizers) > 1 and not callback.takes_several:
+        raise TypeError(f"{name} works with one optimizer, got {len(optimizers)}: pass the one that it is to see.")
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            f"{name}: no parameter of this {type(model).__name__} requires a gradient, as behind a merge of adapters. "
+            "Call model.requires_grad_(True), and make the optimizer behind that."
+        )
     own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(one) in own for group in optimizer.param_groups for one in group["params"]):
+    if not any(id(one) in own for optimizer in optimizers for one in _parameters_of(optimizer)):
         raise ValueError(
             f"{name}: the optimizer trains none of this {type(model).__name__}'s parameters, a copy's say: make it of "
             "the model that is passed."

@@ -1,6 +1,7 @@
 """The mask keeper: masks of a model in training, one bit per weight, applied to its weights and gradients.
 
-Layout: a mask is bool `[out, in]`, True = pruned. Under FSDP2 a process has shards of the parameters, which are some of
+Layout: a mask is bool `[out, in]`, True = pruned; that of a parameter with more dimensions `[out, ...]` (a convolution)
+has the others side by side, `[out, in]` again. Under FSDP2 a process has shards of the parameters, which are some of
 their rows, and keeps the masks of its shards alone.
 """
 
@@ -18,7 +19,8 @@ from torch.utils.hooks import RemovableHandle
 
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.model.fsdp import is_sharded, local, reshard
-from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.model.sites import plain_uses
+from gradprobe_hf.model.targets import Target, find_targets, other_targets
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.selection.masked_values import zero_masked_
 from gradprobe_hf.selection.packed_masks import PackedMasks
@@ -72,7 +74,7 @@ class MaskKeeper:
         # FSDP may hold the gathered weight for the next forward pass, which would then not see zeros in the shard.
         reshard(self.model)
         for name, target in self.targets.items():
-            zero_masked_(target.matrix(self.model), self.masks[name])
+            _zero_masked_(target.matrix(self.model), self.masks[name])
 
     def mask_gradients(self) -> None:
         """Set gradients of pruned weights to zero, in place.
@@ -86,7 +88,8 @@ class MaskKeeper:
     def nonzero(self) -> int:
         """Weights under the masks that are not zero; of a sharded model those of this process."""
         return sum(
-            int(target.matrix(self.model)[self.masks[name]].count_nonzero()) for name, target in self.targets.items()
+            int(target.matrix(self.model).flatten(1)[self.masks[name]].count_nonzero())
+            for name, target in self.targets.items()
         )
 
     def check_restored(self, folder: Path) -> None:
@@ -136,14 +139,24 @@ def check_source(source: Any) -> None:
             raise ValueError(f"masks[{name!r}] must be a bool tensor [out, in], True = pruned, got {kind}.")
 
 
+def every_matrix(model: nn.Module) -> tuple[Target, ...]:
+    """All that can have zeros to keep: what a run can prune, embeddings too, and all other parameters but vectors."""
+    prunable = find_targets(model, include=["*"]) if plain_uses(model) else ()
+    return (*prunable, *other_targets(model, prunable))
+
+
+def is_unlearned(target: Target, zeros: int) -> bool:
+    """Whether it was made of zeros and has yet to learn, as position embeddings are, and nothing is to be kept."""
+    return target.sites[0].kind == "other" and zeros == target.numel
+
+
 def resolve_masks(model: nn.Module, source: MaskSource) -> tuple[tuple[Target, ...], Mapping[str, Tensor]]:
     """The matrices that have a mask, and their masks, of what a user passed as `masks`.
 
     Raises:
         ValueError: names that the model does not have, or `"from-zeros"` where no weight is zero.
     """
-    # Every matrix, also those that a run leaves out by default, like embeddings: its user may have included them.
-    targets = find_targets(model, include=["*"])
+    targets = every_matrix(model)
     if isinstance(source, PruneResult):
         source = source.masks
     if isinstance(source, str):
@@ -164,7 +177,7 @@ def load_masks(model: nn.Module, folder: Path) -> PackedMasks | None:
         return None
     packed = load_file(path)
     masks = PackedMasks()
-    for target in find_targets(model, include=["*"]):
+    for target in every_matrix(model):
         if target.name in packed:
             masks.add_packed(target.name, packed[target.name], target.region(model).shape[1])
     return masks
@@ -181,7 +194,11 @@ class _MaskGradient:
         if parameter.grad is not None:
             gradient = local(parameter.grad)
             for target in self.targets:
-                zero_masked_(target.view(gradient), self.masks[target.name])
+                _zero_masked_(target.view(gradient), self.masks[target.name])
+
+
+def _zero_masked_(values: Tensor, mask: Tensor) -> None:
+    zero_masked_(values, mask.reshape(values.shape))
 
 
 def _masks_from_zeros(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tuple[Target, ...], PackedMasks]:
@@ -189,8 +206,11 @@ def _masks_from_zeros(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tu
     zeros = torch.tensor([int((target.matrix(model) == 0).sum()) for target in targets])
     if is_sharded(model):  # all processes keep the same matrices, though a shard of one may have no zero
         join_processes().sum_(zeros)
-    counted = list(zip(targets, zeros.tolist(), strict=True))
-    if not any(count for _, count in counted):
+    counted = [(target, count) for target, count in zip(targets, zeros.tolist(), strict=True) if count]
+    for target in (target for target, count in counted if is_unlearned(target, count)):
+        logger.warning("%s is all zeros, as one that has yet to learn: it trains", target.name)
+    counted = [(target, count) for target, count in counted if not is_unlearned(target, count)]
+    if not counted:
         raise ValueError(
             "masks='from-zeros', and no weight of the model is zero. Prune it first, or pass the masks "
             "(a PruneResult of prune_pretrained)."
@@ -198,11 +218,10 @@ def _masks_from_zeros(model: nn.Module, targets: tuple[Target, ...]) -> tuple[tu
     for target, count in counted:
         if count == target.numel:
             logger.warning("%s is all zeros and will stay so", target.name)
-    found = tuple(target for target, count in counted if count)
     masks = PackedMasks()
-    for target in found:
-        masks.add(target.name, [target.matrix(model) == 0])
-    return found, masks
+    for target, _ in counted:
+        masks.add(target.name, [target.matrix(model).flatten(1) == 0])
+    return tuple(target for target, _ in counted), masks
 
 
 def _is_local(model: nn.Module, target: Target, masks: PackedMasks) -> bool:
@@ -213,6 +232,7 @@ def _is_local(model: nn.Module, target: Target, masks: PackedMasks) -> bool:
 def _local_mask(model: nn.Module, target: Target, mask: Tensor) -> Tensor:
     """The part of a mask for this process's shard."""
     region = target.region(model)
+    mask = mask.flatten(1) if mask.ndim > 2 else mask
     if tuple(mask.shape) == region.shape:
         return mask.bool()
     if tuple(mask.shape) != target.shape:

@@ -25,14 +25,16 @@ class SparsityCallback(StepCallback):
 
     Args:
         masks: matrix name -> bool `[out, in]`, True = pruned; a `PruneResult`; or `"from-zeros"`, the weights that are
-            zero when training begins.
+            zero when training begins, of all parameters but vectors: of convolutions and routers too. One of those
+            that is nothing but zeros has yet to learn, and trains.
 
     Attributes:
         keeper: the masks, once training has begun; 0.125 bytes per weight.
 
     Raises:
-        ValueError: when training begins: masks of another model; no zeros; or PEFT adapters, under which the weights do
-            not train (see `merge_with_masks`). When a run is resumed: masks in `output_dir` of other weights.
+        ValueError: when training begins: masks of another model; no zeros; a masked parameter that trains and is in no
+            optimizer that was passed; or PEFT adapters, under which the weights do not train (see `merge_with_masks`).
+            When a run is resumed: masks in `output_dir` of other weights.
 
     Example:
         ```python
@@ -42,6 +44,7 @@ class SparsityCallback(StepCallback):
     """
 
     decides_zeros = True
+    takes_several = True
 
     def __init__(self, masks: MaskSource = "from-zeros") -> None:
         super().__init__()
@@ -53,6 +56,11 @@ class SparsityCallback(StepCallback):
         check_not_adapted(self.model)
         check_whole(self.model)
         self.keeper = MaskKeeper(self.model, *resolve_masks(self.model, self.source))
+        self.check_optimized(
+            (target.parameter for target in self.keeper.targets.values()),
+            "Its zeros are lost between two steps of another one: pass all that train the model, keep_sparsity(model, "
+            "[one, other]), or freeze what none of them trains (requires_grad_(False)).",
+        )
         self.keeper.mask_weights()
 
     def gradient_hooks(self) -> list[RemovableHandle]:
@@ -92,7 +100,8 @@ def keep_sparsity(model: nn.Module, optimizer: Any, masks: MaskSource = "from-ze
 
     Args:
         model: as it trains, wrapped or not.
-        optimizer: torch's, or Accelerate's. Its `step` masks the weights, each backward pass the gradients.
+        optimizer: torch's, or Accelerate's. Its `step` masks the weights, each backward pass the gradients. A list of
+            them where each trains a part of the model: `keep_sparsity(model, [muon, adamw])`.
         masks: as for `SparsityCallback`.
 
     Yields:

@@ -8,6 +8,7 @@ meets its sparsity to the element. At `end_step` the mask is frozen.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -56,7 +57,8 @@ class MaskUpdate:
         sparsity: target of this step, fraction in [0, 1).
         zeros, weights: pruned weights and all weights, of this process.
         magnitude_overlap: fraction of the pruned weights that magnitude would have pruned too. Measured in the first
-            update that prunes anything, else None: later ones find small whatever was pruned before.
+            update that prunes anything, else None: later ones, and those of a model that began with zeros, find small
+            whatever was pruned before.
         seconds: duration of the update.
     """
 
@@ -79,7 +81,8 @@ class StatePruningCallback(StepCallback):
         every: steps between two updates.
         schedule: how sparsity rises from `initial_sparsity` to the target: `"cubic"` prunes most at first,
             `"late-cubic"` most at last, `"linear"` evenly.
-        initial_sparsity: sparsity of the first update, in [0, target_sparsity].
+        initial_sparsity: sparsity of the first update, in [0, target_sparsity]. A model that has more zeros begins with
+            those, and keeps them until then.
         scope: over what the budget is spent: all matrices together (`"global"`), or each (`"tensor"`).
         include, exclude: patterns of module names, as in `GradProbeConfig`.
 
@@ -89,8 +92,9 @@ class StatePruningCallback(StepCallback):
 
     Raises:
         ValueError: an argument out of range; when training begins, an optimizer that keeps none of the state that the
-            saliency reads or has a second copy of the weights (schedule-free ones), matrices that do not train, PEFT
-            adapters, or masks in `output_dir` of other weights; at an update, a parameter whose state is empty.
+            saliency reads or has a second copy of the weights (schedule-free ones), matrices that do not train or are
+            in no optimizer that was passed, more zeros than the target, PEFT adapters, or masks in `output_dir` of
+            other weights; at an update, a parameter whose state is empty.
 
     An update that falls within 10 steps of a reset of the moments (`SpikeAwareClip` makes them) waits until these are
     over: a moment of one step is the gradient of one batch. The last one is made at `end_step` all the same, with a
@@ -131,6 +135,8 @@ class StatePruningCallback(StepCallback):
         self.keeper: MaskKeeper | None = None
         self.targets: tuple[Target, ...] = ()
         self._is_due = False
+        self._first = initial_sparsity  # of the first update
+        self._earlier: MaskKeeper | None = None  # of zeros that the model began with, until the first update
 
     def _validate(self) -> None:
         for name, value, choices in (
@@ -165,10 +171,10 @@ class StatePruningCallback(StepCallback):
         if step >= self.end_step:
             return self.target_sparsity
         if step <= self.begin_step:
-            return self.initial_sparsity
+            return self._first
         elapsed = (step - self.begin_step) / (self.end_step - self.begin_step)
         progress = SCHEDULES[self.schedule](elapsed)
-        return self.initial_sparsity + (self.target_sparsity - self.initial_sparsity) * progress
+        return self._first + (self.target_sparsity - self._first) * progress
 
     def begin(self) -> None:
         check_not_adapted(self.model)
@@ -176,21 +182,30 @@ class StatePruningCallback(StepCallback):
         check_state(self.optimizer, self.saliency)
         check_one_copy(self.optimizer)
         self._check_trained()
+        self.check_optimized(
+            (target.parameter for target in self.targets),
+            "Another one would fill its zeros: name the matrices that this one does not train in exclude.",
+        )
         self.history, self.keeper, self._is_due = [], None, False
+        self._first, self._earlier = self.initial_sparsity, None
         if self.step >= self.end_step:  # a resumed run; `restore` has the exact mask, unless its file is missing
             self._freeze(PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets}))
+        elif self.step < self.begin_step:  # nothing was pruned by this callback yet
+            self._keep_earlier()
 
     def gradient_hooks(self) -> list[RemovableHandle]:
-        return self.keeper.gradient_hooks() if self.keeper else []
+        return kept.gradient_hooks() if (kept := self.keeper or self._earlier) else []
 
     def before_step(self) -> None:
-        if self.keeper:
-            self.keeper.mask_gradients()
+        if kept := self.keeper or self._earlier:
+            kept.mask_gradients()
 
     def after_step(self) -> None:
+        if kept := self.keeper or self._earlier:
+            kept.mask_weights()
         if self.keeper:
-            self.keeper.mask_weights()
-        elif self.step < self.begin_step:  # the first step has filled the state: no need to wait for an update
+            return
+        if self.step < self.begin_step:  # the first step has filled the state: no need to wait for an update
             check_state(self.optimizer, self.saliency)
         elif self.step <= self.end_step:
             is_last = self.step == self.end_step
@@ -234,6 +249,9 @@ class StatePruningCallback(StepCallback):
         overlap = self._magnitude_overlap(masks, sparsity)
         keeper = MaskKeeper(self.model, self.targets, masks)
         keeper.mask_weights()
+        if self._earlier:
+            self._earlier = None
+            self.remove_hooks()
         # Before `end_step` the masks are dropped here: until the next update pruned weights train like all others.
         if self.step >= self.end_step:
             self.keeper = keeper
@@ -243,14 +261,15 @@ class StatePruningCallback(StepCallback):
     def save(self, folder: Path) -> None:
         if join_processes().is_main:
             updates = [asdict(update) for update in self.history]
-            (folder / HISTORY_FILE).write_text(json.dumps(updates, indent=2) + "\n", encoding="utf-8")
+            kept = {"initial_sparsity": self._first, "updates": updates}
+            (folder / HISTORY_FILE).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
         if self.keeper:
             self.keeper.save(folder)
 
     def restore(self, folder: Path) -> None:
         if (folder / HISTORY_FILE).is_file():
-            updates = json.loads((folder / HISTORY_FILE).read_text(encoding="utf-8"))
-            self.history = [MaskUpdate(**update) for update in updates]
+            kept = json.loads((folder / HISTORY_FILE).read_text(encoding="utf-8"))
+            self._first, self.history = kept["initial_sparsity"], [MaskUpdate(**update) for update in kept["updates"]]
             # An update may have been waiting when the checkpoint was saved.
             since = (self.step - self.begin_step) % self.every
             self._is_due = self.step >= self.begin_step and all(one.step < self.step - since for one in self.history)
@@ -284,6 +303,27 @@ class StatePruningCallback(StepCallback):
     def _freeze(self, masks: PackedMasks) -> None:
         self.keeper = MaskKeeper(self.model, self.targets, masks)
 
+    def _keep_earlier(self) -> None:
+        """Begin from zeros that are there: the first update chooses among all weights, and the others grow back.
+
+        A matrix that is nothing but zeros was made so, and has yet to learn.
+        """
+        zeros = PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets})
+        counts = self._processes().sum_(torch.tensor([int(mask.sum()) for mask in zeros.values()]))
+        pruned = {t.name: n for t, n in zip(self.targets, counts.tolist(), strict=True) if 0 < n < t.numel}
+        weights = sum(target.numel for target in self.targets)
+        sparsity = sum(pruned.values()) / weights
+        if sum(pruned.values()) > math.ceil(self.target_sparsity * weights):
+            raise ValueError(
+                f"{sparsity:.1%} of the weights are zero already, and target_sparsity={self.target_sparsity} would "
+                "bring some of them back: choose a larger one, or keep the zeros as they are with SparsityCallback."
+            )
+        if pruned:
+            logger.info("%.1f%% of the weights are zero already: the schedule begins there", 100 * sparsity)
+            self._first = min(max(self._first, sparsity), self.target_sparsity)
+            columns = {name: zeros.columns(name) for name in pruned}
+            self._earlier = MaskKeeper(self.model, self.targets, PackedMasks.from_packed(zeros.all_packed, columns))
+
     def _check_trained(self) -> None:
         frozen = [t.name for t in self.targets if not self.model.get_parameter(t.parameter).requires_grad]
         if frozen and self.saliency != "magnitude":
@@ -305,7 +345,8 @@ class StatePruningCallback(StepCallback):
     def _magnitude_overlap(self, masks: PackedMasks, sparsity: float) -> float | None:
         """`MaskUpdate.magnitude_overlap` of an update with these masks."""
         is_first = sparsity > 0 and all(update.sparsity == 0 for update in self.history)
-        if not is_first or self.saliency == "magnitude":
+        begins_with_zeros = self._first > self.initial_sparsity  # which every saliency finds least
+        if not is_first or begins_with_zeros or self.saliency == "magnitude":
             return None
         overlap = _overlap(masks, self._select("magnitude", sparsity), self._processes())
         if overlap > SAME_AS_MAGNITUDE:

@@ -30,15 +30,15 @@ def contents_of(batch: Any) -> Contents | None:
         return Contents(1, len(first), tokens, padding)
 
 
-def added(batches: list[Contents], steps: int) -> Contents | None:
-    """All batches of some steps. Tokens and padding only if every batch tells."""
+def added(batches: list[Contents], steps: int, processes: int = 1) -> Contents | None:
+    """One process's share of all batches of some steps. Tokens and padding only if every batch tells."""
     if not batches or not steps:
         return None
     tokens = [one.tokens for one in batches if one.tokens is not None]
     padding = [one.padding for one in batches if one.padding is not None]
     return Contents(
         steps,
-        sum(one.samples for one in batches),
-        sum(tokens) if len(tokens) == len(batches) else None,
-        sum(padding) if len(padding) == len(batches) else None,
+        sum(one.samples for one in batches) // processes,
+        sum(tokens) // processes if len(tokens) == len(batches) else None,
+        sum(padding) // processes if len(padding) == len(batches) else None,
     )

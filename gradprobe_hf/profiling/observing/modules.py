@@ -30,6 +30,7 @@ class ModuleWatch:
         self._seconds: defaultdict[tuple[str, str], float] = defaultdict(float)
         self._count: Counter[tuple[str, str]] = Counter()
         self.recomputed = 0.0
+        self.rests = False  # whether what runs is no part of a step
 
     def start(self, models: list[nn.Module]) -> None:
         for model in models:
@@ -62,6 +63,8 @@ class ModuleWatch:
             seconds = time.perf_counter() - began
             if stack:
                 stack[-1][1] += seconds
+            if self.rests:
+                return
             if self._in_backward():
                 self.recomputed += seconds - inside
             else:

@@ -230,6 +230,7 @@ class Observation:
     busy: share of the traced steps in which the device computes; None on a CPU.
     ranks: each process, where there are several and they could tell.
     spans: of the last timed steps.
+    evaluations: between steps, which are in none of these figures.
     gradient_norms: of what the optimizer stepped with, in the steps of the warm-up and in the located ones.
     expected: what was estimated of a pruning run, beside what it took.
     run: stages of a pruning run, in the order in which they ended; without the seconds that watching added.
@@ -268,6 +269,7 @@ class Observation:
     spans: tuple[Span, ...] = ()
     run: tuple[RunStage, ...] = ()
     gradient_norms: tuple[float, ...] = ()
+    evaluations: int = 0
     expected: tuple[Expectation, ...] = ()
     batches: tuple[BatchSize, ...] = ()
     batch_limit: str = ""

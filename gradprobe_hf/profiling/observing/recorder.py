@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -36,7 +37,15 @@ from gradprobe_hf.profiling.observing.places import Place
 from gradprobe_hf.profiling.observing.ranks import Ranks
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.observing.setup import SetupWatch, parameters_of
-from gradprobe_hf.profiling.observing.stages import STAGES, StageClock, Wait, marked_forward, marked_stages, models_of
+from gradprobe_hf.profiling.observing.stages import (
+    STAGES,
+    StageClock,
+    Wait,
+    marked_forward,
+    marked_stages,
+    models_of,
+    watched_passes,
+)
 from gradprobe_hf.profiling.observing.traced_events import busy_seconds, collective_seconds, is_mark
 from gradprobe_hf.profiling.observing.tracer import Tracer
 
@@ -51,7 +60,8 @@ class Recorder:
     """From `start` to `stop`, or to the end of its schedule, whichever comes first.
 
     A step ends with an optimizer step of the first optimizer that takes one, until `step` is called: from then on the
-    loop says itself where its steps end.
+    loop says itself where its steps end. An evaluation between two steps is a part of none: passes without gradients
+    before the step has asked for a batch of its own. A step with one behind its own passes does not count.
 
     Args:
         model: whose forward pass is a stage. Default: what holds the parameters of the first optimizer.
@@ -73,6 +83,12 @@ class Recorder:
         self._begins: deque[float] = deque(maxlen=_PICTURED)
         self._waits: list[Wait] = []
         self._step_waits: list[Wait] = []
+        self._training_loaders: list[_Loader] = []
+        self._step_loaders: list[_Loader] = []
+        self._last_loader: _Loader | None = None
+        self._has_batch = self._is_spoiled = self._evaluates = self._trace_waits = False
+        self._is_own_batch = True
+        self._evaluations, self._dealt_to = 0, 1
         self._contents: list[Contents] = []
         self._step_contents: list[Contents] = []
         self._steps_with_contents = 0
@@ -135,7 +151,7 @@ class Recorder:
             self._stages.clear()
             self._memory.clear()
             self._setup_watch.begin_again()
-            self._steps_with_contents = 0
+            self._steps_with_contents = self._evaluations = 0
             self._open("warmup")
 
     @property
@@ -152,6 +168,13 @@ class Recorder:
         """What was done since the last step belongs to none."""
         if self.phase is not None:
             self._drop_step()
+
+    def evaluated(self) -> None:
+        """What was done since the last step was an evaluation. Harmless where that was noticed."""
+        if self.phase is not None:
+            if not self._evaluates and self.phase == "traced":  # it is in the trace, which has to begin again
+                self._seconds["traced"].clear()
+            self._evaluate()
 
     def stop(self) -> None:
         """Leave no hook behind. Harmless at any time; a step that has begun does not count."""
@@ -174,7 +197,7 @@ class Recorder:
             calls=summed(self._calls),
             operators=self._trace.operators,
             compilations=self._compilations,
-            contents=added(self._contents, self._steps_with_contents),
+            contents=added(self._contents, self._steps_with_contents, self._dealt_to),
             device=self._device,
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
             missing=dict(self._missing),
@@ -190,15 +213,24 @@ class Recorder:
             processes=self._processes,
             spans=self._spans,
             gradient_norms=self._setup_watch.norms(),
+            evaluations=self._evaluations,
         )
 
     def _end_step(self) -> None:
         if self.phase is None:
             return
+        self._evaluates = self._modules.rests = False
+        if self._trace_waits:  # no pass has begun it: those of a model that is compiled are not seen
+            self._start_trace()
+            self._is_spoiled = True
+        if self._is_spoiled:
+            self._drop_step()
+            return
         seconds = self._seconds[self.phase]
         seconds.append(time.perf_counter() - self._began)
         self._keep_step(self.phase, first=len(seconds) == 1)
         self._memory.append(memory_now(self._device))
+        self._know_loaders()
         if len(seconds) == getattr(self.schedule, self.phase) or self._trace_is_full():
             self._is_whole = True
             self._next()
@@ -221,7 +253,8 @@ class Recorder:
             self._steps_with_contents += 1
 
     def _drop_step(self) -> None:
-        self._step_waits, self._step_contents = [], []
+        self._step_waits, self._step_contents, self._step_loaders = [], [], []
+        self._has_batch = self._is_spoiled = False
         self._watch.cut()
         self.clock.cut()
         self._began = time.perf_counter()
@@ -285,7 +318,7 @@ class Recorder:
             self._missing["imbalance between ranks"] = f"another process told nothing: {str(error).splitlines()[0]}"
 
     def _start_trace(self) -> None:
-        self._is_whole, self._before_trace = False, process_bytes()
+        self._is_whole, self._trace_waits, self._before_trace = False, False, process_bytes()
         trace = Tracer()
         try:
             trace.start()
@@ -313,9 +346,66 @@ class Recorder:
     def _share_of_trace(self, seconds: float | None) -> float | None:
         return None if seconds is None else _share(seconds, self._seconds["traced"])
 
-    def _waited(self, wait: Wait, batch: Any) -> None:
+    def _waited(self, wait: Wait, batch: Any, iterator: Any) -> None:
+        self._last_loader = _Loader(weakref.ref(iterator), id(iterator._dataset))
+        if not any(one.iterator() is iterator for one in self._step_loaders):
+            self._step_loaders.append(self._last_loader)
+        known = self._training_loaders
+        self._is_own_batch = not known or any(one.goes_on_in(iterator) for one in known)
+        self._has_batch = self._has_batch or self._is_own_batch
+        self._dealt_to = max(self._dealt_to, wait.processes)
         self._step_waits.append(wait)
         self.saw(batch)
+
+    def _know_loaders(self) -> None:
+        """What fed this step is what will feed the next one."""
+        if self._step_loaders:
+            self._training_loaders = self._step_loaders
+        elif self._last_loader is not None and all(one.iterator() is None for one in self._training_loaders):
+            self._training_loaders = [self._last_loader]  # a new loader was taken for that of an evaluation
+
+    def _pass_begins(self) -> None:
+        if self.phase is None:
+            return
+        if torch.is_grad_enabled():
+            self._evaluates = self._modules.rests = False
+            if self._trace_waits:
+                self._start_trace()
+                self._began = time.perf_counter()
+        elif self._is_spoiled or not self._training_loaders:
+            return
+        elif not self._has_batch:
+            self._evaluate()
+        elif not self._is_own_batch:
+            self._is_spoiled = self._modules.rests = True
+            self._evaluations += 1
+            if self.phase == "traced":  # all of the step is in the trace, and it ends here
+                self._seconds["traced"].append(time.perf_counter() - self._began)
+                self._end_trace_early()
+                self._is_spoiled = True  # what is left of it is no located one
+
+    def _pass_ended(self) -> None:
+        if self.phase is not None and self._evaluates:
+            self._drop_step()
+
+    def _evaluate(self) -> None:
+        """An evaluation between steps has begun, or goes on; what came before it since the last step belongs to it."""
+        if not self._evaluates:
+            self._evaluates = self._modules.rests = True
+            self._evaluations += 1
+            self._begins.clear()  # a picture across it would show it
+            if self.phase == "traced":
+                self._end_trace_early()
+        self._drop_step()
+
+    def _end_trace_early(self) -> None:
+        """Behind whole steps, if there are any; it begins again with the next step otherwise."""
+        if self._seconds["traced"]:
+            self._is_whole = True
+            self._next()
+        else:
+            self._of_phase.close()
+            self._trace_waits = True
 
     def _stepped(self, optimizer: Optimizer) -> None:
         if self._optimizer is None:
@@ -332,6 +422,7 @@ class Recorder:
 
     def _mark_forward(self) -> None:
         self._marks.enter_context(marked_forward(self.clock, self._models))
+        self._marks.enter_context(watched_passes(self._models, self._pass_begins, self._pass_ended))
         first = next((parameter for model in self._models for parameter in model.parameters()), None)
         self._device = str(first.device) if first is not None else self._device
 
@@ -349,6 +440,19 @@ class _Traced:
     operators: tuple[Operator, ...] = ()
     collectives: float | None = None
     busy: float | None = None
+
+
+@dataclass(frozen=True)
+class _Loader:
+    """What a batch came from. Dataset: its id."""
+
+    iterator: weakref.ref[Any]
+    dataset: int
+
+    def goes_on_in(self, iterator: Any) -> bool:
+        """Whether an iterator is this one, or follows it in another epoch."""
+        own = self.iterator()
+        return iterator is own or (own is None and id(iterator._dataset) == self.dataset)
 
 
 def _share(seconds: float, steps: list[float]) -> float:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from accelerate.data_loader import DataLoaderDispatcher
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -82,18 +84,23 @@ class Wait:
     dataset: str
     workers: int
     seconds: float
+    processes: int = 1  # that it is dealt to
+
+
+# With each wait for a data loader: the batch that came, and the iterator that it came from.
+Waited = Callable[[Wait, Any, Any], None]
 
 
 @contextmanager
 def marked_stages(
     clock: StageClock,
-    waited: Callable[[Wait, Any], None],
+    waited: Waited,
     stepped: Callable[[Optimizer], None],
 ) -> Iterator[None]:
     """Tell the clock where each stage begins and ends.
 
     Args:
-        waited: called with each wait for a data loader, and the batch that came.
+        waited: called behind each wait for a data loader.
         stepped: called behind each optimizer step, outside of every stage.
     """
 
@@ -121,6 +128,21 @@ def marked_forward(clock: StageClock, models: list[nn.Module]) -> Iterator[None]
         if model._compiled_call_impl is None:
             handles.append(model.register_forward_pre_hook(lambda *_: clock.enter("forward")))
             handles.append(model.register_forward_hook(lambda *_: clock.leave("forward"), always_call=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def watched_passes(models: list[nn.Module], begins: Callable[[], None], ended: Callable[[], None]) -> Iterator[None]:
+    """Call these around each forward pass of models, and of what DDP has around one, which evaluates without it."""
+    handles = []
+    for model in {id(one): one for outer in models for one in (outer, extract_model_from_parallel(outer))}.values():
+        if model._compiled_call_impl is None:
+            handles.append(model.register_forward_pre_hook(lambda *_: begins()))
+            handles.append(model.register_forward_hook(lambda *_: ended(), always_call=True))
     try:
         yield
     finally:
@@ -161,7 +183,7 @@ def _marked_backward(clock: StageClock) -> Iterator[None]:
 
 
 @contextmanager
-def _marked_loaders(clock: StageClock, waited: Callable[[Wait, Any], None]) -> Iterator[None]:
+def _marked_loaders(clock: StageClock, waited: Waited) -> Iterator[None]:
     original = _BaseDataLoaderIter.__next__
 
     @functools.wraps(original)
@@ -171,8 +193,9 @@ def _marked_loaders(clock: StageClock, waited: Callable[[Wait, Any], None]) -> I
         try:
             batch = original(self)
             seconds = time.perf_counter() - start
-            place = place_of(sys._getframe(1))
-            waited(Wait(place, type(self._dataset).__name__, self._num_workers, seconds), batch)
+            caller = sys._getframe(1)
+            place, processes = place_of(caller), _dealt_to(caller.f_locals.get("self"))
+            waited(Wait(place, type(self._dataset).__name__, self._num_workers, seconds, processes), batch, self)
             return batch
         finally:
             clock.leave("data loading")
@@ -182,3 +205,8 @@ def _marked_loaders(clock: StageClock, waited: Callable[[Wait, Any], None]) -> I
         yield
     finally:
         _BaseDataLoaderIter.__next__ = original  # type: ignore[method-assign]
+
+
+def _dealt_to(caller: Any) -> int:
+    """Processes that share what one of them loads, as Accelerate does with an IterableDataset: 1 for all others."""
+    return int(caller.state.num_processes) if isinstance(caller, DataLoaderDispatcher) else 1
