@@ -24,6 +24,7 @@ from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.checkpoint.own_files import is_checkpoint, other_files, own_classes
 from gradprobe_hf.checkpoint.reloads import check_reloads
 from gradprobe_hf.checkpoint.smaller import save_smaller
+from gradprobe_hf.checkpoint.written import check_written
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading import CONFIG_KEY
@@ -213,15 +214,20 @@ def _card(made: Checkpoint, where: str) -> ModelCard:
 
 
 def save_weights(folder: Path, model: PreTrainedModel, removal: Removal | None = None) -> None:
-    """Weights and configuration; of a model that is not in memory in one piece, shard by shard."""
+    """Weights and configuration; of a model that is not in memory in one piece, shard by shard.
+
+    Raises:
+        RuntimeError: what was written is another model.
+    """
     if removal is not None:
-        save_smaller(folder, model, removal)
-    elif is_offloaded(model) or is_sharded(model):
+        return save_smaller(folder, model, removal)
+    if is_offloaded(model) or is_sharded(model):
         save_in_shards(folder, model)
     else:
         model.save_pretrained(folder)
         for path in folder.glob("*.safetensors"):
             open_to_all(path)
+    check_written(folder, model)
 
 
 @contextmanager

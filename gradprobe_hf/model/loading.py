@@ -38,6 +38,7 @@ from gradprobe_hf.model.adapters import (
     stored_adapter,
 )
 from gradprobe_hf.model.config_names import text_attribute
+from gradprobe_hf.model.dequantized import keep_dequantized
 from gradprobe_hf.model.families import names_causal_class
 from gradprobe_hf.model.loading_checks import (
     PLANS,
@@ -159,7 +160,7 @@ def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str
         )
     if has_adapters(model):
         plain = merged_copy(model, merge_adapters is not False)
-        adapter, stored_as = active_adapters(model), _stored_as(plain.config)
+        adapter, stored_as = active_adapters(model), keep_dequantized(plain) or _stored_as(plain.config)
         return Loaded(plain, plain.name_or_path, adapter=adapter, stored_as=stored_as)
     if not isinstance(model, PreTrainedModel):
         inner = getattr(model, "module", None)
@@ -178,7 +179,7 @@ def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str
         )
     if merge_adapters:
         raise ValueError(f"merge_adapters=True has no effect here: this {type(model).__name__} has no adapters.")
-    return Loaded(model, model.name_or_path, stored_as=_stored_as(model.config))
+    return Loaded(model, model.name_or_path, stored_as=keep_dequantized(model) or _stored_as(model.config))
 
 
 def _stored_tokenizer(adapter: AdapterSource) -> Any:
@@ -235,6 +236,7 @@ def _load_checkpoint(
     if "gguf_file" in from_pretrained_kwargs:
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
+    keep_dequantized(model)
     return model, stored_as
 
 

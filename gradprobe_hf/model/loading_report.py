@@ -27,9 +27,7 @@ def check_complete(
         reinitialises: whether weights of other sizes were asked to be initialised anew.
         brought: modules whose weights come from elsewhere.
     """
-    # Tied weights are in the checkpoint under their other name, and buffers are no weights.
-    weights = {one for one, _ in model.named_parameters(remove_duplicate=False)} - set(model.all_tied_weights_keys)
-    missing = sorted(one for one in set(loading["missing_keys"]) & weights if not set(brought) & set(one.split(".")))
+    missing = [one for one in missing_weights(model, loading) if not set(brought) & set(one.split("."))]
     other_sizes = sorted(f"{one} {tuple(stored)} for {tuple(own)}" for one, stored, own in loading["mismatched_keys"])
     unused = sorted(loading["unexpected_keys"])
     what = f"the weights of {type(model).__name__} in {name!r}"
@@ -50,6 +48,13 @@ def check_complete(
             type(model).__name__,
             _listed(unused),
         )
+
+
+def missing_weights(model: PreTrainedModel, loading: Mapping[str, Any]) -> list[str]:
+    """Those that were not in the files. Args: loading: transformers' loading report."""
+    # Tied weights are there under their other name, and buffers are no weights.
+    weights = {one for one, _ in model.named_parameters(remove_duplicate=False)} - set(model.all_tied_weights_keys)
+    return sorted(set(loading["missing_keys"]) & weights)
 
 
 def _listed(names: Sequence[str]) -> str:
