@@ -9,7 +9,8 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -49,7 +50,7 @@ from gradprobe_hf.model.loading_checks import (
     check_source,
     load_errors,
 )
-from gradprobe_hf.model.loading_report import check_complete
+from gradprobe_hf.model.loading_report import about_unused, check_complete
 from gradprobe_hf.runtime.paths import expanded_model
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
@@ -70,12 +71,14 @@ class Loaded:
         processing_name: where its tokenizer or processor is; "": nowhere.
         adapter: that was folded into it.
         stored_as: the quantised type that its weights were stored in.
+        warnings: what a report should say of the load.
     """
 
     model: PreTrainedModel
     processing_name: str
     adapter: str | None = None
     stored_as: str | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -139,17 +142,16 @@ def load(
     if adapter is None:
         if merge_adapters:
             raise ValueError(f"merge_adapters=True has no effect here: {name!r} is no adapter. Leave it out.")
-        model, stored_as = _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes, limits)
-        return Loaded(model, model.name_or_path, stored_as=stored_as)
+        return _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes, limits)
     base_kwargs = {key: value for key, value in from_pretrained_kwargs.items() if key not in ("revision", "subfolder")}
     if adapter.base_revision is not None:
         base_kwargs["revision"] = adapter.base_revision
     base_name = check_mergeable(adapter, merge_adapters is not False)
     classes = auto_classes or adapter.auto_classes
-    base, stored_as = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, adapter.brings)
+    base = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, adapter.brings)
     tokenizer = _stored_tokenizer(adapter)
-    model = merge_stored(base, adapter, None if tokenizer is None else len(tokenizer))
-    return Loaded(model, model.name_or_path if tokenizer is None else name, adapter=name, stored_as=stored_as)
+    model = merge_stored(base.model, adapter, None if tokenizer is None else len(tokenizer))
+    return replace(base, model=model, processing_name=model.name_or_path if tokenizer is None else name, adapter=name)
 
 
 def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str, Any]) -> Loaded:
@@ -197,8 +199,8 @@ def _load_checkpoint(
     auto_classes: Sequence[Any],
     limits: Limits,
     brought: Collection[str] = (),
-) -> tuple[PreTrainedModel, str | None]:
-    """A model from its checkpoint, and the quantised type that its weights were stored in, if it was one.
+) -> Loaded:
+    """A model from its checkpoint.
 
     Args:
         brought: modules whose weights come from elsewhere.
@@ -207,12 +209,12 @@ def _load_checkpoint(
         scratch = None
         config = load_config(name, **_source(from_pretrained_kwargs))
         check_dtype(from_pretrained_kwargs.get("dtype"), getattr(config, "dtype", None))
+        cls = chosen_class(config, auto_classes)
+        bare = partial(skeleton, config, cls, trust_remote_code=from_pretrained_kwargs.get("trust_remote_code"))
         if (device_map := from_pretrained_kwargs.get("device_map")) is not None:
-            from_pretrained_kwargs["device_map"] = device_map = _checked_map(config, device_map)
+            from_pretrained_kwargs["device_map"] = device_map = _checked_map(device_map, bare)
             if device_map in PLANS and limits is not None and from_pretrained_kwargs.get("max_memory") is None:
-                cls = chosen_class(config, auto_classes)
-                bare = skeleton(config, cls, dtype=from_pretrained_kwargs.get("dtype"))
-                from_pretrained_kwargs["max_memory"] = limits(bare)
+                from_pretrained_kwargs["max_memory"] = limits(bare(dtype=from_pretrained_kwargs.get("dtype")))
             if from_pretrained_kwargs.get("offload_folder") is None and device_map != {"": "cpu"}:
                 # transformers writes there what it cannot read from the checkpoint as it is, such as fused experts.
                 scratch = from_pretrained_kwargs["offload_folder"] = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))
@@ -223,13 +225,14 @@ def _load_checkpoint(
         stored_as = _stored_as(config, from_pretrained_kwargs.get("gguf_file"))
         reinitialises = from_pretrained_kwargs.get("ignore_mismatched_sizes", False)
         with load_errors(name, WEIGHTS):
-            model, loading = (chosen_class(config, auto_classes) or model_class(config)).from_pretrained(
+            model, loading = cls.from_pretrained(
                 name,
                 # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
                 **from_pretrained_kwargs | {"ignore_mismatched_sizes": True, "output_loading_info": True},
             )
         if not allow_missing:
             check_complete(model, name, loading, reinitialises, brought)
+        unused = about_unused(model, name, loading)
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
         weakref.finalize(model, shutil.rmtree, scratch, True)
@@ -237,7 +240,7 @@ def _load_checkpoint(
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
     keep_dequantized(model)
-    return model, stored_as
+    return Loaded(model, model.name_or_path, stored_as=stored_as, warnings=unused)
 
 
 def _stored_as(config: PreTrainedConfig, gguf_file: str | None = None) -> str | None:
@@ -263,8 +266,11 @@ def _source(from_pretrained_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
 
 
-def _checked_map(config: PreTrainedConfig, device_map: DeviceMap) -> DeviceMap:
+def _checked_map(device_map: DeviceMap, bare: Callable[[], PreTrainedModel]) -> DeviceMap:
     """The device map for `from_pretrained`, where "disk" stands for every module.
+
+    Args:
+        bare: makes the model without its weights.
 
     Raises:
         ValueError: a name that is no module of the model. Accelerate would ignore it.
@@ -273,7 +279,7 @@ def _checked_map(config: PreTrainedConfig, device_map: DeviceMap) -> DeviceMap:
         return {"": "disk"}
     if not isinstance(device_map, Mapping):
         return device_map
-    names = [name for name, _ in skeleton(config).named_modules()]
+    names = [name for name, _ in bare().named_modules()]
     for wanted in device_map:
         if not isinstance(wanted, str):
             raise ValueError(f"device_map names modules, as in {{'model.layers': 'disk'}}, got {wanted!r}.")
@@ -310,12 +316,18 @@ def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
         return config
 
 
-def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+def skeleton(
+    config: PreTrainedConfig,
+    cls: Any = None,
+    dtype: torch.dtype | str | None = None,
+    trust_remote_code: bool | None = None,
+) -> PreTrainedModel:
     """The model without its weights: every parameter and buffer on the meta device, in eval mode.
 
     Args:
         cls: its class; by default the one the checkpoint asks for.
         dtype: of the weights, or its name; by default the checkpoint's, or float32 if it names none.
+        trust_remote_code: whether code of the checkpoint's own may run; None: transformers asks.
 
     Raises:
         ValueError: no such dtype.
@@ -326,26 +338,88 @@ def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     cls = cls or model_class(config)
     with init_empty_weights(include_buffers=True):
-        model = cls(config) if issubclass(cls, PreTrainedModel) else cls.from_config(config)
+        if issubclass(cls, PreTrainedModel):
+            model = cls(config)
+        else:
+            model = cls.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()  # `init_empty_weights` replaces each parameter by one of its own, and breaks the ties
     return model.to(dtype).eval()
 
 
 def model_class(config: Any) -> Any:
-    """The class the checkpoint was saved as; a causal language model if it names none."""
-    architecture = (getattr(config, "architectures", None) or [""])[0]
+    """The class the checkpoint was saved as; a causal language model if it names none, or none that is known.
+
+    Of code of its own it is the Auto class that its `auto_map` has for that.
+    """
+    architecture = _architecture(config)
     named = getattr(transformers, architecture, None)
+    if (named is None or _is_own(config)) and (auto := _mapped_class(config, architecture)) is not None:
+        return auto
     if named is not None and issubclass(named, PreTrainedModel) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return named
     return AutoModelForCausalLM if names_causal_class(architecture) or named is None else named
 
 
 def chosen_class(config: PreTrainedConfig, auto_classes: Sequence[Any]) -> Any:
-    """The first Auto class that knows the configuration, else the first of all; None of none."""
-    knowing = next((one for one in auto_classes if type(config) in one._model_mapping), None)
-    if auto_classes and knowing is None and not hasattr(config, "auto_map"):  # what its own code may know
+    """What loads the weights: the first Auto class that knows the configuration; of none, the checkpoint's own class.
+
+    Raises:
+        ValueError: none of them knows it, or nobody can tell what the checkpoint's own class is.
+    """
+    if not auto_classes:
+        _check_known(config)
+        return model_class(config)
+    knowing = next((one for one in auto_classes if _knows(one, config)), None)
+    if knowing is None:
         raise ValueError(
             f"a {type(config).__name__} is none of {' or '.join(one.__name__ for one in auto_classes)}, as the task "
             "asks for: leave task out (--task), or name the one that the model is for."
         )
-    return knowing or (auto_classes[0] if auto_classes else None)
+    return knowing
+
+
+def _check_known(config: PreTrainedConfig) -> None:
+    """Raise ValueError where to take a checkpoint for a causal language model would be a guess: its head would be lost
+    without a word, where the embeddings are tied."""
+    architecture, cls = _architecture(config), model_class(config)
+    if cls is not AutoModelForCausalLM or hasattr(transformers, architecture):
+        return
+    remedy = "say what the model is for with task (--task), or load it in Python and pass the model."
+    if not _knows(cls, config):
+        raise ValueError(
+            f"a {type(config).__name__} is no causal language model, and {architecture or 'no class'} is "
+            f"what config.json names (architectures): {remedy}"
+        )
+    # With code of its own, what has no head in its name is what that code has for a causal language model.
+    is_base = _is_own(config) and "For" not in architecture
+    if not (names_causal_class(architecture) or is_base or _mapped_class(config, architecture)):
+        raise ValueError(
+            f"config.json names {architecture} (architectures), a class that transformers does not know: {remedy}"
+        )
+
+
+def _architecture(config: Any) -> str:
+    return str((getattr(config, "architectures", None) or [""])[0])
+
+
+def _is_own(config: Any) -> bool:
+    """Whether the class of a configuration is none of transformers."""
+    return not type(config).__module__.startswith("transformers.")
+
+
+def _auto_map(config: Any) -> dict[str, Any]:
+    """Auto class -> the class of the checkpoint's own code that it loads."""
+    found = getattr(config, "auto_map", None)
+    return found if isinstance(found, dict) else {}
+
+
+def _mapped_class(config: Any, architecture: str) -> Any:
+    """The Auto class that loads a class of the checkpoint's own code; None: it has none for it."""
+    names = [name for name, own in _auto_map(config).items() if str(own).rpartition(".")[2] == architecture]
+    # Without trust AutoModel would be the transformers class, and leave a head out.
+    names.sort(key=lambda name: name == "AutoModel")
+    return next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+
+
+def _knows(auto: Any, config: Any) -> bool:
+    return type(config) in auto._model_mapping or auto.__name__ in _auto_map(config)
