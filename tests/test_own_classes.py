@@ -12,7 +12,7 @@ from transformers import LlamaConfig, ViTConfig
 from gradprobe_hf import GradProbeConfig, bench_pretrained, prune_pretrained
 from gradprobe_hf.bench.subject import Subject
 from gradprobe_hf.cli import main
-from gradprobe_hf.model.loading import chosen_class
+from gradprobe_hf.model.checkpoint_class import chosen_class
 from tests import cases
 
 CODE = """
@@ -141,7 +141,7 @@ def test_the_class_is_the_one_that_was_saved(config, wanted):
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (ViTConfig(), "a ViTConfig is no causal language model, and no class is what config.json names"),
+        (ViTConfig(), r"names no class \(architectures\), and a ViTConfig is no causal language model"),
         (OwnConfig(), "a OwnConfig is no causal language model"),
         (OwnConfig(architectures=["OwnForReward"], auto_map=AUTO_MAP), "names OwnForReward"),
         (LlamaConfig(architectures=["LlamaRewardModel"]), "names LlamaRewardModel"),

@@ -15,7 +15,6 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.modeling_utils import str_to_torch_dtype
 
 from gradprobe_hf.model.loading_report import missing_weights
 from gradprobe_hf.model.saving import quiet
@@ -39,9 +38,7 @@ def _headers(folder: Path) -> dict[str, Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
             for name in handle.keys():  # noqa: SIM118, a handle is no dict
-                about = handle.get_slice(name)
-                dtype = str_to_torch_dtype[about.get_dtype()]
-                found[name] = torch.empty(about.get_shape(), dtype=dtype, device="meta")
+                found[name] = torch.empty_like(handle.get_tensor(name), device="meta")  # mapped: no byte is read
     return found
 
 
