@@ -23,7 +23,8 @@ from gradprobe_hf.estimation.sizes import AccumulatorSizes, BatchSizes, ModelSiz
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.memory import checkpointing
 from gradprobe_hf.model import upcast
-from gradprobe_hf.model.loading import load_config, model_class, skeleton
+from gradprobe_hf.model.checkpoint_class import model_class
+from gradprobe_hf.model.loading import load_config, skeleton
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from huggingface_hub import HfApi
-from transformers import ViTImageProcessor
+from huggingface_hub import HfApi, ModelCard
+from transformers import ViTImageProcessor, Wav2Vec2Config, Wav2Vec2FeatureExtractor
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.companions import copy_companions
@@ -256,6 +256,28 @@ def test_a_licence_and_the_modules_of_an_embedding_go_with_the_weights(source, t
     (saved / "1_Pooling" / "mine.txt").touch()
     with pytest.raises(FileExistsError, match=r"holds 1_Pooling/mine\.txt"):
         prune(source, output_dir=saved, overwrite=True)
+
+
+@pytest.mark.parametrize("is_encoder", [True, False])
+def test_the_card_of_a_sentence_encoder_says_how_it_is_used(is_encoder, source, tmp_path):
+    use = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity", "tags": ["mteb", "pruning"]}
+    ModelCard(f"---\n{json.dumps(use)}\n---\n").save(source / "README.md")
+    if is_encoder:
+        (source / "modules.json").write_text("[]")
+    prune(source, output_dir=tmp_path / "saved")
+    card = ModelCard.load(tmp_path / "saved" / "README.md").data
+    kept = ["mteb", "pruning", "gradprobe"] if is_encoder else ["gradprobe", "pruning"]
+    assert card.library_name == ("sentence-transformers" if is_encoder else "transformers")
+    assert card.pipeline_tag == ("sentence-similarity" if is_encoder else "text-generation")
+    assert card.tags == [*kept, "sparse"]
+
+
+def test_what_hears_without_a_tokenizer_is_taken(tmp_path, caplog):
+    Wav2Vec2Config().save_pretrained(tmp_path)
+    Wav2Vec2FeatureExtractor().save_pretrained(tmp_path)
+    found = load_processing_class(cases.build("llama"), str(tmp_path))
+    assert isinstance(found, Wav2Vec2FeatureExtractor)
+    assert "no tokenizer" not in caplog.text
 
 
 def test_companions_on_the_hub_are_those_of_the_commit_that_was_loaded(source, tmp_path, monkeypatch, caplog):

@@ -21,7 +21,8 @@ from gradprobe_hf.bench.worker import Worker
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.model.loading_checks import check_dtype, check_placement, check_source
 from gradprobe_hf.report.build import versions
-from gradprobe_hf.runtime.option_checks import whole
+from gradprobe_hf.runtime.option_checks import one_of, whole
+from gradprobe_hf.tasks.table import TASKS
 
 PROMPT, NEW, REPEATS = 512, 32, 10
 SOURCE = ("revision", "cache_dir", "subfolder")  # options of `from_pretrained` that say which files are a model's
@@ -40,6 +41,7 @@ def bench_pretrained(
     prompt_length: int | None = None,
     new_tokens: int = NEW,
     repeats: int = REPEATS,
+    task: str | None = None,
     progress: bool = True,
     **from_pretrained_kwargs: Any,
 ) -> BenchResult:
@@ -53,6 +55,7 @@ def bench_pretrained(
         prompt_length: tokens that are read. Default: 512, or as many as all of them take.
         new_tokens: tokens that are written, one text at a time, >= 2.
         repeats: rounds that count, behind two that do not.
+        task: what the models are for, as the Hub calls it. Default: what they were saved as.
         from_pretrained_kwargs: of all: `dtype`, `device_map` (default: a CUDA device if there is one), ...
 
     Raises:
@@ -65,6 +68,8 @@ def bench_pretrained(
         whole("prompt_length", prompt_length, 1)
     whole("new_tokens", new_tokens, 2)
     whole("repeats", repeats, 1)
+    if task is not None:
+        one_of("task", task, tuple(TASKS))
     check_dtype(from_pretrained_kwargs.get("dtype"))
     check_placement(from_pretrained_kwargs)
     for name in names:
@@ -72,7 +77,7 @@ def bench_pretrained(
     if torch.cuda.is_available():
         from_pretrained_kwargs.setdefault("device_map", "cuda")
     source = {key: value for key, value in from_pretrained_kwargs.items() if key in SOURCE}
-    with started(names, [("load", name, from_pretrained_kwargs) for name in names]) as workers:
+    with started(names, [("load", name, task, from_pretrained_kwargs) for name in names]) as workers:
         found = measured(names, workers, prompt_length, new_tokens, repeats, progress)
     return found.with_sizes([_sizes(name, source) for name in names])
 

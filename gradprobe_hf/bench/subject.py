@@ -23,6 +23,7 @@ from gradprobe_hf.model.families import longest_text, random_batch, without_cach
 from gradprobe_hf.model.loading import load_model
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.report.build import peak_memory
+from gradprobe_hf.tasks.table import auto_classes
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,9 @@ class Subject:
         self._before = before
 
     @classmethod
-    def load(cls, name: str | Path, **from_pretrained_kwargs: Any) -> Subject:
+    def load(cls, name: str | Path, task: str | None = None, **from_pretrained_kwargs: Any) -> Subject:
         before = psutil.Process().memory_info().rss
-        return cls(load_model(name, **from_pretrained_kwargs), before)
+        return cls(load_model(name, auto_classes=auto_classes(task), **from_pretrained_kwargs), before)
 
     @classmethod
     def of_config(cls, model_class: type[PreTrainedModel], config: Any, dtype: torch.dtype, device: str) -> Subject:

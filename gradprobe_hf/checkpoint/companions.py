@@ -18,6 +18,7 @@ from gradprobe_hf.model.processing import stored_file
 
 logger = logging.getLogger(__name__)
 
+MODULES = "modules.json"  # of sentence-transformers
 _PATIENCE = 10.0  # seconds for the Hub's answer
 
 

@@ -91,8 +91,11 @@ class Inspection:
         return {**totals, **groups, "matrices": matrices}
 
 
-def inspect_checkpoint(directory: str | Path) -> Inspection:
+def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool | None = None) -> Inspection:
     """Count the zeros in a checkpoint's safetensors files.
+
+    Args:
+        trust_remote_code: whether model code that comes with the checkpoint may run; None: transformers asks.
 
     Raises:
         ValueError: not a folder with `config.json` and safetensors files, or files that are damaged.
@@ -102,14 +105,15 @@ def inspect_checkpoint(directory: str | Path) -> Inspection:
         what = f"{str(directory)!r} is not a folder" if path.is_file() else f"no such folder: {str(directory)!r}"
         raise ValueError(f"{what}. Inspected are the files of a checkpoint folder on this machine.")
     files = weight_files(path)
-    model = skeleton(load_config(str(path)))
+    own_code = {} if trust_remote_code is None else {"trust_remote_code": trust_remote_code}
+    model = skeleton(load_config(str(path), **own_code), trust_remote_code=trust_remote_code)
     chosen = GradProbeConfig.from_pretrained(path) if (path / CONFIG_NAME).is_file() else GradProbeConfig()
     targets = {target.name: target for target in find_targets(model, chosen.include, chosen.exclude)}
     by_default = find_targets(model) if chosen.include or chosen.exclude else ()
     excluded = tuple(target.name for target in by_default if target.name not in targets)
     left_out = tuple(name for name in _unreached(path) if targets.pop(name, None))
     stored = {name for names in files.values() for name in names}
-    found = _from_files(path, files, targets) if stored >= set(targets) else _from_model(path, targets)
+    found = _from_files(path, files, targets) if stored >= set(targets) else _from_model(path, targets, own_code)
     rows, holding = [], {*PATTERNS, *([chosen.group] if chosen.group else [])}
     for target, matrix in found:
         zeros = int((matrix == 0).sum())
@@ -189,6 +193,6 @@ def _from_files(path: Path, files: dict[str, list[str]], targets: dict[str, Targ
                     yield target, matrix
 
 
-def _from_model(path: Path, targets: dict[str, Target]) -> Iterator[tuple[Target, Tensor]]:
-    model = load_model(str(path))
+def _from_model(path: Path, targets: dict[str, Target], own_code: dict[str, bool]) -> Iterator[tuple[Target, Tensor]]:
+    model = load_model(str(path), **own_code)
     return ((target, target.matrix(model)) for target in targets.values())

@@ -19,11 +19,12 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import PROCESSOR_NAME
 
-from gradprobe_hf.checkpoint.companions import copy_companions
+from gradprobe_hf.checkpoint.companions import MODULES, copy_companions
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.checkpoint.own_files import is_checkpoint, other_files, own_classes
 from gradprobe_hf.checkpoint.reloads import check_reloads
 from gradprobe_hf.checkpoint.smaller import save_smaller
+from gradprobe_hf.checkpoint.written import check_written
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading import CONFIG_KEY
@@ -165,7 +166,7 @@ def write_checkpoint(
             made.config.save_pretrained(scratch)
         made.report.save(scratch)
         save_plots(made.report, scratch / "assets")
-        _card(made, where or path.name).save(scratch / "README.md")
+        _card(scratch, made, where or path.name).save(scratch / "README.md")
     return made.report
 
 
@@ -205,23 +206,30 @@ def _dense_bytes(made: Checkpoint) -> int:
     return known or parameter_bytes(made.model)
 
 
-def _card(made: Checkpoint, where: str) -> ModelCard:
-    base = base_metadata(made.model.name_or_path)
+def _card(scratch: Path, made: Checkpoint, where: str) -> ModelCard:
+    # With its modules beside it a sentence encoder is used as before.
+    base = base_metadata(made.model.name_or_path, keeps_use=(scratch / MODULES).is_file())
     if made.config is None:
         return build_recovered_card(made.report, base, where)
     return build_card(made.report, made.config, base, where)
 
 
 def save_weights(folder: Path, model: PreTrainedModel, removal: Removal | None = None) -> None:
-    """Weights and configuration; of a model that is not in memory in one piece, shard by shard."""
+    """Weights and configuration; of a model that is not in memory in one piece, shard by shard.
+
+    Raises:
+        RuntimeError: what was written is another model.
+    """
     if removal is not None:
-        save_smaller(folder, model, removal)
-    elif is_offloaded(model) or is_sharded(model):
+        save_smaller(folder, model, removal)  # which looks at the files itself
+        return
+    if is_offloaded(model) or is_sharded(model):
         save_in_shards(folder, model)
     else:
         model.save_pretrained(folder)
         for path in folder.glob("*.safetensors"):
             open_to_all(path)
+    check_written(folder, model)
 
 
 @contextmanager

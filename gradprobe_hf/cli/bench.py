@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from gradprobe_hf.cli.config_options import add_fields
 from gradprobe_hf.cli.options import VerbParser, given, shows_progress
 from gradprobe_hf.cli.values import at_least
 
@@ -20,6 +21,7 @@ def add_arguments(parser: VerbParser) -> None:
     }
     for name, (least, what) in numbers.items():
         parser.add_option("options", name, type=at_least(least), metavar="N", help=what)
+    add_fields(parser, ("task",))
 
 
 def run(options: argparse.Namespace) -> None:
@@ -30,6 +32,6 @@ def run(options: argparse.Namespace) -> None:
     found = bench_pretrained(
         options.models,
         progress=shows_progress(options),
-        **given(options, "prompt_length", "new_tokens", "repeats", *LOADING),
+        **given(options, "prompt_length", "new_tokens", "repeats", "task", *LOADING),
     )
     print_json(found.to_dict()) if options.json else print_bench(found)

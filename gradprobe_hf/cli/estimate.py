@@ -34,7 +34,8 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.cli.output import print_json
     from gradprobe_hf.data.windows import check_length
     from gradprobe_hf.estimation.estimate import check_estimable, estimate
-    from gradprobe_hf.model.loading import chosen_class, load_config, skeleton
+    from gradprobe_hf.model.checkpoint_class import chosen_class
+    from gradprobe_hf.model.loading import load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
     from gradprobe_hf.report.against_estimate import against_estimate, planned
     from gradprobe_hf.run.compatibility import check_resumable, check_shapes
@@ -48,7 +49,8 @@ def run(options: argparse.Namespace) -> None:
         check_resumable(config, "resume=True")
     check_paths(options.model, {})
     loaded = load_config(options.model, **given(options, "revision", "trust_remote_code"))
-    model = skeleton(loaded, chosen_class(loaded, auto_classes(config.task)), dtype=options.dtype)
+    cls = chosen_class(loaded, auto_classes(config.task))
+    model = skeleton(loaded, cls, dtype=options.dtype, **given(options, "trust_remote_code"))
     targets = find_targets(model, config.include, config.exclude)
     check_shapes(model, targets, config)
     check_length(model, config.sequence_length or 0)

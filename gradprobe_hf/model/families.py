@@ -337,6 +337,10 @@ def random_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
             found[name] = torch.randint(vocabulary, tensor.shape, generator=generator)
     if model.config.is_encoder_decoder:  # without labels it does not make them itself
         found["decoder_input_ids"] = torch.randint(vocabulary, (rows, length), generator=generator)
+    # Code of its own may not do without, where that of transformers makes one.
+    is_known = type(model).forward.__module__.startswith("transformers.")
+    if "input_ids" in found and not is_known and "attention_mask" in forward_arguments(model):
+        found["attention_mask"] = torch.ones_like(found["input_ids"])
     return found
 
 

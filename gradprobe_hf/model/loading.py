@@ -9,23 +9,21 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
-import transformers
 from accelerate import init_empty_weights
 from torch import nn
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gradprobe_hf.model.adapters import (
     AdapterSource,
@@ -37,8 +35,9 @@ from gradprobe_hf.model.adapters import (
     merged_copy,
     stored_adapter,
 )
+from gradprobe_hf.model.checkpoint_class import chosen_class, model_class
 from gradprobe_hf.model.config_names import text_attribute
-from gradprobe_hf.model.families import names_causal_class
+from gradprobe_hf.model.dequantized import keep_dequantized
 from gradprobe_hf.model.loading_checks import (
     PLANS,
     WEIGHTS,
@@ -48,7 +47,7 @@ from gradprobe_hf.model.loading_checks import (
     check_source,
     load_errors,
 )
-from gradprobe_hf.model.loading_report import check_complete
+from gradprobe_hf.model.loading_report import about_unused, check_complete
 from gradprobe_hf.runtime.paths import expanded_model
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
@@ -69,12 +68,14 @@ class Loaded:
         processing_name: where its tokenizer or processor is; "": nowhere.
         adapter: that was folded into it.
         stored_as: the quantised type that its weights were stored in.
+        warnings: what a report should say of the load.
     """
 
     model: PreTrainedModel
     processing_name: str
     adapter: str | None = None
     stored_as: str | None = None
+    warnings: tuple[str, ...] = ()
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -138,17 +139,16 @@ def load(
     if adapter is None:
         if merge_adapters:
             raise ValueError(f"merge_adapters=True has no effect here: {name!r} is no adapter. Leave it out.")
-        model, stored_as = _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes, limits)
-        return Loaded(model, model.name_or_path, stored_as=stored_as)
+        return _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes, limits)
     base_kwargs = {key: value for key, value in from_pretrained_kwargs.items() if key not in ("revision", "subfolder")}
     if adapter.base_revision is not None:
         base_kwargs["revision"] = adapter.base_revision
     base_name = check_mergeable(adapter, merge_adapters is not False)
     classes = auto_classes or adapter.auto_classes
-    base, stored_as = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, adapter.brings)
+    base = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, adapter.brings)
     tokenizer = _stored_tokenizer(adapter)
-    model = merge_stored(base, adapter, None if tokenizer is None else len(tokenizer))
-    return Loaded(model, model.name_or_path if tokenizer is None else name, adapter=name, stored_as=stored_as)
+    model = merge_stored(base.model, adapter, None if tokenizer is None else len(tokenizer))
+    return replace(base, model=model, processing_name=model.name_or_path if tokenizer is None else name, adapter=name)
 
 
 def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str, Any]) -> Loaded:
@@ -159,7 +159,7 @@ def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str
         )
     if has_adapters(model):
         plain = merged_copy(model, merge_adapters is not False)
-        adapter, stored_as = active_adapters(model), _stored_as(plain.config)
+        adapter, stored_as = active_adapters(model), keep_dequantized(plain) or _stored_as(plain.config)
         return Loaded(plain, plain.name_or_path, adapter=adapter, stored_as=stored_as)
     if not isinstance(model, PreTrainedModel):
         inner = getattr(model, "module", None)
@@ -178,7 +178,7 @@ def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str
         )
     if merge_adapters:
         raise ValueError(f"merge_adapters=True has no effect here: this {type(model).__name__} has no adapters.")
-    return Loaded(model, model.name_or_path, stored_as=_stored_as(model.config))
+    return Loaded(model, model.name_or_path, stored_as=keep_dequantized(model) or _stored_as(model.config))
 
 
 def _stored_tokenizer(adapter: AdapterSource) -> Any:
@@ -196,8 +196,8 @@ def _load_checkpoint(
     auto_classes: Sequence[Any],
     limits: Limits,
     brought: Collection[str] = (),
-) -> tuple[PreTrainedModel, str | None]:
-    """A model from its checkpoint, and the quantised type that its weights were stored in, if it was one.
+) -> Loaded:
+    """A model from its checkpoint.
 
     Args:
         brought: modules whose weights come from elsewhere.
@@ -206,12 +206,12 @@ def _load_checkpoint(
         scratch = None
         config = load_config(name, **_source(from_pretrained_kwargs))
         check_dtype(from_pretrained_kwargs.get("dtype"), getattr(config, "dtype", None))
+        cls = chosen_class(config, auto_classes)
+        bare = partial(skeleton, config, cls, trust_remote_code=from_pretrained_kwargs.get("trust_remote_code"))
         if (device_map := from_pretrained_kwargs.get("device_map")) is not None:
-            from_pretrained_kwargs["device_map"] = device_map = _checked_map(config, device_map)
+            from_pretrained_kwargs["device_map"] = device_map = _checked_map(device_map, bare)
             if device_map in PLANS and limits is not None and from_pretrained_kwargs.get("max_memory") is None:
-                cls = chosen_class(config, auto_classes)
-                bare = skeleton(config, cls, dtype=from_pretrained_kwargs.get("dtype"))
-                from_pretrained_kwargs["max_memory"] = limits(bare)
+                from_pretrained_kwargs["max_memory"] = limits(bare(dtype=from_pretrained_kwargs.get("dtype")))
             if from_pretrained_kwargs.get("offload_folder") is None and device_map != {"": "cpu"}:
                 # transformers writes there what it cannot read from the checkpoint as it is, such as fused experts.
                 scratch = from_pretrained_kwargs["offload_folder"] = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))
@@ -222,20 +222,22 @@ def _load_checkpoint(
         stored_as = _stored_as(config, from_pretrained_kwargs.get("gguf_file"))
         reinitialises = from_pretrained_kwargs.get("ignore_mismatched_sizes", False)
         with load_errors(name, WEIGHTS):
-            model, loading = (chosen_class(config, auto_classes) or model_class(config)).from_pretrained(
+            model, loading = cls.from_pretrained(
                 name,
                 # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
                 **from_pretrained_kwargs | {"ignore_mismatched_sizes": True, "output_loading_info": True},
             )
         if not allow_missing:
             check_complete(model, name, loading, reinitialises, brought)
+        unused = about_unused(model, name, loading)
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
         weakref.finalize(model, shutil.rmtree, scratch, True)
     if "gguf_file" in from_pretrained_kwargs:
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
-    return model, stored_as
+    keep_dequantized(model)
+    return Loaded(model, model.name_or_path, stored_as=stored_as, warnings=unused)
 
 
 def _stored_as(config: PreTrainedConfig, gguf_file: str | None = None) -> str | None:
@@ -261,8 +263,11 @@ def _source(from_pretrained_kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in from_pretrained_kwargs.items() if name in SOURCE_KWARGS}
 
 
-def _checked_map(config: PreTrainedConfig, device_map: DeviceMap) -> DeviceMap:
+def _checked_map(device_map: DeviceMap, bare: Callable[[], PreTrainedModel]) -> DeviceMap:
     """The device map for `from_pretrained`, where "disk" stands for every module.
+
+    Args:
+        bare: makes the model without its weights.
 
     Raises:
         ValueError: a name that is no module of the model. Accelerate would ignore it.
@@ -271,7 +276,7 @@ def _checked_map(config: PreTrainedConfig, device_map: DeviceMap) -> DeviceMap:
         return {"": "disk"}
     if not isinstance(device_map, Mapping):
         return device_map
-    names = [name for name, _ in skeleton(config).named_modules()]
+    names = [name for name, _ in bare().named_modules()]
     for wanted in device_map:
         if not isinstance(wanted, str):
             raise ValueError(f"device_map names modules, as in {{'model.layers': 'disk'}}, got {wanted!r}.")
@@ -308,12 +313,18 @@ def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
         return config
 
 
-def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
+def skeleton(
+    config: PreTrainedConfig,
+    cls: Any = None,
+    dtype: torch.dtype | str | None = None,
+    trust_remote_code: bool | None = None,
+) -> PreTrainedModel:
     """The model without its weights: every parameter and buffer on the meta device, in eval mode.
 
     Args:
         cls: its class; by default the one the checkpoint asks for.
         dtype: of the weights, or its name; by default the checkpoint's, or float32 if it names none.
+        trust_remote_code: whether code of the checkpoint's own may run; None: transformers asks.
 
     Raises:
         ValueError: no such dtype.
@@ -324,26 +335,9 @@ def skeleton(config: PreTrainedConfig, cls: Any = None, dtype: torch.dtype | str
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
     cls = cls or model_class(config)
     with init_empty_weights(include_buffers=True):
-        model = cls(config) if issubclass(cls, PreTrainedModel) else cls.from_config(config)
+        if issubclass(cls, PreTrainedModel):
+            model = cls(config)
+        else:
+            model = cls.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()  # `init_empty_weights` replaces each parameter by one of its own, and breaks the ties
     return model.to(dtype).eval()
-
-
-def model_class(config: Any) -> Any:
-    """The class the checkpoint was saved as; a causal language model if it names none."""
-    architecture = (getattr(config, "architectures", None) or [""])[0]
-    named = getattr(transformers, architecture, None)
-    if named is not None and issubclass(named, PreTrainedModel) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return named
-    return AutoModelForCausalLM if names_causal_class(architecture) or named is None else named
-
-
-def chosen_class(config: PreTrainedConfig, auto_classes: Sequence[Any]) -> Any:
-    """The first Auto class that knows the configuration, else the first of all; None of none."""
-    knowing = next((one for one in auto_classes if type(config) in one._model_mapping), None)
-    if auto_classes and knowing is None and not hasattr(config, "auto_map"):  # what its own code may know
-        raise ValueError(
-            f"a {type(config).__name__} is none of {' or '.join(one.__name__ for one in auto_classes)}, as the task "
-            "asks for: leave task out (--task), or name the one that the model is for."
-        )
-    return knowing or (auto_classes[0] if auto_classes else None)

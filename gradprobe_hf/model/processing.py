@@ -6,7 +6,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoFeatureExtractor,
+    AutoImageProcessor,
+    AutoProcessor,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file
 
 from gradprobe_hf.model.loading import SOURCE_KWARGS
@@ -43,7 +50,20 @@ def load_processing_class(model: PreTrainedModel, name: str | None = None, **fro
         if (part := _without_tokenizer(found)) is not None:
             logger.warning("no tokenizer was found for %s: %s. Its %s is taken.", name, reason, type(part).__name__)
             return part
+    if "gguf_file" not in source and (part := _part_alone(name, source)) is not None:
+        logger.info("no tokenizer was found for %s; its %s is taken", name, type(part).__name__)
+        return part
     logger.warning("no tokenizer or processor was found for %s: %s", name, reason)
+    return None
+
+
+def _part_alone(name: str, source: dict[str, Any]) -> Any:
+    """What reads sound or images where no tokenizer is: its model's processor would need one. None of a text model."""
+    for auto in (AutoFeatureExtractor, AutoImageProcessor):
+        try:
+            return auto.from_pretrained(name, **source)
+        except Exception as error:  # as above
+            logger.debug("no %s of %s: %s", auto.__name__, name, error)
     return None
 
 

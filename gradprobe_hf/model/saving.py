@@ -59,7 +59,7 @@ def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True, sm
         smaller: what to write in place of the whole model.
     """
     if writes:
-        with _without_gathering(model), _configured(model, smaller), _quiet():
+        with _without_gathering(model), _configured(model, smaller), quiet():
             # An empty state dict: everything but the weights is written.
             model.save_pretrained(folder, state_dict={}, is_main_process=True)
     reshard(model)
@@ -153,8 +153,9 @@ def _without_gathering(model: PreTrainedModel) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bar over no files, and no warning that an offloaded model will be read into memory: it is not."""
+def quiet() -> Iterator[None]:
+    """No progress bar of transformers where nothing is read or written, and no warning that an offloaded model will be
+    read into memory: it is not."""
     shown = is_progress_bar_enabled()
     disable_progress_bar()
     try:

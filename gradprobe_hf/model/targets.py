@@ -148,15 +148,17 @@ def block_vectors(model: PreTrainedModel, block: str) -> list[Target]:
 
 
 def other_targets(model: nn.Module, targets: Sequence[Target]) -> list[Target]:
-    """The parameters with two dimensions or more that are none of these targets, as targets that are never pruned.
+    """The weights with two dimensions or more that are none of these targets, as targets that are never pruned.
 
+    What is not called a weight may have zeros that were never pruned: Mamba's `A_log` begins with the logarithm of 1.
     Their shape is (n, what the other dimensions hold), and `matrix` the parameter `[n, ...]` as it is stored: one that
     is stored channels-last has no view of two dimensions.
     """
     taken = {id(model.get_parameter(target.parameter)) for target in targets}
     found = []
     for name, parameter in model.named_parameters():
-        if parameter.ndim >= 2 and parameter.is_floating_point() and id(parameter) not in taken:
+        is_weight = name.endswith("weight") and parameter.ndim >= 2 and parameter.is_floating_point()
+        if is_weight and id(parameter) not in taken:
             module, block = name.rpartition(".")[0], block_of(model, name.rpartition(".")[0])
             role = name.removeprefix(f"{block}.")
             shape = (parameter.shape[0], prod(parameter.shape[1:]))

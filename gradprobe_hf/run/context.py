@@ -99,6 +99,7 @@ class RunContext:
         notes: how the run is computed and why so, for the report; no result depends on it.
         origin: what the model was before it was loaded: the `adapter` folded into it, the type it is `stored_as`, how
             much of each `structure` had gone.
+        of_loading: what is known since the model was loaded, and a report says first.
         snapshots: where the run's state is saved, if it is.
         findings: what the search for structures has measured so far.
         shared_probe: a first probe made before, for this configuration too.
@@ -126,6 +127,7 @@ class RunContext:
     folder: Path | None = None
     notes: dict[str, str] = field(default_factory=dict)
     origin: dict[str, Any] = field(default_factory=dict)
+    of_loading: tuple[str, ...] = ()
     snapshots: Snapshots | None = None
     findings: Findings = field(default_factory=Findings)
     shared_probe: SharedProbe | None = None

@@ -32,7 +32,7 @@ def foreseen_warnings(context: RunContext) -> list[str]:
     found = [*_about_data(context), *_about_tokens(context), *_about_own_loss(context)]
     for warning in found:
         logger.warning(warning)
-    return found
+    return [*context.of_loading, *found]  # these were logged as they came up
 
 
 def _about_data(context: RunContext) -> list[str]:

@@ -116,6 +116,7 @@ def load_inputs(request: RunRequest) -> RunContext:
         progress=progress,
         folder=None if folder is None else Path(folder),
         origin=loaded.origin,
+        of_loading=loaded.warnings,
         unwritten=unwritten,
     )
 

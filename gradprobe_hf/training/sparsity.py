@@ -25,7 +25,7 @@ class SparsityCallback(StepCallback):
 
     Args:
         masks: matrix name -> bool `[out, in]`, True = pruned; a `PruneResult`; or `"from-zeros"`, the weights that are
-            zero when training begins, of all parameters but vectors: of convolutions and routers too. One of those
+            zero when training begins, of all weights but vectors: of convolutions and routers too. One of those
             that is nothing but zeros has yet to learn, and trains.
 
     Attributes:

@@ -13,10 +13,17 @@ from huggingface_hub.utils._validators import validate_repo_id
 logger = logging.getLogger(__name__)
 
 
-def base_metadata(name: str) -> dict[str, Any]:
+_HANDED_ON = ("license", "license_name", "license_link", "language")
+_USED_WITH = ("library_name", "pipeline_tag", "tags")
+
+
+def base_metadata(name: str, keeps_use: bool = False) -> dict[str, Any]:
     """`base_model`, `license` and `language` of the model that was pruned, as far as can be told.
 
     A name is a repository. A folder has no name on the Hub: its card, if there is one, names what it derives from.
+
+    Args:
+        keeps_use: whether what it is used with, and for, still holds of the pruned one.
     """
     folder = Path(name) if name and Path(name).is_dir() else None
     try:
@@ -25,7 +32,7 @@ def base_metadata(name: str) -> dict[str, Any]:
     except Exception as error:  # a missing, broken or unreachable card of the base must not cost a finished result
         logger.debug("no card of the base model %s: %s", name, error)
         data = {}
-    kept = {key: data[key] for key in ("license", "license_name", "license_link", "language") if data.get(key)}
+    kept = {key: data[key] for key in (*_HANDED_ON, *(_USED_WITH if keeps_use else ())) if data.get(key)}
     base = data.get("base_model") if folder else (name if _names_repository(name) else None)
     return {**kept, "base_model": base} if base else kept
 

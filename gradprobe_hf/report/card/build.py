@@ -73,10 +73,7 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
     """The card of a model that something else has pruned, and a recovery has trained. Args: as `build_card`."""
     template = files("gradprobe_hf.model_cards").joinpath("recovered.md").read_text(encoding="utf-8")
     metadata = ModelCardData(
-        **base,
-        library_name="transformers",
-        pipeline_tag=report.model["task"],
-        tags=["gradprobe", "pruning", "sparse"],
+        **_described(report, base, ["gradprobe", "pruning", "sparse"]),
         model_name=Path(where).name,
         eval_results=eval_results(report),
     )
@@ -114,14 +111,17 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
     pattern = () if config.group is None else (f"sparsity-{config.pattern.replace(':', '-')}",)
     dataset_id = (report.calibration or {}).get("dataset_id")
     return ModelCardData(
-        **base,
-        library_name="transformers",
-        pipeline_tag=report.model["task"],
-        tags=["gradprobe", "pruning", *_kinds(report), *pattern],
+        **_described(report, base, ["gradprobe", "pruning", *_kinds(report), *pattern]),
         datasets=[dataset_id] if dataset_id else None,
         model_name=Path(where).name,
         eval_results=eval_results(report),
     )
+
+
+def _described(report: Report, base: dict[str, Any], tags: list[str]) -> dict[str, Any]:
+    """What the base's card says, with what it is used with and for where that does not."""
+    use = {"library_name": "transformers", "pipeline_tag": report.model["task"]}
+    return {**use, **base, "tags": list(dict.fromkeys([*base.get("tags", ()), *tags]))}
 
 
 def _kinds(report: Report) -> list[str]:

@@ -1,0 +1,33 @@
+"""Dequantised weights: of a checkpoint in FP8 or MXFP4, which transformers makes plain numbers of as it loads it.
+
+It remembers how, and `save_pretrained` would go that way back: weights rounded again, or experts under the names of
+packed ones, and a configuration that says nothing of it.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightTransform
+
+
+def keep_dequantized(model: PreTrainedModel) -> str | None:
+    """Let a model be saved in the numbers that it computes with. Returns the type it was stored in; None: as it is."""
+    used: list[WeightTransform] = getattr(model, "_weight_conversions", None) or []
+    stored_as = next(filter(None, map(_quantised_type, used)), None)
+    if stored_as is None or getattr(model, "hf_quantizer", None) is not None:  # quantised still: refused elsewhere
+        return None
+    # Experts are dequantised and fused in one: of that the family's own part stays.
+    own = {tuple(one.target_patterns): one for one in get_model_conversion_mapping(model, add_legacy=False)}
+    plain = [own.get(tuple(one.target_patterns)) if _quantised_type(one) else one for one in used]
+    model._weight_conversions = [one for one in plain if one is not None]
+    return stored_as
+
+
+def _quantised_type(conversion: WeightTransform) -> str | None:
+    """What a conversion dequantises from, if it does."""
+    for operation in getattr(conversion, "operations", ()):
+        if (quantizer := getattr(operation, "hf_quantizer", None)) is not None:
+            method = quantizer.quantization_config.quant_method
+            return str(getattr(method, "value", method))
+    return None
