@@ -433,11 +433,12 @@ def test_masks_of_another_run_are_refused(make, callback, tmp_path, caplog):
 
 
 def convolutional(layout=torch.contiguous_format):
-    """Half of each convolution is zero, and one parameter is new: nothing else."""
+    """Half of each convolution is zero, a weight is new, and of a parameter that is none zero says something else."""
     torch.manual_seed(0)
     config = ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3)
     model = ResNetForImageClassification(config).to(memory_format=layout)
-    model.register_parameter("positions", torch.nn.Parameter(torch.zeros(1, 4, 4)))
+    model.register_parameter("new_weight", torch.nn.Parameter(torch.zeros(1, 4, 4)))
+    model.register_parameter("A_log", torch.nn.Parameter(torch.arange(1.0, 5.0).log().expand(2, 4).clone()))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 4:
@@ -464,7 +465,7 @@ def test_zeros_of_what_no_run_prunes_are_kept(layout, tmp_path, caplog):
         trainer = Trainer(model, options, train_dataset=rows, callbacks=[callback, Looking()])
         trainer.train(resume_from_checkpoint=resume)
         assert set(callback.keeper.targets) == set(before)
-    assert "positions is all zeros, as one that has yet to learn: it trains" in caplog.text
+    assert "new_weight is all zeros, as one that has yet to learn: it trains" in caplog.text
     for name, zero in before.items():
         assert torch.equal(model.get_parameter(name) == 0, zero), name
     assert gradients
