@@ -140,6 +140,22 @@ def test_the_first_token_of_each_word_has_its_label():
     assert labels == [label for one in wanted for label in one]
 
 
+@pytest.mark.parametrize(
+    ("name", "columns", "read"),
+    [
+        ("bert", ("premise", "hypothesis", "source", "label"), "premise, hypothesis, label"),
+        ("bert", ("question1", "question2", "text", "label"), "question1, question2, label"),
+        ("bert", ("id", "tweet", "label"), "tweet, label"),
+        ("t5", ("source", "article", "highlights"), "article, highlights"),
+        ("t5", ("source", "target"), "source, target"),
+    ],
+)
+def test_the_text_of_a_row_is_found_beside_what_says_where_it_is_from(name, columns, read):
+    values = {column: [f"{column} {number}" for number in range(4)] for column in columns} | {"label": [0, 1, 2, 0]}
+    rows = Dataset.from_dict({column: values[column] for column in columns})
+    assert f"({read})" in batches(name, rows).protocol
+
+
 def test_tokens_are_masked_as_bert_was_trained():
     reader_model, rows = labelled.build("masked"), Dataset.from_dict({"text": ["many words " * 4000]})
     found, other = (
@@ -186,6 +202,8 @@ def test_no_token_of_an_image_is_a_label():
     [
         ("bert", {"sentence": ["a"] * 4, "stars": [1] * 4}, r"no column of labels.*sentence, stars.*--label-column"),
         ("bert", {"label": [1] * 4, "a": ["b"] * 4, "c": ["d"] * 4}, r"'a' and 'c' may be it.*--text-column"),
+        ("bert", {"article": ["a"] * 4, "review": ["b"] * 4, "label": [1] * 4}, "'article' and 'review' may be it"),
+        ("bert", {"id": ["a"] * 4, "label": [1] * 4, "dialog": [["b"]] * 4}, "a column of text, and there is none"),
         ("bert", {"text": ["a"] * 4, "label": [0.5] * 4}, "a label is a whole number or a name, got float"),
         ("bert", {"text": ["a"] * 4, "label": [7] * 4}, r"label 7, and the model has 3 labels, 0 to 2"),
         (

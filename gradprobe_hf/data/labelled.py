@@ -203,11 +203,10 @@ def _first_row(opened: Source) -> Row:
     """
     if opened.is_plain:
         return {"text": ""}
-    assert not isinstance(opened.rows, list), "plain texts are not rows"
     try:
-        return dict(next(iter(opened.rows)))
-    except StopIteration:
-        raise ValueError(f"{opened.name} is empty: it holds no rows.") from None
+        if opened.first_row is None:
+            raise ValueError(f"{opened.name} is empty: it holds no rows.")
+        return dict(opened.first_row)
     except ImportError as error:  # a column of audio or video, and no library that decodes it
         raise ValueError(f"{opened.name} cannot be decoded: {error}") from error
 

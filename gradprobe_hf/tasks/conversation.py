@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 Message: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = Mapping[str, Any]
 
+CHAT_COLUMNS = ("messages", "conversations")  # what columns of chats usually are called, in TRL and in ShareGPT
 TOOLS, TEMPLATE_OPTIONS = "tools", "chat_template_kwargs"  # the columns beside the messages, as TRL calls them
 # Who speaks, in ShareGPT's `{"from": ..., "value": ...}` -> in a chat template.
 _SHAREGPT_ROLES = {
@@ -47,6 +48,29 @@ class Chat:
         """
         tools, options = _parsed(row, TOOLS, list), _parsed(row, TEMPLATE_OPTIONS, dict)
         return cls(messages, tools or None, options or {})
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is the messages of a chat, or these as JSON: its form tells, whatever its column is called.
+
+    >>> is_chat([{"from": "human", "value": "Why?"}]), is_chat([{"name": "Ada"}]), is_chat("[words]")
+    (True, False, False)
+    """
+    value = from_json(value)
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def from_json(value: Any) -> Any:
+    """The list that a text is as JSON; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(json.JSONDecodeError):
+            return json.loads(value)
+    return value
+
+
+def _is_message(value: Any) -> bool:
+    names = set(value) if isinstance(value, Mapping) else set()
+    return {"from", "value"} <= names or ("role" in names and not names.isdisjoint({"content", "tool_calls"}))
 
 
 def messages_of(value: list[Any], column: str) -> list[Message]:
