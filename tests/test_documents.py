@@ -347,6 +347,18 @@ def test_chats_of_sharegpt_are_read_in_the_names_of_the_template():
     assert torch.equal(found.items[0]["input_ids"], one_chat(tokenizer=chatting(CHATML))["input_ids"])
 
 
+def test_a_system_prompt_beside_a_chat_is_its_first_message():
+    tokenizer, said = chatting(CHATML), "Be brief."
+    whole = [{"role": "system", "content": said}, *CHAT]
+    wanted = one_chat(tokenizer=tokenizer, chat=whole)["input_ids"]
+    for row in ({"conversations": CHAT, "system": said}, {"messages": whole, "system": "Another one."}):
+        found = load([row], samples=1, length=200, packing=False, model=LONG, tokenizer=tokenizer)
+        assert torch.equal(found.items[0]["input_ids"], wanted)
+    rows = [{"messages": CHAT, "system": None}, {"messages": CHAT, "system": ""}]
+    found = load(rows, samples=2, length=200, packing=False, model=LONG, tokenizer=tokenizer)
+    assert "system" not in tokenizer.decode(found.items[0]["input_ids"].flatten())
+
+
 def test_packed_chats_begin_once_and_keep_their_labels():
     tokenizer = chatting(WITH_BOS, "<s> $A")
     rows = [

@@ -15,15 +15,15 @@ from tests import cases, labelled
 CASES = labelled.CASES
 
 
-def batches(name, rows=None, *, samples=4, batch_size=2, label_column=None, model=None):
+def batches(name, rows=None, *, samples=4, batch_size=2, label_column=None, model=None, processor=None, **text):
     case = CASES[name]
     model = model or labelled.build(name)
     return load_batches(
         case.rows() if rows is None else rows,
-        WindowSpec(samples, 32, batch_size),
+        WindowSpec(samples, 32, batch_size, text=TextOptions(**text)),
         part="calibration",
         model=model,
-        processing_class=case.processor(),
+        processing_class=processor or case.processor(),
         task=TaskOptions(task_of_class(type(model).__name__), label_column),
         progress=False,
     )
@@ -195,6 +195,73 @@ def test_no_token_of_an_image_is_a_label():
     assert image.sum(1).tolist() == [4, 4]
     assert (batch["labels"][image] == -100).all()
     assert torch.equal(batch["labels"] != -100, batch["attention_mask"].bool() & ~image)
+
+
+SEEING = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% for c in m.content %}"
+    "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}</s>{% endfor %}"
+)
+
+
+def seeing(begins="<s> $A"):
+    """LLaVA's processor with a chat template that writes the BOS, and a tokenizer that writes it, too."""
+    processor = CASES["llava"].processor()
+    processor.chat_template = SEEING
+    processor.tokenizer.backend_tokenizer.post_processor = cases.tokenizer(begins).backend_tokenizer.post_processor
+    return processor
+
+
+ASKED = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat"}]
+IN_PARTS = [
+    {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "What?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A cat"}]},
+]
+WITHOUT_A_PLACE = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat"}]
+
+
+@pytest.mark.parametrize(
+    ("images", "chats", "system"),
+    [
+        ("image", {"conversations": ASKED}, ""),
+        ("image", {"conversations": ASKED, "system": "Be brief."}, "[system]Be brief.</s>"),
+        ("images", {"messages": IN_PARTS}, ""),
+        ("image", {"dialog": WITHOUT_A_PLACE}, ""),
+    ],
+)
+def test_a_chat_of_an_image_is_rendered_with_it(images, chats, system):
+    pictures = CASES["llava"].rows()["image"][:4]
+    pictures = [[one] for one in pictures] if images == "images" else pictures
+    rows = Dataset.from_dict(
+        {"id": list("abcd"), images: pictures} | {name: [value] * 4 for name, value in chats.items()}
+    )
+    processor = seeing()
+    found = batches("llava", rows, processor=processor)
+    said = processor.tokenizer.decode(found.items[0]["input_ids"][0]).replace("<image>" * 4, "<image>")
+    assert said == f"<s>{system}[user]<image>What?</s>[assistant]A cat</s>"
+    assert f"({images}, {next(iter(chats))})" in found.protocol
+    assert found.items[0]["pixel_values"].shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"conversations": [ASKED]}, {"processor": None}, "holds chats, and this LlavaProcessor has no chat template"),
+        ({"conversations": [ASKED], "answer": ["a"]}, {"label_column": "answer"}, "leave label_column unset"),
+        ({"conversations": [ASKED * 2]}, {}, "has 1 images, and its text has places for 2"),
+        ({"conversations": [ASKED], "system": [3]}, {}, "the column 'system' beside the messages"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_with_its_image_is_refused(columns, options, message):
+    rows = Dataset.from_dict({"image": CASES["llava"].rows()["image"][:1]} | columns)
+    with pytest.raises(ValueError, match=message):
+        batches("llava", rows, samples=1, **{"processor": seeing(), **options})
+
+
+def test_a_text_of_an_image_begins_once():
+    (batch, _) = batches("llava", processor=seeing())
+    assert (batch["input_ids"] == 256).sum(1).tolist() == [1, 1]
+    (plain, _) = batches("llava", processor=seeing(begins="$A"))
+    assert torch.equal(batch["input_ids"], plain["input_ids"])
 
 
 @pytest.mark.parametrize(

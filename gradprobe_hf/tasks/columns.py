@@ -40,6 +40,8 @@ def _is_words(value: Any) -> bool:
 
 
 def _is_image(value: Any) -> bool:
+    if isinstance(value, list) and value:
+        return all(map(_is_image, value))
     return hasattr(value, "convert") or (isinstance(value, Mapping) and "bytes" in value and "path" in value)
 
 

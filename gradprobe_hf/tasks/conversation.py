@@ -12,6 +12,7 @@ Message: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = Mapping[str, Any]
 
 CHAT_COLUMNS = ("messages", "conversations")  # what columns of chats usually are called, in TRL and in ShareGPT
+SYSTEM = "system"  # the column that ShareGPT has beside them, and the role of who says what is in it
 TOOLS, TEMPLATE_OPTIONS = "tools", "chat_template_kwargs"  # the columns beside the messages, as TRL calls them
 # Who speaks, in ShareGPT's `{"from": ..., "value": ...}` -> in a chat template.
 _SHAREGPT_ROLES = {
@@ -43,9 +44,19 @@ class Chat:
     def of_row(cls, messages: list[Message], row: Row) -> Chat:
         """Messages, with the tools and template options of the row that they are in.
 
+        Its system prompt comes first, unless the messages begin with one of their own.
+
         Raises:
             ValueError: one of these columns holds something else.
         """
+        system = row.get(SYSTEM)
+        if system is not None and not isinstance(system, str):
+            raise ValueError(
+                f"the column {SYSTEM!r} beside the messages is their system prompt, and must hold a text: it holds "
+                f"{shown(system)}. Leave out a column that is something else."
+            )
+        if system and messages and messages[0]["role"] != SYSTEM:
+            messages = [{"role": SYSTEM, "content": system}, *messages]
         tools, options = _parsed(row, TOOLS, list), _parsed(row, TEMPLATE_OPTIONS, dict)
         return cls(messages, tools or None, options or {})
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.tasks.columns import IGNORED, Row, stacked, text_of, value_of
+from gradprobe_hf.tasks.image_texts import text_with_images
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.text_batches import class_labels, target_ids
 
@@ -38,16 +39,18 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
 
 
 def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
-    """Images with a text each; every token of the text is a label, and none of an image's.
-
-    A chat template puts image and text where the model had them in training; a tokenizer without one gets its image
-    token in front of the text.
-    """
+    """Images with a text each, or with a chat; every token of the text is a label, and none of an image's."""
     processor, (image, text) = reader.processing_class, reader.inputs
-    images = [as_image(value_of(row, image)) for row in rows]
-    texts = [_with_image(processor, text_of(row, text, "the data set"), _answer(row, reader)) for row in rows]
-    padded = {"padding": True} if len(rows) > 1 else {}
-    batch = dict(processor(images=[[one] for one in images], text=texts, return_tensors="pt", **padded))
+    images = [_images(value_of(row, image)) for row in rows]
+    texts = [
+        text_with_images(processor, row, text, _answer(row, reader), len(own))
+        for row, own in zip(rows, images, strict=True)
+    ]
+    options: dict[str, Any] = {"padding": True} if len(rows) > 1 else {}
+    begin = getattr(reader.tokenizer, "bos_token", None)
+    if begin and all(one.startswith(begin) for one in texts):  # the template has written it
+        options["add_special_tokens"] = False
+    batch = dict(processor(images=images, text=texts, return_tensors="pt", **options))
     ids = batch["input_ids"]
     # Images are long runs of one token; what marks them is special too, and an end of text is not.
     image_ids = torch.tensor(sorted(_image_token_ids(processor, reader.config)), dtype=ids.dtype)
@@ -55,6 +58,10 @@ def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     return {name: value for name, value in batch.items() if name in reader.accepts} | {
         "labels": ids.masked_fill(~counts, IGNORED)
     }
+
+
+def _images(value: Any) -> list[Image]:
+    return [as_image(one) for one in value] if isinstance(value, list) else [as_image(value)]
 
 
 def as_image(value: Any) -> Image:
@@ -113,17 +120,6 @@ def _said(row: Row, reader: RowReader) -> str:
 
 def _answer(row: Row, reader: RowReader) -> str | None:
     return None if reader.label is None else text_of(row, reader.label, "label_column")
-
-
-def _with_image(processor: Any, text: str, answer: str | None) -> str:
-    """The text with its image, as the model's own template puts them; with an answer, if there is one."""
-    if not getattr(processor, "chat_template", None):
-        token = str(getattr(processor, "image_token", "<image>"))
-        whole = text if answer is None else f"{text}\n{answer}"
-        return whole if token in whole else f"{token}\n{whole}"
-    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
-    answered = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
-    return str(processor.apply_chat_template([asked] if answer is None else [asked, answered]))
 
 
 def _image_token_ids(processor: Any, config: Any) -> set[int]:

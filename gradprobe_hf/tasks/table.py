@@ -9,7 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradprobe_hf.tasks.columns import AUDIO, IMAGE, TEXT, WORDS, ColumnKind, Row, find_column, find_label, find_pair
+from gradprobe_hf.tasks.columns import (
+    AUDIO,
+    IMAGE,
+    TEXT,
+    WORDS,
+    ColumnKind,
+    Row,
+    find_chat,
+    find_column,
+    find_label,
+    find_pair,
+)
 from gradprobe_hf.tasks.media_batches import classified_images, images_with_text, transcribed_speech
 from gradprobe_hf.tasks.metrics import METRICS, Compared, Metric
 from gradprobe_hf.tasks.predictions import (
@@ -120,6 +131,8 @@ class Task:
         found: list[str] = []
         for kind in self.inputs:
             named = text_column if kind in (TEXT, WORDS) else None
+            if kind is TEXT and len(self.inputs) > 1 and named is None:  # what is said of an image may be a chat
+                named = find_chat(first)
             found.append(find_column(first, kind, named, apart=[*found, *([label] if label else [])]))
         return tuple(found), label
 
