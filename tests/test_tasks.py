@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
+from PIL import Image
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from gradprobe_hf.data.labelled import TaskOptions
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
 from gradprobe_hf.tasks.columns import LabelNames
+from gradprobe_hf.tasks.media_batches import as_image
 from gradprobe_hf.tasks.table import task_of_class
 from tests import cases, labelled
 
@@ -127,6 +131,101 @@ def test_prepared_images_work_as_they_are():
     found = batches("vit", rows)
     assert found.items[0]["pixel_values"].shape == (2, 3, 8, 8)
     assert sorted(torch.cat([batch["labels"] for batch in found]).tolist()) == [0, 0, 1, 2]
+
+
+def test_speech_that_is_prepared_is_padded_as_its_extractor_does():
+    """The loss of rows of unequal lengths is the same, whatever rows they are in a batch with."""
+    config = labelled.build("wav2vec2").config
+    config.ctc_loss_reduction, config.feat_extract_norm = "sum", "layer"  # as models that are trained with masks
+    model = type(labelled.build("wav2vec2"))(config).eval()
+    rows = Dataset.from_dict({"input_values": labelled._waves(8), "labels": [[5, 6], [7]] * 4, "idx": list(range(8))})
+    together, alone = (batches("wav2vec2", rows, samples=8, batch_size=size, model=model) for size in (4, 1))
+    assert [batch["attention_mask"].shape for batch in together] == [batch["input_values"].shape for batch in together]
+    with torch.no_grad():
+        losses = [sum(float(model(**batch).loss) for batch in found) for found in (together, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_padding_that_would_be_heard_is_refused():
+    processor = CASES["wav2vec2"].processor()
+    processor.feature_extractor.return_attention_mask = False  # as of models that were trained without masks
+    rows = Dataset.from_dict({"input_values": labelled._waves(4), "labels": [[5, 6]] * 4})
+    with pytest.raises(ValueError, match=r"input_values have unequal lengths.*batch_size=1"):
+        batches("wav2vec2", rows, processor=processor)
+    assert all("attention_mask" not in batch for batch in batches("wav2vec2", rows, processor=processor, batch_size=1))
+
+
+def test_prepared_images_of_several_sizes_are_refused():
+    rows = Dataset.from_dict({"pixel_values": [torch.zeros(3, 8, 8 + side).tolist() for side in range(4)]})
+    with pytest.raises(ValueError, match=r"pixel_values of the shapes \(3, 8, \d+\) and \(3, 8, \d+\)"):
+        batches("vit", rows.add_column("label", [0] * 4))
+
+
+@pytest.mark.parametrize("seconds", [1.0, 1.5])
+def test_speech_that_the_model_would_not_hear_the_end_of_is_refused(seconds):
+    rows = Dataset.from_dict({"audio": [[0.1] * int(16_000 * seconds)] * 2, "text": ["all that is said"] * 2})
+    if seconds == 1:  # as long as the extractor of these tests hears
+        assert len(batches("whisper", rows, samples=2)) == 1
+        return
+    with pytest.raises(ValueError, match=r"lasts 1\.5 seconds, and the model hears 1 of them.*<= 16000\)"):
+        batches("whisper", rows, samples=2)
+
+
+PICTURE = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PICTURE,
+        PICTURE.tolist(),
+        torch.from_numpy(PICTURE).permute(2, 0, 1),
+        torch.from_numpy(PICTURE).permute(2, 0, 1) / 255,
+        (PICTURE / 255).astype(np.float32),
+    ],
+    ids=["bytes", "lists", "channels first", "floats, channels first", "floats"],
+)
+def test_an_array_is_the_image_that_it_shows(given):
+    assert np.array_equal(np.asarray(as_image(given)), PICTURE)
+
+
+def test_images_in_another_form_than_the_models_are_turned_into_it():
+    floats = Dataset.from_dict({"image": list(PICTURE[None].repeat(4, 0) / 255), "label": [0] * 4})
+    wanted = Dataset.from_dict({"image": [Image.fromarray(PICTURE)] * 4, "label": [0] * 4})
+    images = [batches("vit", rows).items[0]["pixel_values"] for rows in (floats.with_format("torch"), wanted)]
+    assert torch.equal(*images)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (PICTURE.astype(np.float32), "float32 values from 0 to 249: give whole numbers from 0 to 255, or floats"),
+        (PICTURE / 127.5 - 1, "float64 values from -1 to 0.95"),
+        (PICTURE.astype(np.uint16) * 100, "uint16 values"),
+        (np.zeros((4, 9, 7, 3)), r"an array of shape \[4, 9, 7, 3\]"),
+    ],
+)
+def test_an_array_that_is_no_image_is_refused(array, message):
+    with pytest.raises(ValueError, match=message):
+        as_image(array)
+
+
+def test_a_model_of_one_channel_sees_gray():
+    model = labelled.build("vit")
+    model.config.num_channels = 1
+    gray = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
+    (batch, _) = batches("vit", model=model, processor=gray)
+    assert batch["pixel_values"].shape == (2, 1, 8, 8)
+
+
+def test_the_tokens_of_a_stream_that_was_mapped_win_over_its_text():
+    words = labelled.tokenizer()
+    plain = labelled.classified().to_iterable_dataset()
+    mapped = plain.map(lambda row: {"input_ids": words("prefix: " + row["sentence"])["input_ids"]})
+    assert mapped.column_names is None
+    (batch, _) = batches("bert", mapped)
+    assert words.decode(batch["input_ids"][0]).startswith("prefix: ")
+    assert "tokenised rows" in batches("bert", mapped).protocol
 
 
 def test_the_first_token_of_each_word_has_its_label():

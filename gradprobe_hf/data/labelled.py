@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.packing import WindowSpec
-from gradprobe_hf.data.sources import Source
+from gradprobe_hf.data.sources import Source, columns_of
 from gradprobe_hf.data.text_options import TextOptions, template_columns
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text
@@ -27,6 +27,7 @@ from gradprobe_hf.tasks.table import Task
 
 Item = TypeVar("Item")
 
+SPEECH = ("input_values", "input_features")
 ROWS_MEASURED = 1000  # at most, where no number was asked for: it takes 1,000 to tell accuracies apart by 3%
 
 
@@ -156,13 +157,13 @@ class Labels:
             labels = _row_label(row, reader, spec.task)
             if labels is not None:
                 one["labels"] = labels
-        items = [_stacked(part, reader) for part in _parts(values, spec.batch_size)]
+        items = [_stacked(part, reader) for part in _parts(_masked(values, reader), spec.batch_size)]
         kind = "tokenised rows" if "input_ids" in keep else spec.task.row
         return _described(items, opened, f"{len(rows)} {kind}, shuffled with seed {spec.seed}")
 
     def _is_prepared(self, opened: Source) -> bool:
         """Whether rows hold what the model is called with already."""
-        names = [] if isinstance(opened.rows, list) else opened.rows.column_names or []
+        names = [] if isinstance(opened.rows, list) else columns_of(opened.rows)
         return self.model.main_input_name in names or "input_ids" in names
 
     def _reader(self, inputs: tuple[str, ...], label: str | None, stored_names: tuple[str, ...]) -> RowReader:
@@ -265,6 +266,17 @@ def _row_label(row: Row, reader: RowReader, task: Task) -> Tensor | None:
     return torch.tensor(reader.label_names.number(value, "a row"))
 
 
+def _masked(rows: Sequence[dict[str, Tensor]], reader: RowReader) -> Sequence[dict[str, Tensor]]:
+    """Speech of unequal lengths with a mask of what is no padding, where the model was trained with one."""
+    name = next((name for name in SPEECH if name in rows[0]), None)
+    if name is None or "attention_mask" in rows[0] or len({len(row[name]) for row in rows}) == 1:
+        return rows
+    extractor = getattr(reader.processing_class, "feature_extractor", reader.processing_class)
+    if not getattr(extractor, "return_attention_mask", False) or "attention_mask" not in reader.accepts:
+        return rows
+    return [{**row, "attention_mask": torch.ones(len(row[name]), dtype=torch.long)} for row in rows]
+
+
 def _stacked(rows: Sequence[dict[str, Tensor]], reader: RowReader) -> dict[str, Any]:
     fill = {"labels": IGNORED}
     if "input_ids" in rows[0]:
@@ -273,12 +285,32 @@ def _stacked(rows: Sequence[dict[str, Tensor]], reader: RowReader) -> dict[str, 
     missing = next((name for name in rows[0] for row in rows if name not in row), None)
     if missing is not None or any(len(row) != len(rows[0]) for row in rows):
         raise ValueError(f"some rows have {missing or 'labels'!r} and others do not.")
-    return {name: _padded([row[name] for row in rows], fill.get(name, 0)) for name in rows[0]}
+    return {name: _padded(name, [row[name] for row in rows], fill.get(name, 0), rows[0]) for name in rows[0]}
 
 
-def _padded(values: Sequence[Tensor], fill: int) -> Tensor:
+def _padded(name: str, values: Sequence[Tensor], fill: int, row: Mapping[str, Tensor]) -> Tensor:
+    """Values of unequal lengths, filled on the right.
+
+    Args:
+        row: the first, for what else it has.
+
+    Raises:
+        ValueError: they differ in more than their length, or their padding would be heard.
+    """
     if all(value.shape == values[0].shape for value in values):
         return torch.stack(list(values))
+    if any(value.shape[1:] != values[0].shape[1:] for value in values) or name == "pixel_values":
+        shapes = " and ".join(map(str, sorted({tuple(value.shape) for value in values})[:3]))
+        raise ValueError(
+            f"rows of one batch have {name} of the shapes {shapes}: prepare all of one size, as the model's processor "
+            "does, or set batch_size=1 (--batch-size 1)."
+        )
+    if name in SPEECH and "attention_mask" not in row:
+        raise ValueError(
+            f"{name} have unequal lengths and no attention_mask, so that what they are padded with would be heard as "
+            "silence: set batch_size=1 (--batch-size 1), or give rows with an attention_mask where the model was "
+            "trained with one (return_attention_mask of its feature extractor)."
+        )
     return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_value=fill)
 
 
