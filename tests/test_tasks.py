@@ -7,6 +7,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
+from transformers import BertForQuestionAnswering, Wav2Vec2ForSequenceClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from gradprobe_hf.data.labelled import TaskOptions
@@ -15,6 +16,7 @@ from gradprobe_hf.tasks.columns import LabelNames
 from gradprobe_hf.tasks.media_batches import as_image
 from gradprobe_hf.tasks.table import task_of_class
 from tests import cases, labelled
+from tests.architectures import ARCHITECTURES
 
 CASES = labelled.CASES
 
@@ -216,6 +218,56 @@ def test_a_model_of_one_channel_sees_gray():
     gray = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
     (batch, _) = batches("vit", model=model, processor=gray)
     assert batch["pixel_values"].shape == (2, 1, 8, 8)
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["tokens", "texts"])
+def test_rows_with_several_labels_have_a_number_for_each(prepared):
+    """Whole numbers, as tables have them, though the loss takes fractions."""
+    model, words = labelled.build("bert"), labelled.tokenizer()
+    several = [[number % 2, 1, 0] for number in range(4)]
+    given = {"input_ids": words(labelled.texts(4))["input_ids"]} if prepared else {"text": labelled.texts(4)}
+    rows = Dataset.from_dict(given | {"labels": several})
+    with pytest.raises(ValueError, match=r"problem_type='multi_label_classification'"):
+        batches("bert", rows, model=model)
+    model.config.problem_type = "multi_label_classification"
+    found = batches("bert", rows, model=model)
+    labels = torch.cat([batch["labels"] for batch in found])
+    assert labels.dtype == torch.float32
+    assert labels.tolist() == rows.shuffle(seed=0)["labels"][:]
+    assert model(**found.items[0]).loss.isfinite()
+    for wrong in ([0, 1], ["a", "b"], [0, 2, 1]):
+        with pytest.raises(ValueError, match=r"needs 3 numbers: for each label 1 where it is the row's"):
+            batches("bert", Dataset.from_dict(given | {"labels": [wrong] * 4}), model=model)
+
+
+UNREAD = {
+    "question-answering": (
+        lambda: BertForQuestionAnswering(labelled.build("bert").config),
+        {"id": ["a"], "context": ["b"], "question": ["c"], "answers": [{"text": ["b"], "answer_start": [0]}]},
+        "'input_ids', 'start_positions' and 'end_positions'",
+    ),
+    "image-segmentation": (
+        lambda: next(one for one in ARCHITECTURES if one.name == "SegFormer").build(),
+        {"image": [Image.new("RGB", (8, 8))], "label": [Image.new("L", (8, 8))]},
+        "'pixel_values', .* and 'labels', a class for each pixel",
+    ),
+    "audio-classification": (
+        lambda: Wav2Vec2ForSequenceClassification(labelled.build("wav2vec2").config),
+        {"audio": [[0.1] * 400], "label": [0]},
+        "'input_values' .* and a 'label'",
+    ),
+}
+
+
+@pytest.mark.parametrize("task", UNREAD)
+def test_rows_of_which_nothing_is_made_say_what_is_needed(task):
+    make, columns, needed = UNREAD[task]
+    model = make()
+    found = task_of_class(type(model).__name__)
+    assert found.name == task
+    options = {"part": "calibration", "model": model, "processing_class": None, "task": TaskOptions(found)}
+    with pytest.raises(ValueError, match=rf"prepare rows that hold {needed} \(dataset\.map\), or give batches"):
+        load_batches(Dataset.from_dict(columns), WindowSpec(1, 8, 1), **options)
 
 
 def test_the_tokens_of_a_stream_that_was_mapped_win_over_its_text():

@@ -24,6 +24,7 @@ from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import Task
+from gradprobe_hf.tasks.text_batches import multi_hot
 
 Item = TypeVar("Item")
 
@@ -107,7 +108,13 @@ class Labels:
         task = self.spec.task
         if not task.cuts_windows and self._is_prepared(opened):
             return self._prepared(opened)
-        if not task.reads(_first_row(opened)):
+        first = _first_row(opened)
+        if task.prepared and not self._reads_text(opened, first):
+            raise ValueError(
+                f"{opened.name} has the columns {', '.join(map(repr, first))}, and for {task.name} no batches are made "
+                f"of such rows: prepare rows that hold {task.prepared} (dataset.map), or give batches of that."
+            )
+        if not task.reads(first):
             if self.spec.label_column is not None:
                 raise ValueError(
                     f"label_column={self.spec.label_column!r} has no effect here: of {opened.name} windows of text are "
@@ -165,6 +172,12 @@ class Labels:
         """Whether rows hold what the model is called with already."""
         names = [] if isinstance(opened.rows, list) else columns_of(opened.rows)
         return self.model.main_input_name in names or "input_ids" in names
+
+    def _reads_text(self, opened: Source, first: Row) -> bool:
+        """Whether it is text that the model can be given without a loss, which some scores do without."""
+        text = self.spec.text
+        named = opened.is_plain or "text" in first or text.text_column is not None or text.text_template is not None
+        return named and self.model.main_input_name == "input_ids"
 
     def _reader(self, inputs: tuple[str, ...], label: str | None, stored_names: tuple[str, ...]) -> RowReader:
         return RowReader(
@@ -256,8 +269,11 @@ def _row_label(row: Row, reader: RowReader, task: Task) -> Tensor | None:
     value = row.get("labels", row.get("label"))
     if value is None:
         return None
+    if task.one_label and reader.is_multi_label:
+        return multi_hot(value, reader)
     found = torch.as_tensor(value) if not isinstance(value, str) else None
-    if found is not None and found.ndim:
+    # Whole numbers are classes, of which a row has one; of fractions transformers takes one for each label.
+    if found is not None and found.ndim and (found.is_floating_point() or found.numel() == 1 or not task.one_label):
         return found
     if not task.one_label:
         return None  # a number beside a text that is to be continued is about something else

@@ -275,10 +275,13 @@ class LabelNames:
                     f"{self._known()}"
                 )
             return int(value)
+        if value is None:
+            raise ValueError(f"{where} has no label.")
+        several = isinstance(value, (Sequence, Tensor))
         raise ValueError(
-            f"{where} has no label."
-            if value is None
-            else f"{where} has the label {value!r}: a label is a whole number or a name, got {type(value).__name__}."
+            f"{where} has the label {value!r}: a label is a whole number or a name, got {type(value).__name__}."
+            + " Where a row has several, the model's config must say so: problem_type='multi_label_classification'."
+            * several
         )
 
     def _named(self, value: str, where: str) -> int:
