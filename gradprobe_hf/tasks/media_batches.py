@@ -33,7 +33,7 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
     extractor = reader.feature_extractor
     rate = extractor.sampling_rate
     waves = [as_wave(reader.input(row), rate) for row in rows]
-    _check_heard(max(map(len, waves)), extractor)
+    _check_heard(max(map(len, waves)), extractor, reader.inputs[0])
     # Whisper pads to 30 seconds whatever it is given; others pad to the longest of the batch.
     whole = {} if reader.config.is_encoder_decoder else {"padding": True}
     inputs = _tensors(extractor(waves, sampling_rate=rate, return_tensors="pt", **whole), reader)
@@ -142,7 +142,7 @@ def as_wave(value: Any, rate: int) -> Any:
     return wave
 
 
-def _check_heard(longest: int, extractor: Any) -> None:
+def _check_heard(longest: int, extractor: Any, column: str) -> None:
     """Raise ValueError for speech that an extractor cuts: all that is said is a label, and the end would not be heard.
 
     Whisper's hears 30 seconds; others have no limit.
@@ -153,7 +153,7 @@ def _check_heard(longest: int, extractor: Any) -> None:
         raise ValueError(
             f"a recording lasts {longest / rate:.1f} seconds, and the model hears {limit / rate:g} of them, though its "
             "labels are all that is said. Cut it into shorter ones with a text each, or leave it out: "
-            f"dataset.filter(lambda row: len(row['audio']['array']) <= {limit}), of plain arrays len(row['audio'])."
+            f"dataset.filter(lambda row: len(row[{column!r}]['array']) <= {limit}), of plain arrays len(row[{column!r}])."
         )
 
 
