@@ -153,7 +153,8 @@ def _check_heard(longest: int, extractor: Any, column: str) -> None:
         raise ValueError(
             f"a recording lasts {longest / rate:.1f} seconds, and the model hears {limit / rate:g} of them, though its "
             "labels are all that is said. Cut it into shorter ones with a text each, or leave it out: "
-            f"dataset.filter(lambda row: len(row[{column!r}]['array']) <= {limit}), of plain arrays len(row[{column!r}])."
+            f"dataset.filter(lambda row: len(row[{column!r}]['array']) <= {limit}), of plain arrays "
+            f"len(row[{column!r}])."
         )
 
 
