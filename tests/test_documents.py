@@ -14,7 +14,7 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.values import mixture
 from gradprobe_hf.data import sources
 from gradprobe_hf.data.chat import ChatTemplate
-from gradprobe_hf.data.conversation import Chat
+from gradprobe_hf.tasks.conversation import Chat
 from tests import cases
 from tests.test_calibration import TOKENIZER, ids, load
 
@@ -111,8 +111,32 @@ def written(path, rows):
     ids=["nothing in the first row", "a list of texts"],
 )
 def test_a_first_row_without_a_text_does_not_make_one_of_another_column(rows, tmp_path):
-    with pytest.raises(ValueError, match=r"no 'text' column; its columns are .*--text-column"):
+    with pytest.raises(ValueError, match=r"the column 'body' must hold a text.* holds (nothing|list)"):
         load(written(tmp_path / "rows.jsonl", rows))
+
+
+@pytest.mark.parametrize("column", ["id", "doc_id", "url", "source"])
+def test_what_says_which_text_a_row_has_is_no_text(column):
+    """Of this a model would be calibrated on the numbers of its rows."""
+    marks = {column: [f"row number {number} of them" for number in range(40)]}
+    found = load(Dataset.from_dict({**marks, "body": COLUMNS["answer"]}))
+    assert found.fingerprint == load(COLUMNS["answer"]).fingerprint
+    assert "of the column 'body'" in found.protocol
+    with pytest.raises(ValueError, match=rf"no 'text' column; its columns are '{column}'.*--text-column"):
+        load(Dataset.from_dict(marks))
+    assert f"of the column '{column}'" in load(Dataset.from_dict(marks), text_column=column).protocol
+
+
+@pytest.mark.parametrize("as_table", [lambda chat: chat, json.dumps], ids=["lists", "json"])
+def test_messages_are_a_chat_whatever_their_column_is_called(as_table):
+    options = {"samples": 1, "length": 200, "packing": False, "model": LONG, "tokenizer": chatting(CHATML)}
+    rows = [{"id": "train-0-of-the-set", "model": "a name", "dialog": as_table(CHAT)}]
+    found = load(rows, **options)
+    assert torch.equal(found.items[0]["input_ids"], load([{"messages": CHAT}], **options).items[0]["input_ids"])
+    assert "1 documents of the column 'dialog', a row each" in found.protocol
+    two = [{"prompt": "a text", "chosen": as_table(CHAT), "rejected": as_table(CHAT)}]
+    with pytest.raises(ValueError, match=r"its columns are 'prompt', 'chosen', 'rejected'. Name the one to use"):
+        load(two, **options)
 
 
 def test_the_first_chat_may_be_empty(tmp_path):
@@ -321,6 +345,18 @@ def test_chats_of_sharegpt_are_read_in_the_names_of_the_template():
     row = {"conversations": [{"from": speakers[role], "value": content} for role, content in TURNS]}
     found = load([row], samples=1, length=200, packing=False, model=LONG, tokenizer=chatting(CHATML))
     assert torch.equal(found.items[0]["input_ids"], one_chat(tokenizer=chatting(CHATML))["input_ids"])
+
+
+def test_a_system_prompt_beside_a_chat_is_its_first_message():
+    tokenizer, said = chatting(CHATML), "Be brief."
+    whole = [{"role": "system", "content": said}, *CHAT]
+    wanted = one_chat(tokenizer=tokenizer, chat=whole)["input_ids"]
+    for row in ({"conversations": CHAT, "system": said}, {"messages": whole, "system": "Another one."}):
+        found = load([row], samples=1, length=200, packing=False, model=LONG, tokenizer=tokenizer)
+        assert torch.equal(found.items[0]["input_ids"], wanted)
+    rows = [{"messages": CHAT, "system": None}, {"messages": CHAT, "system": ""}]
+    found = load(rows, samples=2, length=200, packing=False, model=LONG, tokenizer=tokenizer)
+    assert "system" not in tokenizer.decode(found.items[0]["input_ids"].flatten())
 
 
 def test_packed_chats_begin_once_and_keep_their_labels():

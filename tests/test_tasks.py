@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
+from PIL import Image
+from transformers import BertForQuestionAnswering, Wav2Vec2ForSequenceClassification
+from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from gradprobe_hf.data.labelled import TaskOptions
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
 from gradprobe_hf.tasks.columns import LabelNames
+from gradprobe_hf.tasks.media_batches import as_image
 from gradprobe_hf.tasks.table import task_of_class
 from tests import cases, labelled
+from tests.architectures import ARCHITECTURES
 
 CASES = labelled.CASES
 
 
-def batches(name, rows=None, *, samples=4, batch_size=2, label_column=None, model=None):
+def batches(name, rows=None, *, samples=4, batch_size=2, label_column=None, model=None, processor=None, **text):
     case = CASES[name]
     model = model or labelled.build(name)
     return load_batches(
         case.rows() if rows is None else rows,
-        WindowSpec(samples, 32, batch_size),
+        WindowSpec(samples, 32, batch_size, text=TextOptions(**text)),
         part="calibration",
         model=model,
-        processing_class=case.processor(),
+        processing_class=processor or case.processor(),
         task=TaskOptions(task_of_class(type(model).__name__), label_column),
         progress=False,
     )
@@ -129,6 +135,151 @@ def test_prepared_images_work_as_they_are():
     assert sorted(torch.cat([batch["labels"] for batch in found]).tolist()) == [0, 0, 1, 2]
 
 
+def test_speech_that_is_prepared_is_padded_as_its_extractor_does():
+    """The loss of rows of unequal lengths is the same, whatever rows they are in a batch with."""
+    config = labelled.build("wav2vec2").config
+    config.ctc_loss_reduction, config.feat_extract_norm = "sum", "layer"  # as models that are trained with masks
+    model = type(labelled.build("wav2vec2"))(config).eval()
+    rows = Dataset.from_dict({"input_values": labelled._waves(8), "labels": [[5, 6], [7]] * 4, "idx": list(range(8))})
+    together, alone = (batches("wav2vec2", rows, samples=8, batch_size=size, model=model) for size in (4, 1))
+    assert [batch["attention_mask"].shape for batch in together] == [batch["input_values"].shape for batch in together]
+    with torch.no_grad():
+        losses = [sum(float(model(**batch).loss) for batch in found) for found in (together, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_padding_that_would_be_heard_is_refused():
+    processor = CASES["wav2vec2"].processor()
+    processor.feature_extractor.return_attention_mask = False  # as of models that were trained without masks
+    rows = Dataset.from_dict({"input_values": labelled._waves(4), "labels": [[5, 6]] * 4})
+    with pytest.raises(ValueError, match=r"input_values have unequal lengths.*batch_size=1"):
+        batches("wav2vec2", rows, processor=processor)
+    assert all("attention_mask" not in batch for batch in batches("wav2vec2", rows, processor=processor, batch_size=1))
+
+
+def test_prepared_images_of_several_sizes_are_refused():
+    rows = Dataset.from_dict({"pixel_values": [torch.zeros(3, 8, 8 + side).tolist() for side in range(4)]})
+    with pytest.raises(ValueError, match=r"pixel_values of the shapes \(3, 8, \d+\) and \(3, 8, \d+\)"):
+        batches("vit", rows.add_column("label", [0] * 4))
+
+
+@pytest.mark.parametrize("seconds", [1.0, 1.5])
+def test_speech_that_the_model_would_not_hear_the_end_of_is_refused(seconds):
+    rows = Dataset.from_dict({"audio": [[0.1] * int(16_000 * seconds)] * 2, "text": ["all that is said"] * 2})
+    if seconds == 1:  # as long as the extractor of these tests hears
+        assert len(batches("whisper", rows, samples=2)) == 1
+        return
+    with pytest.raises(ValueError, match=r"lasts 1\.5 seconds, and the model hears 1 of them.*<= 16000\)"):
+        batches("whisper", rows, samples=2)
+
+
+PICTURE = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        PICTURE,
+        PICTURE.tolist(),
+        torch.from_numpy(PICTURE).permute(2, 0, 1),
+        torch.from_numpy(PICTURE).permute(2, 0, 1) / 255,
+        (PICTURE / 255).astype(np.float32),
+    ],
+    ids=["bytes", "lists", "channels first", "floats, channels first", "floats"],
+)
+def test_an_array_is_the_image_that_it_shows(given):
+    assert np.array_equal(np.asarray(as_image(given)), PICTURE)
+
+
+def test_images_in_another_form_than_the_models_are_turned_into_it():
+    floats = Dataset.from_dict({"image": list(PICTURE[None].repeat(4, 0) / 255), "label": [0] * 4})
+    wanted = Dataset.from_dict({"image": [Image.fromarray(PICTURE)] * 4, "label": [0] * 4})
+    images = [batches("vit", rows).items[0]["pixel_values"] for rows in (floats.with_format("torch"), wanted)]
+    assert torch.equal(*images)
+
+
+@pytest.mark.parametrize(
+    ("array", "message"),
+    [
+        (PICTURE.astype(np.float32), "float32 values from 0 to 249: give whole numbers from 0 to 255, or floats"),
+        (PICTURE / 127.5 - 1, "float64 values from -1 to 0.95"),
+        (PICTURE.astype(np.uint16) * 100, "uint16 values"),
+        (np.zeros((4, 9, 7, 3)), r"an array of shape \[4, 9, 7, 3\]"),
+    ],
+)
+def test_an_array_that_is_no_image_is_refused(array, message):
+    with pytest.raises(ValueError, match=message):
+        as_image(array)
+
+
+def test_a_model_of_one_channel_sees_gray():
+    model = labelled.build("vit")
+    model.config.num_channels = 1
+    gray = ViTImageProcessorPil(size={"height": 8, "width": 8}, image_mean=[0.5], image_std=[0.5])
+    (batch, _) = batches("vit", model=model, processor=gray)
+    assert batch["pixel_values"].shape == (2, 1, 8, 8)
+
+
+@pytest.mark.parametrize("prepared", [True, False], ids=["tokens", "texts"])
+def test_rows_with_several_labels_have_a_number_for_each(prepared):
+    """Whole numbers, as tables have them, though the loss takes fractions."""
+    model, words = labelled.build("bert"), labelled.tokenizer()
+    several = [[number % 2, 1, 0] for number in range(4)]
+    given = {"input_ids": words(labelled.texts(4))["input_ids"]} if prepared else {"text": labelled.texts(4)}
+    rows = Dataset.from_dict(given | {"labels": several})
+    with pytest.raises(ValueError, match=r"problem_type='multi_label_classification'"):
+        batches("bert", rows, model=model)
+    model.config.problem_type = "multi_label_classification"
+    found = batches("bert", rows, model=model)
+    labels = torch.cat([batch["labels"] for batch in found])
+    assert labels.dtype == torch.float32
+    assert labels.tolist() == rows.shuffle(seed=0)["labels"][:]
+    assert model(**found.items[0]).loss.isfinite()
+    for wrong in ([0, 1], ["a", "b"], [0, 2, 1]):
+        with pytest.raises(ValueError, match=r"needs 3 numbers: for each label 1 where it is the row's"):
+            batches("bert", Dataset.from_dict(given | {"labels": [wrong] * 4}), model=model)
+
+
+UNREAD = {
+    "question-answering": (
+        lambda: BertForQuestionAnswering(labelled.build("bert").config),
+        {"id": ["a"], "context": ["b"], "question": ["c"], "answers": [{"text": ["b"], "answer_start": [0]}]},
+        "'input_ids', 'start_positions' and 'end_positions'",
+    ),
+    "image-segmentation": (
+        lambda: next(one for one in ARCHITECTURES if one.name == "SegFormer").build(),
+        {"image": [Image.new("RGB", (8, 8))], "label": [Image.new("L", (8, 8))]},
+        "'pixel_values', .* and 'labels', a class for each pixel",
+    ),
+    "audio-classification": (
+        lambda: Wav2Vec2ForSequenceClassification(labelled.build("wav2vec2").config),
+        {"audio": [[0.1] * 400], "label": [0]},
+        "'input_values' .* and a 'label'",
+    ),
+}
+
+
+@pytest.mark.parametrize("task", UNREAD)
+def test_rows_of_which_nothing_is_made_say_what_is_needed(task):
+    make, columns, needed = UNREAD[task]
+    model = make()
+    found = task_of_class(type(model).__name__)
+    assert found.name == task
+    options = {"part": "calibration", "model": model, "processing_class": None, "task": TaskOptions(found)}
+    with pytest.raises(ValueError, match=rf"prepare rows that hold {needed} \(dataset\.map\), or give batches"):
+        load_batches(Dataset.from_dict(columns), WindowSpec(1, 8, 1), **options)
+
+
+def test_the_tokens_of_a_stream_that_was_mapped_win_over_its_text():
+    words = labelled.tokenizer()
+    plain = labelled.classified().to_iterable_dataset()
+    mapped = plain.map(lambda row: {"input_ids": words("prefix: " + row["sentence"])["input_ids"]})
+    assert mapped.column_names is None
+    (batch, _) = batches("bert", mapped)
+    assert words.decode(batch["input_ids"][0]).startswith("prefix: ")
+    assert "tokenised rows" in batches("bert", mapped).protocol
+
+
 def test_the_first_token_of_each_word_has_its_label():
     rows = Dataset.from_dict({"tokens": [["Ada", "in", "Rome"]], "labels": [["B-PER", "O", "B-LOC"]]})
     (batch,) = batches("tags", rows, samples=1)
@@ -138,6 +289,22 @@ def test_the_first_token_of_each_word_has_its_label():
     assert ids == [token for piece in pieces for token in piece]
     wanted = [[label, *[-100] * (len(piece) - 1)] for piece, label in zip(pieces, (1, 0, 2), strict=True)]
     assert labels == [label for one in wanted for label in one]
+
+
+@pytest.mark.parametrize(
+    ("name", "columns", "read"),
+    [
+        ("bert", ("premise", "hypothesis", "source", "label"), "premise, hypothesis, label"),
+        ("bert", ("question1", "question2", "text", "label"), "question1, question2, label"),
+        ("bert", ("id", "tweet", "label"), "tweet, label"),
+        ("t5", ("source", "article", "highlights"), "article, highlights"),
+        ("t5", ("source", "target"), "source, target"),
+    ],
+)
+def test_the_text_of_a_row_is_found_beside_what_says_where_it_is_from(name, columns, read):
+    values = {column: [f"{column} {number}" for number in range(4)] for column in columns} | {"label": [0, 1, 2, 0]}
+    rows = Dataset.from_dict({column: values[column] for column in columns})
+    assert f"({read})" in batches(name, rows).protocol
 
 
 def test_tokens_are_masked_as_bert_was_trained():
@@ -181,11 +348,80 @@ def test_no_token_of_an_image_is_a_label():
     assert torch.equal(batch["labels"] != -100, batch["attention_mask"].bool() & ~image)
 
 
+SEEING = (
+    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{% for c in m.content %}"
+    "{% if c.type == 'image' %}<image>{% else %}{{ c.text }}{% endif %}{% endfor %}</s>{% endfor %}"
+)
+
+
+def seeing(begins="<s> $A"):
+    """LLaVA's processor with a chat template that writes the BOS, and a tokenizer that writes it, too."""
+    processor = CASES["llava"].processor()
+    processor.chat_template = SEEING
+    processor.tokenizer.backend_tokenizer.post_processor = cases.tokenizer(begins).backend_tokenizer.post_processor
+    return processor
+
+
+ASKED = [{"from": "human", "value": "<image>\nWhat?"}, {"from": "gpt", "value": "A cat"}]
+IN_PARTS = [
+    {"role": "user", "content": [{"type": "image", "text": None}, {"type": "text", "text": "What?"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "A cat"}]},
+]
+WITHOUT_A_PLACE = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "A cat"}]
+
+
+@pytest.mark.parametrize(
+    ("images", "chats", "system"),
+    [
+        ("image", {"conversations": ASKED}, ""),
+        ("image", {"conversations": ASKED, "system": "Be brief."}, "[system]Be brief.</s>"),
+        ("images", {"messages": IN_PARTS}, ""),
+        ("image", {"dialog": WITHOUT_A_PLACE}, ""),
+    ],
+)
+def test_a_chat_of_an_image_is_rendered_with_it(images, chats, system):
+    pictures = CASES["llava"].rows()["image"][:4]
+    pictures = [[one] for one in pictures] if images == "images" else pictures
+    rows = Dataset.from_dict(
+        {"id": list("abcd"), images: pictures} | {name: [value] * 4 for name, value in chats.items()}
+    )
+    processor = seeing()
+    found = batches("llava", rows, processor=processor)
+    said = processor.tokenizer.decode(found.items[0]["input_ids"][0]).replace("<image>" * 4, "<image>")
+    assert said == f"<s>{system}[user]<image>What?</s>[assistant]A cat</s>"
+    assert f"({images}, {next(iter(chats))})" in found.protocol
+    assert found.items[0]["pixel_values"].shape[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("columns", "options", "message"),
+    [
+        ({"conversations": [ASKED]}, {"processor": None}, "holds chats, and this LlavaProcessor has no chat template"),
+        ({"conversations": [ASKED], "answer": ["a"]}, {"label_column": "answer"}, "leave label_column unset"),
+        ({"conversations": [ASKED * 2]}, {}, "has 1 images, and its text has places for 2"),
+        ({"conversations": [ASKED], "system": [3]}, {}, "the column 'system' beside the messages"),
+    ],
+)
+def test_a_chat_that_cannot_be_rendered_with_its_image_is_refused(columns, options, message):
+    rows = Dataset.from_dict({"image": CASES["llava"].rows()["image"][:1]} | columns)
+    with pytest.raises(ValueError, match=message):
+        batches("llava", rows, samples=1, **{"processor": seeing(), **options})
+
+
+def test_a_text_of_an_image_begins_once():
+    (batch, _) = batches("llava", processor=seeing())
+    assert (batch["input_ids"] == 256).sum(1).tolist() == [1, 1]
+    (plain, _) = batches("llava", processor=seeing(begins="$A"))
+    assert torch.equal(batch["input_ids"], plain["input_ids"])
+
+
 @pytest.mark.parametrize(
     ("name", "columns", "message"),
     [
         ("bert", {"sentence": ["a"] * 4, "stars": [1] * 4}, r"no column of labels.*sentence, stars.*--label-column"),
         ("bert", {"label": [1] * 4, "a": ["b"] * 4, "c": ["d"] * 4}, r"'a' and 'c' may be it.*--text-column"),
+        ("bert", {"article": ["a"] * 4, "review": ["b"] * 4, "label": [1] * 4}, "'article' and 'review' may be it"),
+        ("bert", {"id": ["a"] * 4, "label": [1] * 4, "dialog": [["b"]] * 4}, "a column of text, and there is none"),
         ("bert", {"text": ["a"] * 4, "label": [0.5] * 4}, "a label is a whole number or a name, got float"),
         ("bert", {"text": ["a"] * 4, "label": [7] * 4}, r"label 7, and the model has 3 labels, 0 to 2"),
         (

@@ -119,7 +119,8 @@ class PruningOptions(Options):
         num_samples: calibration windows, or rows of a labelled or tokenised dataset.
         sequence_length: tokens in a window. Default: 512, or as many as the model has positions.
         text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,
-            `conversations`, `prompt` and `completion`, `text`, or the only column of texts.
+            `conversations`, `prompt` and `completion`, `text`, or the only column of chats or else of texts,
+            without those that say which text it is (`id`, `url`, `source`).
         text_template: several columns as one text, `"{instruction}\\n{output}"` say.
         assistant_only_loss: count only what the assistant says in a chat, and what ends its turn. Without it all tokens
             count, the user's too. Of text that is no chat all count: calibrate on chats, and evaluate on either.

@@ -61,7 +61,8 @@ class RecoveryConfig(Options):
         held_out_samples: windows of the text that are never trained on, and at most a tenth of them.
         sequence_length: tokens in a window. Default: 512, or as many as the model has positions.
         text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,
-            `conversations`, `prompt` and `completion`, `text`, or the only column of texts.
+            `conversations`, `prompt` and `completion`, `text`, or the only column of chats or else of texts,
+            without those that say which text it is (`id`, `url`, `source`).
         text_template: several columns as one text, `"{instruction}\\n{output}"` say.
         assistant_only_loss: count only what the assistant says in a chat, and what ends its turn.
         packing: cut windows from all documents joined. Otherwise each window is one document, cut off at

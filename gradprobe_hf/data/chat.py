@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradprobe_hf.data.conversation import Chat
+from gradprobe_hf.tasks.conversation import Chat
 
 ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")

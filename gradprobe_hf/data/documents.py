@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-from gradprobe_hf.data.conversation import Chat, Message, Row, messages_of, shown
 from gradprobe_hf.data.sources import Source
 from gradprobe_hf.data.text_options import TextOptions, template_columns
-from gradprobe_hf.tasks.columns import filled
+from gradprobe_hf.tasks.columns import filled, is_beside
+from gradprobe_hf.tasks.conversation import CHAT_COLUMNS, Chat, Message, Row, from_json, is_chat, messages_of, shown
 
 # A text, or a chat.
 Document: TypeAlias = "str | Chat"
 
-CHAT_COLUMNS = ("messages", "conversations")  # the latter as ShareGPT has it
 PROMPT, COMPLETION = "prompt", "completion"
 _TEXTS = ("string", "large_string")  # the types of columns
 _KINDS = {str: "a text", Chat: "a chat"}
@@ -42,6 +39,18 @@ def _readable(opened: Source, text: str) -> str:
     if "\0" in text:
         raise ValueError(f"{opened.name} holds NUL characters: it is no text, or one in UTF-16. Save it as UTF-8.")
     return text
+
+
+def named_columns(opened: Source, options: TextOptions) -> str:
+    """Which columns the documents are read from, for a protocol; "": plain text has none, and a template shows its own.
+
+    Raises:
+        ValueError: none that can be read.
+    """
+    if opened.is_plain or options.text_template is not None:
+        return ""
+    column = _column(opened, options, _first_row(opened))
+    return f" of the columns {PROMPT!r} and {COMPLETION!r}" if column is None else f" of the column {column!r}"
 
 
 def holds_chats(opened: Source, options: TextOptions) -> bool:
@@ -81,41 +90,55 @@ def _rows(opened: Source, order: Iterable[int] | None = None) -> Iterator[tuple[
 
 
 def _first_row(opened: Source) -> Row:
-    rows: Any = opened.rows
-    first = next(iter(rows), None)
-    if first is None:
+    if opened.first_row is None:
         raise ValueError(f"{opened.name} is empty: it holds no rows.")
+    first: Row = opened.first_row
     return first
 
 
 def _reader(opened: Source, options: TextOptions) -> Callable[[Row], Document]:
     """What makes a document of a row."""
     first = _first_row(opened)
-    columns = ", ".join(map(repr, first))
     if options.text_template is not None:
-        named = template_columns(options.text_template)
-        for name in named:
+        for name in template_columns(options.text_template):
             if name not in first:
                 raise ValueError(
                     f"text_template={options.text_template!r} (--text-template) names the column {name!r}, which "
-                    f"{opened.name} does not have; its columns are {columns}."
+                    f"{opened.name} does not have; its columns are {', '.join(map(repr, first))}."
                 )
         return partial(filled, template=options.text_template)
+    column = _column(opened, options, first)
+    if column is None:
+        return _prompt_and_completion
+    is_chats = options.text_column is None and column in CHAT_COLUMNS
+    return partial(_chat_column if is_chats or is_chat(first[column]) else _one_column, column=column)
+
+
+def _column(opened: Source, options: TextOptions, first: Row) -> str | None:
+    """The column to read; None: that of prompts and that of completions.
+
+    Raises:
+        ValueError: it is not there, or more than one may be meant.
+    """
+    columns = ", ".join(map(repr, first))
     if options.text_column is not None:
         if options.text_column not in first:
             raise ValueError(
                 f"text_column={options.text_column!r} (--text-column): {opened.name} has no such column; its columns "
                 f"are {columns}."
             )
-        return partial(_one_column, column=options.text_column)
+        return options.text_column
     if chat := next((name for name in CHAT_COLUMNS if name in first), None):
-        return partial(_chat_column, column=chat)
+        return chat
     if PROMPT in first and COMPLETION in first:
-        return _prompt_and_completion
-    strings = _may_be_texts(opened, first)
-    if "text" in first or len(strings) == 1:
-        return partial(_one_column, column="text" if "text" in first else strings[0])
-    several = r"\n".join(f"{{{name}}}" for name in strings or list(first))
+        return None
+    if "text" in first:
+        return "text"
+    texts = _may_be_texts(opened, first)
+    found = [name for name, value in first.items() if is_chat(value)] or texts
+    if len(found) == 1:
+        return found[0]
+    several = r"\n".join(f"{{{name}}}" for name in texts or list(first))
     raise ValueError(
         f"{opened.name} has no 'text' column; its columns are {columns}. Name the one to use with text_column "
         f'(--text-column), or several with a text_template (--text-template "{several}").'
@@ -123,14 +146,17 @@ def _reader(opened: Source, options: TextOptions) -> Callable[[Row], Document]:
 
 
 def _may_be_texts(opened: Source, first: Row) -> list[str]:
-    """Columns of texts, and those of which a first row says too little: it may hold nothing there, or a list."""
+    """Columns of texts, and those of which a first row says too little: it may hold nothing there, or a list.
+
+    Not those that only say which text a row has: a model would be calibrated on the numbers of its rows.
+    """
     types = {name: getattr(feature, "dtype", None) for name, feature in (_features(opened) or {}).items()}
 
     def may_be(name: str, value: Any) -> bool:
         is_text = isinstance(value, str) if value is not None else types.get(name, _TEXTS[0]) in _TEXTS
         return is_text or _is_list_of(str, value)
 
-    return [name for name, value in first.items() if may_be(name, value)]
+    return [name for name, value in first.items() if may_be(name, value) and not is_beside(name)]
 
 
 def _features(opened: Source) -> Mapping[str, Any] | None:
@@ -143,17 +169,13 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 
 def _chat_column(row: Row, column: str) -> Document:
-    """What a column holds that is called as those of chats are: as JSON too, as tables without lists have it."""
-    value = row[column]
-    if isinstance(value, str):
-        with suppress(json.JSONDecodeError):
-            parsed = json.loads(value)
-            value = parsed if isinstance(parsed, list) else value
-        if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
-            raise ValueError(
-                f"the column {column!r} must hold a list of messages, or one as JSON, and holds {shown(value)}, which "
-                "is neither: write it with json.dumps."
-            )
+    """What a column of chats holds: as JSON too, as tables without lists have it."""
+    value = from_json(row[column])
+    if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
+        raise ValueError(
+            f"the column {column!r} must hold a list of messages, or one as JSON, and holds {shown(value)}, which "
+            "is neither: write it with json.dumps."
+        )
     if isinstance(value, list) and not value:
         return ""  # as an empty text: it is left out
     return _one_column({**row, column: value}, column)

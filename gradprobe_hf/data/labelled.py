@@ -17,16 +17,18 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.packing import WindowSpec
-from gradprobe_hf.data.sources import Source
+from gradprobe_hf.data.sources import Source, columns_of
 from gradprobe_hf.data.text_options import TextOptions, template_columns
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import Task
+from gradprobe_hf.tasks.text_batches import multi_hot
 
 Item = TypeVar("Item")
 
+SPEECH = ("input_values", "input_features")
 ROWS_MEASURED = 1000  # at most, where no number was asked for: it takes 1,000 to tell accuracies apart by 3%
 
 
@@ -106,7 +108,13 @@ class Labels:
         task = self.spec.task
         if not task.cuts_windows and self._is_prepared(opened):
             return self._prepared(opened)
-        if not task.reads(_first_row(opened)):
+        first = _first_row(opened)
+        if task.prepared and not self._reads_text(opened, first):
+            raise ValueError(
+                f"{opened.name} has the columns {', '.join(map(repr, first))}, and for {task.name} no batches are made "
+                f"of such rows: prepare rows that hold {task.prepared} (dataset.map), or give batches of that."
+            )
+        if not task.reads(first):
             if self.spec.label_column is not None:
                 raise ValueError(
                     f"label_column={self.spec.label_column!r} has no effect here: of {opened.name} windows of text are "
@@ -156,14 +164,20 @@ class Labels:
             labels = _row_label(row, reader, spec.task)
             if labels is not None:
                 one["labels"] = labels
-        items = [_stacked(part, reader) for part in _parts(values, spec.batch_size)]
+        items = [_stacked(part, reader) for part in _parts(_masked(values, reader), spec.batch_size)]
         kind = "tokenised rows" if "input_ids" in keep else spec.task.row
         return _described(items, opened, f"{len(rows)} {kind}, shuffled with seed {spec.seed}")
 
     def _is_prepared(self, opened: Source) -> bool:
         """Whether rows hold what the model is called with already."""
-        names = [] if isinstance(opened.rows, list) else opened.rows.column_names or []
+        names = [] if isinstance(opened.rows, list) else columns_of(opened.rows)
         return self.model.main_input_name in names or "input_ids" in names
+
+    def _reads_text(self, opened: Source, first: Row) -> bool:
+        """Whether it is text that the model can be given without a loss, which some scores do without."""
+        text = self.spec.text
+        named = opened.is_plain or "text" in first or text.text_column is not None or text.text_template is not None
+        return named and self.model.main_input_name == "input_ids"
 
     def _reader(self, inputs: tuple[str, ...], label: str | None, stored_names: tuple[str, ...]) -> RowReader:
         return RowReader(
@@ -203,11 +217,10 @@ def _first_row(opened: Source) -> Row:
     """
     if opened.is_plain:
         return {"text": ""}
-    assert not isinstance(opened.rows, list), "plain texts are not rows"
     try:
-        return dict(next(iter(opened.rows)))
-    except StopIteration:
-        raise ValueError(f"{opened.name} is empty: it holds no rows.") from None
+        if opened.first_row is None:
+            raise ValueError(f"{opened.name} is empty: it holds no rows.")
+        return dict(opened.first_row)
     except ImportError as error:  # a column of audio or video, and no library that decodes it
         raise ValueError(f"{opened.name} cannot be decoded: {error}") from error
 
@@ -256,14 +269,28 @@ def _row_label(row: Row, reader: RowReader, task: Task) -> Tensor | None:
     value = row.get("labels", row.get("label"))
     if value is None:
         return None
+    if task.one_label and reader.is_multi_label:
+        return multi_hot(value, reader)
     found = torch.as_tensor(value) if not isinstance(value, str) else None
-    if found is not None and found.ndim:
+    # Whole numbers are classes, of which a row has one; of fractions transformers takes one for each label.
+    if found is not None and found.ndim and (found.is_floating_point() or found.numel() == 1 or not task.one_label):
         return found
     if not task.one_label:
         return None  # a number beside a text that is to be continued is about something else
     if reader.is_regression:
         return torch.as_tensor(value, dtype=torch.float32)
     return torch.tensor(reader.label_names.number(value, "a row"))
+
+
+def _masked(rows: Sequence[dict[str, Tensor]], reader: RowReader) -> Sequence[dict[str, Tensor]]:
+    """Speech of unequal lengths with a mask of what is no padding, where the model was trained with one."""
+    name = next((name for name in SPEECH if name in rows[0]), None)
+    if name is None or "attention_mask" in rows[0] or len({len(row[name]) for row in rows}) == 1:
+        return rows
+    extractor = getattr(reader.processing_class, "feature_extractor", reader.processing_class)
+    if not getattr(extractor, "return_attention_mask", False) or "attention_mask" not in reader.accepts:
+        return rows
+    return [{**row, "attention_mask": torch.ones(len(row[name]), dtype=torch.long)} for row in rows]
 
 
 def _stacked(rows: Sequence[dict[str, Tensor]], reader: RowReader) -> dict[str, Any]:
@@ -274,12 +301,32 @@ def _stacked(rows: Sequence[dict[str, Tensor]], reader: RowReader) -> dict[str, 
     missing = next((name for name in rows[0] for row in rows if name not in row), None)
     if missing is not None or any(len(row) != len(rows[0]) for row in rows):
         raise ValueError(f"some rows have {missing or 'labels'!r} and others do not.")
-    return {name: _padded([row[name] for row in rows], fill.get(name, 0)) for name in rows[0]}
+    return {name: _padded(name, [row[name] for row in rows], fill.get(name, 0), rows[0]) for name in rows[0]}
 
 
-def _padded(values: Sequence[Tensor], fill: int) -> Tensor:
+def _padded(name: str, values: Sequence[Tensor], fill: int, row: Mapping[str, Tensor]) -> Tensor:
+    """Values of unequal lengths, filled on the right.
+
+    Args:
+        row: the first, for what else it has.
+
+    Raises:
+        ValueError: they differ in more than their length, or their padding would be heard.
+    """
     if all(value.shape == values[0].shape for value in values):
         return torch.stack(list(values))
+    if any(value.shape[1:] != values[0].shape[1:] for value in values) or name == "pixel_values":
+        shapes = " and ".join(map(str, sorted({tuple(value.shape) for value in values})[:3]))
+        raise ValueError(
+            f"rows of one batch have {name} of the shapes {shapes}: prepare all of one size, as the model's processor "
+            "does, or set batch_size=1 (--batch-size 1)."
+        )
+    if name in SPEECH and "attention_mask" not in row:
+        raise ValueError(
+            f"{name} have unequal lengths and no attention_mask, so that what they are padded with would be heard as "
+            "silence: set batch_size=1 (--batch-size 1), or give rows with an attention_mask where the model was "
+            "trained with one (return_attention_mask of its feature extractor)."
+        )
     return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_value=fill)
 
 

@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradprobe_hf.data.chat import ChatTemplate, RenderedChat
-from gradprobe_hf.data.conversation import Chat
-from gradprobe_hf.data.documents import documents, holds_chats
+from gradprobe_hf.data.documents import documents, holds_chats, named_columns
 from gradprobe_hf.data.sources import Source, is_streamed
 from gradprobe_hf.data.special_tokens import SpecialTokens, tokenizer_of
 from gradprobe_hf.data.text_options import BLANK_LINE, EOS, TextOptions
 from gradprobe_hf.runtime.option_checks import whole
 from gradprobe_hf.tasks.columns import IGNORED
+from gradprobe_hf.tasks.conversation import Chat
 
 CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read before it is tokenised
 LONGEST_EXAMPLE = 2_000  # characters of the first document that a report shows
@@ -139,8 +139,9 @@ def draw_packed(opened: Source, spec: WindowSpec, processing_class: Any, special
         inside = stream.counted[: whole * own].view(whole, own)[order]
         counted = F.pad(inside, (len(special.before), len(special.after)), value=False)
     streamed = "; of rows drawn from a stream" if is_streamed(opened.rows) else ""
+    columns = named_columns(opened, spec.text)
     protocol = (
-        f"{samples} windows of {length} tokens, cut one after the other from the tokenised text "
+        f"{samples} windows of {length} tokens, cut one after the other from the tokenised text{columns} "
         f"({stream.joined}{special.described}{streamed}), shuffled with seed {seed}{_loss(spec.text)}"
     )
     rows = rows_of(windows, special.unpredicted, counted)
@@ -170,7 +171,8 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
         )
     begun = "as the tokenizer's chat template has them" if chats else special.described
     protocol = (
-        f"{samples} documents, a row each, of at most {spec.sequence_length} tokens, padded and masked ({begun}), "
+        f"{samples} documents{named_columns(opened, spec.text)}, a row each, of at most {spec.sequence_length} tokens, "
+        f"padded and masked ({begun}), "
         f"drawn with seed {spec.seed}{_loss(spec.text)}"
     )
     return Drawn([row for row, _ in found], opened.name, protocol, opened.dataset_id, _shortened(found[0][1]))

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -70,6 +71,14 @@ class Source:
     name: str
     dataset_id: str | None = None
     is_plain: bool = False
+
+    @cached_property
+    def first_row(self) -> Any:
+        """The first row, which tells what the columns hold; None: there is none.
+
+        Kept, because a stream that is shuffled fills its buffer anew for each reader.
+        """
+        return next(iter(self.rows), None)
 
 
 def open_source(spec: str, part: str, seed: int) -> Source:

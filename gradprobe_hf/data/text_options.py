@@ -22,7 +22,8 @@ class TextOptions:
 
     Attributes:
         text_column: the column with the text, or with the messages of a chat; None: `messages`,
-            `conversations`, `prompt` and `completion`, `text`, or the only column of strings.
+            `conversations`, `prompt` and `completion`, `text`, or the only column of chats or else of texts,
+            without those that say which text it is (`id`, `url`, `source`).
         text_template: several columns as one text, `"{instruction}\\n{output}"` say.
         assistant_only_loss: whether only what the assistant says in a chat counts.
         packing: whether windows are cut from all documents joined; otherwise a document is a window, and padded.

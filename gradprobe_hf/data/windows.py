@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from gradprobe_hf.data.batch_checks import check_reads_text
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
 from gradprobe_hf.data.documents import holds_chats
 from gradprobe_hf.data.labelled import Labels, TaskOptions
@@ -137,6 +138,7 @@ class _Reader:
             drawn = _tokenised(opened, windows)
             check_length(self.model, max(len(row["input_ids"]) for row in drawn.rows))
             return drawn
+        check_reads_text(self.model, self.part)
         check_length(self.model, windows.sequence_length)
         if not is_tokenizer(tokenizer_of(self.processing_class)):
             found = "" if self.processing_class is None else f" but a {type(self.processing_class).__name__}"

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradprobe_hf.tasks.conversation import CHAT_COLUMNS, is_chat
+
 Row = Mapping[str, Any]
 
 IGNORED = -100  # a label that counts nowhere, in every loss of transformers
@@ -38,6 +40,8 @@ def _is_words(value: Any) -> bool:
 
 
 def _is_image(value: Any) -> bool:
+    if isinstance(value, list) and value:
+        return all(map(_is_image, value))
     return hasattr(value, "convert") or (isinstance(value, Mapping) and "bytes" in value and "path" in value)
 
 
@@ -47,7 +51,7 @@ def _is_audio(value: Any) -> bool:
 
 
 TEXT = ColumnKind(
-    ("text", "sentence", "source", "document", "article", "dialogue", "review", "content"),
+    ("text", "sentence", "document", "article", "dialogue", "review", "content"),
     lambda value: isinstance(value, str),
     "text",
 )
@@ -61,7 +65,8 @@ PAIRS = (
     ("question1", "question2"),
     ("question", "sentence"),
 )
-_IN_PAIRS = {name for pair in PAIRS for name in pair}
+# What says which text a row has, or where it is from, and is none itself.
+_BESIDE = re.compile(r"(.*_)?(id|idx|uuid|guid|url)|source", re.IGNORECASE)
 
 
 def value_of(row: Row, column: str) -> Any:
@@ -117,6 +122,8 @@ def has_column(row: Row, column: str) -> bool:
 def find_column(row: Row, kind: ColumnKind, given: str | None = None, apart: Sequence[str] = ()) -> str:
     """The column of a kind: the one that is given, one of a usual name, or the only one that holds such values.
 
+    Of usual names the first is taken whatever else there is, and any other where it is the only one.
+
     Args:
         row: the first of the data set.
         apart: columns that are something else.
@@ -126,11 +133,16 @@ def find_column(row: Row, kind: ColumnKind, given: str | None = None, apart: Seq
     """
     if given is not None:
         return checked_column(row, given, "text_column")
-    usual = [name for name in kind.names if name in row and name not in apart]
+    names = kind.names
+    if kind is TEXT and isinstance(row.get("target"), str):
+        names = (*names, "source")  # alone it says where a row is from; beside a target it is what to translate
+    usual = [name for name in names if name in row and name not in apart]
     alike = [name for name, value in row.items() if name not in apart and kind.holds(value)]
-    found = usual[:1] or alike
+    if kind is TEXT:
+        alike = [name for name in alike if not is_beside(name)]
+    found = usual[:1] if usual[:1] == [names[0]] else usual or alike
     if len(found) != 1:
-        several = f"{' and '.join(map(repr, alike))} may be it" if alike else "there is none"
+        several = f"{' and '.join(map(repr, found))} may be it" if found else "there is none"
         named = "Name it with text_column= (--text-column), or rename" if kind in (TEXT, WORDS) else "Rename"
         raise ValueError(
             f"the data needs a column of {kind.what}, and {several}: its columns are {', '.join(map(repr, row))}. "
@@ -150,9 +162,23 @@ def find_pair(row: Row, given: str | None) -> tuple[str, str] | None:
         if not comma or has_column(row, given):
             return None
         return checked_column(row, first.strip(), "text_column"), checked_column(row, second.strip(), "text_column")
-    if any(name in row for name in TEXT.names if name not in _IN_PAIRS):
-        return None
     return next((pair for pair in PAIRS if set(pair) <= set(row)), None)
+
+
+def find_chat(row: Row) -> str | None:
+    """The column with the messages of a chat: one of a usual name, or the only one that holds some; None: no such."""
+    named = [name for name in CHAT_COLUMNS if name in row]
+    found = named[:1] or [name for name, value in row.items() if is_chat(value)]
+    return found[0] if len(found) == 1 else None
+
+
+def is_beside(column: str) -> bool:
+    """Whether a column is called like what says which text a row has: none is taken for the text unless it is named.
+
+    >>> [name for name in ("id", "image_id", "source", "body", "idea") if is_beside(name)]
+    ['id', 'image_id', 'source']
+    """
+    return _BESIDE.fullmatch(column) is not None
 
 
 def checked_column(row: Row, column: str, option: str) -> str:
@@ -249,10 +275,13 @@ class LabelNames:
                     f"{self._known()}"
                 )
             return int(value)
+        if value is None:
+            raise ValueError(f"{where} has no label.")
+        several = isinstance(value, (Sequence, Tensor))
         raise ValueError(
-            f"{where} has no label."
-            if value is None
-            else f"{where} has the label {value!r}: a label is a whole number or a name, got {type(value).__name__}."
+            f"{where} has the label {value!r}: a label is a whole number or a name, got {type(value).__name__}."
+            + " Where a row has several, the model's config must say so: problem_type='multi_label_classification'."
+            * several
         )
 
     def _named(self, value: str, where: str) -> int:

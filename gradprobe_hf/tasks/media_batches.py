@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.tasks.columns import IGNORED, Row, stacked, text_of, value_of
+from gradprobe_hf.tasks.conversation import shown
+from gradprobe_hf.tasks.image_texts import text_with_images
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.text_batches import class_labels, target_ids
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 def classified_images(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
     """Pixels `[rows, channels, height, width]` with a label `[rows]` each."""
-    images = [as_image(reader.input(row)) for row in rows]
+    images = [as_image(reader.input(row), _mode(reader.config)) for row in rows]
     return _tensors(reader.image_processor(images=images, return_tensors="pt"), reader) | {
         "labels": class_labels(rows, reader)
     }
@@ -31,6 +33,7 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
     extractor = reader.feature_extractor
     rate = extractor.sampling_rate
     waves = [as_wave(reader.input(row), rate) for row in rows]
+    _check_heard(max(map(len, waves)), extractor, reader.inputs[0])
     # Whisper pads to 30 seconds whatever it is given; others pad to the longest of the batch.
     whole = {} if reader.config.is_encoder_decoder else {"padding": True}
     inputs = _tensors(extractor(waves, sampling_rate=rate, return_tensors="pt", **whole), reader)
@@ -38,16 +41,18 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
 
 
 def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
-    """Images with a text each; every token of the text is a label, and none of an image's.
-
-    A chat template puts image and text where the model had them in training; a tokenizer without one gets its image
-    token in front of the text.
-    """
+    """Images with a text each, or with a chat; every token of the text is a label, and none of an image's."""
     processor, (image, text) = reader.processing_class, reader.inputs
-    images = [as_image(value_of(row, image)) for row in rows]
-    texts = [_with_image(processor, text_of(row, text, "the data set"), _answer(row, reader)) for row in rows]
-    padded = {"padding": True} if len(rows) > 1 else {}
-    batch = dict(processor(images=[[one] for one in images], text=texts, return_tensors="pt", **padded))
+    images = [_images(value_of(row, image), _mode(reader.config)) for row in rows]
+    texts = [
+        text_with_images(processor, row, text, _answer(row, reader), len(own))
+        for row, own in zip(rows, images, strict=True)
+    ]
+    options: dict[str, Any] = {"padding": True} if len(rows) > 1 else {}
+    begin = getattr(reader.tokenizer, "bos_token", None)
+    if begin and all(one.startswith(begin) for one in texts):  # the template has written it
+        options["add_special_tokens"] = False
+    batch = dict(processor(images=images, text=texts, return_tensors="pt", **options))
     ids = batch["input_ids"]
     # Images are long runs of one token; what marks them is special too, and an end of text is not.
     image_ids = torch.tensor(sorted(_image_token_ids(processor, reader.config)), dtype=ids.dtype)
@@ -57,23 +62,56 @@ def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     }
 
 
-def as_image(value: Any) -> Image:
-    """An image in RGB: a PIL image, an array `[height, width, channels]`, a path, or encoded bytes.
+def _images(value: Any, mode: str) -> list[Image]:
+    return [as_image(one, mode) for one in (value if isinstance(value, list) else [value])]
+
+
+def _mode(config: Any) -> str:
+    """In what colors a model sees, in PIL's words."""
+    return "L" if getattr(getattr(config, "vision_config", config), "num_channels", 3) == 1 else "RGB"
+
+
+def as_image(value: Any, mode: str = "RGB") -> Image:
+    """An image in these colors: a PIL image, an array with or without channels, a path, or encoded bytes.
 
     Raises:
-        ValueError: none of these, or a file that is no image.
+        ValueError: none of these, a file that is no image, or an array with other values than those of one.
     """
     from PIL import Image
 
     if isinstance(value, Mapping):  # as `datasets` stores what is not decoded
         value = io.BytesIO(value["bytes"]) if value.get("bytes") else value.get("path")
-    if isinstance(value, (np.ndarray, Tensor)):
-        value = Image.fromarray(np.asarray(value, dtype=np.uint8))
+    if isinstance(value, (list, np.ndarray, Tensor)):  # lists are how a table has arrays
+        value = Image.fromarray(_pixels(np.asarray(value)))
     try:
         image = value if isinstance(value, Image.Image) else Image.open(value)
-        return image.convert("RGB")
+        return image.convert(mode)
     except (OSError, AttributeError, TypeError) as error:
-        raise ValueError(f"{value!r} is no image: {error}.") from error
+        raise ValueError(f"{shown(value)} is no image: {error}.") from error
+
+
+def _pixels(array: np.ndarray) -> np.ndarray:
+    """Whole numbers `[height, width, 3]` or `[height, width]`, 0 to 255, of those, of fractions, or channels first.
+
+    Raises:
+        ValueError: other values, or another shape.
+    """
+    if array.ndim == 3 and array.shape[0] in (1, 3, 4) and array.shape[-1] not in (1, 3, 4):  # as torch has them
+        array = array.transpose(1, 2, 0)
+    if array.ndim == 3 and array.shape[-1] == 1:
+        array = array[..., 0]
+    if not array.size or array.ndim not in (2, 3) or (array.ndim == 3 and array.shape[-1] not in (3, 4)):
+        raise ValueError(
+            f"an image must be [height, width], or have 1, 3 or 4 channels, got an array of shape {list(array.shape)}."
+        )
+    fractions = array.dtype.kind in "fb"
+    highest = 1 if fractions else 255
+    if not (array.min() >= 0 and array.max() <= highest):
+        raise ValueError(
+            f"an image has {array.dtype} values from {array.min():g} to {array.max():g}: give whole numbers from 0 to "
+            "255, or floats from 0 to 1; of what a processor has made already make a column 'pixel_values'."
+        )
+    return np.ascontiguousarray((array * 255.0).round() if fractions else array).astype(np.uint8)
 
 
 def as_wave(value: Any, rate: int) -> Any:
@@ -104,6 +142,22 @@ def as_wave(value: Any, rate: int) -> Any:
     return wave
 
 
+def _check_heard(longest: int, extractor: Any, column: str) -> None:
+    """Raise ValueError for speech that an extractor cuts: all that is said is a label, and the end would not be heard.
+
+    Whisper's hears 30 seconds; others have no limit.
+    """
+    limit = getattr(extractor, "n_samples", None)
+    if limit is not None and longest > limit:
+        rate = extractor.sampling_rate
+        raise ValueError(
+            f"a recording lasts {longest / rate:.1f} seconds, and the model hears {limit / rate:g} of them, though its "
+            "labels are all that is said. Cut it into shorter ones with a text each, or leave it out: "
+            f"dataset.filter(lambda row: len(row[{column!r}]['array']) <= {limit}), of plain arrays "
+            f"len(row[{column!r}])."
+        )
+
+
 def _said(row: Row, reader: RowReader) -> str:
     text = reader.raw_label(row)
     if not isinstance(text, str) or not text.strip():
@@ -113,17 +167,6 @@ def _said(row: Row, reader: RowReader) -> str:
 
 def _answer(row: Row, reader: RowReader) -> str | None:
     return None if reader.label is None else text_of(row, reader.label, "label_column")
-
-
-def _with_image(processor: Any, text: str, answer: str | None) -> str:
-    """The text with its image, as the model's own template puts them; with an answer, if there is one."""
-    if not getattr(processor, "chat_template", None):
-        token = str(getattr(processor, "image_token", "<image>"))
-        whole = text if answer is None else f"{text}\n{answer}"
-        return whole if token in whole else f"{token}\n{whole}"
-    asked = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": text}]}
-    answered = {"role": "assistant", "content": [{"type": "text", "text": answer}]}
-    return str(processor.apply_chat_template([asked] if answer is None else [asked, answered]))
 
 
 def _image_token_ids(processor: Any, config: Any) -> set[int]:

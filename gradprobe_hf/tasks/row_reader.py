@@ -76,6 +76,11 @@ class RowReader:
         kind = getattr(self.config, "problem_type", None)
         return kind == "regression" or (kind is None and self.config.num_labels == 1)
 
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether a row may have several labels, of which each is or is not its own."""
+        return getattr(self.config, "problem_type", None) == "multi_label_classification"
+
     def input(self, row: Row) -> Any:
         """What goes in: of several columns the values, in their order."""
         if self.text_template is not None:

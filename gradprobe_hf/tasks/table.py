@@ -9,7 +9,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradprobe_hf.tasks.columns import AUDIO, IMAGE, TEXT, WORDS, ColumnKind, Row, find_column, find_label, find_pair
+from gradprobe_hf.tasks.columns import (
+    AUDIO,
+    IMAGE,
+    TEXT,
+    WORDS,
+    ColumnKind,
+    Row,
+    find_chat,
+    find_column,
+    find_label,
+    find_pair,
+)
 from gradprobe_hf.tasks.media_batches import classified_images, images_with_text, transcribed_speech
 from gradprobe_hf.tasks.metrics import METRICS, Compared, Metric
 from gradprobe_hf.tasks.predictions import (
@@ -38,6 +49,7 @@ class Task:
         one_label: whether a row has one label: a class, or a measure.
         batch_of: rows of a data set -> what the model is called with; None: text alone is cut into windows, and any
             other data has to come as batches.
+        prepared: what rows have to hold, where none but those that are prepared can be read; "": any.
         prepare: a batch of tokens -> what the model is called with, where those alone have no loss.
         row: what the report calls a row.
         term: what the loss is a mean over.
@@ -57,6 +69,7 @@ class Task:
     label_is_optional: bool = False
     one_label: bool = False
     batch_of: Callable[[Sequence[Row], RowReader], dict[str, Any]] | None = None
+    prepared: str = ""
     prepare: Callable[[Mapping[str, Any], RowReader], dict[str, Any]] | None = None
     row: str = "examples"
     term: str = "examples"
@@ -120,6 +133,8 @@ class Task:
         found: list[str] = []
         for kind in self.inputs:
             named = text_column if kind in (TEXT, WORDS) else None
+            if kind is TEXT and len(self.inputs) > 1 and named is None:  # what is said of an image may be a chat
+                named = find_chat(first)
             found.append(find_column(first, kind, named, apart=[*found, *([label] if label else [])]))
         return tuple(found), label
 
@@ -285,6 +300,7 @@ _ROWS = (
         mapping="MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
         objective="ForSequenceClassification",
         one_label=True,
+        prepared="'input_values' or 'input_features', as the feature extractor makes them, and a 'label'",
         row="recordings",
         term="recordings",
         predict=predicted_labels,
@@ -295,6 +311,7 @@ _ROWS = (
         auto_class="AutoModelForQuestionAnswering",
         mapping="MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
         objective="ForQuestionAnswering",
+        prepared="'input_ids', 'start_positions' and 'end_positions'",
     ),
     Task(
         name="multiple-choice",
@@ -302,6 +319,7 @@ _ROWS = (
         mapping="MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",
         objective="ForMultipleChoice",
         one_label=True,
+        prepared="'input_ids' of every choice and a 'label'",
         predict=predicted_labels,
         default_metric="accuracy",
     ),
@@ -310,6 +328,7 @@ _ROWS = (
         auto_class="AutoModelForSemanticSegmentation",
         mapping="MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
         objective="ForSemanticSegmentation",
+        prepared="'pixel_values', as the image processor makes them, and 'labels', a class for each pixel",
         row="images",
         term="pixels",
     ),

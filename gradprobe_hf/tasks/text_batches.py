@@ -113,10 +113,14 @@ def _drawn(row: Tensor, reader: RowReader) -> tuple[Tensor, Tensor, Tensor]:
 def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:
     """`[rows]`: the number of each row's class, or its measure where the model has one label.
 
+    `[rows, labels]`, 1 or 0, where a row may have several.
+
     Raises:
         ValueError: a label that is none of the model's.
     """
     values = [reader.raw_label(row) for row in rows]
+    if reader.is_multi_label:
+        return torch.stack([multi_hot(value, reader) for value in values])
     if not reader.is_regression:
         named = reader.label_names
         return torch.tensor(
@@ -126,6 +130,25 @@ def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise ValueError(f"a model with one label predicts a number, and a row has the label {value!r}.")
     return torch.tensor(values, dtype=torch.float32)
+
+
+def multi_hot(value: Any, reader: RowReader) -> Tensor:
+    """`[labels]`, of each whether it is one of the row's: in float32, which the loss of such models takes.
+
+    Raises:
+        ValueError: not one number for each label.
+    """
+    count = reader.config.num_labels
+    try:
+        found = torch.as_tensor(value, dtype=torch.float32)
+    except (TypeError, ValueError, RuntimeError):
+        found = torch.empty(0)
+    if found.shape != (count,) or not bool(((found >= 0) & (found <= 1)).all()):
+        raise ValueError(
+            f"a row has the labels {_short(value)}, and a model with several labels a row (problem_type in its "
+            f"config.json) needs {count} numbers: for each label 1 where it is the row's, else 0."
+        )
+    return found
 
 
 def _word_label(label: Any, word: str, reader: RowReader) -> int:

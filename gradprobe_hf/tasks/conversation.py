@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 Message: TypeAlias = Mapping[str, Any]
 Row: TypeAlias = Mapping[str, Any]
 
+CHAT_COLUMNS = ("messages", "conversations")  # what columns of chats usually are called, in TRL and in ShareGPT
+SYSTEM = "system"  # the column that ShareGPT has beside them, and the role of who says what is in it
 TOOLS, TEMPLATE_OPTIONS = "tools", "chat_template_kwargs"  # the columns beside the messages, as TRL calls them
 # Who speaks, in ShareGPT's `{"from": ..., "value": ...}` -> in a chat template.
 _SHAREGPT_ROLES = {
@@ -42,11 +44,44 @@ class Chat:
     def of_row(cls, messages: list[Message], row: Row) -> Chat:
         """Messages, with the tools and template options of the row that they are in.
 
+        Its system prompt comes first, unless the messages begin with one of their own.
+
         Raises:
             ValueError: one of these columns holds something else.
         """
+        system = row.get(SYSTEM)
+        if system is not None and not isinstance(system, str):
+            raise ValueError(
+                f"the column {SYSTEM!r} beside the messages is their system prompt, and must hold a text: it holds "
+                f"{shown(system)}. Leave out a column that is something else."
+            )
+        if system and messages and messages[0]["role"] != SYSTEM:
+            messages = [{"role": SYSTEM, "content": system}, *messages]
         tools, options = _parsed(row, TOOLS, list), _parsed(row, TEMPLATE_OPTIONS, dict)
         return cls(messages, tools or None, options or {})
+
+
+def is_chat(value: Any) -> bool:
+    """Whether a value is the messages of a chat, or these as JSON: its form tells, whatever its column is called.
+
+    >>> is_chat([{"from": "human", "value": "Why?"}]), is_chat([{"name": "Ada"}]), is_chat("[words]")
+    (True, False, False)
+    """
+    value = from_json(value)
+    return isinstance(value, list) and bool(value) and all(map(_is_message, value))
+
+
+def from_json(value: Any) -> Any:
+    """The list that a text is as JSON; anything else as it is."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        with suppress(json.JSONDecodeError):
+            return json.loads(value)
+    return value
+
+
+def _is_message(value: Any) -> bool:
+    names = set(value) if isinstance(value, Mapping) else set()
+    return {"from", "value"} <= names or ("role" in names and not names.isdisjoint({"content", "tool_calls"}))
 
 
 def messages_of(value: list[Any], column: str) -> list[Message]:
