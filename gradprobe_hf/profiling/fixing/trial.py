@@ -62,7 +62,7 @@ class _Watch:
     _says_steps_itself: bool = False
     _since: float = 0.0
 
-    def waited(self, _: Wait, batch: Any, iterator: Any) -> None:
+    def waited(self, _: Wait, batch: Any, _iterator: Any) -> None:
         # The batches of the first step may be more than its own.
         if 0 < self._steps < self.warmup:
             found = contents_of(batch)
