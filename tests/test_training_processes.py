@@ -56,23 +56,28 @@ def run(model, trains, rows, case, masks):
     return {"state": whole_state(model), "norms": norms, "chosen": getattr(callback, "counts", {}), "history": history}
 
 
-def setting(name):
+def setting(name, case=""):
     model, masks = half_pruned("llama", torch.float64)
+    # Zeros that a callback begins with have no moments: all move as far in their first step, and rounding decides.
+    is_dense = case == "state by tensor"
+    if is_dense:
+        model = cases.build("llama", torch.float64)
     rows = torch.stack([Rows()[index]["input_ids"] for index in range(4)])
     if name == "fsdp":
         model = sharded("llama")
-        prune(model, masks)
+        if not is_dense:
+            prune(model, masks)
     return model, masks, rows
 
 
 def in_ddp(case):
-    model, masks, rows = setting("ddp")
+    model, masks, rows = setting("ddp", case)
     rank = torch.distributed.get_rank()
     return run(model, DistributedDataParallel(model), rows[rank * 2 : rank * 2 + 2], case, masks)
 
 
 def in_shards(case):
-    model, masks, rows = setting("fsdp")
+    model, masks, rows = setting("fsdp", case)
     rank = torch.distributed.get_rank()
     return run(model, model, rows[rank * 2 : rank * 2 + 2], case, masks)
 
@@ -91,7 +96,7 @@ def test_two_processes_with_whole_models_end_as_one(case):
 
 
 def check_two_processes(case, kind):
-    model, masks, rows = setting("one")
+    model, masks, rows = setting("one", case)
     expected = run(model, model, rows, case, masks)
     first, second = together(in_ddp if kind == "ddp" else in_shards, case)
     for key, value in expected["state"].items():
