@@ -75,8 +75,8 @@ bench-wikitext: $(READY) $(MODEL)  ## the same, calibrated on WikiText-2's valid
 REFINED := sparsegpt "sparsegpt + recovery" "sparsegpt + admm + recovery" "one probe + admm" "one probe + admm + blocks" \
 	"one probe + admm + recovery"
 
-bench-refined: $(READY) $(MODEL)  ## blocks trained, and recovery, at 60% and 2:4: eight hours on 2 cores
-	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --columns 0.6 2:4 --methods $(REFINED) \
+bench-refined: $(READY) $(MODEL)  ## blocks trained, and recovery: some hours a column
+	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --columns 0.5 0.6 0.7 2:4 4:8 --methods $(REFINED) \
 		--output benchmarks/results/refined.json $(FLAGS)
 
 bench-paper: $(READY) $(MODEL)  ## the README's rows by the protocol of papers: all of WikiText-2's test split

@@ -408,6 +408,14 @@ def test_a_chat_that_cannot_be_rendered_with_its_image_is_refused(columns, optio
         batches("llava", rows, samples=1, **{"processor": seeing(), **options})
 
 
+def test_a_template_makes_the_text_beside_an_image():
+    columns = {"image": CASES["llava"].rows()["image"][:2], "asked": ["What?"] * 2, "said": ["A cat"] * 2}
+    rows, processor = Dataset.from_dict(columns), seeing()
+    (batch,) = batches("llava", rows, samples=2, processor=processor, text_template="{asked} {said}.")
+    said = processor.tokenizer.decode(batch["input_ids"][0]).replace("<image>" * 4, "<image>")
+    assert said == "<s>[user]<image>What? A cat.</s>"
+
+
 def test_a_text_of_an_image_begins_once():
     (batch, _) = batches("llava", processor=seeing())
     assert (batch["input_ids"] == 256).sum(1).tolist() == [1, 1]

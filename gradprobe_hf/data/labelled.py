@@ -233,7 +233,9 @@ def _columns(spec: RowSpec, first: Row) -> tuple[tuple[str, ...], str | None]:
     named = tuple(template_columns(template))
     for name in named:
         checked_column(first, name, "text_template")
-    return named, spec.task.columns(first, named[0], spec.label_column)[1]
+    found, label = spec.task.columns(first, named[0], spec.label_column)
+    # Beside an image the text is one input of several, and stands for the template in its first column.
+    return found if len(spec.task.inputs) > 1 else named, label
 
 
 def _taken(opened: Source, spec: RowSpec) -> list[Row]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradprobe_hf.tasks.columns import IGNORED, Row, stacked, text_of, value_of
+from gradprobe_hf.tasks.columns import IGNORED, Row, filled, stacked, text_of, value_of
 from gradprobe_hf.tasks.conversation import shown
 from gradprobe_hf.tasks.image_texts import text_with_images
 from gradprobe_hf.tasks.row_reader import RowReader
@@ -43,6 +43,8 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
 def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     """Images with a text each, or with a chat; every token of the text is a label, and none of an image's."""
     processor, (image, text) = reader.processing_class, reader.inputs
+    if reader.text_template is not None:
+        rows = [{**row, text: filled(row, reader.text_template)} for row in rows]
     images = [_images(value_of(row, image), _mode(reader.config)) for row in rows]
     texts = [
         text_with_images(processor, row, text, _answer(row, reader), len(own))
