@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -19,6 +18,7 @@ from gradprobe_hf.estimation.machine import process_bytes
 from gradprobe_hf.profiling.observing.batch_contents import added, contents_of
 from gradprobe_hf.profiling.observing.call_watch import CallWatch, Seen, Trained, summed
 from gradprobe_hf.profiling.observing.compilations import breaks_since, compiled_frames, graph_ends, since
+from gradprobe_hf.profiling.observing.loaders import TrainingLoaders
 from gradprobe_hf.profiling.observing.memory import memory_now
 from gradprobe_hf.profiling.observing.modules import ModuleWatch
 from gradprobe_hf.profiling.observing.observation import (
@@ -83,12 +83,11 @@ class Recorder:
         self._begins: deque[float] = deque(maxlen=_PICTURED)
         self._waits: list[Wait] = []
         self._step_waits: list[Wait] = []
-        self._training_loaders: list[_Loader] = []
-        self._step_loaders: list[_Loader] = []
-        self._last_loader: _Loader | None = None
-        self._has_batch = self._is_spoiled = self._evaluates = self._trace_waits = False
-        self._is_own_batch = True
-        self._evaluations, self._dealt_to = 0, 1
+        self._loaders = TrainingLoaders()
+        self._evaluations = 0
+        self._evaluates = False  # between two steps
+        self._is_spoiled = False  # an evaluation was made within the step
+        self._trace_waits = False  # until the evaluation is over
         self._contents: list[Contents] = []
         self._step_contents: list[Contents] = []
         self._steps_with_contents = 0
@@ -197,7 +196,7 @@ class Recorder:
             calls=summed(self._calls),
             operators=self._trace.operators,
             compilations=self._compilations,
-            contents=added(self._contents, self._steps_with_contents, self._dealt_to),
+            contents=added(self._contents, self._steps_with_contents, self._loaders.dealt_to),
             device=self._device,
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
             missing=dict(self._missing),
@@ -230,7 +229,7 @@ class Recorder:
         seconds.append(time.perf_counter() - self._began)
         self._keep_step(self.phase, first=len(seconds) == 1)
         self._memory.append(memory_now(self._device))
-        self._know_loaders()
+        self._loaders.end_step()
         if len(seconds) == getattr(self.schedule, self.phase) or self._trace_is_full():
             self._is_whole = True
             self._next()
@@ -253,8 +252,9 @@ class Recorder:
             self._steps_with_contents += 1
 
     def _drop_step(self) -> None:
-        self._step_waits, self._step_contents, self._step_loaders = [], [], []
-        self._has_batch = self._is_spoiled = False
+        self._step_waits, self._step_contents = [], []
+        self._is_spoiled = False
+        self._loaders.begin_step()
         self._watch.cut()
         self.clock.cut()
         self._began = time.perf_counter()
@@ -347,22 +347,9 @@ class Recorder:
         return None if seconds is None else _share(seconds, self._seconds["traced"])
 
     def _waited(self, wait: Wait, batch: Any, iterator: Any) -> None:
-        self._last_loader = _Loader(weakref.ref(iterator), id(iterator._dataset))
-        if not any(one.iterator() is iterator for one in self._step_loaders):
-            self._step_loaders.append(self._last_loader)
-        known = self._training_loaders
-        self._is_own_batch = not known or any(one.goes_on_in(iterator) for one in known)
-        self._has_batch = self._has_batch or self._is_own_batch
-        self._dealt_to = max(self._dealt_to, wait.processes)
+        self._loaders.fetched(iterator, wait.processes)
         self._step_waits.append(wait)
         self.saw(batch)
-
-    def _know_loaders(self) -> None:
-        """What fed this step is what will feed the next one."""
-        if self._step_loaders:
-            self._training_loaders = self._step_loaders
-        elif self._last_loader is not None and all(one.iterator() is None for one in self._training_loaders):
-            self._training_loaders = [self._last_loader]  # a new loader was taken for that of an evaluation
 
     def _pass_begins(self) -> None:
         if self.phase is None:
@@ -372,11 +359,11 @@ class Recorder:
             if self._trace_waits:
                 self._start_trace()
                 self._began = time.perf_counter()
-        elif self._is_spoiled or not self._training_loaders:
+        elif self._is_spoiled or not self._loaders.are_known:
             return
-        elif not self._has_batch:
+        elif not self._loaders.has_batch:
             self._evaluate()
-        elif not self._is_own_batch:
+        elif not self._loaders.is_own:
             self._is_spoiled = self._modules.rests = True
             self._evaluations += 1
             if self.phase == "traced":  # all of the step is in the trace, and it ends here
@@ -440,19 +427,6 @@ class _Traced:
     operators: tuple[Operator, ...] = ()
     collectives: float | None = None
     busy: float | None = None
-
-
-@dataclass(frozen=True)
-class _Loader:
-    """What a batch came from. Dataset: its id."""
-
-    iterator: weakref.ref[Any]
-    dataset: int
-
-    def goes_on_in(self, iterator: Any) -> bool:
-        """Whether an iterator is this one, or follows it in another epoch."""
-        own = self.iterator()
-        return iterator is own or (own is None and id(iterator._dataset) == self.dataset)
 
 
 def _share(seconds: float, steps: list[float]) -> float:
