@@ -308,7 +308,7 @@ def test_the_losses_without_each_block_are_those_of_whole_passes(gone, is_cached
     tried = [name for number, name in enumerate(names) if number not in gone]
     before = {names[number] for number in gone}
     if not is_cached:  # as where a block runs twice
-        monkeypatch.setattr(block_order.BlockSequence, "of", Mock(side_effect=ValueError))
+        monkeypatch.setattr(block_order, "blocks_in_order", Mock(side_effect=ValueError))
     found = block_order.losses_without(context, plan, before, tried[::-1], diagnostics)
     assert set(found) == set(tried)
     layers = model.model.layers
