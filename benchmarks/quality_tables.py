@@ -15,6 +15,7 @@ from gradprobe_hf.evaluation.divergence import ratio_interval
 Cells = dict[tuple[str, str], list[dict[str, Any]]]
 REFERENCE = "sparsegpt"
 SHOWN_COLUMNS = sorted(COLUMNS, key=lambda column: (":" in column, column))
+UNNOTED = "one before they were noted"  # the commit of a cell in a file that is older than that
 THOUSANDS = 1e3
 BROKEN = 1e5  # a vocabulary is not much larger: a perplexity beyond it is worse than guessing
 NEGLIGIBLE = 1e-4  # of the weights: two rows of so nearly the same sparsity are compared
@@ -381,7 +382,7 @@ def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str]) -> 
 def _command(results: dict[str, Any]) -> str:
     """What makes the results, and the code that made them: a target is called as its file is."""
     commits = commits_of(results)
-    at = f" at {commits[0]}" if len(commits) == 1 and commits != ["None"] else ""  # cells did not always note it
+    at = f" at {commits[0]}" if len(commits) == 1 and commits != [UNNOTED] else ""
     return f"`make bench-{results['made_by']}`{at}"
 
 
@@ -396,8 +397,8 @@ def _are_alone(results: dict[str, Any]) -> bool:
 
 
 def commits_of(results: dict[str, Any]) -> list[str]:
-    """Of the code that made the cells."""
-    return sorted({str(row.get("commit")) for row in results["rows"]})
+    """Of the code that made the cells; files that are older than this note of it have cells without."""
+    return sorted({row.get("commit") or UNNOTED for row in results["rows"]})
 
 
 def _range(shares: Sequence[float]) -> str:
