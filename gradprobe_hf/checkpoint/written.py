@@ -44,11 +44,11 @@ def _headers(folder: Path) -> dict[str, Tensor]:
 
 def _other_type(stored: Mapping[str, Tensor], model: PreTrainedModel) -> str | None:
     own = {name: value.dtype for name, value in model.state_dict().items() if hasattr(value, "dtype")}
-    known = set(own.values())
     for name, tensor in stored.items():
-        wanted = own.get(name)  # of what is stored in other pieces: one of the model's
-        if tensor.dtype != wanted if wanted else tensor.dtype not in known:
-            return f"{name} is {tensor.dtype} in the files, and {wanted or ', '.join(map(str, known))} in the model"
+        # Of what is stored in other pieces than it has in memory, any of the model's.
+        wanted = {own[name]} if name in own else set(own.values())
+        if tensor.dtype not in wanted:
+            return f"{name} is {tensor.dtype} in the files, and {', '.join(map(str, wanted))} in the model"
     return None
 
 

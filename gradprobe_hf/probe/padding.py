@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ class BatchLayout:
             ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1,
             encoder_mask,
             decoder_mask,
-            None if encoder_mask is None or ids is not None else partial(frame_mask, model, encoder_mask),
+            # Kept: every map of a batch asks for it.
+            None if encoder_mask is None or ids is not None else cache(partial(frame_mask, model, encoder_mask)),
         )
 
     def by_sequence(self, value: Tensor, features: int, name: str) -> Tensor:
