@@ -191,6 +191,7 @@ class Labels:
             length=_length(self.spec.length, self.model, self.processing_class),
             stored_names=stored_names,
             generator=torch.Generator().manual_seed(self.spec.seed),
+            generation=getattr(self.model, "generation_config", None),
         )
 
 

@@ -37,7 +37,8 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
     # Whisper pads to 30 seconds whatever it is given; others pad to the longest of the batch.
     whole = {} if reader.config.is_encoder_decoder else {"padding": True}
     inputs = _tensors(extractor(waves, sampling_rate=rate, return_tensors="pt", **whole), reader)
-    return inputs | {"labels": stacked([target_ids(_said(row, reader), reader) for row in rows], IGNORED)}
+    texts = [target_ids(_said(row, reader), reader, reader.told) for row in rows]
+    return inputs | {"labels": stacked(texts, IGNORED)}
 
 
 def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.tasks.columns import IGNORED
+from gradprobe_hf.tasks.languages import begun_in
 
 # Tokens that a text may be longer than its reference.
 SLACK = 16
@@ -45,7 +46,12 @@ def written_texts(model: Any, batch: Mapping[str, Any], processing_class: Any) -
         room = min(room, limit - 8)  # Whisper's decoder begins with a few tokens of its own
     # Processes that share a model gather its weights at every token: all go on until the last one has finished.
     ids = model.generate(
-        **_inputs(batch), max_new_tokens=room, do_sample=False, num_beams=1, synced_gpus=_is_sharded(model)
+        **_inputs(batch),
+        **begun_in(getattr(processing_class, "tokenizer", processing_class), model.generation_config),
+        max_new_tokens=room,
+        do_sample=False,
+        num_beams=1,
+        synced_gpus=_is_sharded(model),
     )
     return _decoded(ids, processing_class), _decoded(labels, processing_class)
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.tasks.columns import LabelNames, Row, filled, stacked, value_of
+from gradprobe_hf.tasks.languages import told_of_speech
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,7 @@ class RowReader:
         length: tokens at most.
         stored_names: what the data set calls its labels, if it numbers them.
         generator: draws what is drawn, such as the tokens to mask.
+        generation: the model's generation configuration; None: it has none.
     """
 
     config: Any
@@ -38,6 +40,7 @@ class RowReader:
     length: int
     stored_names: tuple[str, ...]
     generator: torch.Generator
+    generation: Any = None
 
     @property
     def tokenizer(self) -> Any:
@@ -64,6 +67,11 @@ class RowReader:
                 "the model's folder."
             )
         return found
+
+    @cached_property
+    def told(self) -> tuple[int, ...]:
+        """What a decoder of speech is told in front of a text, that the tokenizer does not write."""
+        return told_of_speech(self.tokenizer, self.generation)
 
     @cached_property
     def label_names(self) -> LabelNames:

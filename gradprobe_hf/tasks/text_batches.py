@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.tasks.columns import IGNORED, Row, stacked
+from gradprobe_hf.tasks.languages import check_written
 from gradprobe_hf.tasks.row_reader import RowReader
 
 MASKED_SHARE = 0.15  # of the tokens, as BERT was trained (Devlin et al. 2018, section 3.1)
@@ -60,6 +61,7 @@ def first_tokens(words: Sequence[int | None], labels: Sequence[int]) -> list[int
 
 def texts_to_write(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
     """Source texts, and as labels `[rows, tokens]` those of the target texts."""
+    check_written(reader.tokenizer)
     encoded, labels = [], []
     for number, row in enumerate(rows):
         where = f"row {number + 1} of a batch"
@@ -70,13 +72,18 @@ def texts_to_write(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
     return reader.padded(encoded) | {"labels": stacked(labels, IGNORED)}
 
 
-def target_ids(text: str, reader: RowReader) -> list[int]:
-    """The tokens of a text that a decoder is to write, without the one that it begins with anyway."""
+def target_ids(text: str, reader: RowReader, told: tuple[int, ...] = ()) -> list[int]:
+    """The tokens of a text that a decoder is to write, without the one that it begins with anyway.
+
+    Args:
+        told: what it is told between these two.
+    """
     tokenizer = reader.tokenizer
-    ids = list(tokenizer(text_target=text, truncation=True, max_length=reader.length)["input_ids"])
+    ids = list(tokenizer(text_target=text, truncation=True, max_length=reader.length - len(told))["input_ids"])
     start = getattr(reader.config, "decoder_start_token_id", None)
     # Whisper's tokenizer puts it in front, and the model shifts its labels by one all the same.
-    return ids[1:] if len(ids) > 1 and ids[0] == start != tokenizer.eos_token_id else ids
+    begins = len(ids) > 1 and ids[0] == start != tokenizer.eos_token_id
+    return [*told, *(ids[1:] if begins else ids)]
 
 
 def masked_tokens(batch: Mapping[str, Any], reader: RowReader) -> dict[str, Any]:
