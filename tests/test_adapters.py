@@ -153,7 +153,7 @@ def test_from_the_command_line(stored, text_file, tmp_path, capsys):
 
 def test_a_checkpoint_is_no_adapter_to_fold_and_a_mistyped_name_is_neither(stored):
     base, _, _ = stored
-    with pytest.raises(ValueError, match="merge_adapters=True has no effect here: .* is no adapter"):
+    with pytest.raises(ValueError, match=r"merge_adapters=True has no effect here: .* is no adapter"):
         run(base, merge_adapters=True)
     with pytest.raises(OSError, match="cannot load 'me/mistyped'"):
         run("me/mistyped", merge_adapters=True, local_files_only=True)
