@@ -138,7 +138,7 @@ def in_processes(script: str, arguments: Sequence[str], schedule: Schedule) -> R
             trial = Trial(**json.loads(result.read_text(encoding="utf-8")))
         if len(trial.seconds) < schedule.timed:
             raise RuntimeError(
-                f"the script ended by itself behind {len(trial.seconds)} of {schedule.timed} timed steps"
+                f"the script ended by itself after {len(trial.seconds)} of {schedule.timed} timed steps"
             )
         return trial
 
