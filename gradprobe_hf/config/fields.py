@@ -41,9 +41,9 @@ class PruningOptions(Options):
             table that is measured on this machine: 512 tokens are read, and 32 written, one text at a time.
         preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
             update="admm"`); with an n:m pattern these are `update="sparsegpt"`, `update="sparsegpt+admm"`, and
-            `probes=1, update="admm"`. Options that are given win over a preset. Default: `"best"`, where none of `score`,
-            `probes`, `rule` and `update` is given, else no preset. `order="sequential"`, `reduction_factor` and
-            `spike_limit` are about two probes: with these it is `"balanced"`.
+            `probes=1, update="admm"`. Options that are given win over a preset. Default: `"best"`, where none of
+            `score`, `probes`, `rule` and `update` is given, else no preset. `order="sequential"`, `reduction_factor`
+            and `spike_limit` are about two probes: with these it is `"balanced"`.
         score: criterion that ranks the weights. One of `"fisher"`, `"wanda"`, `"magnitude"` and `"random"`. Default:
             `"fisher"`.
         probes: how often the loss gradient is measured over the calibration data. 1: the score decides. 2: the
