@@ -119,7 +119,9 @@ def calibrated_on_c4(results: dict[str, Any]) -> str:
         "The README's rows and others, calibrated on C4 as in the literature. Neither WikiText-2's test split nor "
         "pydoc is part of it."
     )
-    tables = (quality_table(results), intervals_table(results), divergence_table(results))
+    tables = [quality_table(results), intervals_table(results), divergence_table(results)]
+    if len({row["seed"] for row in results["rows"]}) > 1:
+        tables.append(draws_table(results))
     return "\n\n".join(["### Calibrated on C4", said, *tables])
 
 
@@ -186,6 +188,33 @@ def divergence_table(results: dict[str, Any], methods: Sequence[str] = ()) -> st
         lines.append("")
     note = "KL in nats per token; agreement: the share of tokens whose most likely next token is the dense model's. "
     return "\n".join([*lines, note + _protocol(results, cells, methods or _methods(cells))])
+
+
+def draws_table(results: dict[str, Any]) -> str:
+    """How far draws of the calibration windows lie apart: perplexities, and their ratios to SparseGPT's."""
+    cells = cells_of(results)
+    columns = columns_of(cells)
+    lines = []
+    for text in results["dense"]:
+        titles = " | ".join(column_title(column) for column in columns)
+        lines += [f"| {text}: largest draw above the smallest (ratio to SparseGPT, by draw) | {titles} |"]
+        lines.append("|---|" + "---:|" * len(columns))
+        for method in _methods(cells):
+            shown = (_apart(cells, method, column, text) for column in columns)
+            lines.append(f"| {method} | {' | '.join(shown)} |")
+        lines.append("")
+    return "\n".join([*lines, _protocol(results, cells, _methods(cells))])
+
+
+def _apart(cells: Cells, method: str, column: str, text: str) -> str:
+    values = [row["perplexity"][text] for row in cells.get((method, column), [])]
+    if len(values) < 2:
+        return ""
+    apart = f"{max(values) / min(values) - 1:.0%}"
+    if method == REFERENCE:
+        return apart
+    ratios = [_mean_ratio([pair], text) for pair in _pairs(cells, method, column)]
+    return f"{apart} ({_shown(min(ratios))} to {_shown(max(ratios))})"
 
 
 def _ratio(cells: Cells, method: str, column: str, text: str) -> str:

@@ -151,6 +151,14 @@ def test_from_the_command_line(stored, text_file, tmp_path, capsys):
     assert json.loads((tmp_path / "out" / "gradprobe_report.json").read_text())["model"]["adapter"] == "adapter"
 
 
+def test_a_checkpoint_is_no_adapter_to_fold_and_a_mistyped_name_is_neither(stored):
+    base, _, _ = stored
+    with pytest.raises(ValueError, match=r"merge_adapters=True has no effect here: .* is no adapter"):
+        run(base, merge_adapters=True)
+    with pytest.raises(OSError, match="cannot load 'me/mistyped'"):
+        run("me/mistyped", merge_adapters=True, local_files_only=True)
+
+
 def test_an_adapters_tokenizer_goes_before_its_bases(stored, tmp_path):
     base, folder, _ = stored
     model = peft.PeftModel.from_pretrained(cases.build("llama"), folder)

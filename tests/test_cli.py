@@ -177,8 +177,13 @@ def test_every_field_is_one_option_with_a_sentence_and_its_default():
         assert "`" not in sentence
         assert " ".join(sentence.replace("%%", "%").split()) in said
         if field.default not in (None, ()):
-            assert f"(default: {field.default})" in sentence
+            assert re.search(rf"\(default: {re.escape(str(field.default))}[;)]", sentence)
     assert "(default: 0.5, or what --pattern implies)" in said
+    assert GradProbeConfig(structure={"ffn": 0.3}).damping == "auto"
+    assert "(default: 0.01; auto with --structure and --update least_squares)" in said
+    of_patterns = [GradProbeConfig(pattern="2:4", preset=preset) for preset in ("fast", "balanced", "best")]
+    assert [(one.probes, one.update) for one in of_patterns] == [(0, "sparsegpt"), (0, "sparsegpt+admm"), (1, "admm")]
+    assert "pattern these are --update sparsegpt, --update sparsegpt+admm, and --probes 1 --update admm (" in said
     assert "(default: the preset's; without one 2 with --score fisher, else 0)" in said
 
 

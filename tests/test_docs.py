@@ -45,3 +45,33 @@ def test_snippets_use_what_there_is(where, text):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "GradProbeConfig":
             known = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
             GradProbeConfig(**{name: ast.literal_eval(value) for name, value in known.items()})
+
+
+# Pages that Sphinx does not read as they are: it looks at their links with other files around them, or not at all.
+OUTSIDE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "model_cards" / "README.md"]
+
+
+def anchors(page):
+    """What a link to a heading of a page is called on GitHub."""
+    for title in re.findall(r"^#+ (.*)", page.read_text(encoding="utf-8"), flags=re.M):
+        yield re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", OUTSIDE, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))
+    for link in (link for link in links if "://" not in link):
+        file, _, heading = link.partition("#")
+        there = page.parent / file if file else page
+        assert there.exists(), link
+        assert not heading or heading in anchors(there), link
+
+
+def test_make_has_every_target_that_is_named():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
+    for page in {*PAGES, *OUTSIDE}:
+        text = page.read_text(encoding="utf-8")
+        named = re.findall(r"`make ([\w-]+)", text)
+        for block in re.findall(r"^```bash\n(.*?)^```", text, flags=re.M | re.S):
+            named += re.findall(r"^make ([\w-]+)", block, flags=re.M)
+        assert set(named) <= targets, page

@@ -312,7 +312,7 @@ def test_an_interrupted_loop_leaves_a_report(tmp_path):
 def test_a_loop_that_ends_in_its_warm_up():
     report = planted.train(steps=0)
     assert set(report.not_evaluable) == set(CHECKS)
-    assert "Nothing was measured: the run ended behind 1 steps" in report.markdown()
+    assert "Nothing was measured: the run ended after 1 steps" in report.markdown()
     assert not report.findings
     json.loads(report.json())
 

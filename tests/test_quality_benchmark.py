@@ -300,6 +300,10 @@ def test_the_tables_say_what_the_results_say(bench):
     mean = (values[0] * values[1]) ** 0.5
     stories = quality_tables.spread_table(results)
     assert f"| two probes | {mean:,.2f} ({max(values) / min(values):.3f})" in stories.replace("**", "")
+    ratios = [value / cells["sparsegpt", "0.5", seed]["perplexity"][text] for seed, value in enumerate(values)]
+    draws = quality_tables.draws_table(results)
+    apart = f"{(max(values) - min(values)) / min(values):.0%}"
+    assert f"| two probes | {apart} ({min(ratios):.2f} to {max(ratios):.2f}) |" in draws
     grid = quality_tables.quality_table(results)
     assert f"{mean:,.2f} (" in grid
     assert "threshold rule" not in grid, "its sparsity is another"

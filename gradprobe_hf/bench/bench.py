@@ -54,7 +54,7 @@ def bench_pretrained(
         models: Hub ids or folders; the first is what the others are compared with.
         prompt_length: tokens that are read. Default: 512, or as many as all of them take.
         new_tokens: tokens that are written, one text at a time, >= 2.
-        repeats: rounds that count, behind two that do not.
+        repeats: rounds that count, after two that do not.
         task: what the models are for, as the Hub calls it. Default: what they were saved as.
         from_pretrained_kwargs: of all: `dtype`, `device_map` (default: a CUDA device if there is one), ...
 

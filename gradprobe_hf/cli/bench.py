@@ -17,7 +17,7 @@ def add_arguments(parser: VerbParser) -> None:
     numbers = {
         "prompt_length": (1, "tokens that are read (default: 512, or as many as all of them take)"),
         "new_tokens": (2, "tokens that are written, one text at a time (default: 32)"),
-        "repeats": (1, "rounds that count, behind two that do not (default: 10)"),
+        "repeats": (1, "rounds that count, after two that do not (default: 10)"),
     }
     for name, (least, what) in numbers.items():
         parser.add_option("options", name, type=at_least(least), metavar="N", help=what)

@@ -116,7 +116,7 @@ class CommandParser(argparse.ArgumentParser):
         if rest and not rest[0].startswith("-") and getattr(options, "model", "") is None:
             options.model = rest.pop(0)
         if not hasattr(options, "run"):
-            self.error("the verb comes first, its options behind it")
+            self.error("the verb comes first, its options after it")
         if rest:
             self.chosen.error(unknown_flag(rest[0], self.chosen._option_string_actions))
         return options
@@ -129,7 +129,7 @@ class CommandParser(argparse.ArgumentParser):
                 if name == "model" and isinstance(texts, dict):
                     *_, last = texts
                     self.error(
-                        f"MODEL is missing: --calibration takes every word behind it as a text, {last!r} too. Put "
+                        f"MODEL is missing: --calibration takes every word after it as a text, {last!r} too. Put "
                         f"MODEL in front: {self.prog} MODEL --calibration SPEC"
                     )
                 recipe = f", or as {name!r} in a file of options (--config)" if hasattr(options, "config") else ""

@@ -40,10 +40,10 @@ class PruningOptions(Options):
         latency: with `structure="auto"`: the most time that a text takes, as a share of the dense model's (`0.7`), by a
             table that is measured on this machine: 512 tokens are read, and 32 written, one text at a time.
         preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
-            update="admm"`). With an n:m pattern: `update="sparsegpt"`, `update="sparsegpt+admm"`, or `probes=1,
-            update="admm"`. Options that are given win over a preset. Default: `"best"`, where none of `score`,
-            `probes`, `rule` and `update` is given, else no preset. `order="sequential"`, `reduction_factor` and
-            `spike_limit` are about two probes: with these it is `"balanced"`.
+            update="admm"`); with an n:m pattern these are `update="sparsegpt"`, `update="sparsegpt+admm"`, and
+            `probes=1, update="admm"`. Options that are given win over a preset. Default: `"best"`, where none of
+            `score`, `probes`, `rule` and `update` is given, else no preset. `order="sequential"`, `reduction_factor`
+            and `spike_limit` are about two probes: with these it is `"balanced"`.
         score: criterion that ranks the weights. One of `"fisher"`, `"wanda"`, `"magnitude"` and `"random"`. Default:
             `"fisher"`.
         probes: how often the loss gradient is measured over the calibration data. 1: the score decides. 2: the
@@ -76,9 +76,9 @@ class PruningOptions(Options):
             0.25; 0.5 with `update="obs"`, 0 with `update="sparsegpt"`, as published.
         damping: what is added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
             `"auto"`, with `update="least_squares"`: for each matrix that of 0.01 to 1 with which its outputs on an
-            eighth of the calibration rows, held out from the others, are kept best; structures that go whole take
-            that unless told otherwise.
-        refinement: what is trained of a block behind the update of its matrices, under a mask that is fixed. `"none"`:
+            eighth of the calibration rows, held out from the others, are kept best. Default: 0.01; `"auto"` with
+            `structure` and `update="least_squares"`.
+        refinement: what is trained of a block after the update of its matrices, under a mask that is fixed. `"none"`:
             nothing. `"blocks"`: its kept weights, the gains of its norms and its biases, until its outputs are those of
             the dense block.
         recovery_steps: steps in which all kept weights are trained towards the dense model's predictions, after
@@ -108,9 +108,9 @@ class PruningOptions(Options):
         include: patterns of modules to prune: exact names, ends of names (`"q_proj"`), globs, or `"re:..."`. When
             given, only what they match is pruned, embeddings and output head included if matched.
         exclude: patterns of modules to leave dense.
-        task: what the model is for, as the Hub calls it: `"text-generation"`, `"text-classification"`, ... It decides
-            how a checkpoint is loaded, how rows of a data set become batches, and which metric is measured. Default:
-            what the checkpoint's class is for.
+        task: what the model is for, as the Hub calls it, such as `"text-generation"` or `"text-classification"`. It
+            decides how a checkpoint is loaded, how rows of a data set become batches, and which metric is measured.
+            Default: what the checkpoint's class is for.
         label_column: column of the data set with the labels, or with the texts that are to be written. Default: one of
             a usual name, such as `label`.
         metric: what is measured beside the loss, and what `max_metric_drop` is about: `"accuracy"`, `"f1"` (the mean of
@@ -139,7 +139,8 @@ class PruningOptions(Options):
             models of these shapes with random weights read and write a text in turns, as in `gradprobe bench`. With
             `"auto"` all shapes that were tried. It takes minutes.
         seed: seed of calibration windows, random scores and generated text.
-        batch_size: windows in one forward pass: memory and speed, never the result. `"auto"`: the largest that fits.
+        batch_size: windows in one forward pass: memory and speed, and of the result no more than rounding. `"auto"`:
+            the largest that fits.
         checkpointing: recompute each block in the backward pass instead of storing its activations. `"auto"`: where
             they would not fit in memory.
         accumulator_dtype: type that statistics are stored in: 4, 2 or about 1 byte per weight and term. `"int8"` is

@@ -44,9 +44,10 @@ class RecoveryConfig(Options):
             0.
         warmup_steps: steps in which the learning rate rises. Default: a fifteenth of `steps`.
         batch_size: windows in a step, over all processes.
-        gradient_accumulation_steps: parts that a step is computed in, one behind the other: memory, never the result.
+        gradient_accumulation_steps: parts that a step is computed in, one after the other: memory, and of the result
+            no more than rounding.
         eval_steps: steps between two measurements on the held-out part of the text. Default: a tenth of `steps`.
-        early_stopping_patience: measurements in a row, none of them better than the one before, behind which training
+        early_stopping_patience: measurements in a row, none of them better than the one before, after which training
             stops. The best state is kept in any case.
         teacher_top_k: most likely tokens of the dense model whose probabilities are written to disk before training,
             the others' together as one; the dense model is then not beside the pruned one in memory. Default: all of

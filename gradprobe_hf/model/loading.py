@@ -138,6 +138,7 @@ def load(
     adapter = stored_adapter(name, _source(from_pretrained_kwargs))
     if adapter is None:
         if merge_adapters:
+            load_config(name, **_source(from_pretrained_kwargs))  # a name with nothing behind it is an error of its own
             raise ValueError(f"merge_adapters=True has no effect here: {name!r} is no adapter. Leave it out.")
         return _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes, limits)
     base_kwargs = {key: value for key, value in from_pretrained_kwargs.items() if key not in ("revision", "subfolder")}

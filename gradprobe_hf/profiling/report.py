@@ -157,7 +157,7 @@ class ProfileReport:
         lines = [] if seen.complete else ["The run ended before all steps of the schedule were seen."]
         if seconds is None:
             why = (
-                f"the run ended behind {seen.warmup} steps, all of its warm-up"
+                f"the run ended after {seen.warmup} steps, all of its warm-up"
                 if seen.warmup
                 else "no step of a torch.optim optimizer was seen. In a loop without one, use "
                 "gradprobe_hf.profiling.profiled(model) and call .step() at the end of each step"
@@ -166,7 +166,7 @@ class ProfileReport:
         of = "batch of a probe" if seen.run else "step"
         lines.append(
             f"A {of} takes {_ms(seconds['mean'])} on {seen.device} ({_ms(seconds['min'])} to {_ms(seconds['max'])}, "
-            f"{len(seen.timed)} {'in a trace' if 'slowdown' in seen.missing else 'behind the warm-up'})."
+            f"{len(seen.timed)} {'in a trace' if 'slowdown' in seen.missing else 'after the warm-up'})."
         )
         if rates := self.throughput:
             recent = self.recent_throughput

@@ -288,8 +288,8 @@ def _check_supported(callback: StepCallback, model: nn.Module, optimizers: list[
         raise TypeError(f"{name} works with one optimizer, got {len(optimizers)}: pass the one that it is to see.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
-            f"{name}: no parameter of this {type(model).__name__} requires a gradient, as behind a merge of adapters. "
-            "Call model.requires_grad_(True), and make the optimizer behind that."
+            f"{name}: no parameter of this {type(model).__name__} requires a gradient, as after a merge of adapters. "
+            "Call model.requires_grad_(True), and make the optimizer after that."
         )
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(one) in own for optimizer in optimizers for one in _parameters_of(optimizer)):

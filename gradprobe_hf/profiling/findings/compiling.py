@@ -12,7 +12,7 @@ def _recompilations(seen: Observation) -> list[Finding]:
             "recompilation",
             one.place,
             one.seconds / sum(seen.timed),
-            f"compiled {one.count} times in {len(seen.timed)} steps behind the warm-up, {one.seconds:.2f} s"
+            f"compiled {one.count} times in {len(seen.timed)} steps after the warm-up, {one.seconds:.2f} s"
             + (f"; a reason: {one.reason}" if one.reason else ""),
             "keep what the reason names the same: pad to few lengths, pass tensors instead of Python numbers, or "
             "torch.compile(..., dynamic=True)",
@@ -37,6 +37,6 @@ def _graph_breaks(seen: Observation) -> list[Finding]:
 
 
 COMPILING = {
-    "recompilation": Check("torch.compile compiles behind the warm-up", timed, _recompilations),
+    "recompilation": Check("torch.compile compiles after the warm-up", timed, _recompilations),
     "graph break": Check("torch.compile cannot compile a line", timed, _graph_breaks),
 }

@@ -65,7 +65,7 @@ def gigabytes(count: float) -> str:
 
 
 def timed(seen: Observation) -> str | None:
-    return None if seen.timed else "no step behind the warm-up was seen"
+    return None if seen.timed else "no step after the warm-up was seen"
 
 
 def located(seen: Observation) -> str | None:

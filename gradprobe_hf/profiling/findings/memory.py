@@ -9,7 +9,7 @@ _ROOM = 0.5  # of the device's memory, free at the worst moment that was seen: t
 _SHORT = 0.1  # of the memory, free at the worst moment: then a model should keep less
 _FASTER = 1.05  # times as many samples a second; less is no reason for another batch
 _LARGER_IN_RUN = (
-    "batch_size='auto' takes the largest that fits (--batch-size auto); --batch-size behind the -- of gradprobe "
+    "batch_size='auto' takes the largest that fits (--batch-size auto); --batch-size after the -- of gradprobe "
     "profile prune measures one"
 )
 

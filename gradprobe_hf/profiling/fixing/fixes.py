@@ -137,9 +137,7 @@ def in_processes(script: str, arguments: Sequence[str], schedule: Schedule) -> R
                 raise RuntimeError(f"the script ended with {code}: {said[-1]}")
             trial = Trial(**json.loads(result.read_text(encoding="utf-8")))
         if len(trial.seconds) < schedule.timed:
-            raise RuntimeError(
-                f"the script ended by itself behind {len(trial.seconds)} of {schedule.timed} timed steps"
-            )
+            raise RuntimeError(f"the script ended by itself after {len(trial.seconds)} of {schedule.timed} timed steps")
         return trial
 
     return run
