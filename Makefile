@@ -73,7 +73,7 @@ bench-wikitext: $(READY) $(MODEL)  ## the same, calibrated on WikiText-2's valid
 		--output benchmarks/results/wikitext.json $(FLAGS)
 
 REFINED := sparsegpt "sparsegpt + recovery" "sparsegpt + admm + recovery" "one probe + admm" "one probe + admm + blocks" \
-	"one probe + admm + recovery"
+	"one probe + admm + recovery" "one probe + admm + blocks + recovery"
 
 bench-refined: $(READY) $(MODEL)  ## blocks trained, and recovery: some hours a column
 	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --columns 0.5 0.6 0.7 2:4 4:8 --methods $(REFINED) \
@@ -87,7 +87,7 @@ QWEN := runs/qwen2.5-coder-0.5b-instruct
 
 bench-qwen: $(READY) $(QWEN)  ## a second model, fewer rows
 	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=40 pydoc=24 \
-		--methods wanda $(README_ROWS) "sparsegpt, dense_target 0.5" --columns 0.6 2:4 0.5 0.7 --output benchmarks/results/qwen.json $(FLAGS)
+		--methods wanda $(README_ROWS) "sparsegpt, dense_target 0.5" "one probe + admm + blocks" --columns 0.6 2:4 0.5 0.7 --output benchmarks/results/qwen.json $(FLAGS)
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
 	$(QUALITY) --variants --model $(MODEL) $(TEXTS) $(FLAGS)
