@@ -274,7 +274,7 @@ class _BlockSaver:
 def _blocks_before(snapshots: Snapshots | None) -> list[FinishedBlock]:
     """The blocks that an earlier run has finished, in all processes."""
     latest = snapshots.latest() if snapshots else None
-    if snapshots is None or latest is None or latest.stage != Step.of("block").stage:
+    if snapshots is None or latest is None or latest.stage != "block":
         return []
     found = []
     for number in range(latest.number + 1):
