@@ -111,7 +111,7 @@ def _by_inputs(context: RunContext, removal: Removal, structures: Set[str]) -> I
         here = [(name, units) for name, units in staying if name in structures and units.reader.block == block]
         collected = _collect(context, cache, block, [units.reader for _, units in here])
         for name, units in here:
-            hessian, _ = collected.of(units.reader)
+            hessian = collected.of(units.reader).hessian
             squares = hessian.diagonal().clone()
             outputs = outputs_squared(units.reader.matrix(model).to(hessian), hessian, units.count)
             factor, _ = inverse_factor(hessian, context.config.fixed_damping)
@@ -123,8 +123,11 @@ def _by_inputs(context: RunContext, removal: Removal, structures: Set[str]) -> I
 def _collect(context: RunContext, cache: BlockOutputCache, block: str, readers: Sequence[Target]) -> BlockHessians:
     """The Hessians of these matrices of a block; it is finished then."""
     collected = BlockHessians(context.model, context.processes, has_drift=False)
+    left = []
     with instrumented(context.model, readers, ServedWeights(), on_input=collected.add):
-        left = [cache.run(number, block, collected.start_batch) for number in range(len(cache.batches))]
+        for number, batch in enumerate(cache.batches):
+            with collected.batch(batch):
+                left.append(cache.run(number, block))
     cache.finish([block], left)
     return collected
 
