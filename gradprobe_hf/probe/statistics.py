@@ -12,7 +12,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.probe.matrix import MatrixStatistics
 from gradprobe_hf.runtime.processes import Processes
-from gradprobe_hf.scores.evidence import Term
+from gradprobe_hf.scores.terms import Term
 
 
 class Statistics:

@@ -25,7 +25,7 @@ from gradprobe_hf.run.pair_masks import MeasuredTargets
 from gradprobe_hf.run.probe_state import ProbeStage, ProbeState
 from gradprobe_hf.run.row_fisher import row_fisher
 from gradprobe_hf.scores.budget import Budget
-from gradprobe_hf.scores.evidence import Term
+from gradprobe_hf.scores.terms import Term
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.selection.published_rule import thresholds
 

@@ -26,6 +26,7 @@ from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.scores.terms import GATES
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.importance import outputs_squared
 from gradprobe_hf.structures.plan import Units
@@ -161,7 +162,7 @@ def _gates(
 ) -> list[GateSums]:
     """One probe: the sums of each of these matrices, which has so many units of inputs."""
     targets, counts = [reader for reader, _ in readers], {reader.name: count for reader, count in readers}
-    statistics = Statistics(targets, frozenset({"gates"}), context.model, units=counts)
+    statistics = Statistics(targets, frozenset({GATES}), context.model, units=counts)
     gone, masks, biases = removed_blocks(context, removal)
     # Without its columns in the matrix that reads it, a unit that went already has no part in the model.
     shrunk = PackedMasks()
