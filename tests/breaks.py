@@ -243,7 +243,7 @@ BREAKS = [
     ),
     Break(
         "finished blocks that are not known after a kill",
-        "run/decide.py",
+        "run/decision.py",
         "for number in range(latest.number + 1):",
         "for number in range(0):",
         "test_resume.py",
@@ -348,7 +348,7 @@ BREAKS = [
     ),
     Break(
         "gains that are trained and not served",
-        "run/decide.py",
+        "run/evaluate.py",
         "targets = [*context.targets, *decision.new_weights.vectors]",
         "targets = [*context.targets]",
         "test_block_matching.py",
