@@ -83,8 +83,8 @@ BREAKS = [
     Break(
         "dropout in a recovery",
         "recovery/trainer.py",
-        "setattr(module, name, 0.0)",
-        "setattr(module, name, value)",
+        "setattr(holder, name, 0.0)",
+        "setattr(holder, name, value)",
         "test_recovery.py",
     ),
     Break(
@@ -181,8 +181,8 @@ BREAKS = [
     Break(
         "labels that are shifted by none",
         "model/loss.py",
-        "labels = F.pad(_labels(batch)[:, 1:], (0, 1), value=IGNORED)",
-        "labels = _labels(batch)",
+        "labels = F.pad(labels_of(batch)[:, 1:], (0, 1), value=IGNORED)",
+        "labels = labels_of(batch)",
         "test_probe.py test_evaluation.py",
     ),
     Break(
