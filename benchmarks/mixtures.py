@@ -33,7 +33,7 @@ from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.run.decide import PruningDecision
+from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.runtime.processes import Processes
 
 RESULTS = Path(__file__).parent / "results" / "mixtures.json"

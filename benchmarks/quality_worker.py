@@ -33,8 +33,10 @@ from gradprobe_hf.recovery.of_pruning import recovered_weights
 from gradprobe_hf.report.build import matrix_rows, peak_memory, versions
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.run.decide import PruningDecision, conclude, decide_pruning, evaluate_pair
+from gradprobe_hf.run.decide import conclude, decide_pruning
+from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.run.evaluate import evaluate_pair
 
 DECIMALS = 5  # of a window's loss: a thousandth of a per cent of its perplexity
 

@@ -78,8 +78,8 @@ def one_round(context: RunContext) -> tuple[dict[str, list[float]], int]:
 
     run("bare pass", lambda: bare_pass(context, context.calibration))
     run("probe 0", pair.probe_as_served)
-    pair.candidates = run("candidates", lambda: pair.propose(SPARSITY))
-    run("probe 1", pair.probe_shrunk)
+    candidates = run("candidates", lambda: pair.propose(SPARSITY))
+    run("probe 1", lambda: pair.probe_shrunk(candidates))
     run("bare pass", lambda: bare_pass(context, context.calibration))
     masks = run("selection", lambda: pair.masks_at(SPARSITY))
     total = sum(target.numel for target in context.targets)

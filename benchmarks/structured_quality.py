@@ -40,7 +40,8 @@ from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.report.build import peak_memory, versions
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.run.decide import PruningDecision, conclude, decide_pruning
+from gradprobe_hf.run.decide import conclude, decide_pruning
+from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.structures.plan import Plan

@@ -27,7 +27,9 @@ from gradprobe_hf.recovery.of_pruning import FOLDER, check_text, recovered_weigh
 from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
-from gradprobe_hf.run.decide import Judge, Metric, PruningDecision, decide_pruning, evaluate_metric, evaluate_pair
+from gradprobe_hf.run.decide import decide_pruning
+from gradprobe_hf.run.decision import PruningDecision
+from gradprobe_hf.run.evaluate import Judge, Metric, evaluate_metric, evaluate_pair
 from gradprobe_hf.run.findings import Findings
 from gradprobe_hf.run.foreseen import foreseen_warnings
 from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written

@@ -242,7 +242,7 @@ def real_pass(model, targets, batch):
 
     statistics = Statistics(targets, frozenset({"sequence"}), model)
     work = cases.workload(model, [batch])
-    kept = [statistics[target.name].sequence for target in targets]
+    kept = [statistics[target.name].read("sequence") for target in targets]
     own = [*model.parameters(), *model.buffers()]
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run_probe(work, ProbePass(targets, statistics))

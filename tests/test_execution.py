@@ -356,16 +356,16 @@ def test_no_room_for_one_sequence_is_an_error(monkeypatch):
     [RuntimeError(OUT_OF_MEMORY), MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried")],
     ids=["cpu", "python", "cuda"],
 )
-@pytest.mark.parametrize("stage", ["run_probe", "select_masks"])
+@pytest.mark.parametrize("stage", ["probe_pair.run_probe", "pair_masks.select_masks"])
 def test_out_of_memory_names_the_stage_and_three_remedies_in_order(stage, error, monkeypatch):
     def failing(*_, **__):
         raise error
 
-    monkeypatch.setattr(f"gradprobe_hf.run.probe_pair.{stage}", failing)
+    monkeypatch.setattr(f"gradprobe_hf.run.{stage}", failing)
     with pytest.raises(MemoryError) as caught:
         prune(batch_size=2)
     said = str(caught.value)
-    assert {"run_probe": "'probe 0'", "select_masks": "'candidates'"}[stage] in said
+    assert {"probe_pair.run_probe": "'probe 0'", "pair_masks.select_masks": "'candidates'"}[stage] in said
     advice = ("1. batch_size=1", "2. checkpointing=True", "3. accumulator_dtype='int8'")
     first, second, third = (said.index(one) for one in advice)
     assert first < second < third

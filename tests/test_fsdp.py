@@ -19,7 +19,7 @@ from gradprobe_hf.evaluation import divergence
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.run import probe_pair
+from gradprobe_hf.run import pair_masks, probe_pair
 from tests import cases
 from tests.grids import some
 from tests.launch import together
@@ -182,7 +182,7 @@ def failing(stage):
     """The bits and the state of the shards after a failure in a stage."""
     model = sharded("llama")
     before = whole_state(model)
-    owner = probe_pair if hasattr(probe_pair, stage) else divergence
+    owner = next(module for module in (probe_pair, pair_masks, divergence) if hasattr(module, stage))
     calls, real = [], getattr(owner, stage)
 
     def broken(*args, **kwargs):

@@ -71,11 +71,11 @@ def test_held_out_sums_are_those_of_their_rows():
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     inputs, dense = torch.randn(2, 4, 2, 6, 16).unbind()
     for one, other, rows in zip(inputs, dense, held_rows([2, 2, 2, 2]), strict=True):
-        collected.start_batch({"input_ids": torch.zeros(2, 6, dtype=torch.long), "attention_mask": mask})
-        collected.held_rows = rows
-        with collected.as_dense():
-            collected.add(target, target.sites[0], other)
-        collected.add(target, target.sites[0], one)
+        batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "attention_mask": mask}
+        with collected.batch(batch, held_rows=rows):
+            with collected.dense_pass():
+                collected.add(target, target.sites[0], other)
+            collected.add(target, target.sites[0], one)
     held, drift = collected.held_out(target)
     x, dense_x = inputs[3, 1, :4], dense[3, 1, :4]  # the eighth row, of which four tokens count
     torch.testing.assert_close(held, x.T @ x)

@@ -10,18 +10,27 @@ import torch
 from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.estimation.estimate import estimate
+from gradprobe_hf.estimation.sizes import accumulator_bytes
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.scores.fisher import estimated_fisher
 from gradprobe_hf.scores.table import SCORES, Score
+from gradprobe_hf.scores.terms import MATRIX_TERMS, MatrixTerm, matrix_terms
 from gradprobe_hf.updates.problem import Solution
 from gradprobe_hf.updates.table import UPDATES, WeightUpdate
 from tests import cases
+from tests.reference.naive import sequence_loss
 
 
 def fourth_power(evidence):
     """`W^4 F`: no published score."""
     fisher = estimated_fisher(evidence.statistics, evidence.fisher, evidence.rows)
     return evidence.weight.square().square() * fisher
+
+
+def largest_move(evidence):
+    """`|W| sqrt(sum_s g_s^4)`, of a statistic that is no published one either."""
+    quartic = evidence.statistics.read("quartic", evidence.rows)
+    return evidence.weight.abs() * quartic.sqrt()
 
 
 def doubled(problem, mask):
@@ -49,6 +58,16 @@ def rows(monkeypatch):
         refuses={"pattern": "a toy knows no groups"},
         source="this test",
     )
+    of_own_term = Score(
+        function=largest_move,
+        measured="gradients",
+        terms=("quartic",),
+        scope="tensor",
+        sentence="Each weight was scored by a statistic of this test.",
+        source="this test",
+    )
+    monkeypatch.setitem(MATRIX_TERMS, "quartic", MatrixTerm(lambda sums, g: sums.add_(g.square().square())))
+    monkeypatch.setitem(SCORES, "of its own term", of_own_term)
     monkeypatch.setitem(SCORES, "toy", score)
     monkeypatch.setitem(UPDATES, "doubled", update)
 
@@ -71,6 +90,37 @@ def test_it_prunes_as_its_functions_say():
         assert int(mask.sum()) == round(0.5 * target.numel)  # the row's scope: a matrix
         assert torch.equal(target.matrix(model), (2 * target.matrix(dense)).masked_fill(mask, 0))
     assert result.report.passes == {"forward": 3.0, "backward": 1.0}  # one probe, and two of reconstruction
+
+
+def test_a_term_is_measured_and_priced_from_its_row(tmp_path):
+    model, rows = cases.build("llama", torch.float64), cases.batches("llama", rows=4, batch_size=1)
+    targets = find_targets(model)
+    quartic = {target.name: torch.zeros(target.shape, dtype=torch.float64) for target in targets}
+    for row in rows:
+        model.zero_grad()
+        sequence_loss(model, row).backward()
+        for target in targets:
+            quartic[target.name] += model.get_parameter(target.parameter).grad ** 4
+    wanted = {}
+    for target in targets:
+        score = (target.matrix(model).abs() * quartic[target.name].sqrt()).flatten()
+        lowest = score.argsort()[: round(0.5 * target.numel)]
+        wanted[target.name] = torch.zeros(target.numel, dtype=torch.bool).index_fill_(0, lowest, True)
+    config = GradProbeConfig(score="of its own term", probes=1, update="none", **SMALL)
+    for more in ({}, {"resume_dir": tmp_path / "state"}):
+        built = cases.build("llama", torch.float64)
+        result = prune_pretrained(built, config, calibration=cases.batches("llama", rows=4), progress=False, **more)
+        for name, mask in result.masks.items():
+            assert torch.equal(mask.flatten(), wanted[name]), name
+
+    weights = sum(target.numel for target in targets)
+    assert accumulator_bytes(config, weights) == 4 * weights
+    assert accumulator_bytes(config.varied(accumulator_dtype="bfloat16"), weights) == 2 * weights
+
+
+def test_a_term_that_no_row_has_is_named_with_those_there_are():
+    with pytest.raises(KeyError, match="no probe measures cubic: there are sequence, token, peak, quartic, marginals"):
+        matrix_terms({"sequence", "cubic"})
 
 
 def test_the_configuration_validates_from_the_rows():

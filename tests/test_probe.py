@@ -65,9 +65,9 @@ def test_statistics_equal_a_loop_of_autograd(name, shrunk):
     for target in targets:
         found = statistics[target.name]
         for term, value in {
-            "sequence": found.sequence,
-            "token": found.token,
-            "peak": found.peak,
+            "sequence": found.read("sequence"),
+            "token": found.read("token"),
+            "peak": found.read("peak"),
             "factored": found.factored(),
         }.items():
             torch.testing.assert_close(
@@ -230,8 +230,8 @@ def test_a_matrix_used_twice_is_squared_after_its_uses_are_summed():
         gradient = model.model.embed_tokens.weight.grad
         wanted = wanted + gradient**2
         peak = torch.maximum(torch.as_tensor(peak, dtype=torch.float64), gradient.abs())
-    torch.testing.assert_close(statistics[targets[0].name].sequence, wanted, rtol=1e-8, atol=1e-18)
-    torch.testing.assert_close(statistics[targets[0].name].peak, peak, rtol=1e-8, atol=1e-18)
+    torch.testing.assert_close(statistics[targets[0].name].read("sequence"), wanted, rtol=1e-8, atol=1e-18)
+    torch.testing.assert_close(statistics[targets[0].name].read("peak"), peak, rtol=1e-8, atol=1e-18)
 
 
 def test_an_embedding_can_be_a_target():
@@ -244,7 +244,7 @@ def test_an_embedding_can_be_a_target():
         naive.sequence_loss(model, row).backward()
         wanted = wanted + model.model.embed_tokens.weight.grad**2
     found = statistics[targets[0].name]
-    torch.testing.assert_close(found.sequence, wanted, rtol=1e-8, atol=1e-18)
+    torch.testing.assert_close(found.read("sequence"), wanted, rtol=1e-8, atol=1e-18)
     counts = torch.cat([row["input_ids"].flatten() for row in cases.batches("llama")]).bincount(
         minlength=cases.VOCABULARY
     )
@@ -458,8 +458,9 @@ def test_experts_equal_autograd(shrunk):
     )
     for target in targets:
         found = statistics[target.name]
-        torch.testing.assert_close(found.sequence, squares[target.parameter][target.expert], rtol=1e-7, atol=1e-18)
-        torch.testing.assert_close(found.peak, peaks[target.parameter][target.expert], rtol=1e-7, atol=1e-18)
+        for term, wanted in (("sequence", squares), ("peak", peaks)):
+            own = wanted[target.parameter][target.expert]
+            torch.testing.assert_close(found.read(term), own, rtol=1e-7, atol=1e-18)
 
 
 def test_one_token_has_one_gradient():
@@ -468,10 +469,10 @@ def test_one_token_has_one_gradient():
     model.set_experts_implementation("eager")  # the first block is not measured, and grouped products take no float64
     targets = find_targets(model, include=["re:layers.1.*experts"])
     statistics, _ = probed(model, targets, cases.batches("mixtral", rows=8, length=2))
-    assert any(statistics[target.name].token.any() for target in targets)
+    assert any(statistics[target.name].read("token").any() for target in targets)
     for target in targets:
         found = statistics[target.name]
-        torch.testing.assert_close(found.sequence, found.token)
+        torch.testing.assert_close(found.read("sequence"), found.read("token"))
 
 
 def xlnet():

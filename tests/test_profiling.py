@@ -26,7 +26,7 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
 from gradprobe_hf.profiling.findings import CHECKS, findings_of
 from gradprobe_hf.profiling.fixing.trial import run_trial
-from gradprobe_hf.profiling.observing import recorder
+from gradprobe_hf.profiling.observing import step_trace
 from gradprobe_hf.profiling.observing.observation import Compilation
 from gradprobe_hf.profiling.observing.places import Place
 from gradprobe_hf.profiling.script import profile_script
@@ -130,7 +130,7 @@ def test_the_schedule_is_kept_and_the_rest_unobserved():
 def test_a_trace_is_bounded(monkeypatch):
     """It ends with the step in which it becomes too large; that step counts."""
     grown = iter(range(0, 10 * 2**30, 2**29))
-    monkeypatch.setattr(recorder, "process_bytes", lambda: next(grown))
+    monkeypatch.setattr(step_trace, "process_bytes", lambda: next(grown))
     report = planted.train(schedule=Schedule(1, 2, 50, 2))
     seen = report.observation
     assert (len(seen.traced), seen.located, seen.complete) == (3, 2, True)

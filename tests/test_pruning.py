@@ -14,7 +14,7 @@ from gradprobe_hf.evaluation import divergence
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.run import decide, inputs, probe_pair
+from gradprobe_hf.run import decide, inputs, pair_masks, probe_pair
 from gradprobe_hf.run.apply import applied
 from tests import cases
 
@@ -144,7 +144,7 @@ CALLS = {
     "load_batches": (inputs, 2, {}),
     "observe_inputs": (probe_pair, 1, {"score": "wanda"}),
     "run_probe": (probe_pair, 2, {}),
-    "select_masks": (probe_pair, 2, {}),
+    "select_masks": (pair_masks, 2, {}),
     "reconstruct": (decide, 1, {"update": "obs"}),
     "next_token_logits": (divergence, 2, {}),
     "write_checkpoint": (destination, 1, {}),

@@ -297,7 +297,7 @@ def test_experts_in_modules_of_their_own_are_sent_other_tokens_by_the_dense_mode
 
     def of(self, target):
         found = plain(self, target)
-        drifts[target.name] = found[1]
+        drifts[target.name] = found.drift
         return found
 
     monkeypatch.setattr(BlockHessians, "of", of)
@@ -316,12 +316,12 @@ def test_inputs_that_an_expert_has_in_common_with_another_matrix(expert_first):
     order = [expert, plain] if expert_first else [plain, expert]
     dense, pruned = torch.randn(2, 3, 5, plain.shape[1]).unbind()
     collected = BlockHessians(model, Processes(), has_drift=True)
-    collected.start_batch({"input_ids": torch.zeros(3, 5, dtype=torch.long)})
-    with collected.as_dense():
+    with collected.batch({"input_ids": torch.zeros(3, 5, dtype=torch.long)}):
+        with collected.dense_pass():
+            for target in order:
+                collected.add(target, target.sites[0], dense)
         for target in order:
-            collected.add(target, target.sites[0], dense)
-    for target in order:
-        collected.add(target, target.sites[0], pruned)
+            collected.add(target, target.sites[0], pruned)
     x, other = pruned.flatten(0, 1), dense.flatten(0, 1)
     hessian, drift = collected.of(plain)
     torch.testing.assert_close(hessian, x.t() @ x)

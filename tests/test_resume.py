@@ -73,7 +73,7 @@ MOMENTS = {
     "file": ("gradprobe_hf.run.snapshots", "save_file"),
     "rename": ("gradprobe_hf.run.snapshots", "_flush"),
     "drop": ("gradprobe_hf.run.snapshots", "_drop"),
-    "selection": ("gradprobe_hf.run.probe_pair", "select_masks"),
+    "selection": ("gradprobe_hf.run.pair_masks", "select_masks"),
     "block": ("gradprobe_hf.reconstruction.reconstruct", "solve_block"),
     "amount": ("gradprobe_hf.run.shape_estimates", "loss_of_few_rows"),
 }

@@ -16,7 +16,7 @@ from gradprobe_hf.bench.result import BenchResult
 from gradprobe_hf.checkpoint.file_sizes import FileSizes
 from gradprobe_hf.model.parameters import input_device, is_offloaded, parameter_bytes
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.run.decide import PruningDecision
+from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import smaller_config

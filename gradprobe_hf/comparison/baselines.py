@@ -7,7 +7,7 @@ from typing import Any
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.presets import METHOD
-from gradprobe_hf.scores.evidence import Term
+from gradprobe_hf.scores.terms import Term
 from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 
 # The published ways first, then what this package adds.

@@ -25,16 +25,10 @@ from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.report.build import matrix_rows
 from gradprobe_hf.report.report import finite
 from gradprobe_hf.run.context import RunContext, SharedProbe
-from gradprobe_hf.run.decide import (
-    PruningDecision,
-    conclude,
-    decide_masks,
-    decide_pruning,
-    evaluate,
-    evaluate_metric,
-    evaluate_pair,
-)
+from gradprobe_hf.run.decide import conclude, decide_masks, decide_pruning
+from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.run.evaluate import evaluate, evaluate_metric, evaluate_pair
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.removal import Removal

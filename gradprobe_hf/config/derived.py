@@ -12,6 +12,7 @@ from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
 from gradprobe_hf.decisions.table import DECISIONS, Decision
 from gradprobe_hf.scores.budget import Budget, Scope
 from gradprobe_hf.scores.table import SCORES, Score
+from gradprobe_hf.scores.terms import GATES
 from gradprobe_hf.structures.budgets import BUDGETS, ShapeBudget
 from gradprobe_hf.structures.table import AUTO, STRUCTURES
 from gradprobe_hf.structures.unit_scores import UNIT_SCORES, UnitScore
@@ -69,7 +70,7 @@ class ResolvedOptions(PruningOptions):
         if self.structure is not None:
             # Whether "auto" will take experts is known once the model is there.
             probes = self.drops_experts or self.weighs_gates
-            return Needs(frozenset({"gates"}), "probe") if probes else Needs(frozenset(), "forward")
+            return Needs(frozenset({GATES}), "probe") if probes else Needs(frozenset(), "forward")
         return needs_of(self.score_row, self.decision_row, self.fisher, changes_weights=self.reconstructs)
 
     @property

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from gradprobe_hf.decisions.table import Decision
-from gradprobe_hf.scores.evidence import Term
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from gradprobe_hf.scores.table import Score
+from gradprobe_hf.scores.terms import GATES, Term
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Needs:
     @property
     def accumulates(self) -> bool:
         """Whether something is summed for every weight, or could be; gates are summed for whole units."""
-        return self.probes and "gates" not in self.terms
+        return self.probes and GATES not in self.terms
 
 
 def needs_of(score: Score | None, decision: Decision, fisher: str, *, changes_weights: bool) -> Needs:

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from gradprobe_hf.decisions.threshold import threshold_mask
 from gradprobe_hf.scores.budget import Scope
-from gradprobe_hf.scores.evidence import Evidence, Term
+from gradprobe_hf.scores.evidence import Evidence
 from gradprobe_hf.scores.fisher import score_by_fisher
+from gradprobe_hf.scores.terms import Term
 
 
 @dataclass(frozen=True, kw_only=True)

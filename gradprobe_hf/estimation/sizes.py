@@ -16,7 +16,7 @@ from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
-from gradprobe_hf.scores.evidence import MATRIX_TERMS
+from gradprobe_hf.scores.terms import matrix_terms
 from gradprobe_hf.structures.plan import Plan
 
 FLOAT32_BYTES = 4
@@ -211,7 +211,7 @@ def accumulator_bytes(config: GradProbeConfig, weights: int) -> int:
     """
     row = config.decision_row
     # A decision that compares two probes keeps its statistics twice; others add the second probe to the first.
-    kept = len(config.needs.terms & set(MATRIX_TERMS)) + len(row.terms) * row.keeps_second
+    kept = len(matrix_terms(config.needs.terms)) + len(row.terms) * row.keeps_second
     return round(kept * weights * BYTES_PER_WEIGHT[config.accumulator_dtype])
 
 

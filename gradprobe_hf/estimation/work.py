@@ -15,6 +15,7 @@ from gradprobe_hf.estimation.formula import active_weights
 from gradprobe_hf.estimation.passes import PassCost
 from gradprobe_hf.estimation.sizes import unit_readers
 from gradprobe_hf.model.targets import Target, is_routed
+from gradprobe_hf.scores.terms import matrix_terms
 
 # Whether blocks are recomputed in backward. Those of an offloaded model are, always: autograd would keep their weights
 # in memory along with their activations.
@@ -79,7 +80,7 @@ def work_of(
         flops = costs[recomputes].flops if probes else 3 * forward
         # A simulated probe makes the gradient of every weight once. Gradients of single sequences take as many
         # operations, those of single tokens as many again, and a Fisher estimate from marginals alone takes neither.
-        products = bool(config.needs.terms & {"sequence", "peak"}) + ("token" in config.needs.terms)
+        products = len({row.is_of_tokens for row in matrix_terms(config.needs.terms).values()})
         gradients = (products - 1) * 2 * walk.rows * walk.length * active_weights(model, targets)
         batch = backwards * flops + probed * gradients + max(0.0, forwards - backwards) * forward
         total = round(batch * walk.batches + reconstruction_operations(config, targets))

@@ -22,6 +22,7 @@ from gradprobe_hf.model.parameters import execution_device, input_device
 from gradprobe_hf.model.patches import checkpointed_layers
 from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.scores.terms import MARGINALS
 
 # Of free memory: statistics that take no more leave room enough, and no pass has to be measured to know it.
 _SMALL = 0.25
@@ -122,7 +123,7 @@ def _pass_bytes(context: RunContext, rows: int | None) -> int | None:
         longest = max(batches.in_batches_of(1).items, key=_length)
         # Vectors alone are summed: what a pass keeps for backward is that of the run's own.
         passes = ProbePasses(
-            model, context.targets, config, AccumulatorStorage(), context.loss_fn, terms=frozenset({"marginals"})
+            model, context.targets, config, AccumulatorStorage(), context.loss_fn, terms=frozenset({MARGINALS})
         )
         with context.stopwatch("accumulators"):
             # The first also makes what is made once.

@@ -27,7 +27,7 @@ from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.runtime.stopwatch import return_free_memory
-from gradprobe_hf.scores.evidence import Term
+from gradprobe_hf.scores.terms import Term
 
 SHARE = 0.8  # of free memory, that what was measured of smaller batches may promise a larger one
 

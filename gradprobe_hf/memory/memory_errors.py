@@ -9,8 +9,8 @@ from accelerate.utils.memory import should_reduce_batch_size
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.runtime.stopwatch import Stopwatch
-from gradprobe_hf.scores.evidence import MATRIX_TERMS
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
+from gradprobe_hf.scores.terms import matrix_terms
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def remedies_for(config: GradProbeConfig, batch_size: int, checkpointing: bool, 
         found.append("device_map='disk' (--device-map disk)")
     if config.accumulator_device != "disk":
         found.append("accumulator_device='disk' (--accumulator-device disk)")
-    lean = [name for name, row in FISHER_ESTIMATES.items() if not set(row.terms) & set(MATRIX_TERMS)]
+    lean = [name for name, row in FISHER_ESTIMATES.items() if not matrix_terms(row.terms)]
     if config.uses_fisher and config.fisher not in lean:
         found += [f"fisher={name!r} (--fisher {name})" for name in lean]
     return [*found, "a shorter sequence_length (--sequence-length)"]

@@ -175,14 +175,14 @@ class BlockOutputCache:
     def start_batch(self, number: int) -> None:
         self._current = self._outputs[number]
 
-    def run(self, number: int, last: str, before_batch: Callable[[Batch], None]) -> dict[str, Any]:
+    def run(self, number: int, last: str) -> dict[str, Any]:
         """Run one batch from the finished blocks to the end of block `last`, for the maps attached between them.
 
         Returns:
             Its outputs there, for `finish`.
         """
         with self._capturing({last}, last) as outputs:
-            self._forward(number, before_batch)
+            self._forward(number)
         return self._stored(outputs)
 
     def advance(self, blocks: Sequence[str]) -> None:
@@ -205,10 +205,9 @@ class BlockOutputCache:
         self._outputs = outputs
         self.finished += blocks
 
-    def _forward(self, number: int, before_batch: Callable[[Batch], None] = lambda batch: None) -> None:  # noqa: ARG005
+    def _forward(self, number: int) -> None:
         batch = send_to_device(self.batches[number], input_device(self.model))
         self.start_batch(number)
-        before_batch(batch)
         try:
             forward_only(self.model, batch)
         except _StopForward:

@@ -24,6 +24,7 @@ from gradprobe_hf.probe.sequence_gradients import embedding_gradients, linear_gr
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS, row_chunks
 from gradprobe_hf.runtime.stopwatch import return_free_memory
+from gradprobe_hf.scores.terms import MARGINALS
 
 
 class Folding:
@@ -94,9 +95,9 @@ class Folding:
         d = self._layout.by_sequence(output_grad, 1, target.name)
         x = self._layout.by_sequence(inputs, int(site.kind != "embedding"), target.name)
         d = self._without_spikes(target, site, statistics, d)
-        if statistics.terms & {"sequence", "peak"}:
+        if statistics.folds_gradients:
             self._fold_gradients(target, site, statistics, x, d)
-        if statistics.terms & {"token", "marginals"}:
+        if statistics.folds_tokens or MARGINALS in statistics.terms:
             # Widened before they are squared: small float16 gradients would vanish, and bfloat16 squares lose digits.
             self._fold_squares(target, site, statistics, x, d.to(statistics.dtype).square())
 
@@ -145,7 +146,7 @@ class Folding:
         return d * scale[:, None, None].to(d.dtype)
 
     def _fold_gradients(self, target: Target, site: Site, statistics: MatrixStatistics, x: Tensor, d: Tensor) -> None:
-        """The sequence and peak terms."""
+        """The terms of the gradients of sequences."""
         is_embedding, used_once = site.kind == "embedding", self._uses[target.name] <= 1
         if used_once and statistics.shards is None and not is_embedding:
             # Some rows of all sequences, not all rows of one: the accumulator's rows are decoded once a batch.
@@ -170,17 +171,17 @@ class Folding:
             self._unfinished[target.name] = [gradient.to(dtype) for gradient in gradients]
 
     def _fold_squares(self, target: Target, site: Site, statistics: MatrixStatistics, x: Tensor, d_sq: Tensor) -> None:
-        """The token term and the marginals."""
+        """The terms of the squares of tokens, and the marginals."""
         x_sq = self._layout.input_squares(target, site, x, statistics.dtype)
         is_embedding = site.kind == "embedding"
-        if "token" in statistics.terms and is_embedding:
+        if statistics.folds_tokens and is_embedding:
             statistics.add_tokens(x.flatten(), d_sq.flatten(0, 1))
-        elif "token" in statistics.terms and statistics.shards is not None:
+        elif statistics.folds_tokens and statistics.shards is not None:
             statistics.add_products_to_shards(d_sq.flatten(0, 1), x_sq.flatten(0, 1))
-        elif "token" in statistics.terms:
+        elif statistics.folds_tokens:
             for rows in row_chunks(target.shape, FOLDED_ELEMENTS):
                 statistics.add_products(rows, d_sq[..., rows].flatten(0, 1), x_sq.flatten(0, 1))
-        if "marginals" in statistics.terms and self._counted:
+        if MARGINALS in statistics.terms and self._counted:
             d_sum = d_sq.sum((0, 1))
             row_side, column_side = (x_sq, d_sum) if is_embedding else (d_sum, x_sq.sum((0, 1)))
             statistics.marginals.add(self.statistics.probe, target.sites.index(site), row_side, column_side)

@@ -1,21 +1,20 @@
 """Matrix statistics: what the probes measure of one matrix.
 
-With x_t the input and d_t the gradient of the summed loss at the output of the matrix, for token t of sequence s:
+The table of terms (`scores/terms.py`) has the formulas of those that are matrices, `[out, in]`; beside them there are
 
-    sequence   S = sum_s (sum_{t in s} d_t x_t^T)^2            [out, in]
-    token      T = sum_t (d_t^2)(x_t^2)^T                      [out, in]
-    peak       G = max_s |sum_{t in s} d_t x_t^T|              [out, in]
     marginals  sum_t d_t^2 and sum_t x_t^2, see `marginals.py` [out], [in]
     gates      of units of its inputs, see `gates.py`          [units]
+    energies   of the sequences in probe 0, see `spikes.py`    [sequences]
 
-`sum_{t in s} d_t x_t^T` is the gradient of sequence s. For an embedding, `[tokens, features]`, x_t is one-hot. Both
-probes add to S and T. Sums are float32, or float64 for a float64 model; accumulators may store them in fewer bytes.
+For an embedding, `[tokens, features]`, x_t is one-hot. Both probes of a pair add to the same sums, unless
+a decision keeps them apart. These are float32, or float64 for a float64 model; accumulators may store them in fewer
+bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from gradprobe_hf.probe.marginals import Marginals
 from gradprobe_hf.probe.spikes import SequenceEnergies
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.row_chunks import CACHED_ELEMENTS, FOLDED_ELEMENTS, row_chunks
-from gradprobe_hf.scores.evidence import MATRIX_TERMS, Term
+from gradprobe_hf.scores.terms import GATES, MARGINALS, Term, matrix_terms
 
 ALL = slice(None)
 REDUCED_AT_ONCE = 2**26  # elements in one collective: most matrices take one, and its buffer stays below 256 MB
@@ -62,11 +61,13 @@ class MatrixStatistics:
         self.dtype = torch.promote_types(model.get_parameter(target.parameter).dtype, torch.float32)
         self.device = execution_device(model, target.parameter)
         self.reached = False  # whether the loss depends on the matrix, for all that is known
+        self._rows = matrix_terms(terms)  # of the table
+        self._folds = {term: row.fold for term, row in self._rows.items() if row.fold is not None}
+        self._of_tokens = [term for term, row in self._rows.items() if row.is_of_tokens]
         self.accumulators = {
             # File names by number: a target's name may hold what a file name cannot.
             term: Accumulator(self.region.shape, self.dtype, self.device, storage, f"{index:05d}.{term}")
-            for term in MATRIX_TERMS
-            if term in terms
+            for term in self._rows
         }
         self.marginals = Marginals(target, self.dtype, self.device)
         self.gates = GateSums(units, self.dtype, self.device)
@@ -80,16 +81,14 @@ class MatrixStatistics:
         return self.accumulators[term].read(rows).to(self.device)
 
     @property
-    def sequence(self) -> Tensor:
-        return self.read("sequence")
+    def folds_gradients(self) -> bool:
+        """Whether a term is made of the gradients of sequences."""
+        return bool(self._folds)
 
     @property
-    def token(self) -> Tensor:
-        return self.read("token")
-
-    @property
-    def peak(self) -> Tensor:
-        return self.read("peak")
+    def folds_tokens(self) -> bool:
+        """Whether a term is made of the squares of tokens."""
+        return bool(self._of_tokens)
 
     def factored(self, rows: slice = ALL) -> Tensor:
         """Rows of the factored Fisher K, `[rows, in]`."""
@@ -103,7 +102,7 @@ class MatrixStatistics:
         return self.region if rows == ALL else Region(rows, self.region.columns)
 
     def add_gradients(self, rows: slice, gradients: Iterable[Tensor]) -> None:
-        """Fold gradients of whole sequences, `[rows, in]` each, into the sequence and peak terms."""
+        """Fold gradients of whole sequences, `[rows, in]` each, into the terms of these."""
         if all(accumulator.kind == "float32" for accumulator in self.accumulators.values()):
             self._add(rows, gradients)
             return
@@ -116,66 +115,55 @@ class MatrixStatistics:
 
     def _add(self, rows: slice, gradients: Iterable[Tensor]) -> None:
         with ExitStack() as stack:
-            sums = stack.enter_context(self._updating("sequence", rows))
-            peaks = stack.enter_context(self._updating("peak", rows))
-            self._fold(gradients, sums, peaks)
+            into = {
+                term: stack.enter_context(self.accumulators[term].updating(rows, self.device)) for term in self._folds
+            }
+            self._fold(gradients, into)
 
-    def _fold(self, gradients: Iterable[Tensor], sums: Tensor | None, peaks: Tensor | None) -> None:
+    def _fold(self, gradients: Iterable[Tensor], into: Mapping[Term, Tensor]) -> None:
         for gradient in gradients:
             gradient = gradient.to(self.dtype)
-            if sums is not None:
-                sums.addcmul_(gradient, gradient)
-            if peaks is not None:
-                torch.maximum(peaks, gradient.abs(), out=peaks)
-
-    @contextmanager
-    def _updating(self, term: Term, rows: slice) -> Iterator[Tensor | None]:
-        if term not in self.accumulators:
-            yield None
-            return
-        with self.accumulators[term].updating(rows, self.device) as values:
-            yield values
+            for term, fold in self._folds.items():
+                fold(into[term], gradient)
 
     def add_products(self, rows: slice, rows_sq: Tensor, columns_sq: Tensor) -> None:
-        """Fold the token term of these rows: `rows_sq [tokens, rows]`, `columns_sq [tokens, in]`."""
-        with self.accumulators["token"].updating(rows, self.device) as values:
-            values.addmm_(rows_sq.t(), columns_sq)
+        """Fold the squares of these rows: `rows_sq [tokens, rows]`, `columns_sq [tokens, in]`."""
+        for term in self._of_tokens:
+            with self.accumulators[term].updating(rows, self.device) as values:
+                values.addmm_(rows_sq.t(), columns_sq)
 
     def add_tokens(self, ids: Tensor, squares: Tensor) -> None:
-        """Fold the token term of an embedding: `ids [tokens]`, `squares [tokens, features]`."""
-        if self.shards is not None:
-            full = torch.zeros(self.target.shape, dtype=self.dtype, device=self.device)
-            self._add_to_shards("token", full.index_add_(0, ids, squares))
-            return
-        with self.accumulators["token"].updating(ALL, self.device) as values:
-            values.index_add_(0, ids, squares)
+        """Fold the squares of an embedding: `ids [tokens]`, `squares [tokens, features]`."""
+        for term in self._of_tokens:
+            if self.shards is not None:
+                full = torch.zeros(self.target.shape, dtype=self.dtype, device=self.device)
+                self._add_to_shards(term, full.index_add_(0, ids, squares))
+                continue
+            with self.accumulators[term].updating(ALL, self.device) as values:
+                values.index_add_(0, ids, squares)
 
     def add_gradients_to_shards(self, gradients: Iterable[Tensor]) -> None:
         """Fold the gradients `[out, in]` of this process's sequences into the shards of all processes. A collective."""
         # Squared and summed here first: one reduction a batch, however many sequences it has.
-        sums, peaks = (
-            torch.zeros(self.target.shape, dtype=self.dtype, device=self.device) if term in self.accumulators else None
-            for term in ("sequence", "peak")
-        )
-        self._fold(gradients, sums, peaks)
-        if sums is not None:
-            self._add_to_shards("sequence", sums)
-        if peaks is not None:
-            self._add_to_shards("peak", peaks)
+        of_batch = {term: torch.zeros(self.target.shape, dtype=self.dtype, device=self.device) for term in self._folds}
+        self._fold(gradients, of_batch)
+        for term, values in of_batch.items():
+            self._add_to_shards(term, values)
 
     def add_products_to_shards(self, rows_sq: Tensor, columns_sq: Tensor) -> None:
-        """Fold the token term into the shards of all processes. A collective."""
-        self._add_to_shards("token", rows_sq.t() @ columns_sq)
+        """Fold squares into the shards of all processes. A collective."""
+        for term in self._of_tokens:
+            self._add_to_shards(term, rows_sq.t() @ columns_sq)
 
     def _add_to_shards(self, term: Term, full: Tensor) -> None:
         assert self.shards is not None, "for a sharded matrix"
         # The layout is the parameter's: its first dimension is sharded, which is `in` where it stores `[in, out]`.
         stored = full.t().contiguous() if self.target.transposed else full
-        own = self.shards.reduce(stored, "max" if term == "peak" else "sum")
+        own = self.shards.reduce(stored, self._rows[term].merging)
         own = own.t() if self.target.transposed else own
         for rows in row_chunks(self.region.shape, FOLDED_ELEMENTS) if own.numel() else ():  # a shard may be empty
             with self.accumulators[term].updating(rows, self.device) as values:
-                torch.maximum(values, own[rows], out=values) if term == "peak" else values.add_(own[rows])
+                self._rows[term].merge_(values, own[rows])
 
     def reduce(self, processes: Processes, probe: int, reached: bool) -> None:
         """Make the sums those of all processes. Collectives; shards are reduced batch by batch already.
@@ -187,10 +175,10 @@ class MatrixStatistics:
         for term, accumulator in self.accumulators.items() if self.shards is None else ():
             for rows in row_chunks(accumulator.shape, elements=REDUCED_AT_ONCE):
                 with accumulator.updating(rows, self.device) as values:
-                    (processes.max_ if term == "peak" else processes.sum_)(values)
-        if "marginals" in self.terms and reached:
+                    (processes.max_ if self._rows[term].merging == "max" else processes.sum_)(values)
+        if MARGINALS in self.terms and reached:
             self.marginals.reduce(processes, probe)
-        if "gates" in self.terms:
+        if GATES in self.terms:
             self.gates.reduce(processes)
 
     def state(self) -> dict[str, Tensor]:
@@ -202,7 +190,7 @@ class MatrixStatistics:
                 for name, part in accumulator.parts().items()
             },
             **dict(self.marginals.state()),
-            **(dict(self.gates.state()) if "gates" in self.terms else {}),
+            **(dict(self.gates.state()) if GATES in self.terms else {}),
             **dict(self.energies.state()),
         }
 
@@ -212,6 +200,6 @@ class MatrixStatistics:
             accumulator.restore({name: tensors[f"{term}.{name}"] for name in accumulator.parts()})
             accumulator.updates = updates[term]
         self.marginals.load_state(tensors)
-        if "gates" in self.terms:
+        if GATES in self.terms:
             self.gates.load_state(tensors)
         self.energies.load_state(tensors, self.device)

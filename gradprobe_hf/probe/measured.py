@@ -29,6 +29,7 @@ from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.folding import Folding
 from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.scores.terms import GATES
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class MeasuredUse:
     @property
     def has_gates(self) -> bool:
         """Whether gates of its inputs are measured."""
-        return self.folding is not None and "gates" in self.folding.statistics[self.target.name].terms
+        return self.folding is not None and GATES in self.folding.statistics[self.target.name].terms
 
     def fold_gates(self, x: Tensor, input_grad: Tensor, bias: Tensor | None, output_grad: Tensor) -> None:
         if self.folding is not None and self.has_gates:

@@ -12,7 +12,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
 from gradprobe_hf.probe.matrix import MatrixStatistics
 from gradprobe_hf.runtime.processes import Processes
-from gradprobe_hf.scores.evidence import Term
+from gradprobe_hf.scores.terms import Term
 
 
 class Statistics:
@@ -32,7 +32,7 @@ class Statistics:
         storage: AccumulatorStorage | None = None,
         units: Mapping[str, int] | None = None,
     ) -> None:
-        self.probe = 0  # the number of the probe that adds to them, 0 or 1
+        self.probe = 0  # of a pair: which of its probes adds to them, 0 or 1
         storage, units = storage or AccumulatorStorage(), units or {}
         self._of = {
             target.name: MatrixStatistics(target, terms, model, storage, index, units.get(target.name, 0))
@@ -46,7 +46,7 @@ class Statistics:
         """Make the sums of the probe that has just ended those of all processes.
 
         One collective for each term of a matrix, once a probe: their number does not grow with that of the batches. The
-        sums of an earlier probe are already the same everywhere; see `clear_except_on_main`.
+        sums of an earlier probe are already the same everywhere; see `begin_second_probe`.
         """
         if processes.count == 1:
             return
@@ -61,11 +61,13 @@ class Statistics:
         for one, any_reached in zip(matrices, most[: len(matrices)], strict=True):
             one.reduce(processes, self.probe, bool(any_reached))
 
-    def clear_except_on_main(self, processes: Processes) -> None:
-        """Call before a probe that adds to reduced sums, so that the next reduction counts them once, not per process.
+    def begin_second_probe(self, processes: Processes) -> None:
+        """Call before the second probe of a pair, if it adds to the reduced sums of the first.
 
-        Shards stay as they are: they are not replicas of one another.
+        The next reduction has to count these once, not per process: one of them brings them along alone. Shards stay as
+        they are: they are not replicas of one another.
         """
+        self.probe = 1
         for one in self._of.values() if not processes.is_main else ():
             for accumulator in one.accumulators.values() if one.shards is None else ():
                 accumulator.clear()

@@ -11,19 +11,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import is_compared_by_token
 from gradprobe_hf.model.loss import Batch
-from gradprobe_hf.model.parameters import execution_device
+from gradprobe_hf.model.parameters import execution_device, input_device
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.padding import BatchLayout
 from gradprobe_hf.runtime.half_products import widened_from
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.updates.problem import InputSums
 
 WIDE = 512  # inputs, from which on H is symmetric to the benefit of its product
 
@@ -31,97 +34,91 @@ WIDE = 512  # inputs, from which on H is symmetric to the benefit of its product
 class BlockHessians:
     """H and D of each matrix of a block.
 
+    Batch by batch: `with batch(...)`, and inside of that a pass of the model which calls `add` with every input. Where
+    the dense model runs beside, its pass is first, `with dense_pass()`.
+
     Args:
-        has_drift: whether the dense model runs beside: each batch first there (`as_dense`), then here.
+        has_drift: whether the dense model runs beside.
     """
 
     def __init__(self, model: PreTrainedModel, processes: Processes, has_drift: bool) -> None:
-        self.counts = True  # whether the batch does
-        self.held_rows: Tensor | None = None  # the rows of the batch that the damping is chosen by, bool
-        self._held: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})  # of these H and C, once more
-        self._layout = BatchLayout(sequences=0, tokens=0)
         self._model, self._processes, self._has_drift = model, processes, has_drift
-        self._hessians: dict[str, Tensor] = {}
-        self._crosses: dict[str, Tensor] = {}  # C
-        self._dense: dict[str, list[Tensor]] = {}  # of one batch, in the order in which they are used
-        self._is_dense = False
-        # Queries, keys and values are given one and the same tensor: what was made of the last one is kept.
-        self._last_dense: tuple[Tensor, Tensor] | None = None
-        self._last: tuple[Tensor, list[_Sums]] | None = None
-
-    def start_batch(self, batch: Batch) -> None:
-        self._layout = BatchLayout.of(batch, self._model)
+        self._all, self._held_out = _Sums(), _Sums()
+        self._batch: _OpenBatch | None = None
 
     @contextmanager
-    def as_dense(self) -> Iterator[None]:
-        """What is added in the body are the dense model's inputs, of the batch that is added after it."""
-        self._dense.clear()
-        self._is_dense = True
+    def batch(self, batch: Batch, *, counts: bool = True, held_rows: Tensor | None = None) -> Iterator[None]:
+        """What is added in the body are inputs of this batch.
+
+        Args:
+            counts: False for a batch that only keeps other processes company: nothing of it is added.
+            held_rows: those that the damping is chosen by, bool `[rows]`; None: none of them.
+        """
+        batch = send_to_device(batch, input_device(self._model))
+        self._batch = _OpenBatch(BatchLayout.of(batch, self._model), counts, held_rows)
         try:
             yield
         finally:
-            self._is_dense, self._last_dense, self._last = False, None, None
+            self._batch = None
+
+    @contextmanager
+    def dense_pass(self) -> Iterator[None]:
+        """What is added in the body are the dense model's inputs, of the batch that is open."""
+        batch = self._open_batch()
+        batch.dense.clear()
+        batch.is_dense = True
+        try:
+            yield
+        finally:
+            batch.is_dense, batch.latest_dense = False, None
 
     def add(self, target: Target, site: Site, inputs: Tensor) -> None:
-        if not self.counts:
+        batch = self._open_batch()
+        if not batch.counts:
             return
-        if self._is_dense:
-            self._add_dense(target, site, inputs)
+        if batch.is_dense:
+            if self._is_compared(target):
+                batch.keep_dense(target, site, inputs)
             return
-        others = self._dense.get(target.name)
-        other = others.pop(0) if others else None
-        known = self._last
-        if known is None or known[0] is not inputs or (known[1][0][1] is None) != (other is None):
-            self._last = known = inputs, self._products(target, site, inputs, other)
-        for (hessians, crosses), (hessian, cross) in zip(
-            ((self._hessians, self._crosses), self._held), known[1], strict=False
-        ):
-            _add(hessians, target.name, hessian)
-            if cross is not None:
-                _add(crosses, target.name, cross)
+        whole, held = batch.products(target, site, inputs)
+        self._all.add(target.name, whole)
+        if held is not None:
+            self._held_out.add(target.name, held)
 
-    def _products(self, target: Target, site: Site, inputs: Tensor, other: Tensor | None) -> list[_Sums]:
-        """What a batch adds to H and C; and, if some of its rows are held out, what these add."""
-        x = self._layout.unpadded_inputs(target, site, inputs)
-        found = [_products(x, other)]
-        if self.held_rows is not None:
-            held = self._layout.tokens_of(self.held_rows, target, site, inputs)
-            found.append(_products(x[held], None if other is None else other[held]))
-        return found
+    def of(self, target: Target) -> InputSums:
+        """H and D over the tokens of all processes; they are given away, so ask once. Collectives.
 
-    def _add_dense(self, target: Target, site: Site, inputs: Tensor) -> None:
-        if not self._is_compared(target):
-            return
-        if self._last_dense is None or self._last_dense[0] is not inputs:
-            self._last_dense = inputs, self._layout.unpadded_inputs(target, site, inputs)
-        self._dense.setdefault(target.name, []).append(self._last_dense[1])
-
-    def of(self, target: Target) -> tuple[Tensor, Tensor | None]:
-        """H and D over the tokens of all processes. Collectives."""
-        self._last = None
-        self._dense.clear()
-        hessian = mirrored_(self._sum(self._hessians, target))
-        if not torch.isfinite(hessian).all():
+        Raises:
+            ValueError: inputs that are not finite.
+        """
+        sums = self._taken(self._all, target)
+        if not torch.isfinite(sums.hessian).all():
             raise ValueError(
                 f"the inputs of {target.name} are not finite: look for NaN in the weights before it, or a dtype that "
                 "overflows (float16: try bfloat16). Nothing was changed."
             )
-        return hessian, self._drift(self._crosses, target, hessian)
+        return sums
 
-    def held_out(self, target: Target) -> tuple[Tensor, Tensor | None]:
+    def held_out(self, target: Target) -> InputSums:
         """What of these is of the rows that are held out. Collectives."""
-        hessians, crosses = self._held
-        hessian = mirrored_(self._sum(hessians, target))
-        return hessian, self._drift(crosses, target, hessian)
+        return self._taken(self._held_out, target)
 
-    def _drift(self, crosses: dict[str, Tensor], target: Target, hessian: Tensor) -> Tensor | None:
-        """D. Collectives."""
-        return self._sum(crosses, target).sub_(hessian) if self._is_compared(target) else None
+    def _open_batch(self) -> _OpenBatch:
+        assert self._batch is not None, "inputs are those of a batch"
+        return self._batch
+
+    def _taken(self, sums: _Sums, target: Target) -> InputSums:
+        """H and D of these sums, over all processes. Collectives."""
+        hessian = mirrored_(self._reduced(sums.hessians, target))
+        if not self._is_compared(target):
+            return InputSums(hessian, None)
+        return InputSums(hessian, self._reduced(sums.crosses, target).sub_(hessian))
 
     def _is_compared(self, target: Target) -> bool:
         return self._has_drift and is_compared_by_token(target.name)
 
-    def _sum(self, sums: dict[str, Tensor], target: Target) -> Tensor:
+    def _reduced(self, sums: dict[str, Tensor], target: Target) -> Tensor:
+        """A sum of one matrix over all processes, no longer kept here. A collective."""
         found = sums.pop(target.name, None)
         if found is None:  # an expert that was sent nothing here, or a process without such a row
             dtype = torch.promote_types(self._model.dtype, torch.float32)
@@ -130,15 +127,84 @@ class BlockHessians:
         return self._processes.sum_(found)
 
 
-_Sums = tuple[Tensor, Tensor | None]  # H and C; no C where the dense model does not run beside
+@dataclass(frozen=True)
+class _Products:
+    """What some tokens add: `hessian` to H, its panels of `lower_gram` alone; `cross` to C, None without a dense model
+    beside."""
+
+    hessian: Tensor
+    cross: Tensor | None
+
+    @classmethod
+    def of(cls, x: Tensor, dense: Tensor | None) -> _Products:
+        """Args: `x`, `dense`: inputs of the model and of the dense one, `[tokens, in]`."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        with widened_from(x):
+            x = x.to(wide)
+            return cls(lower_gram(x), None if dense is None else dense.to(wide).t() @ x)
 
 
-def _products(x: Tensor, other: Tensor | None) -> _Sums:
-    """Of some tokens. Args: `x`, `other`: inputs of the model and of the dense one, `[tokens, in]`."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    with widened_from(x):
-        x = x.to(wide)
-        return lower_gram(x), None if other is None else other.to(wide).t() @ x
+class _Sums:
+    """H and C of each matrix, by name, as far as they have come."""
+
+    def __init__(self) -> None:
+        self.hessians: dict[str, Tensor] = {}
+        self.crosses: dict[str, Tensor] = {}
+
+    def add(self, name: str, more: _Products) -> None:
+        _add(self.hessians, name, more.hessian)
+        if more.cross is not None:
+            _add(self.crosses, name, more.cross)
+
+
+class _OpenBatch:
+    """One batch while passes run on it.
+
+    Queries, keys and values are given one and the same tensor, one after the other: what was made of the latest is kept
+    for the next.
+
+    Attributes:
+        dense: the dense model's inputs of each matrix without padding, in the order in which they are used.
+        is_dense: whether it is the dense model's pass that runs.
+    """
+
+    def __init__(self, layout: BatchLayout, counts: bool, held_rows: Tensor | None) -> None:
+        self.counts, self.is_dense = counts, False
+        self.dense: dict[str, list[Tensor]] = {}
+        self.latest_dense: tuple[Tensor, Tensor] | None = None  # inputs, and these without padding
+        self._layout, self._held_rows = layout, held_rows
+        self._latest: _Made | None = None
+
+    def keep_dense(self, target: Target, site: Site, inputs: Tensor) -> None:
+        if self.latest_dense is None or self.latest_dense[0] is not inputs:
+            self.latest_dense = inputs, self._layout.unpadded_inputs(target, site, inputs)
+        self.dense.setdefault(target.name, []).append(self.latest_dense[1])
+
+    def products(self, target: Target, site: Site, inputs: Tensor) -> tuple[_Products, _Products | None]:
+        """Of all of its tokens; and, if some rows are held out, of theirs."""
+        kept = self.dense.get(target.name)
+        dense = kept.pop(0) if kept else None
+        latest = self._latest
+        # An expert has no dense inputs, and may be given the tensor of a matrix that has.
+        if latest is None or latest.inputs is not inputs or (latest.whole.cross is None) != (dense is None):
+            self._latest = latest = self._made(target, site, inputs, dense)
+        return latest.whole, latest.held
+
+    def _made(self, target: Target, site: Site, inputs: Tensor, dense: Tensor | None) -> _Made:
+        x, held = self._layout.unpadded_inputs(target, site, inputs), None
+        if self._held_rows is not None:
+            tokens = self._layout.tokens_of(self._held_rows, target, site, inputs)
+            held = _Products.of(x[tokens], None if dense is None else dense[tokens])
+        return _Made(inputs, _Products.of(x, dense), held)
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Products of `inputs`: of all tokens, and of those that are held out."""
+
+    inputs: Tensor
+    whole: _Products
+    held: _Products | None
 
 
 def lower_gram(x: Tensor) -> Tensor:

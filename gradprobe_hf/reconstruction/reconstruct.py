@@ -87,6 +87,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
         blocks = blocks_in_order(model, task.targets, own[0])
     pruned = BlockOutputCache(model, own, blocks)
     dense = BlockOutputCache(model, own, blocks) if config.dense_target or refinement.dense_target else None
+    walk = _Walk(task, steps, pruned, dense)
     found = Reconstructed(PackedMasks(), NewWeights(task.folder, on_disk=is_offloaded(model)), {})
     bar = tqdm(blocks.names, desc="reconstruction", unit="block", disable=not work.progress, leave=False)
     for number, block in enumerate(bar):
@@ -99,7 +100,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
                 with instrumented(model, inside, ServedWeights()):
                     dense.advance([block])
         else:
-            made = _made(task, block, inside, pruned, dense, steps)
+            made = walk.made(block, inside)
             return_free_memory()
         if not is_finished and task.after_block is not None:
             task.after_block(number, made)
@@ -112,57 +113,57 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
     return found
 
 
-def _made(
-    task: Reconstruction,
-    block: str,
-    inside: Sequence[Target],
-    pruned: BlockOutputCache,
-    dense: BlockOutputCache | None,
-    steps: Sequence[Step],
-) -> FinishedBlock:
-    """A block's matrices updated, then the whole of it trained, as far as either is asked for."""
-    collected, examples = _collect(task, block, inside, pruned, dense, steps)
-    made = solve_block(task, inside, collected)
-    del collected  # the Hessians: training has use for the memory
-    return _refined(task, block, inside, examples, made) if task.config.refines else made
+@dataclass(frozen=True)
+class _Walk:
+    """From block to block.
 
-
-def _collect(
-    task: Reconstruction,
-    block: str,
-    inside: Sequence[Target],
-    pruned: BlockOutputCache,
-    dense: BlockOutputCache | None,
-    steps: Sequence[Step],
-) -> tuple[BlockHessians, BlockExamples]:
-    """The inputs of a block's matrices in the model as pruned so far, and in the dense one; that is then past it.
-
-    Where blocks are trained, what the whole block is called with and should return, too.
+    Attributes:
+        steps: this process's batches.
+        pruned: what the blocks so far hand on in the model as pruned.
+        dense: the same in the dense model, where that runs beside.
     """
-    model, config = task.work.model, task.config
-    collected = BlockHessians(model, task.work.processes, has_drift=bool(config.dense_target))
-    examples = BlockExamples(model, block, config.refinement_row.dense_target)
-    left = []
-    with ExitStack() as stack:
-        on_input = collected.add if config.updates else None
-        stack.enter_context(resharded(model))
-        stack.enter_context(instrumented(model, inside, ServedWeights(), on_input=on_input))
-        if config.refines:
-            stack.enter_context(examples.recording())
-        for number, step in enumerate(steps):
-            collected.counts, collected.held_rows = step.counts, step.held_rows
-            if dense is not None:
-                with collected.as_dense():
-                    left.append(dense.run(number, block, collected.start_batch))
-                if config.refines:
-                    examples.take_dense()
-            with routed(model, task.routes):
-                pruned.run(number, block, collected.start_batch)
+
+    task: Reconstruction
+    steps: Sequence[Step]
+    pruned: BlockOutputCache
+    dense: BlockOutputCache | None
+
+    def made(self, block: str, inside: Sequence[Target]) -> FinishedBlock:
+        """A block's matrices updated, then the whole of it trained, as far as either is asked for."""
+        task = self.task
+        collected = BlockHessians(task.work.model, task.work.processes, has_drift=bool(task.config.dense_target))
+        examples = BlockExamples(task.work.model, block, task.config.refinement_row.dense_target)
+        self._collect(block, inside, collected, examples)
+        made = solve_block(task, inside, collected)
+        del collected  # the Hessians: training has use for the memory
+        return _refined(task, block, inside, examples, made) if task.config.refines else made
+
+    def _collect(self, block: str, inside: Sequence[Target], collected: BlockHessians, examples: BlockExamples) -> None:
+        """The inputs of a block's matrices in the model as pruned so far, and in the dense one; that is then past it.
+
+        Where blocks are trained, what the whole block is called with and should return, too.
+        """
+        model, config, dense = self.task.work.model, self.task.config, self.dense
+        left = []
+        with ExitStack() as stack:
+            on_input = collected.add if config.updates else None
+            stack.enter_context(resharded(model))
+            stack.enter_context(instrumented(model, inside, ServedWeights(), on_input=on_input))
             if config.refines:
-                examples.take(pruned.batches[number])
-    if dense is not None:
-        dense.finish([block], left)
-    return collected, examples
+                stack.enter_context(examples.recording())
+            for number, step in enumerate(self.steps):
+                with collected.batch(step.batch, counts=step.counts, held_rows=step.held_rows):
+                    if dense is not None:
+                        with collected.dense_pass():
+                            left.append(dense.run(number, block))
+                        if config.refines:
+                            examples.take_dense()
+                    with routed(model, self.task.routes):
+                        self.pruned.run(number, block)
+                if config.refines:
+                    examples.take(step.batch)
+        if dense is not None:
+            dense.finish([block], left)
 
 
 def _silent(task: Reconstruction, block: str, inside: Sequence[Target]) -> FinishedBlock:

@@ -18,7 +18,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.task import FinishedBlock, Reconstruction
 from gradprobe_hf.selection.packed_masks import PackedMasks, pack, unpack
-from gradprobe_hf.updates.problem import MatrixProblem
+from gradprobe_hf.updates.problem import InputSums, MatrixProblem
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ def solve_block(task: Reconstruction, inside: Sequence[Target], collected: Block
     processes = task.work.processes
     model, sharded = task.work.model, is_sharded(task.work.model)
     owners = processes.shares([target.shape[0] * target.shape[1] ** 2 for target in inside])
-    given = {}
+    given: dict[str, _Given] = {}
     # All sums before the first update: a process that is at work keeps the others waiting in their next sum.
     for target, owner in zip(inside, owners, strict=True):
         held = collected.held_out(target) if task.config.holds_out else None
-        found = collected.of(target), held, _gathered(task, target) if sharded else None
+        found = _Given(collected.of(target), held, _gathered(task, target) if sharded else None)
         if owner == processes.rank:
             given[target.name] = found
-    own = {target.name: _updated(task, target, *given.pop(target.name)) for target in inside if target.name in given}
+    own = {target.name: _updated(task, target, given.pop(target.name)) for target in inside if target.name in given}
     dampings = {name: made.damping for name, made in own.items() if made.damping > task.config.fixed_damping}
     made, values = FinishedBlock({}, PackedMasks(), {}), {}
     for target, owner in zip(inside, owners, strict=True):
@@ -77,50 +77,61 @@ def _check_finite(values: Tensor, target: Target) -> None:
         )
 
 
-def _here(task: Reconstruction, target: Target) -> tuple[Tensor, Tensor | None]:
-    """A matrix as it is stored, or this process's part of it, and of its mask, if that is known."""
-    stored = target.matrix(task.work.model)
-    return stored, None if task.masks is None else task.masks[target.name].to(stored.device)
+@dataclass(frozen=True)
+class _Stored:
+    """A matrix in the type in which it is stored, `[out, in]`, and its `mask`, bool; None: the update chooses that."""
+
+    matrix: Tensor
+    mask: Tensor | None
 
 
-def _gathered(task: Reconstruction, target: Target) -> tuple[Tensor, Tensor | None]:
-    """The whole of a matrix that FSDP2 shards, and of its mask. Collectives."""
-    model = task.work.model
-    stored, mask = _here(task, target)
-    return target.gathered(model, stored), None if mask is None else target.gathered(model, mask)
+@dataclass(frozen=True)
+class _Given:
+    """What the update of one matrix is made from.
 
-
-def _updated(
-    task: Reconstruction,
-    target: Target,
-    sums: tuple[Tensor, Tensor | None],
-    held_out: tuple[Tensor, Tensor | None] | None,
-    whole: tuple[Tensor, Tensor | None] | None,
-) -> _NewMatrix:
-    """The weight update of a matrix.
-
-    Args:
+    Attributes:
         sums: H and D, of all processes.
-        held_out: of these what is of the rows that the damping is chosen by.
+        held_out: of these what is of the rows that the damping is chosen by, if it is chosen.
         whole: the matrix and its mask, where this process has them in part.
     """
+
+    sums: InputSums
+    held_out: InputSums | None
+    whole: _Stored | None
+
+
+def _here(task: Reconstruction, target: Target) -> _Stored:
+    """A matrix and its mask, or this process's part of them."""
+    matrix = target.matrix(task.work.model)
+    return _Stored(matrix, None if task.masks is None else task.masks[target.name].to(matrix.device))
+
+
+def _gathered(task: Reconstruction, target: Target) -> _Stored:
+    """The whole of a matrix that FSDP2 shards, and of its mask. Collectives."""
+    model, part = task.work.model, _here(task, target)
+    whole = target.gathered(model, part.matrix)
+    return _Stored(whole, None if part.mask is None else target.gathered(model, part.mask))
+
+
+def _updated(task: Reconstruction, target: Target, given: _Given) -> _NewMatrix:
+    """The weight update of a matrix."""
     config, solve = task.config, task.config.update_row.function
     assert solve is not None, "there is something to reconstruct"
-    (hessian, drift), (stored, mask) = sums, whole or _here(task, target)
-    weight = stored.to(hessian.device, hessian.dtype)
+    hessian, stored = given.sums.hessian, given.whole or _here(task, target)
+    weight = stored.matrix.to(hessian.device, hessian.dtype)
     fisher = task.row_fisher.get(target.name)
     problem = MatrixProblem(
-        weight,
-        hessian,
-        drift,
-        config.dense_target or 0.0,
-        config.fixed_damping,
-        config.budget_of(config.final_sparsity),
-        None if fisher is None else torch.tensor(fisher, dtype=weight.dtype, device=weight.device),
-        held_out,
+        weight=weight,
+        hessian=hessian,
+        drift=given.sums.drift,
+        dense_target=config.dense_target or 0.0,
+        damping=config.fixed_damping,
+        budget=config.budget_of(config.final_sparsity),
+        row_fisher=None if fisher is None else torch.tensor(fisher, dtype=weight.dtype, device=weight.device),
+        held_out=given.held_out,
     )
-    solution = solve(problem, None if mask is None else mask.to(weight.device))
-    values = solution.values.to(stored.device, stored.dtype).contiguous()
+    solution = solve(problem, None if stored.mask is None else stored.mask.to(weight.device))
+    values = solution.values.to(stored.matrix.device, stored.matrix.dtype).contiguous()
     return _NewMatrix(values, pack(solution.mask), solution.damping)
 
 

@@ -28,7 +28,7 @@ from gradprobe_hf.recovery.result import Taught, described_recovery
 from gradprobe_hf.recovery.text import Reading, read_text
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.run.decide import PruningDecision
+from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.inputs import default_calibration
 from gradprobe_hf.structures.removal import Removal
 

@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches, sketch
-from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.estimation.peak import peak_allocated_bytes, peak_resident_bytes
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
@@ -22,8 +20,9 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import parameter_count
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
+from gradprobe_hf.report.warnings import FinishedRun, warnings_of
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.run.decide import PruningDecision
+from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.selection.packed_masks import rows_of
@@ -31,9 +30,6 @@ from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import shape_values
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
-
-SPARSE = 0.05  # zeros of a model's weights with which somebody has pruned it
-TOLERATED = 1.05  # times the latency that was asked for, before a report warns
 
 
 def build_report(
@@ -50,7 +46,7 @@ def build_report(
         metric: the task's metric of both, and its name.
         foreseen: warnings that were known before any work.
     """
-    targets, config = context.targets, context.config
+    config = context.config
     rows = matrix_rows(context, decision)
     evaluation = _data(context, context.evaluation)
     diagnostics = decision.diagnostics
@@ -71,17 +67,7 @@ def build_report(
         memory={**peak_memory(), "accumulator_bytes": diagnostics.accumulator_bytes},
         execution=context.notes,
         versions=versions(),
-        warnings=[
-            *foreseen,
-            *_about_evidence(decision, len(targets)),
-            *_about_damping(decision, config),
-            *_about_latency(decision, config),
-            *_about_budget(rows, config, decision),
-            *_about_zeros(rows, config),
-            *_about_filled(context, decision, rows),
-            *_about_search(config, decision),
-            *_about_promise(context, measured, metric),
-        ],
+        warnings=[*foreseen, *warnings_of(FinishedRun(context, decision, rows, measured, metric))],
     )
 
 
@@ -226,119 +212,3 @@ def _selection(
         "limit": diagnostics.curve[-1]["limit"],
         "value": max(kept, key=lambda point: point["sparsity"])["metric"] if kept else None,
     }
-
-
-def _about_evidence(decision: PruningDecision, targets: int) -> list[str]:
-    if not decision.unreached:
-        return []
-    sample = ", ".join(f"`{name}`" for name in decision.unreached[:3]) + (
-        ", ..." if len(decision.unreached) > 3 else ""
-    )
-    return [
-        f"{len(decision.unreached)} of {targets} matrices belong to experts that no token was sent to ({sample}): "
-        "without evidence they go last and by magnitude. Calibrate on more text."
-    ]
-
-
-def _about_latency(decision: PruningDecision, config: GradProbeConfig) -> list[str]:
-    """Where the table promised what the whole model does not keep."""
-    found = decision.diagnostics.latency
-    if found is None or config.latency is None or found["ratio"] <= TOLERATED * config.latency:
-        return []
-    return [
-        f"latency={config.latency:g} was asked for, and a model of the shape that was chosen took {found['ratio']:.2f} "
-        f"of the dense model's time; the table of its blocks said {found['table']:.2f}. Give a smaller share, or "
-        "measure again on a machine that does nothing else."
-    ]
-
-
-def _about_damping(decision: PruningDecision, config: GradProbeConfig) -> list[str]:
-    if not decision.damping or config.holds_out:
-        return []
-    name, most = max(decision.damping.items(), key=lambda item: item[1])
-    return [
-        f"The Hessians of {len(decision.damping)} matrices could not be inverted with damping={config.damping}; it "
-        f"was raised, at most to {most:g} (`{name}`). More calibration text would help."
-    ]
-
-
-def _about_budget(rows: list[MatrixRow], config: GradProbeConfig, decision: PruningDecision) -> list[str]:
-    asked, pruned = config.final_sparsity, sum(row.pruned for row in rows)
-    zeros, weights = sum(row.zeros_after for row in rows), sum(row.weights for row in rows)
-    if config.decision_row.filters is not None:
-        return [
-            f"The threshold rule reached {zeros / weights:.2%} of at most {asked:.2%}; it gave back "
-            f"{sum(decision.diagnostics.without_evidence.values()):,} candidates for want of evidence."
-        ]
-    if zeros > pruned and config.structure is None:
-        return [
-            f"Some units of the budget held more zeros than it asked for: sparsity is {zeros / weights:.4%}, not "
-            f"{asked:.4%}."
-        ]
-    return []
-
-
-def _about_filled(context: RunContext, decision: PruningDecision, rows: list[MatrixRow]) -> list[str]:
-    """Where a sparse model is pruned again, and zeros that it had are weights now."""
-    before, weights = sum(row.zeros_before for row in rows), sum(row.weights for row in rows)
-    if context.config.structure is not None or before < SPARSE * weights or is_sharded(context.model):
-        return []
-    filled = sum(_filled(context.model, target, decision) for target in context.targets)
-    if not filled:
-        return []
-    return [
-        f"The model had {before / weights:.1%} zeros, and {filled:,} of them ({filled / before:.1%}) are none now: a "
-        "weight update gives kept weights new values, and may keep what was zero; an n:m pattern that held before may "
-        "hold no more. Prune the dense model to what you want at once, or set update='none', which fills no zero."
-    ]
-
-
-def _filled(model: PreTrainedModel, target: Target, decision: PruningDecision) -> int:
-    """Weights of a matrix that were zero and are none any more."""
-    updated = decision.new_weights.get(target.name)
-    if updated is None:
-        return 0
-    matrix = target.matrix(model)
-    return sum(int(((matrix[rows] == 0) & (updated[rows] != 0)).sum()) for rows in row_chunks(matrix.shape))
-
-
-def _about_zeros(rows: list[MatrixRow], config: GradProbeConfig) -> list[str]:
-    """Where what is made smaller was sparse, and what makes up for it is not."""
-    before, weights = sum(row.zeros_before for row in rows), sum(row.weights for row in rows)
-    pruned, left = sum(row.pruned for row in rows), sum(row.zeros_after - row.pruned for row in rows)
-    kept = before * (1 - pruned / weights)  # about as many, had none of them been changed
-    if config.structure is None or before < SPARSE * weights or left >= kept / 2:
-        return []
-    return [
-        f"The model had {before / weights:.1%} zeros, and has {left / weights:.1%} beside what went whole: the "
-        "weights that stay were changed to make up for that, zeros too. Make the dense model smaller and prune that, "
-        "or set update='none'."
-    ]
-
-
-def _about_promise(context: RunContext, measured: PairedMeasurement | None, metric: dict[str, Any] | None) -> list[str]:
-    """Where the data that did not choose the sparsity shows more than `max_metric_drop`."""
-    if not context.selection or measured is None:
-        return []
-    drop, sign, dense, pruned = context.config.max_metric_drop, 1, measured.dense.metric, measured.pruned.metric
-    if context.metric is not None and metric is not None:
-        sign, dense, pruned = context.metric.sign, metric["dense"], metric["pruned"]
-    if sign * pruned <= allowed(sign * dense, drop):
-        return []
-    return [
-        f"On the half of the evaluation that did not choose the sparsity the metric went from {dense:.4g} to "
-        f"{pruned:.4g}, beyond max_metric_drop={drop}; more evaluation data would choose with more certainty."
-    ]
-
-
-def _about_search(config: GradProbeConfig, decision: PruningDecision) -> list[str]:
-    """Where the metric did not end the search."""
-    within = [point["within"] for point in decision.diagnostics.curve]
-    if config.max_metric_drop is None or len(set(within)) != 1:
-        return []
-    if not within[0]:
-        return [f"No sparsity that was tried keeps the metric within {config.max_metric_drop}: nothing was pruned."]
-    return [
-        f"Every sparsity that was tried keeps the metric within {config.max_metric_drop}: "
-        f"sparsity={config.final_sparsity:g}, the most that was allowed, ended the search."
-    ]

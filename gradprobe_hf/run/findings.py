@@ -35,7 +35,7 @@ class Findings:
     def of(cls, snapshots: Snapshots | None) -> Findings:
         """Those that all processes have of an earlier run. A collective."""
         latest, known = None if snapshots is None else snapshots.agreed(), dict[str, dict[str, Any]]()
-        if snapshots is not None and latest is not None and latest.stage == Step.of("search").stage:
+        if snapshots is not None and latest is not None and latest.stage == "search":
             for number in range(latest.number + 1):
                 values = snapshots.read(Step.of("search", number)).values
                 known[values["key"]] = values

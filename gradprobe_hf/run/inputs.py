@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
 from gradprobe_hf.data.paper_protocol import WIKITEXT, PaperSpec, paper_batches
+from gradprobe_hf.data.pydoc_text import Part
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.sources import is_plain_text
 from gradprobe_hf.data.text_options import DEFAULT_LENGTH, PYDOC, SELF, is_written
@@ -46,7 +47,7 @@ from gradprobe_hf.run.snapshots import folder_of
 from gradprobe_hf.run.weight_limits import weight_limits
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
-from gradprobe_hf.tasks.table import auto_classes, task_for
+from gradprobe_hf.tasks.table import Task, auto_classes, task_for
 
 logger = logging.getLogger(__name__)
 
@@ -72,42 +73,35 @@ def load_inputs(request: RunRequest) -> RunContext:
     if config.sequence_length is None and (length := window_length(None, model)) < DEFAULT_LENGTH:
         logger.info("windows have %d tokens, as many as the model has positions", length)
     with stopwatch("read data"):
-        writing = Writing(processes, _kept_text(request, loaded.model, processes))
+        writing = Writing(processes, _kept_text(request, model, processes))
         reads_text = request.always_calibrate or config.needs.passes != "none"
-        read = partial(
-            _read,
-            request,
-            model=model,
-            processing_class=processing_class,
-            writing=writing,
-            is_alone=not reads_text,
+        reading = Reading(
+            config,
+            model,
+            processing_class,
+            task,
+            writing,
+            has_own_loss=request.loss_fn is not None,
+            evaluates_alone=not reads_text,
             progress=progress,
         )
-        labels = TaskOptions(task, config.label_column)
         calibration = default_calibration(model) if request.calibration is None else request.calibration
         evaluation = _evaluation(request.evaluation, calibration, model, config.evaluation_protocol)
-        calibrate = partial(read, calibration, part="calibration", samples=config.num_samples, task=labels)
+        calibrate = partial(reading.calibration, calibration)
         unwritten = calibrate if reads_text and is_written(calibration) else None
         calibrated = calibrate() if reads_text and unwritten is None else Batches.none()
-        measured = Batches.none()
-        if evaluation is not None and config.evaluation_protocol == "paper":
-            measured = _read_whole(config, evaluation, model, processing_class)
-        elif evaluation is not None:
-            if config.evaluation_samples is None:
-                labels = replace(labels, most=ROWS_MEASURED)
-            samples = config.evaluation_samples or WINDOWS_MEASURED
-            measured = read(evaluation, part="evaluation", samples=samples, task=labels)
+        measured = Batches.none() if evaluation is None else reading.evaluation(evaluation)
         if unwritten is None:
             check_text_options(TextOptions.of(config), calibrated, measured)
         metric = metric_of(task, config.metric, measured, processing_class)
     folder = request.from_pretrained_kwargs.get("offload_folder")
     return RunContext(
-        model,
-        processing_class,
-        targets,
-        config,
-        calibrated,
-        measured,
+        model=model,
+        processing_class=processing_class,
+        targets=targets,
+        config=config,
+        calibration=calibrated,
+        evaluation=measured,
         task=task,
         metric=metric,
         loss_fn=request.loss_fn,
@@ -144,29 +138,73 @@ def choosing_apart(context: RunContext) -> RunContext:
     return replace(context, selection=chosen_by, evaluation=reported)
 
 
-def _read(request: RunRequest, source: Any, *, samples: int, **more: Any) -> Batches:
-    config = request.config
-    batch_size = 4 if config.batch_size == "auto" else config.batch_size
-    length = window_length(config.sequence_length, more["model"])
-    windows = WindowSpec(samples, length, batch_size, config.seed, TextOptions.of(config))
-    model, part = more["model"], more["part"]
-    if is_plain_text(source):
-        check_reads_text(model, part)
-    batches = load_batches(source, windows, **more)
-    measures_loss = part == "evaluation" or config.needs.probes or config.drops_blocks
-    if request.loss_fn is None:  # one of the user's own may make of a batch what it likes
-        check_batches(model, batches, part, measures_loss)
-        if measures_loss:
-            check_evidence(model, batches, part)
-    return batches
+@dataclass(frozen=True)
+class Reading:
+    """How the texts of a run are read: what they have in common.
 
+    Attributes:
+        task: what the model is for, if that is known.
+        writing: who writes the model's own text, and where it is kept.
+        has_own_loss: whether the loss is a function of the user's, which may make of a batch what it likes.
+        evaluates_alone: whether no calibration text is read: options about chats are then about the evaluation's.
+        progress: show progress bars.
+    """
 
-def _read_whole(config: GradProbeConfig, source: Any, model: PreTrainedModel, processing_class: Any) -> Batches:
-    """The evaluation text by the paper protocol, in batches of about as many tokens as those of calibration."""
-    spec = PaperSpec(text_column=config.text_column, add_special_tokens=config.add_special_tokens)
-    found = paper_batches(source, model, processing_class, spec)
-    rows = 1 if config.batch_size == "auto" else config.batch_size * config.window_length // found.longest
-    return found.in_batches_of(max(1, rows))
+    config: GradProbeConfig
+    model: PreTrainedModel
+    processing_class: Any
+    task: Task | None
+    writing: Writing
+    has_own_loss: bool
+    evaluates_alone: bool
+    progress: bool
+
+    def calibration(self, source: Any) -> Batches:
+        """Raises ValueError or OSError: nothing can be made of the source."""
+        labels = TaskOptions(self.task, self.config.label_column)
+        return self._read(source, "calibration", self.config.num_samples, labels)
+
+    def evaluation(self, source: Any) -> Batches:
+        """By the configuration's protocol. Raises as `calibration`."""
+        config = self.config
+        if config.evaluation_protocol == "paper":
+            return self._whole(source)
+        most = ROWS_MEASURED if config.evaluation_samples is None else None
+        labels = TaskOptions(self.task, config.label_column, most)
+        return self._read(source, "evaluation", config.evaluation_samples or WINDOWS_MEASURED, labels)
+
+    def _read(self, source: Any, part: Part, samples: int, labels: TaskOptions) -> Batches:
+        config, model = self.config, self.model
+        batch_size = 4 if config.batch_size == "auto" else config.batch_size
+        length = window_length(config.sequence_length, model)
+        windows = WindowSpec(samples, length, batch_size, config.seed, TextOptions.of(config))
+        if is_plain_text(source):
+            check_reads_text(model, part)
+        batches = load_batches(
+            source,
+            windows,
+            part=part,
+            model=model,
+            processing_class=self.processing_class,
+            task=labels,
+            writing=self.writing,
+            is_alone=self.evaluates_alone,
+            progress=self.progress,
+        )
+        if not self.has_own_loss:
+            measures_loss = part == "evaluation" or config.needs.probes or config.drops_blocks
+            check_batches(model, batches, part, measures_loss)
+            if measures_loss:
+                check_evidence(model, batches, part)
+        return batches
+
+    def _whole(self, source: Any) -> Batches:
+        """The text by the paper protocol, in batches of about as many tokens as those of calibration."""
+        config = self.config
+        spec = PaperSpec(text_column=config.text_column, add_special_tokens=config.add_special_tokens)
+        found = paper_batches(source, self.model, self.processing_class, spec)
+        rows = 1 if config.batch_size == "auto" else config.batch_size * config.window_length // found.longest
+        return found.in_batches_of(max(1, rows))
 
 
 def default_calibration(model: PreTrainedModel) -> str:

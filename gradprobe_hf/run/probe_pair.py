@@ -9,33 +9,25 @@ from __future__ import annotations
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from gradprobe_hf.config.values import GradientThreshold
-from gradprobe_hf.decisions.threshold import no_evidence
 from gradprobe_hf.model.block_cache import BlockOutputCache
-from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.targets import Region, Target
+from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.engine import ProbePass, observe_inputs, run_probe
-from gradprobe_hf.probe.matrix import MatrixStatistics
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.probe_state import ProbeState
-from gradprobe_hf.runtime.row_chunks import row_chunks
+from gradprobe_hf.run.pair_masks import MeasuredTargets
+from gradprobe_hf.run.probe_state import ProbeStage, ProbeState
+from gradprobe_hf.run.row_fisher import row_fisher
 from gradprobe_hf.scores.budget import Budget
-from gradprobe_hf.scores.evidence import Evidence, Term
-from gradprobe_hf.scores.fisher import estimated_fisher
-from gradprobe_hf.selection.keys import Keys, key_range, keys_of
+from gradprobe_hf.scores.terms import Term
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.selection.published_rule import thresholds
-from gradprobe_hf.selection.select import select_masks
 
 
 @dataclass(frozen=True)
@@ -43,9 +35,10 @@ class Position:
     """Where in its run a probe pair is.
 
     Attributes:
-        number: of the pair: its probes are numbers `2 number` and `2 number + 1`.
+        number: of the pair, in the order in which the run makes them.
         served: what is pruned already, masks of its targets or of others.
         candidates: proposed before, for its targets or for more; None: the pair proposes them.
+        begun: the probe that an earlier run was killed in, or after. A pair that it is one of goes on from there.
         cache: where a pass starts, if not at the beginning.
         depth: the share of the model that a backward pass goes through.
         label: what progress bars say of it.
@@ -54,6 +47,7 @@ class Position:
     number: int = 0
     served: PackedMasks = field(default_factory=PackedMasks)
     candidates: PackedMasks | None = None
+    begun: ProbeStage | None = None
     cache: BlockOutputCache | None = None
     depth: float = 1.0
     label: str = ""
@@ -62,9 +56,19 @@ class Position:
 class ProbePair:
     """Up to two probes of some targets.
 
+    `run` goes the whole way, by `probe_as_served`, `propose` and `probe_shrunk`. Behind it, `masks_at` and
+    `masks_within` decide again from what was measured.
+
     Args:
         targets: what is decided: all targets of the context, or those of a step.
         diagnostics: added to.
+
+    Attributes:
+        served: what is pruned already; of a pair that goes on from a snapshot, as that says.
+        first: statistics of probe 0, which probe 1 adds to unless the decision keeps them apart.
+        second: statistics of probe 1, where they are kept apart.
+        shrunk: candidates that probe 1 has shrunk, as long as a filter needs them.
+        row_fisher_before: what `diagnostics.row_fisher` was before this pair.
     """
 
     def __init__(
@@ -73,46 +77,47 @@ class ProbePair:
         self.context, self.targets, self.diagnostics = context, tuple(targets), diagnostics
         self.at = at or Position()
         self.served = self.at.served
-        self._bytes = 0
+        self._accumulator_bytes = 0
         needs = context.config.needs
-        as_it_is = self.at.number == 0 and not self.served and needs.probes
-        self._shared = context.shared_probe if as_it_is else None
+        of_model_as_it_is = self.at.number == 0 and not self.served and needs.probes
+        self._shared = context.shared_probe if of_model_as_it_is else None
         self.first: Statistics = self._shared.statistics if self._shared else self._new_statistics(needs.terms)
-        self.second: Statistics | None = None  # of a decision whose second probe keeps its own
-        self.row_fisher_before: dict[str, list[float]] = {}  # what `diagnostics.row_fisher` was
-        self.candidates: PackedMasks | None = None  # only as long as a second probe, or a filter, needs them
+        self.second: Statistics | None = None
+        self.shrunk: PackedMasks | None = None
+        self.row_fisher_before: dict[str, list[float]] = {}
 
-    def run(self, sparsity: float, begun: int | None = None) -> PackedMasks:
+    def run(self, sparsity: float) -> PackedMasks:
         """Probe, propose, probe again, decide.
 
         Args:
             sparsity: the budget, as a fraction of these targets.
-            begun: the number of the probe that an earlier run was killed in, or after: it goes on from there.
         """
-        config, own = self.context.config, 2 * self.at.number
-        if begun != own + 1:
-            self.probe_as_served(resumed=begun == own)
+        config = self.context.config
+        if not config.decision_row.has_second_probe:
+            self.probe_as_served()
             candidates = self.at.candidates or self.propose(sparsity)
-            if not config.decision_row.has_second_probe:
-                self._note_row_fisher()
-                return candidates
-            self.candidates = candidates
-            del candidates
-        self.probe_shrunk(resumed=begun == own + 1)
+            self._note_row_fisher()
+            return candidates
+        if self.at.begun == self._second_stage:
+            self.probe_shrunk(None)
+        else:
+            self.probe_as_served()
+            # Held by no name here, so that they are gone before the final masks are made: 0.9 GB at 7B.
+            self.probe_shrunk(self.at.candidates or self.propose(sparsity))
         self._note_row_fisher()
         if config.decision_row.filters is not None:
             return self.masks_within(config.gradient_threshold)
         return self.masks_at(sparsity)
 
-    def probe_as_served(self, resumed: bool = False) -> None:
+    def probe_as_served(self) -> None:
         """Probe 0, or the forward pass that is all a score needs, or nothing."""
         context, needs = self.context, self.context.config.needs
         if not needs.terms:
             return
         if self._shared is not None:
-            self._count_probe("probe 0", self._shared.loss)
+            self._count_probe(self._first_stage, self._shared.loss)
         elif needs.probes:
-            self._probe(ProbeState(2 * self.at.number, {"first": self.first}, self.served, self.at.candidates), resumed)
+            self._probe(ProbeState(self._first_stage, {"first": self.first}, self.served, self.at.candidates))
         else:
             with context.stopwatch("inputs"):
                 observe_inputs(context.workload, self.targets, self.first)
@@ -128,10 +133,14 @@ class ProbePair:
         # Bounds are for what is pruned in the end, which the candidates are where nothing decides after them.
         bounds = None if config.decision_row.has_second_probe else config.bounds
         with self.context.stopwatch("candidates"):
-            return self._select(row.function, Budget(sparsity, config.candidate_scope, config.group, bounds))
+            return self._measured.lowest(row.function, Budget(sparsity, config.candidate_scope, config.group, bounds))
 
-    def probe_shrunk(self, resumed: bool = False) -> None:
-        """Probe 1: adds to the sums of the first, or keeps its own."""
+    def probe_shrunk(self, candidates: PackedMasks | None) -> None:
+        """Probe 1: adds to the sums of the first, or keeps its own.
+
+        Args:
+            candidates: what is shrunk; None: what the snapshot says that the probe goes on from.
+        """
         context, row = self.context, self.context.config.decision_row
         if self._shared is not None and not row.keeps_second:
             self.first = self._new_statistics(context.config.needs.terms)
@@ -139,17 +148,12 @@ class ProbePair:
         statistics = {"first": self.first}
         if row.keeps_second:
             self.second = statistics["second"] = self._new_statistics(frozenset(row.terms))
-        else:
-            self.first.probe = 1
-            if not resumed:
-                # The sums of probe 0 are the same in every process by now: one of them must bring them along alone.
-                self.first.clear_except_on_main(context.processes)
-        state = ProbeState(2 * self.at.number + 1, statistics, self.served, self.candidates)
-        # Candidates live in `state` alone, so that they are gone before the final masks are made: 0.9 GB at 7B.
-        self.candidates = None
-        self._probe(state, resumed)
+        elif self.at.begun != self._second_stage:  # its snapshot has been here
+            self.first.begin_second_probe(context.processes)
+        state = ProbeState(self._second_stage, statistics, self.served, candidates)
+        self._probe(state)
         if row.filters is not None:
-            self.candidates = state.candidates
+            self.shrunk = state.candidates
 
     def masks_at(self, sparsity: float) -> PackedMasks:
         """The decision at a budget; the same statistics serve any number of budgets."""
@@ -158,7 +162,7 @@ class ProbePair:
         if function is None:
             return self.propose(sparsity)
         with self.context.stopwatch("selection"):
-            return self._select(function, config.budget_of(sparsity))
+            return self._measured.lowest(function, config.budget_of(sparsity))
 
     def masks_within(self, gradient_threshold: GradientThreshold, candidates: PackedMasks | None = None) -> PackedMasks:
         """The threshold rule; the same statistics serve any number of thresholds.
@@ -166,47 +170,35 @@ class ProbePair:
         Args:
             candidates: some of those that the second probe has shrunk; default: all of them.
         """
-        candidates = self.candidates if candidates is None else candidates
+        candidates = self.shrunk if candidates is None else candidates
+        assert candidates is not None, "they are what the rule is about"
+        assert self.second is not None, "the second probe kept its own"
         masks, everywhere = PackedMasks(), self.context.targets  # a step has its share of what all matrices are told
         limits = dict(
             zip((target.name for target in everywhere), thresholds(everywhere, gradient_threshold), strict=True)
         )
         with self.context.stopwatch("selection"):
             for target in self.targets:
-                masks.add(target.name, list(self._within(target, limits[target.name], candidates)))
+                kept = self._measured.filtered(self.second, candidates, target, limits[target.name])
+                masks.add(target.name, kept)
         return masks
 
-    def _within(self, target: Target, threshold: float, candidates: PackedMasks | None) -> Iterator[Tensor]:
-        """The rows of a matrix's mask; what is given back for want of evidence is counted."""
-        filters = self.context.config.decision_row.filters
-        assert filters is not None, "a rule that filters its candidates"
-        assert self.second is not None, "the second probe kept its own"
-        assert candidates is not None, "they are what the rule is about"
-        model = self.context.model
-        matrix, first = target.matrix(model), target.region(model).rows.start
-        blind = 0
-        for rows in row_chunks(matrix.shape) if matrix.numel() else [slice(0, matrix.shape[0])]:
-            held = slice(first + rows.start, first + rows.stop)
-            peaks = self.first[target.name].read("peak", held), self.second[target.name].read("peak", held)
-            device = peaks[0].device  # where the matrix is computed with; it may be kept elsewhere
-            chosen, weight = candidates.rows(target.name, rows).to(device), matrix[rows].to(device)
-            blind += int((chosen & no_evidence(*peaks) & (weight != 0)).sum())
-            yield filters(chosen, *peaks, threshold, weight)
-        self.diagnostics.without_evidence[target.name] = blind
+    @property
+    def _first_stage(self) -> ProbeStage:
+        return ProbeStage(self.at.number)
+
+    @property
+    def _second_stage(self) -> ProbeStage:
+        return ProbeStage(self.at.number, is_second=True)
+
+    @property
+    def _measured(self) -> MeasuredTargets:
+        return MeasuredTargets(self.context, self.targets, self.first, self.diagnostics)
 
     def _note_row_fisher(self) -> None:
-        """What a weight update weighs rows by: these statistics do not live until then."""
-        context, config = self.context, self.context.config
+        """For a weight update: these statistics do not live until then."""
         self.row_fisher_before = dict(self.diagnostics.row_fisher)
-        wanted = config.update_row.weighs_rows or context.keeps_row_fisher
-        if not wanted or not config.uses_fisher:
-            return
-        for target in self.targets:
-            if self.first[target.name].reached:
-                rows = _row_fisher(target, self.first[target.name], config.fisher)
-                if is_sharded(context.model):
-                    context.processes.sum_(rows)
-                self.diagnostics.row_fisher[target.name] = rows.tolist()
+        self.diagnostics.row_fisher |= row_fisher(self.context, self.targets, self.first)
 
     def _new_statistics(self, terms: frozenset[Term]) -> Statistics:
         storage = self.context.storage
@@ -216,106 +208,54 @@ class ProbePair:
             weakref.finalize(self, shutil.rmtree, folder, True)
             storage = replace(storage, folder=folder)
         statistics = Statistics(self.targets, terms, self.context.model, storage)
-        self._bytes += statistics.nbytes
-        self.diagnostics.accumulator_bytes = max(self.diagnostics.accumulator_bytes, self._bytes)
+        self._accumulator_bytes += statistics.nbytes
+        self.diagnostics.accumulator_bytes = max(self.diagnostics.accumulator_bytes, self._accumulator_bytes)
         return statistics
 
-    def _probe(self, state: ProbeState, resumed: bool) -> None:
+    def _probe(self, state: ProbeState) -> None:
         """One probe, from where it was left, and its sums over all processes."""
-        context, snapshots = self.context, self.context.snapshots
-        with context.stopwatch(state.stage):
-            if snapshots and resumed:
-                state.load(snapshots.read(state.step))
+        context, snapshots, stage = self.context, self.context.snapshots, state.stage
+        with context.stopwatch(stage.name):
+            if snapshots and self.at.begun == stage:
+                state.load(snapshots.read(stage.step))
                 self.served = state.served
                 self.diagnostics.load(state.diagnostics)
             elif snapshots:
                 state.diagnostics = self.diagnostics.to_dict()
-                snapshots.enter(state.step, state.values(), state.parts())
+                snapshots.enter(stage.step, state.values(), state.parts())
             loss = run_probe(context.workload, self._pass(state))
             if snapshots:
-                snapshots.record(state.step, state.values(), state.parts(), len(state.tally))
+                snapshots.record(stage.step, state.values(), state.parts(), len(state.tally))
             state.measured.reduce(context.processes)
-        self._count_probe(state.stage, loss.mean)
+        self._count_probe(stage, loss.mean)
 
     def _pass(self, state: ProbeState) -> ProbePass:
         context, config = self.context, self.context.config
         own = {target.name for target in self.targets}
         others = [target for target in context.targets if target.name in self.served and target.name not in own]
-        what = "candidates shrunk" if state.is_second else "original weights"
+        is_second = state.stage.is_second
+        what = "candidates shrunk" if is_second else "original weights"
         return ProbePass(
             self.targets,
             state.measured,
-            shrunk=state.candidates if state.is_second else self.served,
-            factor=config.reduction_factor if state.is_second else 0.0,
+            shrunk=state.candidates if is_second else self.served,
+            factor=config.reduction_factor if is_second else 0.0,
             pruned=(others, self.served),
             cache=self.at.cache,
             spike_limit=config.spike_limit if config.decision_row.limits_spikes else 0.0,
             tally=state.tally,
             after_batch=partial(self._save, state),
             refuses_flat=len(self.targets) == len(context.targets),
-            label=f"{state.stage} ({self.at.label}{what})",
+            label=f"{state.stage.name} ({self.at.label}{what})",
         )
 
     def _save(self, state: ProbeState) -> None:
         snapshots = self.context.snapshots
         if snapshots and len(state.tally) % snapshots.save_every == 0:
-            snapshots.record(state.step, state.values(), state.parts(), len(state.tally))
+            snapshots.record(state.stage.step, state.values(), state.parts(), len(state.tally))
 
-    def _count_probe(self, stage: str, loss: float) -> None:
-        self.diagnostics.probe_losses[stage] = loss
+    def _count_probe(self, stage: ProbeStage, loss: float) -> None:
+        self.diagnostics.probe_losses[stage.name] = loss
         skipped = self.at.cache.share if self.at.cache else 0.0
         self.diagnostics.count("forward", 1 - skipped)
         self.diagnostics.count("backward", self.at.depth)
-
-    def _select(self, function: Callable[[Evidence], Tensor], budget: Budget) -> PackedMasks:
-        context = self.context
-        if budget.bounds is not None:
-            # The attempts of a search begin below the least that goes in the end.
-            budget = replace(budget, bounds=(min(budget.bounds[0], budget.sparsity), budget.bounds[1]))
-        ranges: dict[str, tuple[float, float]] = {}
-        keys = _recorded(keys_of(context.model, partial(self._score, function)), ranges)
-        masks = select_masks(self.targets, keys, budget, context.processes, is_sharded(context.model))
-        self.diagnostics.score_ranges |= ranges
-        return masks
-
-    def _score(self, function: Callable[[Evidence], Tensor], target: Target, weight: Tensor, part: Region) -> Tensor:
-        config = self.context.config
-        known = self.first[target.name]
-        return function(
-            Evidence(weight, known, part.rows, part.columns, target.name, target.shape[1], config.fisher, config.seed)
-        )
-
-
-def _recorded(keys: Keys, ranges: dict[str, tuple[float, float]]) -> Keys:
-    """The same keys; the lowest and highest score of each matrix are put down in `ranges`."""
-
-    def recorded(target: Target) -> Iterator[Tensor]:
-        ends = []
-        for part in keys(target):
-            if target.name not in ranges and part.numel():
-                ends.append(key_range(part))
-            yield part
-        if ends:
-            ranges[target.name] = (min(low for low, _ in ends), max(high for _, high in ends))
-
-    return recorded
-
-
-def _row_fisher(target: Target, statistics: MatrixStatistics, estimate: str) -> Tensor:
-    """The mean Fisher information of the weights of each row, `[out]`; of a sharded matrix this process's share."""
-    found, region = torch.zeros(target.shape[0], dtype=torch.float64), statistics.region
-    for chunk in row_chunks(region.shape) if 0 not in region.shape else ():
-        rows = slice(region.rows.start + chunk.start, region.rows.start + chunk.stop)
-        mean = estimated_fisher(statistics, estimate, rows).mean(1)
-        found[rows] = mean.double().cpu() * (region.shape[1] / target.shape[1])
-    return found
-
-
-def merged(masks: Mapping[str, Tensor], more: Mapping[str, Tensor]) -> PackedMasks:
-    """Both sets of masks; those of `more` win."""
-    found = PackedMasks()
-    for part in (masks, more):
-        for name in part:
-            assert isinstance(part, PackedMasks), "packed"
-            found.add_packed(name, part.packed(name), part.columns(name))
-    return found

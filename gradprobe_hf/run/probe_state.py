@@ -1,4 +1,4 @@
-"""The probe state: where a run is while it probes, as it is saved in a snapshot and read again."""
+"""The probe state: which probe of a run is under way, and where, as it is saved in a snapshot and read again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,44 @@ from torch import Tensor
 
 from gradprobe_hf.probe.engine import Tally
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.run.snapshots import Parts, Snapshot, Step
+from gradprobe_hf.run.snapshots import Parts, Snapshot, Snapshots, Step
 from gradprobe_hf.selection.packed_masks import PackedMasks
+
+
+@dataclass(frozen=True)
+class ProbeStage:
+    """One probe of a run.
+
+    Attributes:
+        pair: the number of its probe pair; a run makes one pair after the other.
+        is_second: whether it is the one with the candidates shrunk; otherwise it is the one of the model as served.
+    """
+
+    pair: int
+    is_second: bool = False
+
+    @classmethod
+    def of_number(cls, number: int) -> ProbeStage:
+        return cls(pair=number // 2, is_second=number % 2 == 1)
+
+    @property
+    def number(self) -> int:
+        """As snapshots and reports count the probes of a run: two a pair, whether or not the second is made."""
+        return 2 * self.pair + self.is_second
+
+    @property
+    def name(self) -> str:
+        return f"probe {self.number}"
+
+    @property
+    def step(self) -> Step:
+        return Step.of("probe", self.number)
+
+
+def begun_in(snapshots: Snapshots | None) -> ProbeStage | None:
+    """The probe that an earlier run was killed in, or after, the decision behind it still open. A collective."""
+    latest = snapshots.latest() if snapshots else None
+    return None if latest is None or latest.stage != "probe" else ProbeStage.of_number(latest.number)
 
 
 @dataclass
@@ -20,7 +56,7 @@ class ProbeState:
     """Where a run is while it probes.
 
     Attributes:
-        number: which probe of the run is under way, or finished with the decision after it still open.
+        stage: which probe of the run is under way, or finished with the decision after it still open.
         statistics: every set of statistics by its role: "first", and "second" of a probe that keeps its own.
         served: the masks of what is pruned already.
         candidates: the masks that the second probe of a pair shrinks, or that were proposed for it.
@@ -28,24 +64,12 @@ class ProbeState:
         diagnostics: JSON values of the steps before.
     """
 
-    number: int
+    stage: ProbeStage
     statistics: dict[str, Statistics]
     served: PackedMasks
     candidates: PackedMasks | None = None
     tally: Tally = field(default_factory=Tally)
     diagnostics: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def stage(self) -> str:
-        return f"probe {self.number}"
-
-    @property
-    def step(self) -> Step:
-        return Step.of("probe", self.number)
-
-    @property
-    def is_second(self) -> bool:
-        return self.number % 2 == 1
 
     @property
     def measured(self) -> Statistics:

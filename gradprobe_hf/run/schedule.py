@@ -18,30 +18,21 @@ from gradprobe_hf.decisions.search import FINEST, allowed, levels
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.probe_pair import Position, ProbePair
-from gradprobe_hf.run.snapshots import Step
+from gradprobe_hf.run.probe_state import begun_in
 from gradprobe_hf.selection.packed_masks import PackedMasks
 
 # What the metric is of the model that masks lead to: lower is better.
 Measured = Callable[[PackedMasks], float]
 
 
-def begun_in(context: RunContext) -> int | None:
-    """The number of the probe that an earlier run was killed in, or after; a collective."""
-    if context.snapshots is None or not context.config.needs.probes:
-        return None
-    latest = context.snapshots.latest()
-    return None if latest is None or latest.stage != Step.of("probe").stage else latest.number
-
-
 def decide_in_rounds(context: RunContext, diagnostics: Diagnostics) -> PackedMasks:
     """The masks of the last round; of the only one, where there are no `rounds`."""
-    begun = begun_in(context)
+    begun = begun_in(context.snapshots)
     masks = PackedMasks()
     for number, sparsity in enumerate(context.config.rounds or (context.config.final_sparsity,)):
-        if begun is None or begun // 2 <= number:
-            pair = ProbePair(context, context.targets, diagnostics, Position(number, served=masks))
-            masks = pair.run(sparsity, begun)
-            begun = None
+        if begun is None or begun.pair <= number:
+            at = Position(number, served=masks, begun=begun)
+            masks = ProbePair(context, context.targets, diagnostics, at).run(sparsity)
     return masks
 
 
@@ -56,17 +47,17 @@ def search(context: RunContext, diagnostics: Diagnostics, measured: Measured, de
     """
     config = context.config
     limit = allowed(dense, config.max_metric_drop)
-    begun, probes = begun_in(context), config.needs.probes
+    begun, probes = begun_in(context.snapshots), config.needs.probes
     pair, best, kept = None, PackedMasks(), 0.0
     for number, sparsity in enumerate(levels(config.first_level, config.sparsity_step, config.final_sparsity)):
-        if begun is not None and begun // 2 > number:
+        if begun is not None and begun.pair > number:
             kept = sparsity  # its masks are what the snapshot serves
             continue
         if pair is None or probes:
             pair = None  # its statistics go before there are others
-            pair = ProbePair(context, context.targets, diagnostics, Position(number, served=best))
-            masks = pair.run(sparsity, begun)
-            best, begun = pair.served, None
+            pair = ProbePair(context, context.targets, diagnostics, Position(number, served=best, begun=begun))
+            masks = pair.run(sparsity)
+            best = pair.served
         else:
             masks = pair.masks_at(sparsity)
         value = measured(masks)

@@ -18,10 +18,8 @@ from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.probe_pair import Position, ProbePair, merged
-from gradprobe_hf.run.probe_state import known_masks
-from gradprobe_hf.run.schedule import begun_in
-from gradprobe_hf.run.snapshots import Step
+from gradprobe_hf.run.probe_pair import Position, ProbePair
+from gradprobe_hf.run.probe_state import begun_in, known_masks
 from gradprobe_hf.selection.packed_masks import PackedMasks
 
 
@@ -35,28 +33,29 @@ def decide_in_order(context: RunContext, diagnostics: Diagnostics) -> PackedMask
     own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
     sequence = blocks_in_order(model, context.targets, own[0])
     order = sequence.names
-    begun = begun_in(context)
+    begun = begun_in(context.snapshots)
     decided, candidates = PackedMasks(), None
-    if begun is not None and begun >= 2 and context.snapshots is not None:
-        decided, candidates = known_masks(context.snapshots.read(Step.of("probe", begun)))
+    if begun is not None and begun.pair > 0 and context.snapshots is not None:
+        decided, candidates = known_masks(context.snapshots.read(begun.step))
     if candidates is None:
         alone = replace(context, config=config.score_alone())
-        candidates = ProbePair(alone, context.targets, diagnostics).run(config.final_sparsity, begun)
+        candidates = ProbePair(alone, context.targets, diagnostics, Position(begun=begun)).run(config.final_sparsity)
     cache = BlockOutputCache(model, own, sequence) if config.block_order == "forward" else None
     portions = steps(order, context.targets, config.block_order, config.blocks_per_step)
     for number, blocks in enumerate(portions, start=1):
         inside = [target for target in context.targets if target.block in blocks]
-        if begun is None or begun // 2 <= number:
+        if begun is None or begun.pair <= number:
             at = Position(
                 number,
-                decided,
-                candidates,
-                cache,
+                served=decided,
+                candidates=candidates,
+                begun=begun,
+                cache=cache,
                 depth=1 - min(order.index(block) for block in blocks) / len(order),
                 label=f"step {number} of {len(portions)}, ",
             )
             pair = ProbePair(context, inside, diagnostics, at)
-            decided = merged(decided, pair.run(config.final_sparsity, begun))
+            decided = decided.replaced_by(pair.run(config.final_sparsity))
         if cache is not None:
             with instrumented(model, inside, ServedWeights(decided)):
                 cache.advance(blocks)

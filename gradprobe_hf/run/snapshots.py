@@ -45,11 +45,11 @@ class Step:
     """A step of a run; steps order as a run passes them.
 
     Attributes:
-        stage: index into `STAGES`.
+        stage_index: in `STAGES`.
         number: which finding, which probe, or which block.
     """
 
-    stage: int
+    stage_index: int
     number: int = 0
 
     @classmethod
@@ -57,8 +57,12 @@ class Step:
         return cls(STAGES.index(stage), number)
 
     @property
+    def stage(self) -> str:
+        return STAGES[self.stage_index]
+
+    @property
     def name(self) -> str:
-        return f"{STAGES[self.stage]}-{self.number}"
+        return f"{self.stage}-{self.number}"
 
 
 @dataclass(frozen=True)
@@ -111,7 +115,7 @@ class Snapshots:
     def latest(self) -> Step | None:
         """The last step that every process has a state of; None when one of them has none. A collective."""
         own = max((_step_of(state) for state in self._states()), default=None)
-        code = -1 if own is None else own.stage * _NUMBERS + own.number
+        code = -1 if own is None else own.stage_index * _NUMBERS + own.number
         agreed = int(self.processes.min_(torch.tensor(code)))
         return None if agreed < 0 else Step(*divmod(agreed, _NUMBERS))
 

@@ -26,6 +26,7 @@ from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.scores.terms import GATES
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.importance import outputs_squared
 from gradprobe_hf.structures.plan import Units
@@ -111,7 +112,7 @@ def _by_inputs(context: RunContext, removal: Removal, structures: Set[str]) -> I
         here = [(name, units) for name, units in staying if name in structures and units.reader.block == block]
         collected = _collect(context, cache, block, [units.reader for _, units in here])
         for name, units in here:
-            hessian, _ = collected.of(units.reader)
+            hessian = collected.of(units.reader).hessian
             squares = hessian.diagonal().clone()
             outputs = outputs_squared(units.reader.matrix(model).to(hessian), hessian, units.count)
             factor, _ = inverse_factor(hessian, context.config.fixed_damping)
@@ -123,8 +124,11 @@ def _by_inputs(context: RunContext, removal: Removal, structures: Set[str]) -> I
 def _collect(context: RunContext, cache: BlockOutputCache, block: str, readers: Sequence[Target]) -> BlockHessians:
     """The Hessians of these matrices of a block; it is finished then."""
     collected = BlockHessians(context.model, context.processes, has_drift=False)
+    left = []
     with instrumented(context.model, readers, ServedWeights(), on_input=collected.add):
-        left = [cache.run(number, block, collected.start_batch) for number in range(len(cache.batches))]
+        for number, batch in enumerate(cache.batches):
+            with collected.batch(batch):
+                left.append(cache.run(number, block))
     cache.finish([block], left)
     return collected
 
@@ -158,7 +162,7 @@ def _gates(
 ) -> list[GateSums]:
     """One probe: the sums of each of these matrices, which has so many units of inputs."""
     targets, counts = [reader for reader, _ in readers], {reader.name: count for reader, count in readers}
-    statistics = Statistics(targets, frozenset({"gates"}), context.model, units=counts)
+    statistics = Statistics(targets, frozenset({GATES}), context.model, units=counts)
     gone, masks, biases = removed_blocks(context, removal)
     # Without its columns in the matrix that reads it, a unit that went already has no part in the model.
     shrunk = PackedMasks()

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
-# Statistics of a probe; `probe/matrix.py` has their formulas.
-Term = Literal["sequence", "token", "peak", "marginals", "gates"]
-MATRIX_TERMS: tuple[Term, ...] = ("sequence", "token", "peak")  # `[out, in]`; marginals and gates are vectors
+from gradprobe_hf.scores.terms import Term
 
 
 class MatrixEvidence(Protocol):

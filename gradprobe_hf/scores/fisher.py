@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from gradprobe_hf.scores.evidence import Evidence, MatrixEvidence, Term
+from gradprobe_hf.scores.evidence import Evidence, MatrixEvidence
+from gradprobe_hf.scores.terms import MARGINALS, Term
 
 
 def fisher_score(weight: Tensor, fisher: Tensor) -> Tensor:
@@ -58,7 +59,7 @@ class FisherEstimate:
 FISHER_ESTIMATES: dict[str, FisherEstimate] = {
     "blend": FisherEstimate(
         lambda known, rows: blended_fisher(known.read("sequence", rows), known.factored(rows)),
-        ("sequence", "marginals"),
+        ("sequence", MARGINALS),
         "the geometric mean of its squared gradient summed over sequences and of that sum's factored estimate",
     ),
     "sequence": FisherEstimate(
@@ -73,7 +74,7 @@ FISHER_ESTIMATES: dict[str, FisherEstimate] = {
     ),
     "factored": FisherEstimate(
         lambda known, rows: known.factored(rows),
-        ("marginals",),
+        (MARGINALS,),
         "the product of its input's and its output gradient's energy",
     ),
 }

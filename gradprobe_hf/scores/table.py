@@ -9,10 +9,11 @@ from typing import Literal
 from torch import Tensor
 
 from gradprobe_hf.scores.budget import Scope
-from gradprobe_hf.scores.evidence import Evidence, Term
+from gradprobe_hf.scores.evidence import Evidence
 from gradprobe_hf.scores.fisher import score_by_fisher, unreached_score
 from gradprobe_hf.scores.magnitude import magnitude_score
 from gradprobe_hf.scores.random import random_score
+from gradprobe_hf.scores.terms import MARGINALS, Term
 from gradprobe_hf.scores.wanda import wanda_score
 
 Measured = Literal["weights", "inputs", "gradients"]
@@ -76,7 +77,7 @@ SCORES: dict[str, Score] = {
     "wanda": Score(
         function=_wanda,
         measured="inputs",
-        terms=("marginals",),
+        terms=(MARGINALS,),
         scope="row",
         sentence="Each weight was scored by its magnitude times the norm of its input over the calibration data "
         "(Wanda).",

@@ -54,6 +54,10 @@ class PackedMasks(Mapping[str, Tensor]):
     def all_columns(self) -> dict[str, int]:
         return dict(self._columns)
 
+    def replaced_by(self, others: PackedMasks) -> PackedMasks:
+        """These and the others, which win where both have a mask."""
+        return PackedMasks.from_packed(self._packed | others._packed, self._columns | others._columns)
+
     def packed(self, name: str) -> Tensor:
         return self._packed[name]
 

@@ -12,7 +12,7 @@ from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.run.decide import PruningDecision
+from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.probe_pair import ProbePair
 from gradprobe_hf.selection.packed_masks import PackedMasks

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from gradprobe_hf.scores.budget import Budget
+
+
+class InputSums(NamedTuple):
+    """Sums over the inputs of one matrix, some tokens' or all.
+
+    Attributes:
+        hessian: `H = sum_t x_t x_t^T`, `[in, in]`, x_t the inputs in the model as pruned so far.
+        drift: `D = sum_t (x'_t - x_t) x_t^T`, `[in, in]`, to the inputs x' in the dense model; None: not collected.
+    """
+
+    hessian: Tensor
+    drift: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -15,13 +28,12 @@ class MatrixProblem:
 
     Attributes:
         weight: W, `[out, in]`.
-        hessian: `H = sum_t x_t x_t^T`, `[in, in]`, x_t the inputs in the model as pruned so far.
-        drift: `D = sum_t (x'_t - x_t) x_t^T`, `[in, in]`, to the inputs x' in the dense model; None: not collected.
+        hessian, drift: H and D of all tokens, as in `InputSums`.
         dense_target: the share of the way from the outputs `W x` to the dense model's `W x'`, in [0, 1].
         damping: added to the diagonal of H, as a fraction of its mean.
         budget: for updates that choose or revise the mask.
         row_fisher: mean Fisher information of the weights of each row, `[out]`; None: unknown.
-        held_out: of H and D what is of the rows that are held out, to choose the damping by; None: it is given.
+        held_out: those of the rows that are held out, to choose the damping by; None: it is given.
     """
 
     weight: Tensor
@@ -31,7 +43,7 @@ class MatrixProblem:
     damping: float
     budget: Budget
     row_fisher: Tensor | None = None
-    held_out: tuple[Tensor, Tensor | None] | None = None
+    held_out: InputSums | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,33 @@ from gradprobe_hf.profiling.observing.places import Place, place_in_user_code, s
 _BREAKS = 20  # that are kept, the most frequent ones
 
 
+class CompilationWatch:
+    """What torch.compile does while steps are observed.
+
+    Attributes:
+        compiled: in the steps that are timed.
+        breaks: graphs that ended early, in all of them.
+    """
+
+    def __init__(self) -> None:
+        self.compiled: tuple[Compilation, ...] = ()
+        self.breaks: tuple[GraphBreak, ...] = ()
+        self._frames_before: list[Any] = []
+        self._ends_before: list[Any] = []
+
+    def start(self) -> None:
+        self._ends_before = graph_ends()
+
+    def begin_timed(self) -> None:
+        self._frames_before = compiled_frames()
+
+    def end_timed(self) -> None:
+        self.compiled = since(self._frames_before)
+
+    def end_phase(self) -> None:
+        self.breaks = breaks_since(self._ends_before)
+
+
 def compiled_frames() -> list[Any]:
     """torch.compile's record of each compilation in this process; it keeps the last 64."""
     dynamo = sys.modules.get("torch._dynamo.utils")

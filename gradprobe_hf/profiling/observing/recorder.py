@@ -6,7 +6,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -14,21 +14,17 @@ import transformers
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradprobe_hf.estimation.machine import process_bytes
 from gradprobe_hf.profiling.observing.batch_contents import added, contents_of
 from gradprobe_hf.profiling.observing.call_watch import CallWatch, Seen, Trained, summed
-from gradprobe_hf.profiling.observing.compilations import breaks_since, compiled_frames, graph_ends, since
+from gradprobe_hf.profiling.observing.compilations import CompilationWatch, compiled_frames
 from gradprobe_hf.profiling.observing.loaders import TrainingLoaders
 from gradprobe_hf.profiling.observing.memory import memory_now
 from gradprobe_hf.profiling.observing.modules import ModuleWatch
 from gradprobe_hf.profiling.observing.observation import (
-    Compilation,
     Contents,
-    GraphBreak,
     LoaderWait,
     MemorySample,
     Observation,
-    Operator,
     RankStages,
     Setup,
     Span,
@@ -46,13 +42,10 @@ from gradprobe_hf.profiling.observing.stages import (
     models_of,
     watched_passes,
 )
-from gradprobe_hf.profiling.observing.traced_events import busy_seconds, collective_seconds, is_mark
-from gradprobe_hf.profiling.observing.tracer import Tracer
+from gradprobe_hf.profiling.observing.step_trace import StepTrace
 
 Phase = Literal["warmup", "timed", "traced", "located"]
 _ORDER: tuple[Phase, ...] = ("warmup", "timed", "traced", "located")
-_OPERATORS = 20  # that are kept
-_LARGEST_TRACE = 2**30  # bytes that the process grows by under torch.profiler; then the trace ends with its step
 _PICTURED = 3  # steps of which every stretch is kept
 
 
@@ -87,16 +80,12 @@ class Recorder:
         self._evaluations = 0
         self._evaluates = False  # between two steps
         self._is_spoiled = False  # an evaluation was made within the step
-        self._trace_waits = False  # until the evaluation is over
         self._contents: list[Contents] = []
         self._step_contents: list[Contents] = []
         self._steps_with_contents = 0
         self._calls: list[list[Seen]] = []
-        self._trace, self._is_whole, self._before_trace = _Traced(), False, 0
-        self._compiled: list[Any] = []
-        self._compilations: tuple[Compilation, ...] = ()
-        self._graph_ends: list[Any] = []
-        self._graph_breaks: tuple[GraphBreak, ...] = ()
+        self._trace = StepTrace()
+        self._compilations = CompilationWatch()
         self._memory: list[MemorySample] = []
         self._setup_watch, self._ranks = SetupWatch(), Ranks()
         self._setup: Setup | None = None
@@ -112,7 +101,7 @@ class Recorder:
         trained = Trained(self._parameters, self._weights)
         self._watch = CallWatch(trained, lambda: self.clock.stage == "data loading")
         self._modules = ModuleWatch(lambda: self.clock.in_backward)
-        self._graph_ends = graph_ends()
+        self._compilations.start()
         self._marks.enter_context(marked_stages(self.clock, self._waited, self._stepped))
         if self._models:
             self._mark_forward()
@@ -194,20 +183,20 @@ class Recorder:
             stages={stage: self._stages[stage] for stage in STAGES} if self._seconds["timed"] else {},
             loaders=_by_line(self._waits),
             calls=summed(self._calls),
-            operators=self._trace.operators,
-            compilations=self._compilations,
+            operators=self._trace.found.operators,
+            compilations=self._compilations.compiled,
             contents=added(self._contents, self._steps_with_contents, self._loaders.dealt_to),
             device=self._device,
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
             missing=dict(self._missing),
             complete=self._complete,
             modules=self._modules.times(),
-            graph_breaks=self._graph_breaks,
+            graph_breaks=self._compilations.breaks,
             setup=self._setup,
             memory=tuple(self._memory),
             recomputed=_share(self._modules.recomputed, self._seconds["located"]),
-            collectives=self._share_of_trace(self._trace.collectives) if self._processes > 1 else None,
-            busy=self._share_of_trace(self._trace.busy) if self._device.startswith("cuda") else None,
+            collectives=self._share_of_trace(self._trace.found.collectives) if self._processes > 1 else None,
+            busy=self._share_of_trace(self._trace.found.busy) if self._is_on_gpu else None,
             ranks=self._told,
             processes=self._processes,
             spans=self._spans,
@@ -219,7 +208,7 @@ class Recorder:
         if self.phase is None:
             return
         self._evaluates = self._modules.rests = False
-        if self._trace_waits:  # no pass has begun it: those of a model that is compiled are not seen
+        if self._trace.waits:  # no pass has begun it: those of a model that is compiled are not seen
             self._start_trace()
             self._is_spoiled = True
         if self._is_spoiled:
@@ -230,13 +219,11 @@ class Recorder:
         self._keep_step(self.phase, first=len(seconds) == 1)
         self._memory.append(memory_now(self._device))
         self._loaders.end_step()
-        if len(seconds) == getattr(self.schedule, self.phase) or self._trace_is_full():
-            self._is_whole = True
+        is_traced = self.phase == "traced"
+        if len(seconds) == getattr(self.schedule, self.phase) or (is_traced and self._trace.is_full):
+            self._trace.is_whole |= is_traced
             self._next()
         self._drop_step()
-
-    def _trace_is_full(self) -> bool:
-        return self.phase == "traced" and process_bytes() - self._before_trace > _LARGEST_TRACE
 
     def _keep_step(self, phase: Phase, first: bool) -> None:
         """What was seen in a step counts once the step has come to its end."""
@@ -284,7 +271,7 @@ class Recorder:
     def _open(self, phase: Phase) -> None:
         self.phase = phase
         if phase == "timed":
-            self._compiled = compiled_frames()
+            self._compilations.begin_timed()
         elif phase == "traced":
             self._start_trace()
         elif phase == "located":
@@ -300,15 +287,15 @@ class Recorder:
             self._setup = self._setup_watch.setup(self._models)
             self._processes = self._ranks.count()
         elif self.phase == "timed":
-            self._compilations = since(self._compiled)
+            self._compilations.end_timed()
             timed = self._seconds["timed"]
             self._spans = self.clock.spans_since(self._begins[0]) if self._begins else ()
             self._ranks.tell({stage: seconds / len(timed) for stage, seconds in self._stages.items()} if timed else {})
-        elif self.phase == "traced" and self._is_whole:
+        elif self.phase == "traced" and self._trace.is_whole:
             self._ask_ranks()
         elif self.phase == "located" and self._setup is not None:
             self._setup = replace(self._setup, asked=self._setup.asked or self._watch.autocast)
-        self._graph_breaks = breaks_since(self._graph_ends)
+        self._compilations.end_phase()
         self._of_phase.close()
 
     def _ask_ranks(self) -> None:
@@ -318,30 +305,12 @@ class Recorder:
             self._missing["imbalance between ranks"] = f"another process told nothing: {str(error).splitlines()[0]}"
 
     def _start_trace(self) -> None:
-        self._is_whole, self._trace_waits, self._before_trace = False, False, process_bytes()
-        trace = Tracer()
         try:
-            trace.start()
+            self._trace.start()
         except RuntimeError as error:  # only one profiler can run
             self._missing["operators"] = f"torch.profiler did not start: {str(error).splitlines()[0]}"
         else:
-            self._of_phase.callback(self._end_trace, trace)
-
-    def _end_trace(self, tracer: Tracer) -> None:
-        tracer.stop()
-        if not self._is_whole:
-            return  # a part of a step would count as one
-        trace, on_device = tracer.profiler, self._device.startswith("cuda")
-
-        def seconds(row: Any) -> float:
-            return float(row.self_device_time_total if on_device else row.self_cpu_time_total) / 1e6
-
-        rows = sorted(trace.key_averages(), key=lambda row: (-seconds(row), row.key))
-        marks = ("Optimizer.", "enumerate(", "ProfilerStep")
-        named = [row for row in rows if not (is_mark(row) or row.key.startswith(marks))]
-        operators = tuple(Operator(row.key, row.count, seconds(row)) for row in named[:_OPERATORS])
-        events = trace.events() or []
-        self._trace = _Traced(operators, collective_seconds(events), busy_seconds(events))
+            self._of_phase.callback(lambda: self._trace.stop(self._is_on_gpu))
 
     def _share_of_trace(self, seconds: float | None) -> float | None:
         return None if seconds is None else _share(seconds, self._seconds["traced"])
@@ -356,7 +325,7 @@ class Recorder:
             return
         if torch.is_grad_enabled():
             self._evaluates = self._modules.rests = False
-            if self._trace_waits:
+            if self._trace.waits:
                 self._start_trace()
                 self._began = time.perf_counter()
         elif self._is_spoiled or not self._loaders.are_known:
@@ -388,11 +357,11 @@ class Recorder:
     def _end_trace_early(self) -> None:
         """Behind whole steps, if there are any; it begins again with the next step otherwise."""
         if self._seconds["traced"]:
-            self._is_whole = True
+            self._trace.is_whole = True
             self._next()
         else:
             self._of_phase.close()
-            self._trace_waits = True
+            self._trace.waits = True
 
     def _stepped(self, optimizer: Optimizer) -> None:
         if self._optimizer is None:
@@ -407,6 +376,10 @@ class Recorder:
         if optimizer is self._optimizer and not self._says_steps_itself:
             self._end_step()
 
+    @property
+    def _is_on_gpu(self) -> bool:
+        return self._device.startswith("cuda")
+
     def _mark_forward(self) -> None:
         self._marks.enter_context(marked_forward(self.clock, self._models))
         self._marks.enter_context(watched_passes(self._models, self._pass_begins, self._pass_ended))
@@ -418,15 +391,6 @@ class Recorder:
 
     def _weights(self) -> list[Tensor]:
         return [one for model in self._models for one in (*model.parameters(), *model.buffers())]
-
-
-@dataclass(frozen=True)
-class _Traced:
-    """Of the steps under torch.profiler, in seconds; None: they were not traced to their end."""
-
-    operators: tuple[Operator, ...] = ()
-    collectives: float | None = None
-    busy: float | None = None
 
 
 def _share(seconds: float, steps: list[float]) -> float:
