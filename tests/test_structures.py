@@ -554,6 +554,46 @@ def test_outputs_of_zero_are_another_thing_than_outputs():
     assert "outputs are inf apart" in masked.difference(other)
 
 
+@pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min])
+def test_outputs_that_are_masked_hide_no_others(value, monkeypatch):
+    """Tokens that are never written, say: their logits are as they should be, and no measure of the others."""
+    model, other = build("llama"), build("llama")
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.01)
+    plain = type(model).forward
+
+    def masked_forward(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.logits[..., :7] = value
+        return output
+
+    monkeypatch.setattr(type(model), "forward", masked_forward)
+    masked = equality.MaskedOutputs.of(model)
+    assert masked.difference(model) is None
+    assert "outputs are 1.0e-02 apart" in masked.difference(other)
+    monkeypatch.setattr(type(model), "forward", plain)
+    assert "does not compute what the masked one does" in masked.difference(model)
+
+
+BEFORE = "model.layers.0.mlp.up_proj.weight"
+NOT_FINITE = [
+    (BEFORE, torch.nan, {"structure": {"ffn": 8}}, "what LlamaForCausalLM computes of a random batch is NaN"),
+    (BEFORE, torch.inf, {"structure": {"blocks": 1}}, "the inputs of model.layers.1 are not finite"),
+    ("lm_head.weight", torch.inf, {"structure": {"blocks": 1}, "update": "none"}, "is not finite, whichever block is"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "options", "message"), NOT_FINITE, ids=str)
+def test_weights_that_are_not_finite_are_not_said_to_be_a_matter_of_the_shape(name, value, options, message):
+    model = build("llama")
+    with torch.no_grad():
+        model.get_parameter(name)[20, 3] = value
+    dense = cases.bits(model)
+    with pytest.raises(ValueError, match=rf"{message}.*ook for NaN in .*weights"):
+        cases.prune(model, cases.batches("llama"), **options)
+    assert all(torch.equal(dense[one].nan_to_num(), now.nan_to_num()) for one, now in model.state_dict().items())
+
+
 def test_an_interrupt_at_any_pass_leaves_everything_as_it_was(tmp_path, monkeypatch):
     monkeypatch.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
     model, passes, stops = build("llama"), [0], [None]

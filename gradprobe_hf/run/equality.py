@@ -45,6 +45,7 @@ OF_HALF_PRECISION = 0.1  # where there is no room to compute in float32
 # What a model's own code raises where a batch, or a size, is none that it was made for.
 _REFUSALS = (RuntimeError, TypeError, ValueError, LookupError)
 SHARE = 0.8  # of free memory, for what is compared
+HUGE = 1e30  # outputs from here on say that something is masked, tokens that are never written say
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class MaskedOutputs:
             raise
         except _REFUSALS as error:
             return f"the smaller {name} does not run ({error}): {why}"
-        apart, size = float((found - self.outputs).norm()), float(self.outputs.norm())
+        apart, size = _apart(found, self.outputs)
         if apart <= TOLERANCE.get(self.dtype, OF_HALF_PRECISION) * size:
             return None
         relative = apart / size if size else math.inf
@@ -137,6 +138,11 @@ def _difference(
         masked = MaskedOutputs.of(model)
         if masked.outputs is None:
             return None
+        if masked.outputs.isnan().any():
+            return (
+                f"what {type(model).__name__} computes of a random batch is NaN: look for NaN in its weights, or a "
+                "dtype that overflows (float16: try bfloat16)"
+            )
         # Made where the model is, and with no values: they are copied one after the other.
         with torch.device(device), no_init_weights():
             config = smaller_config(model.config, removal)
@@ -151,6 +157,16 @@ def _difference(
 def fits(nbytes: int, device: torch.device) -> bool:
     """Whether there is room for so much on a device."""
     return nbytes <= SHARE * available_bytes(device)
+
+
+def _apart(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """How far apart outputs are, and the size of those that are wanted.
+
+    What is masked, or NaN, has to be so in both, and has no size: beside it all others would be nothing.
+    """
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    counted = wanted.abs() < HUGE  # no NaN is
+    return float((found - wanted).masked_fill(same, 0).norm()), float(wanted.masked_fill(~counted, 0).norm())
 
 
 def _takes_float32(model: PreTrainedModel) -> bool:
