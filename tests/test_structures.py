@@ -405,6 +405,7 @@ REFUSED = [
     ("unequal", {"experts": 1}, "those of MixtralForCausalLM have 3, 4 in 2 modules: leave it out"),
     ("t5", {"blocks": 1}, "models of one stack of blocks"),
     ("hidden", {"kv_groups": 1}, "the nearest that it can is 2: set that"),
+    ("shared", {"ffn": 8}, "worked on one after the other here: set structure={'blocks': ...} with update='none'"),
 ]
 
 
@@ -421,6 +422,9 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
         model = build("mixtral")
         fewer = type(model)(type(model.config)(**{**model.config.to_dict(), "num_local_experts": 3}))
         model.model.layers[1].mlp = fewer.model.layers[1].mlp
+    elif name == "shared":
+        model = build("llama")
+        model.model.layers[2].mlp.down_proj.weight = model.model.layers[1].mlp.down_proj.weight
     elif name == "elsewhere":  # an experts module that does not do what its router says
         model = build("mixtral")
         experts = model.model.layers[0].mlp.experts

@@ -25,6 +25,7 @@ from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.run.unit_evidence import units_that_stay
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.selection.packed_masks import rows_of
 from gradprobe_hf.structures.removal import Removal
@@ -78,6 +79,7 @@ def build_report(
             *_about_latency(decision, config),
             *_about_budget(rows, config, decision),
             *_about_zeros(rows, config),
+            *_about_pattern(context, decision),
             *_about_filled(context, decision, rows),
             *_about_search(config, decision),
             *_about_promise(context, measured, metric),
@@ -313,6 +315,27 @@ def _about_zeros(rows: list[MatrixRow], config: GradProbeConfig) -> list[str]:
         f"The model had {before / weights:.1%} zeros, and has {left / weights:.1%} beside what went whole: the "
         "weights that stay were changed to make up for that, zeros too. Make the dense model smaller and prune that, "
         "or set update='none'."
+    ]
+
+
+def _about_pattern(context: RunContext, decision: PruningDecision) -> list[str]:
+    """Where a model with an n:m pattern loses inputs of a matrix that are not whole groups."""
+    pattern, removal = context.origin.get("pattern"), decision.removal
+    if pattern is None or removal is None:
+        return []
+    size = int(pattern.rpartition(":")[2])
+    apart = set()
+    for _, units in units_that_stay(removal):
+        gone = units.columns(removal.units[units.reader.name])
+        groups = gone[: len(gone) // size * size].unflatten(0, (-1, size))
+        if not torch.equal(groups.any(1), groups.all(1)):
+            apart.add(units.reader.role)
+    if not apart:
+        return []
+    return [
+        f"The model had a {pattern} pattern, and {', '.join(f'`{role}`' for role in sorted(apart))} will hold it no "
+        f"more: where some inputs of a group of {size} go, those behind them are in other groups. Make the dense model "
+        "smaller, and prune that to the pattern."
     ]
 
 
