@@ -579,6 +579,32 @@ def test_outputs_that_are_masked_hide_no_others(value, monkeypatch):
     assert "does not compute what the masked one does" in masked.difference(model)
 
 
+def test_what_is_predicted_is_compared_and_not_what_routers_lose():
+    """Their loss stands in front of the logits where the configuration asks for it."""
+    model, other = build("mixtral"), build("mixtral")
+    model.config.output_router_logits = other.config.output_router_logits = True
+    with torch.no_grad():
+        other.lm_head.weight[0] += 1  # routers do not see it
+    assert model(**random_batch(model, 1, 8))[0].ndim == 0
+    masked = equality.MaskedOutputs.of(model)
+    assert masked.difference(model) is None
+    assert "does not compute what the masked one does" in masked.difference(other)
+
+
+def test_experts_go_of_a_mixture_that_returns_the_loss_of_its_routers(tmp_path):
+    model = build("mixtral")
+    model.config.output_router_logits = True
+    batches = cases.batches("mixtral")
+    result = cases.prune(
+        model, batches, evaluation=batches, structure={"experts": 1}, update="none", output_dir=tmp_path / "made"
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert loaded.config.num_local_experts == 3
+    losses = [summed_loss(loaded, batch) for batch in batches]
+    measured = sum(float(one.detach()) for one, _ in losses) / sum(int(terms) for _, terms in losses)
+    assert measured == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-4)
+
+
 BEFORE = "model.layers.0.mlp.up_proj.weight"
 NOT_FINITE = [
     (BEFORE, torch.nan, {"structure": {"ffn": 8}}, "what LlamaForCausalLM computes of a random batch is NaN"),

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -198,8 +199,17 @@ def _outputs(model: PreTrainedModel, batch: dict[str, Tensor], wide: bool) -> Te
     with drawing, eval_mode(model), upcast_products(model), in_float32(model) if wide else nullcontext():
         torch.manual_seed(0)
         given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in batch.items()}
-        output: Tensor = forward_only(model, send_to_device(given, input_device(model)))[0]
-        return output.double().cpu()
+        return _told(forward_only(model, send_to_device(given, input_device(model)))).double().cpu()
+
+
+def _told(output: Any) -> Tensor:
+    """What a model predicts; of one without a head, its hidden states.
+
+    The loss of routers may stand in front of it (`output_router_logits` in the configuration), which counts experts.
+    """
+    logits = getattr(output, "logits", None)
+    found: Tensor = logits if isinstance(logits, Tensor) else output[0]
+    return found
 
 
 def _cuda_devices(model: PreTrainedModel) -> list[torch.device]:
