@@ -141,6 +141,29 @@ def test_zeros_that_are_filled_again_are_a_warning(folder):
     assert re.search(r"had 50\.0% zeros, and has .*update='none'", " ".join(filled.report.warnings))
 
 
+def test_a_pattern_that_is_lost_is_a_warning(tmp_path):
+    """And what a model was pruned to before it was made smaller is still said of what is made of it."""
+    texts = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False}
+    model = cases.build("llama")
+    model = type(model)(type(model.config)(**{**model.config.to_dict(), "num_hidden_layers": 4}))
+    model.save_pretrained(tmp_path / "dense")
+    prune_pretrained(tmp_path / "dense", GradProbeConfig(pattern="2:4"), **texts, output_dir=tmp_path / "zeros")
+    held = {}
+    for name, amounts in {"channels": {"ffn": 7}, "heads": {"kv_groups": 1}, "blocks": {"blocks": 1}}.items():
+        config = GradProbeConfig(structure=amounts, update="none")
+        result = prune_pretrained(tmp_path / "zeros", config, **texts, output_dir=tmp_path / name)
+        found = inspect_checkpoint(tmp_path / name)
+        held[name] = "2:4" in found.patterns
+        warned = [warning for warning in result.report.warnings if "2:4 pattern" in warning]
+        assert len(warned) == (not held[name])
+        assert not warned or "`mlp.down_proj` will hold it no more" in warned[0]
+    assert held == {"channels": False, "heads": True, "blocks": True}
+    prune_pretrained(tmp_path / "blocks", config, **texts, output_dir=tmp_path / "fewer")
+    for name in ("blocks", "fewer"):
+        assert "been pruned already, to a sparsity of 50.0%" in (tmp_path / name / "README.md").read_text()
+        assert json.loads((tmp_path / name / "config.json").read_text())["gradprobe"]["pruned_to"] == 0.5
+
+
 def test_zeros_that_single_weights_fill_again_are_a_warning():
     texts = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False, "apply": False}
     zeros = cases.build("llama")

@@ -405,6 +405,7 @@ REFUSED = [
     ("unequal", {"experts": 1}, "those of MixtralForCausalLM have 3, 4 in 2 modules: leave it out"),
     ("t5", {"blocks": 1}, "models of one stack of blocks"),
     ("hidden", {"kv_groups": 1}, "the nearest that it can is 2: set that"),
+    ("shared", {"ffn": 8}, "worked on one after the other here: set structure={'blocks': ...} with update='none'"),
 ]
 
 
@@ -421,6 +422,9 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
         model = build("mixtral")
         fewer = type(model)(type(model.config)(**{**model.config.to_dict(), "num_local_experts": 3}))
         model.model.layers[1].mlp = fewer.model.layers[1].mlp
+    elif name == "shared":
+        model = build("llama")
+        model.model.layers[2].mlp.down_proj.weight = model.model.layers[1].mlp.down_proj.weight
     elif name == "elsewhere":  # an experts module that does not do what its router says
         model = build("mixtral")
         experts = model.model.layers[0].mlp.experts
@@ -552,6 +556,72 @@ def test_outputs_of_zero_are_another_thing_than_outputs():
     masked = equality.MaskedOutputs.of(model)
     assert masked.difference(model) is None
     assert "outputs are inf apart" in masked.difference(other)
+
+
+@pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min])
+def test_outputs_that_are_masked_hide_no_others(value, monkeypatch):
+    """Tokens that are never written, say: their logits are as they should be, and no measure of the others."""
+    model, other = build("llama"), build("llama")
+    with torch.no_grad():
+        other.model.norm.weight.mul_(1.01)
+    plain = type(model).forward
+
+    def masked_forward(self, *args, **kwargs):
+        output = plain(self, *args, **kwargs)
+        output.logits[..., :7] = value
+        return output
+
+    monkeypatch.setattr(type(model), "forward", masked_forward)
+    masked = equality.MaskedOutputs.of(model)
+    assert masked.difference(model) is None
+    assert "outputs are 1.0e-02 apart" in masked.difference(other)
+    monkeypatch.setattr(type(model), "forward", plain)
+    assert "does not compute what the masked one does" in masked.difference(model)
+
+
+def test_what_is_predicted_is_compared_and_not_what_routers_lose():
+    """Their loss stands in front of the logits where the configuration asks for it."""
+    model, other = build("mixtral"), build("mixtral")
+    model.config.output_router_logits = other.config.output_router_logits = True
+    with torch.no_grad():
+        other.lm_head.weight[0] += 1  # routers do not see it
+    assert model(**random_batch(model, 1, 8))[0].ndim == 0
+    masked = equality.MaskedOutputs.of(model)
+    assert masked.difference(model) is None
+    assert "does not compute what the masked one does" in masked.difference(other)
+
+
+def test_experts_go_of_a_mixture_that_returns_the_loss_of_its_routers(tmp_path):
+    model = build("mixtral")
+    model.config.output_router_logits = True
+    batches = cases.batches("mixtral")
+    result = cases.prune(
+        model, batches, evaluation=batches, structure={"experts": 1}, update="none", output_dir=tmp_path / "made"
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "made")
+    assert loaded.config.num_local_experts == 3
+    losses = [summed_loss(loaded, batch) for batch in batches]
+    measured = sum(float(one.detach()) for one, _ in losses) / sum(int(terms) for _, terms in losses)
+    assert measured == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-4)
+
+
+BEFORE = "model.layers.0.mlp.up_proj.weight"
+NOT_FINITE = [
+    (BEFORE, torch.nan, {"structure": {"ffn": 8}}, "what LlamaForCausalLM computes of a random batch is NaN"),
+    (BEFORE, torch.inf, {"structure": {"blocks": 1}}, "the inputs of model.layers.1 are not finite"),
+    ("lm_head.weight", torch.inf, {"structure": {"blocks": 1}, "update": "none"}, "is not finite, whichever block is"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "options", "message"), NOT_FINITE, ids=str)
+def test_weights_that_are_not_finite_are_not_said_to_be_a_matter_of_the_shape(name, value, options, message):
+    model = build("llama")
+    with torch.no_grad():
+        model.get_parameter(name)[20, 3] = value
+    dense = cases.bits(model)
+    with pytest.raises(ValueError, match=rf"{message}.*ook for NaN in .*weights"):
+        cases.prune(model, cases.batches("llama"), **options)
+    assert all(torch.equal(dense[one].nan_to_num(), now.nan_to_num()) for one, now in model.state_dict().items())
 
 
 def test_an_interrupt_at_any_pass_leaves_everything_as_it_was(tmp_path, monkeypatch):

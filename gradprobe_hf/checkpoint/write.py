@@ -293,6 +293,8 @@ def _add_own_key(path: Path, made: Checkpoint) -> None:
         earlier = report.recovery.get("earlier_steps", 0)
         values[CONFIG_KEY]["recovery_steps"] = report.recovery["steps"] + earlier
     # Still true of what is made of this checkpoint.
+    if report.structure is not None and "pruned_to" in report.model:
+        values[CONFIG_KEY]["pruned_to"] = report.model["pruned_to"]
     if "stored_as" in report.model:
         values[CONFIG_KEY]["stored_as"] = report.model["stored_as"]
     if "adapter" in report.model:

@@ -80,13 +80,16 @@ class Loaded:
     @property
     def origin(self) -> dict[str, Any]:
         """What a report says of it, where there is something: the `adapter` folded into it, and the model that is of
-        (`adapter_of`) if it was done before; `stored_as`; and of a pruned one the sparsity that it was `pruned_to`, and
-        the `structure` that went."""
+        (`adapter_of`) if it was done before; `stored_as`; and of a pruned one the sparsity that it was `pruned_to`, the
+        `pattern` of its zeros, and the `structure` that went."""
         before = _said_before(self.model.config)
         # Reports are published, and paths tell about the machine.
         adapter = Path(self.adapter).name if self.adapter and Path(self.adapter).is_dir() else self.adapter
-        found = {"adapter": adapter, "stored_as": self.stored_as, "pruned_to": before.get("sparsity")}
-        found |= {"structure": before.get("structure")}
+        found = {"adapter": adapter, "stored_as": self.stored_as, "structure": before.get("structure")}
+        # What was made smaller since says what it had been pruned to before that, and not what of it is zero now.
+        found |= {"pruned_to": before.get("sparsity") or before.get("pruned_to")}
+        if before.get("pattern") != "unstructured":
+            found |= {"pattern": before.get("pattern")}
         if adapter is None:
             found |= {"adapter": before.get("adapter"), "adapter_of": before.get("adapter_of")}
         return {name: value for name, value in found.items() if value}

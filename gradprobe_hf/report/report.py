@@ -77,8 +77,8 @@ class Report:
     Attributes:
         model: name, class, sizes; the Auto classes that load its `own_code`, where it brings any; the `adapter` that
             was folded into it (and the model that is of, `adapter_of`, if that was before an earlier pruning), the
-            quantised type it was `stored_as`, and, if it had been pruned before, the sparsity that it was `pruned_to`
-            and how much of each `structure` had gone.
+            quantised type it was `stored_as`, and, if it had been pruned before, the sparsity that it was `pruned_to`,
+            the n:m `pattern` of its zeros, and how much of each `structure` had gone.
         config: as plain data.
         matrices: one row each.
         unreached: matrices that were asked for and left out.

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
@@ -20,6 +21,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.report.report import MatrixRow
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
+from gradprobe_hf.run.unit_evidence import units_that_stay
 from gradprobe_hf.runtime.row_chunks import row_chunks
 
 SPARSE = 0.05  # zeros of a model's weights with which somebody has pruned it
@@ -139,6 +141,27 @@ def _zeros_changed_for_units(run: FinishedRun) -> str | None:
     )
 
 
+def _broken_pattern(run: FinishedRun) -> str | None:
+    """Where a model with an n:m pattern loses inputs of a matrix that are not whole groups."""
+    pattern, removal = run.context.origin.get("pattern"), run.decision.removal
+    if pattern is None or removal is None:
+        return None
+    size = int(pattern.rpartition(":")[2])
+    apart = set()
+    for _, units in units_that_stay(removal):
+        gone = units.columns(removal.units[units.reader.name])
+        groups = gone[: len(gone) // size * size].unflatten(0, (-1, size))
+        if not torch.equal(groups.any(1), groups.all(1)):
+            apart.add(units.reader.role)
+    if not apart:
+        return None
+    return (
+        f"The model had a {pattern} pattern, and {', '.join(f'`{role}`' for role in sorted(apart))} will hold it no "
+        f"more: where some inputs of a group of {size} go, those after them are in other groups. Make the dense model "
+        "smaller, and prune that to the pattern."
+    )
+
+
 def _zeros_filled(run: FinishedRun) -> str | None:
     """Where a sparse model is pruned again, and zeros that it had are weights now."""
     model = run.context.model
@@ -200,6 +223,7 @@ WARNINGS: tuple[Callable[[FinishedRun], str | None], ...] = (
     _missed_latency,
     _budget,
     _zeros_changed_for_units,
+    _broken_pattern,
     _zeros_filled,
     _endless_search,
     _broken_promise,

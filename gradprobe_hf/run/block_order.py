@@ -34,11 +34,19 @@ def blocks_going(context: RunContext, plan: Plan, count: int, diagnostics: Diagn
     """The first so many blocks that go, each with the loss without it and those before it.
 
     What the context's order does not know yet is measured, and counted in the diagnostics.
+
+    Raises:
+        ValueError: whichever block is left out, there is no loss that is finite.
     """
     order = BlockOrder() if context.block_order is None else context.block_order
     while len(order.gone) < count:
         losses = _losses_beside(context, plan, order, diagnostics)
         first, *others = sorted(losses, key=lambda block: losses[block])
+        if not order.gone and math.isinf(losses[first]):
+            raise ValueError(
+                "structure 'blocks': the calibration loss is not finite, whichever block is left out. Nothing was "
+                "changed. Look for NaN in the model's weights, or a dtype that overflows (float16: try bfloat16)."
+            )
         order.gone.append({"block": first, "loss": losses[first]})
         order.next_tried = others + [block for block in order.next_tried if block not in losses]
     return order.gone[:count]

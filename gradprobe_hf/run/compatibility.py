@@ -78,7 +78,8 @@ def _check_removable(model: nn.Module, targets: Sequence[Target], config: GradPr
         )
     assert isinstance(model, PreTrainedModel), "it has a configuration"
     if config.weighs_units:
-        _check_in_blocks(model, targets, remedy="structure={'blocks': ...} with update='none', which takes them whole")
+        whole = "structure={'blocks': ...} with update='none', which takes them whole"
+        _check_in_blocks(model, targets, remedy=whole, excludes=False)
     try:
         check_legal(model, Plan.of(model, targets, config.amounts))
     except ValueError as error:
@@ -139,7 +140,8 @@ def _other_ways(config: GradProbeConfig) -> str:
     return " and ".join(filter(None, (joint, kept, refined)))
 
 
-def _check_in_blocks(model: nn.Module, targets: Sequence[Target], remedy: str) -> None:
+def _check_in_blocks(model: nn.Module, targets: Sequence[Target], remedy: str, excludes: bool = True) -> None:
+    """Args: `remedy`: what to set in place; `excludes`: whether single matrices can be left out."""
     if shares_keys_across_blocks(model):
         raise ValueError(
             f"blocks of {type(model).__name__} read keys and values that others have computed (num_kv_shared_layers), "
@@ -155,7 +157,7 @@ def _check_in_blocks(model: nn.Module, targets: Sequence[Target], remedy: str) -
         if len(users) > 1:
             raise ValueError(
                 f"{target.name} is shared by {len(users)} blocks ({', '.join(users)}), which are worked on one after "
-                f"the other here: exclude it, or set {remedy}."
+                f"the other here: {'exclude it, or ' if excludes else ''}set {remedy}."
             )
 
 

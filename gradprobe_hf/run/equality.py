@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
@@ -45,6 +46,7 @@ OF_HALF_PRECISION = 0.1  # where there is no room to compute in float32
 # What a model's own code raises where a batch, or a size, is none that it was made for.
 _REFUSALS = (RuntimeError, TypeError, ValueError, LookupError)
 SHARE = 0.8  # of free memory, for what is compared
+HUGE = 1e30  # outputs from here on say that something is masked, tokens that are never written say
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ class MaskedOutputs:
             raise
         except _REFUSALS as error:
             return f"the smaller {name} does not run ({error}): {why}"
-        apart, size = float((found - self.outputs).norm()), float(self.outputs.norm())
+        apart, size = _apart(found, self.outputs)
         if apart <= TOLERANCE.get(self.dtype, OF_HALF_PRECISION) * size:
             return None
         relative = apart / size if size else math.inf
@@ -137,6 +139,11 @@ def _difference(
         masked = MaskedOutputs.of(model)
         if masked.outputs is None:
             return None
+        if masked.outputs.isnan().any():
+            return (
+                f"what {type(model).__name__} computes of a random batch is NaN: look for NaN in its weights, or a "
+                "dtype that overflows (float16: try bfloat16)"
+            )
         # Made where the model is, and with no values: they are copied one after the other.
         with torch.device(device), no_init_weights():
             config = smaller_config(model.config, removal)
@@ -151,6 +158,16 @@ def _difference(
 def fits(nbytes: int, device: torch.device) -> bool:
     """Whether there is room for so much on a device."""
     return nbytes <= SHARE * available_bytes(device)
+
+
+def _apart(found: Tensor, wanted: Tensor) -> tuple[float, float]:
+    """How far apart outputs are, and the size of those that are wanted.
+
+    What is masked, or NaN, has to be so in both, and has no size: beside it all others would be nothing.
+    """
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    counted = wanted.abs() < HUGE  # no NaN is
+    return float((found - wanted).masked_fill(same, 0).norm()), float(wanted.masked_fill(~counted, 0).norm())
 
 
 def _takes_float32(model: PreTrainedModel) -> bool:
@@ -182,8 +199,17 @@ def _outputs(model: PreTrainedModel, batch: dict[str, Tensor], wide: bool) -> Te
     with drawing, eval_mode(model), upcast_products(model), in_float32(model) if wide else nullcontext():
         torch.manual_seed(0)
         given = {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in batch.items()}
-        output: Tensor = forward_only(model, send_to_device(given, input_device(model)))[0]
-        return output.double().cpu()
+        return _told(forward_only(model, send_to_device(given, input_device(model)))).double().cpu()
+
+
+def _told(output: Any) -> Tensor:
+    """What a model predicts; of one without a head, its hidden states.
+
+    The loss of routers may stand in front of it (`output_router_logits` in the configuration), which counts experts.
+    """
+    logits = getattr(output, "logits", None)
+    found: Tensor = logits if isinstance(logits, Tensor) else output[0]
+    return found
 
 
 def _cuda_devices(model: PreTrainedModel) -> list[torch.device]:

@@ -116,6 +116,9 @@ def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
     """Whether a block whose matrices and biases are zero hands on what it is given.
 
     Others (a norm behind the residual sum, as in BERT) change it all the same, and removing them is something else.
+
+    Raises:
+        ValueError: NaN or infinite values in what it is given.
     """
     plan = Plan.of(model, targets, {})
     block = plan.blocks[len(plan.blocks) // 2]
@@ -138,6 +141,11 @@ def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
     ):
         forward_only(model, batch)
     given, handed_on = seen
+    if not given.isfinite().all():
+        raise ValueError(
+            f"structure 'blocks': the inputs of {block} are not finite: look for NaN in the weights before it, or a "
+            "dtype that overflows (float16: try bfloat16). Nothing was changed."
+        )
     return torch.allclose(given, handed_on.to(given.device))
 
 
