@@ -651,6 +651,38 @@ def test_pruning_with_recovery(checkpoint, text_file, tmp_path):
     assert all(torch.equal(again[name], value) for name, value in written[0].items())
 
 
+def test_the_text_of_a_recovery_is_read_once(text_file, monkeypatch):
+    read = []
+
+    def counted(source, *args, **kwargs):
+        read.append(source)
+        return load_batches(source, *args, **kwargs)
+
+    monkeypatch.setattr("gradprobe_hf.recovery.text.load_batches", counted)
+    config = GradProbeConfig(sparsity=0.5, score="magnitude", num_samples=4, sequence_length=16, recovery_steps=1)
+    options = {"processing_class": cases.tokenizer(), "progress": False}
+    prune_pretrained(cases.build(DENSE), config, calibration=str(text_file), **options)
+    assert read == [str(text_file)]
+
+
+def test_models_are_loaded_for_a_task(text_file, tmp_path):
+    dense, teacher, out = cases.build("gpt2"), str(tmp_path / "bare"), tmp_path / "out"
+    dense.transformer.save_pretrained(teacher)  # what is in it, tied to the embeddings, is all of the language model
+    half_pruned("gpt2")[0].save_pretrained(tmp_path / "pruned")
+    cases.tokenizer().save_pretrained(tmp_path / "pruned")
+    arguments = ["recover", str(tmp_path / "pruned"), "--teacher", teacher, "--output", str(out), "--quiet"]
+    arguments += ["--text", str(text_file), "--evaluation", "none", *OPTIONS[:6]]
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel and the teacher a GPT2Model.*\(task, --task\)"):
+        recover_pretrained(tmp_path / "pruned", teacher, text=str(text_file), progress=False)
+    assert main([*arguments, "--task", "text-generation"]) == 0
+    report = Report.load(out)
+    assert report.recovery["options"]["task"] == "text-generation"
+    assert report.recovery["held_out"]["0"] > 0
+    config = RecoveryConfig(task="text-classification")
+    with pytest.raises(ValueError, match="task='text-classification' is for models of AutoModelForSequenceClass"):
+        recover_pretrained(half_pruned("gpt2")[0], dense, config, text=str(text_file), progress=False)
+
+
 def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):
     options = {"sparsity": 0.5, "score": "magnitude", "num_samples": 4, "sequence_length": 16}
     recovery = {"recovery_steps": 4, "recovery_learning_rate": 5e-3}
@@ -719,6 +751,7 @@ def test_what_cannot_work_is_said_before_anything_is_trained(change, said, text_
         ({"bf16": "on"}, "bf16 must be True, False or 'auto', got 'on'"),
         ({"text_column": "a", "text_template": "{b}"}, "both say what the text is"),
         ({"lora_r": 0}, "lora_r must be a whole number >= 1"),
+        ({"task": "chess"}, "task must be one of .*, got 'chess'"),
         ({"packing": False, "document_separator": "eos"}, "document_separator='eos' has no effect here"),
     ],
     ids=str,

@@ -11,7 +11,8 @@ from gradprobe_hf.config.options import Options
 from gradprobe_hf.config.values import LARGEST_SEED
 from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
 from gradprobe_hf.runtime.names_elsewhere import RECOVERY, NamesElsewhere
-from gradprobe_hf.runtime.option_checks import number, whole
+from gradprobe_hf.runtime.option_checks import number, one_of, whole
+from gradprobe_hf.tasks.table import TASKS
 
 EVALUATIONS = 10  # of the held-out text in a run, where no distance was asked for
 WARM_UP = 15  # one step in so many, where no number was asked for
@@ -56,6 +57,8 @@ class RecoveryConfig(Options):
         bf16: compute in bfloat16 (autocast), with weights and optimizer in float32. `"auto"`: where the dense model is
             stored so.
         gradient_checkpointing: recompute each block in the backward pass instead of storing its activations.
+        task: what both models are for, as the Hub calls it: it decides how checkpoints are loaded. Default: what the
+            class of each is for.
         num_samples: windows of text, held-out ones among them. Default: as many as the steps take, or as many as the
             text has; of what the dense model writes itself, 512.
         held_out_samples: windows of the text that are never trained on, and at most a tenth of them.
@@ -86,6 +89,7 @@ class RecoveryConfig(Options):
     lora_r: int | None = None
     seed: int = 0
     # On what text.
+    task: str | None = None
     num_samples: int | None = None
     held_out_samples: int = 32
     sequence_length: int | None = None
@@ -107,6 +111,8 @@ class RecoveryConfig(Options):
         for name, least in _WHOLE.items():
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), at_least=least)
+        if self.task is not None:
+            one_of("task", self.task, tuple(TASKS))
         if self.seed > LARGEST_SEED:
             raise ValueError(f"seed must be at most {LARGEST_SEED}, got {self.seed}.")
         number("learning_rate", self.learning_rate, "a number > 0, like 2e-4", lambda x: x > 0)

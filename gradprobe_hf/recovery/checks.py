@@ -143,8 +143,10 @@ def check_alike(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
     """Raise ValueError unless both are of one architecture, with the same sizes, or the pruned one is smaller."""
     remedy = "Give the dense model that it was pruned from."
     if type(pruned).__name__ != type(dense).__name__:
+        # A checkpoint of the bare model is pruned as what it is for, and says so itself from then on.
         raise ValueError(
-            f"the pruned model is a {type(pruned).__name__} and the teacher a {type(dense).__name__}. {remedy}"
+            f"the pruned model is a {type(pruned).__name__} and the teacher a {type(dense).__name__}. {remedy} One "
+            "whose checkpoint names another class is loaded for a task (task, --task)."
         )
     if is_smaller(pruned, dense):
         return

@@ -51,6 +51,7 @@ from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.tasks.table import auto_classes, task_for
 
 MEASURED_AT_ONCE = 4  # windows of the evaluation in one pass
 
@@ -126,8 +127,9 @@ def recover_pretrained(
         check_resume_dir(resume_dir, output_dir)
         check_own(Path(resume_dir), output_dir)
     with stopwatch("load"):
-        student = _Student.of(pruned, from_pretrained_kwargs, processing_class)
-        dense = _Dense(teacher, from_pretrained_kwargs, student.model)
+        named = {"auto_classes": auto_classes(config.task), **from_pretrained_kwargs}
+        student = _Student.of(pruned, named, processing_class)
+        dense = _Dense(teacher, named, student.model)
         student.check(dense, config)
         if student.processing_class is None:
             student = replace(student, processing_class=load_processing_class(dense.model, **from_pretrained_kwargs))
@@ -202,6 +204,7 @@ class _Student:
 
     def check(self, dense: _Dense, config: RecoveryConfig) -> None:
         """Raise ValueError where the two models do not go together, or one cannot be used."""
+        task_for(config.task, type(self.model).__name__, self.model.config.is_encoder_decoder)
         check_trainable(self.model, "recovery")
         check_alike(self.model, dense.model)
         dense.check_origin(self.report)
