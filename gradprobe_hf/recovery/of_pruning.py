@@ -24,8 +24,8 @@ from gradprobe_hf.model.routing import routed
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
-from gradprobe_hf.recovery.result import Taught, described_recovery
-from gradprobe_hf.recovery.text import Reading, RecoveryText, read_text
+from gradprobe_hf.recovery.result import Taught, described, described_recovery
+from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, read_text
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import PruningDecision
@@ -62,6 +62,7 @@ def text_read_before(context: RunContext, calibration: Any) -> RecoveryText | No
         ValueError: it cannot be trained on, or is measured on, too.
     """
     source, config = _source(context, calibration), RecoveryConfig.of_pruning(context.config)
+    check_written(context.model, source)
     if is_written(source):
         return None
     found = read_text(
@@ -112,7 +113,7 @@ def recovered_weights(
         for name, values in weights_of(student).items():
             weights.add(name, values)
     return RecoveredWeights(
-        weights, described_recovery(trained, text, config, Taught.by(dense), before), measured, metric
+        weights, described_recovery(trained, text, config, Taught.by(dense), described(before)), measured, metric
     )
 
 
