@@ -506,6 +506,8 @@ def test_a_text_that_is_too_short_for_every_step_gives_what_it_has(text_file):
     assert torch.equal(most.items[0]["input_ids"], some.items[0]["input_ids"])
     with pytest.raises(ValueError, match="holds"):
         load_batches(str(text_file), WindowSpec(10**6, 64, 1), **options)
+    with pytest.raises(ValueError, match=r"holds 5 tokens.*; a window needs 64 tokens\. Give more"):
+        load_batches(["short"], WindowSpec(10**6, 64, 1, at_most=True), **options)
     mixture = {str(text_file): 3, "pydoc": 1}
     mixed = load_batches(mixture, WindowSpec(8 * most.samples, 64, 1, at_most=True), **options)
     assert abs(mixed.samples - most.samples * 4 / 3) <= 2, "the weights hold"
