@@ -23,7 +23,7 @@ from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
 from gradprobe_hf.recovery.distil import check_own
-from gradprobe_hf.recovery.of_pruning import FOLDER, check_text, recovered_weights
+from gradprobe_hf.recovery.of_pruning import FOLDER, recovered_weights, text_read_before
 from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
@@ -142,10 +142,11 @@ def prune_pretrained(
         )
     if config.max_metric_drop is not None and metric_fn is None:
         context = choosing_apart(context)
+    trained_on = None
     if config.recovery_steps:
         check_trainable(context.model, f"recovery_steps={config.recovery_steps}")
         with context.stopwatch("read data"):
-            check_text(context, calibration)
+            trained_on = text_read_before(context, calibration)
     if config.measure_speed:
         check_measurable(context.model)
     rows = None
@@ -167,7 +168,7 @@ def prune_pretrained(
         speed = _speed(context, decision)
     recovered = None
     if config.recovery_steps:
-        recovered = recovered_weights(context, decision, calibration, measured, resume_dir)
+        recovered = recovered_weights(context, decision, calibration, measured, resume_dir, trained_on)
         measured, metric = recovered.measured, metric and {**metric, "pruned": recovered.metric}
     report = build_report(context, decision, measured, metric, foreseen)
     report = replace(report, speed=speed, recovery=None if recovered is None else recovered.described)

@@ -86,6 +86,31 @@ def test_a_column_that_is_not_there_is_an_error_that_names_those_that_are(option
         load(Dataset.from_dict(COLUMNS), **options)
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.csv", 'text;id\n"some text";3\n', "';' between the names of its columns, 'text;id'"),
+        ("rows.csv", "text;id\nsome, and more;3\n", "';' between the names of its columns, 'text;id'"),
+        ("rows.csv", "text\tlabel\nsome text\t3\n", "save it with commas as .csv, or with tabs as .tsv"),
+        ("rows.tsv", "text,label\nsome text,3\n", "',' between the names of its columns, 'text,label'"),
+        ("rows.csv", "text\n", "rows.csv holds no rows"),
+    ],
+    ids=str,
+)
+def test_a_table_with_another_separator_is_no_text(name, content, said, tmp_path):
+    """A number beside a text would be calibrated on as part of it."""
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=said):
+        load(str(tmp_path / name))
+
+
+def test_a_text_in_place_of_names_is_no_separator(tmp_path, caplog):
+    line = "A text that was written without a line of names; it goes on behind its semicolon for a while"
+    (tmp_path / "rows.csv").write_text(f"{line}\n" * 9)
+    load(str(tmp_path / "rows.csv"))
+    assert "is read as the names of its columns" in caplog.text
+
+
 @pytest.mark.parametrize(("ending", "between"), [("csv", ","), ("tsv", "\t")])
 def test_tables_are_read_as_they_are_written(ending, between, tmp_path):
     path = tmp_path / f"rows.{ending}"

@@ -506,6 +506,8 @@ def test_a_text_that_is_too_short_for_every_step_gives_what_it_has(text_file):
     assert torch.equal(most.items[0]["input_ids"], some.items[0]["input_ids"])
     with pytest.raises(ValueError, match="holds"):
         load_batches(str(text_file), WindowSpec(10**6, 64, 1), **options)
+    with pytest.raises(ValueError, match=r"holds 5 tokens.*; a window needs 64 tokens\. Give more"):
+        load_batches(["short"], WindowSpec(10**6, 64, 1, at_most=True), **options)
     mixture = {str(text_file): 3, "pydoc": 1}
     mixed = load_batches(mixture, WindowSpec(8 * most.samples, 64, 1, at_most=True), **options)
     assert abs(mixed.samples - most.samples * 4 / 3) <= 2, "the weights hold"
@@ -651,6 +653,38 @@ def test_pruning_with_recovery(checkpoint, text_file, tmp_path):
     assert all(torch.equal(again[name], value) for name, value in written[0].items())
 
 
+def test_the_text_of_a_recovery_is_read_once(text_file, monkeypatch):
+    read = []
+
+    def counted(source, *args, **kwargs):
+        read.append(source)
+        return load_batches(source, *args, **kwargs)
+
+    monkeypatch.setattr("gradprobe_hf.recovery.text.load_batches", counted)
+    config = GradProbeConfig(sparsity=0.5, score="magnitude", num_samples=4, sequence_length=16, recovery_steps=1)
+    options = {"processing_class": cases.tokenizer(), "progress": False}
+    prune_pretrained(cases.build(DENSE), config, calibration=str(text_file), **options)
+    assert read == [str(text_file)]
+
+
+def test_models_are_loaded_for_a_task(text_file, tmp_path):
+    dense, teacher, out = cases.build("gpt2"), str(tmp_path / "bare"), tmp_path / "out"
+    dense.transformer.save_pretrained(teacher)  # what is in it, tied to the embeddings, is all of the language model
+    half_pruned("gpt2")[0].save_pretrained(tmp_path / "pruned")
+    cases.tokenizer().save_pretrained(tmp_path / "pruned")
+    arguments = ["recover", str(tmp_path / "pruned"), "--teacher", teacher, "--output", str(out), "--quiet"]
+    arguments += ["--text", str(text_file), "--evaluation", "none", *OPTIONS[:6]]
+    with pytest.raises(ValueError, match=r"GPT2LMHeadModel and the teacher a GPT2Model.*\(task, --task\)"):
+        recover_pretrained(tmp_path / "pruned", teacher, text=str(text_file), progress=False)
+    assert main([*arguments, "--task", "text-generation"]) == 0
+    report = Report.load(out)
+    assert report.recovery["options"]["task"] == "text-generation"
+    assert report.recovery["held_out"]["0"] > 0
+    config = RecoveryConfig(task="text-classification")
+    with pytest.raises(ValueError, match="task='text-classification' is for models of AutoModelForSequenceClass"):
+        recover_pretrained(half_pruned("gpt2")[0], dense, config, text=str(text_file), progress=False)
+
+
 def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):
     options = {"sparsity": 0.5, "score": "magnitude", "num_samples": 4, "sequence_length": 16}
     recovery = {"recovery_steps": 4, "recovery_learning_rate": 5e-3}
@@ -678,7 +712,6 @@ def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):
     [
         ({"teacher": "gpt2"}, "pruned model is a LlamaForCausalLM and the teacher a GPT2LMHeadModel"),
         ({"teacher": "pruned"}, "no weight is zero in the pruned model that is not zero in the teacher"),
-        ({"pruned": "bert", "teacher": "bert"}, "no causal language model"),
         ({"text": None}, "text must be text or batches, got None"),
         ({"text": "{text}", "evaluation": "{text}"}, "is the text that is trained on"),
         ({"text": "{text}", "evaluation": "{copy}"}, "is the text that is trained on"),
@@ -719,6 +752,7 @@ def test_what_cannot_work_is_said_before_anything_is_trained(change, said, text_
         ({"bf16": "on"}, "bf16 must be True, False or 'auto', got 'on'"),
         ({"text_column": "a", "text_template": "{b}"}, "both say what the text is"),
         ({"lora_r": 0}, "lora_r must be a whole number >= 1"),
+        ({"task": "chess"}, "task must be one of .*, got 'chess'"),
         ({"packing": False, "document_separator": "eos"}, "document_separator='eos' has no effect here"),
     ],
     ids=str,

@@ -37,7 +37,7 @@ HEADINGS = {
 }
 HEADINGS_OF_RECOVERY = {
     "steps": "the method",
-    "num_samples": "data",
+    "task": "data",
     "teacher_top_k": "memory",
     "save_steps": "long runs",
 }

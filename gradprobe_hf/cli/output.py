@@ -47,7 +47,7 @@ def print_pruning(report: Report, output: str) -> None:
         _add_divergence(table, report.evaluation["divergence"], report.beside.column)
         if metric := report.evaluation["metric"]:
             table.add_row(metric["title"], *(f"{metric[name]:.4f}" for name in ("dense", "pruned")))
-    out = console()
+    out, writes = console(), report.model["task"] == "text-generation"
     out.print(f"{report.model['class']}: {report.weights:,} weights in {len(report.matrices)} matrices")
     out.print(table)
     _print_candidates(out, report)
@@ -57,10 +57,10 @@ def print_pruning(report: Report, output: str) -> None:
         _print_ratio(out, report.evaluation["divergence"])
         out.print(f"measured on {report.evaluation['source']}: {report.evaluation['protocol']}", style="dim")
     else:
-        out.print("what it lost was not measured: --evaluation takes a text to measure it on", style="dim")
+        takes = "a text" if writes else "data"
+        out.print(f"what it lost was not measured: --evaluation takes {takes} to measure it on", style="dim")
     if report.selection:
         out.print(_choice(report.selection), style="dim")
-    writes = report.model["task"] == "text-generation"
     if report.calibration:
         is_default = any(name in report.calibration["source"] for name in (OWN_TEXT, PYDOC))
         advice = f": --calibration takes your own {'text' if writes else 'data'}" * is_default
@@ -91,17 +91,23 @@ def print_recovery(report: Report, output: str) -> None:
     before, after = recovery["before"], report.evaluation
     if before is not None and after is not None:
         shown = (before["dense"], before["pruned"], after["pruned"])
-        table.add_row("perplexity", *(f"{one['perplexity']:,.4f}" for one in shown))
-        both = (before["divergence"], after["divergence"])
-        table.add_row(f"KL from {original} (nats)", "0", *(f"{one['kl']:.4f}" for one in both))
-        table.add_row("top-1 agreement", "100%", *(f"{one['top1_agreement']:.1%}" for one in both))
+        key = "loss" if before["dense"]["perplexity"] is None else "perplexity"
+        table.add_row(key, *(f"{one[key]:,.4f}" for one in shown))
+        if after["divergence"] is not None:
+            both = (before["divergence"], after["divergence"])
+            table.add_row(f"KL from {original} (nats)", "0", *(f"{one['kl']:.4f}" for one in both))
+            table.add_row("top-1 agreement", "100%", *(f"{one['top1_agreement']:.1%}" for one in both))
+        if metric := after["metric"]:
+            scores = (metric["dense"], before["metric"]["pruned"], metric["pruned"])
+            table.add_row(metric["title"], *(f"{one:.4f}" for one in scores))
     held_out = [recovery["held_out"][str(step)] for step in (0, recovery["best_step"])]
-    table.add_row("KL on held-out text", "0", *(f"{value:.4f}" for value in held_out))
+    kept_back = "text" if recovery["rows"] == "windows" else "rows"
+    table.add_row(f"KL on held-out {kept_back}", "0", *(f"{value:.4f}" for value in held_out))
     _add_files(table, report.files, between=[""])
     out = console()
     out.print(table)
     out.print(
-        f"{recovery['steps']} steps, {recovery['tokens']:,} tokens of {recovery['text']['source']}, in "
+        f"{recovery['steps']} steps, {recovery['tokens']:,} {recovery['unit']} of {recovery['text']['source']}, in "
         f"{recovery['seconds']:.0f} s; the state of step {recovery['best_step']} is kept"
     )
     if after is not None:

@@ -18,11 +18,14 @@ def add_arguments(parser: VerbParser) -> None:
     parser.needed.append("teacher")
     parser.add_options("output", required=True)
     text = (
-        "text to train on; several make a mixture, SPEC=WEIGHT says how much of each (default: self, text that the "
-        "dense model writes itself)"
+        "text to train on, or rows with labels; several texts make a mixture, SPEC=WEIGHT says how much of each "
+        "(default: self, text that the dense model writes itself, where it is a causal language model)"
     )
     parser.add_option("data", "text", nargs="+", action=Mixture, metavar="SPEC", help=text)
-    evaluation = "another text, to measure on before and after, or 'none' (default: pydoc, its held-out part)"
+    evaluation = (
+        "another text, or other rows, to measure on before and after, or 'none' (default: of a causal language model "
+        "pydoc, its held-out part)"
+    )
     parser.add_options("overwrite", "quiet", "resume_dir", "push_to_hub", "private")
     parser.add_options("evaluation", help=evaluation)
     add_recovery_options(parser)

@@ -8,13 +8,16 @@ from typing import ClassVar, Literal
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.options import Options
-from gradprobe_hf.config.values import LARGEST_SEED
+from gradprobe_hf.config.together import check_task
+from gradprobe_hf.config.values import CHOICES, LARGEST_SEED
 from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
 from gradprobe_hf.runtime.names_elsewhere import RECOVERY, NamesElsewhere
-from gradprobe_hf.runtime.option_checks import number, whole
+from gradprobe_hf.runtime.option_checks import number, one_of, whole
 
 EVALUATIONS = 10  # of the held-out text in a run, where no distance was asked for
 WARM_UP = 15  # one step in so many, where no number was asked for
+# What a pruning run says of the data that its recovery reads, too.
+OF_THE_DATA = ("task", "label_column", "metric", "sequence_length", *TEXT_OPTIONS, "seed")
 
 _WHOLE = {  # the least of each
     "steps": 1,
@@ -57,9 +60,16 @@ class RecoveryConfig(Options):
         bf16: compute in bfloat16 (autocast), with weights and optimizer in float32. `"auto"`: where the dense model is
             stored so.
         gradient_checkpointing: recompute each block in the backward pass instead of storing its activations.
-        num_samples: windows of text, held-out ones among them. Default: as many as the steps take, or as many as the
-            text has; of what the dense model writes itself, 512.
-        held_out_samples: windows of the text that are never trained on, and at most a tenth of them.
+        task: what both models are for, as the Hub calls it: `"text-generation"`, `"text-classification"`, ... It
+            decides how checkpoints are loaded, and how rows of a data set become batches. Default: what the class of
+            each is for.
+        label_column: column of the data set with the labels, or with the texts that are to be written. Default: one of
+            a usual name, such as `label`.
+        metric: what is measured beside the loss: `"accuracy"`, `"f1"` (the mean of all classes), `"wer"` or `"bleu"`.
+            Default: what is usual for the task, `"accuracy"` for a classifier; perplexity for a language model.
+        num_samples: windows of text, or rows, held-out ones among them. Default: as many as the steps take, or as many
+            as the text has; of what the dense model writes itself, 512.
+        held_out_samples: windows of the text, or rows, that are never trained on, and at most a tenth of them.
         sequence_length: tokens in a window. Default: 512, or as many as the model has positions.
         text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,
             `conversations`, `prompt` and `completion`, `text`, or the only column of chats or else of texts,
@@ -71,7 +81,8 @@ class RecoveryConfig(Options):
         document_separator: what is between documents that are packed: a text, or `"eos"` for the tokenizer's EOS token.
             Default: a blank line between texts, nothing between chats.
         add_special_tokens: begin each window of text as the tokenizer begins a text, with a BOS say.
-        evaluation_samples: windows to measure perplexity and divergence on, before and after.
+        evaluation_samples: windows to measure perplexity and divergence on, before and after, or rows. Default: 20
+            windows; of labelled rows 1,000, or as many as there are.
         seed: seed of the windows, their order, and text that the dense model writes.
         save_steps: steps between two checkpoints of a run with `resume_dir`.
     """
@@ -87,6 +98,9 @@ class RecoveryConfig(Options):
     lora_r: int | None = None
     seed: int = 0
     # On what text.
+    task: str | None = None
+    label_column: str | None = None
+    metric: str | None = None
     num_samples: int | None = None
     held_out_samples: int = 32
     sequence_length: int | None = None
@@ -96,7 +110,7 @@ class RecoveryConfig(Options):
     packing: bool = True
     document_separator: str | None = None
     add_special_tokens: bool = True
-    evaluation_samples: int = 20
+    evaluation_samples: int | None = None
     # With which memory.
     teacher_top_k: int | None = None
     bf16: bool | Literal["auto"] = "auto"
@@ -108,6 +122,12 @@ class RecoveryConfig(Options):
         for name, least in _WHOLE.items():
             if getattr(self, name) is not None:
                 whole(name, getattr(self, name), at_least=least)
+        for name in ("task", "metric"):
+            if getattr(self, name) is not None:
+                one_of(name, getattr(self, name), tuple(CHOICES[name]))
+        if self.label_column is not None and not isinstance(self.label_column, str):
+            raise ValueError(f"label_column must be the name of a column, got {self.label_column!r}.")
+        check_task(self.task, self.label_column, self.metric)
         if self.seed > LARGEST_SEED:
             raise ValueError(f"seed must be at most {LARGEST_SEED}, got {self.seed}.")
         number("learning_rate", self.learning_rate, "a number > 0, like 2e-4", lambda x: x > 0)
@@ -152,7 +172,7 @@ class RecoveryConfig(Options):
         return cls(
             steps=config.recovery_steps,
             learning_rate=config.recovery_learning_rate,
-            **{name: getattr(config, name) for name in ("sequence_length", *TEXT_OPTIONS, "seed")},
+            **{name: getattr(config, name) for name in OF_THE_DATA},
         )
 
 

@@ -45,7 +45,7 @@ BELONGS: dict[str, tuple[Callable[[ResolvedOptions], bool], str]] = {
 def check_together(config: ResolvedOptions) -> None:
     """Raise ValueError for options that contradict each other, or that would be accepted and change nothing."""
     _check_rows(config)
-    _check_task(config)
+    check_task(config.task, config.label_column, config.metric)
     _check_scope(config)
     _check_bounds(config)
     _check_schedule(config)
@@ -69,17 +69,17 @@ def _check_rows(config: ResolvedOptions) -> None:
                 raise ValueError(f"{refusal(config, option, other, why)}; leave {other} unset.")
 
 
-def _check_task(config: ResolvedOptions) -> None:
-    """A metric has to be one of the task's, where that is given."""
-    if config.task is None:
+def check_task(task: str | None, label_column: str | None, metric: str | None) -> None:
+    """Raise ValueError for a metric that is none of the task's, or a column of labels that it does not read."""
+    if task is None:
         return
-    first = TASKS[config.task][0]
-    if config.metric is not None:
-        first.metric(config.metric)
-    if config.label_column is not None and not first.labels:
+    first = TASKS[task][0]
+    if metric is not None:
+        first.metric(metric)
+    if label_column is not None and not first.labels:
         raise ValueError(
-            f"label_column={config.label_column!r} has no effect here: task={config.task!r} reads no labels. Leave "
-            "label_column unset."
+            f"label_column={label_column!r} has no effect here: task={task!r} reads no labels. Leave label_column "
+            "unset."
         )
 
 

@@ -127,9 +127,10 @@ def draw_packed(opened: Source, spec: WindowSpec, processing_class: Any, special
     whole = len(stream.ids) // own
     samples = min(samples, whole) if spec.at_most and whole else samples
     if whole < samples:
+        needed = f"a window needs {own:,}" if spec.at_most else f"{samples} windows need {samples * own:,}"
         raise ValueError(
-            f"{opened.name} holds {len(stream.ids):,} tokens, which is {whole} full windows of {own}; {samples} "
-            f"windows need {samples * own:,} tokens. Give more text, or ask for "
+            f"{opened.name} holds {len(stream.ids):,} tokens, which is {whole} full windows of {own}; {needed} tokens. "
+            "Give more text, or ask for "
             + (f"at most {whole} samples or shorter windows." if whole else "shorter windows.")
         )
     order = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:samples]

@@ -30,6 +30,7 @@ STREAMED_FROM_BYTES = 256 * 2**20
 SHUFFLE_BUFFER = 10_000
 PIECE_BYTES = 2**18  # of a text that is too large to read whole: a document
 WORDS_OF_A_TEXT = 6  # columns have shorter names
+WORDS_OF_A_NAME = 2  # at most, in a first line that a semicolon, say, parts into names
 
 # A file's ending -> the loader of `datasets`, and its options. "NA" is a text like any other; and tabs need no quotes,
 # so that a quotation mark in a .tsv is one (3: csv.QUOTE_NONE), and does not swallow the rows up to the next.
@@ -43,6 +44,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".tsv": ("csv", {**_CSV, "sep": "\t", "quoting": 3}),
 }
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
+SEPARATORS = (",", ";", "\t", "|")
 NAMED = ".txt, .jsonl, .parquet, .csv or .tsv"
 # Endings of files, not of data sets: who names one means a path.
 _FILE_ENDING = re.compile(
@@ -212,6 +214,8 @@ def _local(path: Path, part: str, seed: int) -> Source:
             return Source(_pieces(path, files, seed), path.name, is_plain=True)
         options = {"sample_by": "document"}  # a whole file is one, so its line breaks reach the tokenizer
     rows = _loaded(path, kind, [str(file) for file in files], streaming, options)
+    if kind == "csv":
+        _check_separator(path, rows.column_names or [], options.get("sep", ","))
     if kind == "csv" and "__index_level_0__" in (rows.column_names or []):  # pandas takes what is too much for an index
         raise ValueError(
             f"{path} has rows with more fields than its first line has names: put texts that hold the separator into "
@@ -220,6 +224,18 @@ def _local(path: Path, part: str, seed: int) -> Source:
     if kind == "csv":
         _warn_of_texts_as_names(path, rows.column_names or [])
     return Source(_shuffled(rows, seed) if streaming else rows, path.name, is_plain=kind == "text")
+
+
+def _check_separator(path: Path, names: list[str], separator: str) -> None:
+    """Raise ValueError where several columns are read as one: numbers beside a text would be part of it."""
+    names = [name for name in names if name != "__index_level_0__"]
+    for other in (one for one in SEPARATORS if one != separator):
+        parts = names[0].split(other) if len(names) == 1 else []
+        if len(parts) > 1 and all(0 < len(part.split()) <= WORDS_OF_A_NAME for part in parts):
+            raise ValueError(
+                f"{path} has {other!r} between the names of its columns, {names[0]!r}, and fields are told apart by "
+                f"{separator!r} there: save it with commas as .csv, or with tabs as .tsv."
+            )
 
 
 def _files(folder: Path) -> list[Path]:
@@ -312,6 +328,8 @@ def _loaded(path: Path, kind: str, files: list[str], streaming: bool, options: d
     except (DatasetsError, ArrowException, ValueError, TypeError, StopIteration) as error:
         # ValueError and StopIteration come from files without a row.
         cause = error.__cause__ or error
+        if "corresponds to no data" in str(cause):
+            raise ValueError(f"{path} holds no rows.") from error
         remedy = "Every row must have the same columns, of the same types."
         if isinstance(cause, UnicodeDecodeError):
             remedy = "Save it as UTF-8."

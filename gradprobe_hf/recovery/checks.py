@@ -21,6 +21,7 @@ from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.apply import check_whole
 from gradprobe_hf.run.request_checks import check_paths
+from gradprobe_hf.tasks.table import task_of_class
 
 
 def check_models(pruned: Any, teacher: Any, from_pretrained_kwargs: Mapping[str, Any]) -> None:
@@ -104,16 +105,16 @@ def _holds_the_same(name: Any, other: Any) -> bool:
 
 
 def check_trainable(model: PreTrainedModel, option: str) -> None:
-    """Raise ValueError for a model whose weights cannot be trained towards another's next-token predictions.
+    """Raise ValueError for a model whose weights cannot be trained towards another's predictions.
 
     Args:
         option: what asks for it.
     """
     check_whole(model)
-    if not is_causal(model):
+    if not _predicts_classes(model):
         raise ValueError(
-            f"{option} compares predictions of next tokens, and a {type(model).__name__} is no causal language model. "
-            "Fine-tune it with gradprobe_hf.training.SparsityCallback, which keeps its zeros."
+            f"{option} compares predictions of one token or class out of several, and a {type(model).__name__} makes "
+            "others. Fine-tune it with gradprobe_hf.training.SparsityCallback, which keeps its zeros."
         )
     if is_offloaded(model) or is_sharded(model) or os.environ.get("ACCELERATE_USE_FSDP") == "true":
         where = "offloaded" if is_offloaded(model) else "sharded by FSDP2"
@@ -124,6 +125,17 @@ def check_trainable(model: PreTrainedModel, option: str) -> None:
         )
     if not all(p.is_floating_point() for p in model.parameters()):
         raise ValueError(f"{option} trains weights, and those of this model are quantized: load it dequantised.")
+
+
+def _predicts_classes(model: PreTrainedModel) -> bool:
+    """Whether a model predicts a distribution of tokens, or of classes, where each label is."""
+    if is_causal(model):
+        return True
+    task, config = task_of_class(type(model).__name__, model.config.is_encoder_decoder), model.config
+    if task is None or not task.has_classes:
+        return False
+    kind = str(getattr(config, "problem_type", None))  # a measure, or classes that each are a row's own or not
+    return not task.one_label or (config.num_labels > 1 and "multi" not in kind and kind != "regression")
 
 
 def is_smaller(pruned: PreTrainedModel, dense: PreTrainedModel) -> bool:
@@ -143,8 +155,10 @@ def check_alike(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
     """Raise ValueError unless both are of one architecture, with the same sizes, or the pruned one is smaller."""
     remedy = "Give the dense model that it was pruned from."
     if type(pruned).__name__ != type(dense).__name__:
+        # A checkpoint of the bare model is pruned as what it is for, and says so itself from then on.
         raise ValueError(
-            f"the pruned model is a {type(pruned).__name__} and the teacher a {type(dense).__name__}. {remedy}"
+            f"the pruned model is a {type(pruned).__name__} and the teacher a {type(dense).__name__}. {remedy} One "
+            "whose checkpoint names another class is loaded for a task (task, --task)."
         )
     if is_smaller(pruned, dense):
         return

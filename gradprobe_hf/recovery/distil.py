@@ -27,6 +27,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.memory.memory_errors import memory_errors
+from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.model.upcast import upcast_products
@@ -147,7 +148,7 @@ def teacher_of(model: PreTrainedModel, text: RecoveryText, config: RecoveryConfi
     """
     k = config.teacher_top_k
     if k is None:
-        return LiveTeacher(model)
+        return LiveTeacher(model, text.layout)
     check_top_k(model, k)
     identity = f"{LiveTeacher(model).identity} {text.described['fingerprint']}"
     how = Writing(place.folder / PREDICTIONS, k, config.batch_size, identity, place.processes, place.progress)
@@ -157,9 +158,16 @@ def teacher_of(model: PreTrainedModel, text: RecoveryText, config: RecoveryConfi
 
 def check_top_k(model: PreTrainedModel, k: int | None) -> None:
     """Raise ValueError where the vocabulary has no more tokens than are to be kept."""
+    if k is None:
+        return
+    if not is_causal(model):
+        raise ValueError(
+            f"teacher_top_k={k} is of a causal language model's vocabulary, and a {type(model).__name__} is none: "
+            "leave it unset."
+        )
     outputs = model.get_output_embeddings()
     vocabulary = model.config.get_text_config().vocab_size if outputs is None else outputs.weight.shape[0]
-    if k is not None and k >= vocabulary:
+    if k >= vocabulary:
         raise ValueError(
             f"teacher_top_k={k} of a vocabulary of {vocabulary:,} tokens: leave it unset, and all predictions count."
         )
@@ -227,6 +235,7 @@ def distil(
             arguments,
             teacher,
             place.processes,
+            layout=text.layout,
             bf16=bf16,
             train_dataset=_whole_steps(text.trained, config.batch_size),
             eval_dataset=text.kept_back,

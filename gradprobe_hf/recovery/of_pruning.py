@@ -24,8 +24,8 @@ from gradprobe_hf.model.routing import routed
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
-from gradprobe_hf.recovery.result import Taught, described_recovery
-from gradprobe_hf.recovery.text import Reading, read_text
+from gradprobe_hf.recovery.result import Taught, described, described_recovery
+from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, read_text
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
@@ -52,15 +52,24 @@ class RecoveredWeights:
     metric: float | None
 
 
-def check_text(context: RunContext, calibration: Any) -> None:
-    """Raise ValueError, before any work, for text that cannot be trained on, or that is measured on, too.
+def text_read_before(context: RunContext, calibration: Any) -> RecoveryText | None:
+    """The text that is trained on, read before any work; None of what the model has yet to write itself.
 
-    What the model has yet to write itself is nobody's.
+    Args:
+        calibration: as the caller named it: more of it is read.
+
+    Raises:
+        ValueError: it cannot be trained on, or is measured on, too.
     """
     source, config = _source(context, calibration), RecoveryConfig.of_pruning(context.config)
-    if not is_written(source):
-        reading = Reading(context.model, context.processing_class, context.processes, progress=False)
-        read_text(source, config, reading).check_apart(context.evaluation)
+    check_written(context.model, source)
+    if is_written(source):
+        return None
+    found = read_text(
+        source, config, Reading(context.model, context.processing_class, context.processes, progress=False)
+    )
+    found.check_apart(context.evaluation)
+    return found
 
 
 def recovered_weights(
@@ -69,12 +78,14 @@ def recovered_weights(
     calibration: Any,
     before: PairedMeasurement | None,
     resume_dir: str | Path | None,
+    text: RecoveryText | None = None,
 ) -> RecoveredWeights:
     """Train what a decision leaves; the model itself stays as it is.
 
     Args:
         calibration: as the caller named it: more of it is read.
         before: the dense and the pruned model.
+        text: what was read of it before; None: nothing.
 
     Raises:
         ValueError: text that is too short, or a folder with the state of another run.
@@ -86,9 +97,10 @@ def recovered_weights(
         upcast_products(dense),
         workplace(folder, context.processes, context.stopwatch, context.progress) as place,
     ):
-        with context.stopwatch("read data"):
-            text = read_text(_source(context, calibration), config, _reading(context, place))
-            text.check_apart(context.evaluation)
+        if text is None:
+            with context.stopwatch("read data"):
+                text = read_text(_source(context, calibration), config, _reading(context, place))
+                text.check_apart(context.evaluation)
         with applied(dense, context.targets, decision.masks, keep=False, new_weights=decision.new_weights):
             student = copy.deepcopy(dense)
         teacher, gone = teacher_of(dense, text, config, place), _without_part(student, decision.removal)
@@ -101,7 +113,7 @@ def recovered_weights(
         for name, values in weights_of(student).items():
             weights.add(name, values)
     return RecoveredWeights(
-        weights, described_recovery(trained, text, config, Taught.by(dense), before), measured, metric
+        weights, described_recovery(trained, text, config, Taught.by(dense), described(before)), measured, metric
     )
 
 

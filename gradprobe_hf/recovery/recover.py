@@ -21,11 +21,14 @@ from gradprobe_hf.config.recovery import RecoveryConfig, resolve_recovery
 from gradprobe_hf.data.batch_checks import check_batches
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
+from gradprobe_hf.data.labelled import ROWS_MEASURED
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.text_options import PYDOC, SELF, TextOptions, is_written
-from gradprobe_hf.data.windows import WindowSpec, load_batches, window_length
+from gradprobe_hf.data.windows import WINDOWS_MEASURED, WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, check_one_vocabulary, measure_pair
+from gradprobe_hf.evaluation.task_metric import TaskMetric, measure_metric, metric_of
 from gradprobe_hf.model.adapters import imported_peft
+from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loading import Loaded, load, name_of
 from gradprobe_hf.model.processing import load_processing_class
@@ -37,12 +40,13 @@ from gradprobe_hf.recovery.distil import Workplace, check_own, check_top_k, dist
 from gradprobe_hf.recovery.result import (
     RecoverResult,
     Taught,
+    described,
     described_recovery,
     recovered_report,
     report_without_pruning,
     timings_of,
 )
-from gradprobe_hf.recovery.text import Reading, RecoveryText, read_text
+from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, read_text, task_of, task_options
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.request_checks import check_columns, check_names, check_processing_class
@@ -51,6 +55,7 @@ from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.runtime.processes import join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
+from gradprobe_hf.tasks.table import auto_classes
 
 MEASURED_AT_ONCE = 4  # windows of the evaluation in one pass
 
@@ -62,7 +67,7 @@ def recover_pretrained(
     config: RecoveryConfig | None = None,
     *,
     text: Any = SELF,
-    evaluation: Any = PYDOC,
+    evaluation: Any = None,
     processing_class: Any = None,
     output_dir: str | Path | None = None,
     overwrite: bool = False,
@@ -74,8 +79,10 @@ def recover_pretrained(
 ) -> RecoverResult:
     """Train the kept weights of a pruned model towards the predictions of the dense one; its zeros stay.
 
-    What is minimised is the mean of `KL(p_dense || p_pruned)` over the tokens of the text. A model in memory changes
-    at the very end: whenever this raises, every weight has the bits it had.
+    What is minimised is the mean of `KL(p_dense || p_pruned)` over the tokens of the text; of a model that is no causal
+    language model over what has a label: rows that are classified, words, masked tokens, tokens that are to be written.
+    What the labels are plays no part. A model in memory changes at the very end: whenever this raises, every weight
+    has the bits it had.
 
     Under `accelerate launch` or torchrun every process calls this with the same arguments: they share the windows of
     each step, and the main one writes. Models that are loaded by name train on the accelerator where there is one.
@@ -88,10 +95,12 @@ def recover_pretrained(
         teacher: the dense model that it was pruned from: the same architecture, sizes and tokenizer. Of a model that
             an adapter was folded into before it was pruned, the adapter: its folder or id, or a `PeftModel`.
         config: how to train; the defaults take 300 steps of 8 windows.
-        text: text to train on, in all forms that `calibration` of `prune_pretrained` has. Every step has fresh windows,
-            if it holds as many. Default: text that the dense model writes itself.
-        evaluation: another text, to measure perplexity and divergence on, before and after. Default: a part of
-            `"pydoc"` that is never trained on. False: nothing.
+        text: text to train on, or rows with labels, in all forms that `calibration` of `prune_pretrained` has. Every
+            step has fresh windows, if it holds as many. Default: text that the dense model writes itself, where it is
+            a causal language model.
+        evaluation: another text, to measure perplexity and divergence on, before and after, or rows with labels, to
+            measure loss and metric on. Default: of a causal language model a part of `"pydoc"` that is never trained
+            on, else nothing. False: nothing.
         processing_class: the tokenizer; loaded from the pruned model's name, or the teacher's, by default.
         output_dir: where to save the checkpoint. An existing folder is refused unless `overwrite` is set.
         push_to_hub: upload it: to this repository, or with True to one of the name of `output_dir`.
@@ -126,9 +135,11 @@ def recover_pretrained(
         check_resume_dir(resume_dir, output_dir)
         check_own(Path(resume_dir), output_dir)
     with stopwatch("load"):
-        student = _Student.of(pruned, from_pretrained_kwargs, processing_class)
-        dense = _Dense(teacher, from_pretrained_kwargs, student.model)
+        named = {"auto_classes": auto_classes(config.task), **from_pretrained_kwargs}
+        student = _Student.of(pruned, named, processing_class)
+        dense = _Dense(teacher, named, student.model)
         student.check(dense, config)
+        check_written(student.model, text)
         if student.processing_class is None:
             student = replace(student, processing_class=load_processing_class(dense.model, **from_pretrained_kwargs))
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
@@ -138,6 +149,8 @@ def recover_pretrained(
     ):
         with stopwatch("read data"):
             measured_on = _evaluation(evaluation, config, dense.model, student.processing_class)
+            task = task_of(dense.model, config)
+            metric = metric_of(task, config.metric, measured_on, student.processing_class)
             # A text that is too short comes before a repository is created, and one that is yet to be written after.
             given = None if is_written(text) else _read(text, config, dense, student, place)
         out = out.checked(student.model, processes)
@@ -145,21 +158,24 @@ def recover_pretrained(
             trained_on = given or _read(text, config, dense, student, place)
             trained_on.check_apart(measured_on)
         before, taught = _measured(dense.model, student.model, measured_on, place), Taught.by(dense.model)
+        scores = _scores({"dense": dense.model, "pruned": student.model}, measured_on, metric, place)
         teaching = teacher_of(dense.model, trained_on, config, place)
         if config.teacher_top_k is not None:
             dense.release()
         training = student.for_training()
         trained = distil(training, teaching, trained_on, config, place)
         after = _measured(dense.model, training, measured_on, place)
+        scores_after = _scores({"pruned": training}, measured_on, metric, place)
         weights = NewWeights()
         if training is not student.model:
             for name, values in weights_of(training).items():
                 weights.add(name, values)
         with replaced(student.model, weights):
-            section = described_recovery(trained, trained_on, config, taught, before)
+            section = described_recovery(trained, trained_on, config, taught, described(before, scores))
+            measured = described(after, scores | scores_after)
             result = RecoverResult(
                 student.model,
-                recovered_report(report, student.model, section, measured_on, after, stopwatch.seconds),
+                recovered_report(report, student.model, section, measured_on, measured, stopwatch.seconds),
                 student.config,
                 config,
                 student.processing_class,
@@ -202,6 +218,7 @@ class _Student:
 
     def check(self, dense: _Dense, config: RecoveryConfig) -> None:
         """Raise ValueError where the two models do not go together, or one cannot be used."""
+        task_of(self.model, config)
         check_trainable(self.model, "recovery")
         check_alike(self.model, dense.model)
         dense.check_origin(self.report)
@@ -261,14 +278,18 @@ class _Dense:
 
 def _evaluation(source: Any, config: RecoveryConfig, model: PreTrainedModel, processing_class: Any) -> Batches:
     """What is measured on; empty where nothing is."""
+    if source is None and is_causal(model):
+        source = PYDOC
     if source is False or source is None:
         return Batches.none()
     length = window_length(config.sequence_length, model)
     text = TextOptions.of(config)
     if source == PYDOC:  # one document, of which windows are cut whatever is done with those that are trained on
         text = replace(text, packing=True)
-    spec = WindowSpec(config.evaluation_samples, length, MEASURED_AT_ONCE, text=text)
-    found = load_batches(source, spec, part="evaluation", model=model, processing_class=processing_class)
+    samples = config.evaluation_samples
+    spec = WindowSpec(samples or WINDOWS_MEASURED, length, MEASURED_AT_ONCE, text=text)
+    task = task_options(model, config, samples or ROWS_MEASURED)
+    found = load_batches(source, spec, part="evaluation", model=model, processing_class=processing_class, task=task)
     check_batches(model, found, "evaluation", needs_loss=True)
     check_evidence(model, found, "evaluation")
     return found
@@ -291,3 +312,17 @@ def _measured(
     work = partial(Workload, batches=batches, processes=place.processes, progress=place.progress)
     with place.stopwatch("evaluate"):
         return measure_pair(work(dense), work(pruned))
+
+
+def _scores(
+    models: Mapping[str, PreTrainedModel], batches: Batches, metric: TaskMetric | None, place: Workplace
+) -> dict[str, Any]:
+    """The task's metric of models, by what they are called in reports; nothing where there is none."""
+    if metric is None:
+        return {}
+    found: dict[str, Any] = {"name": metric.name, "title": metric.metric.title}
+    for name, model in models.items():
+        with place.stopwatch("evaluate"):
+            work = Workload(model, batches, processes=place.processes, progress=place.progress)
+            found[name] = measure_metric(work, metric, f"evaluation ({name})")
+    return found

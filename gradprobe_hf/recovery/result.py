@@ -14,7 +14,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
-from gradprobe_hf.model.families import objective
+from gradprobe_hf.model.families import is_causal, objective
 from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import Trained
@@ -65,23 +65,34 @@ class Taught:
         return cls(published_name(teacher), parameter_count(teacher), parameter_bytes(teacher))
 
 
+def described(measured: PairedMeasurement | None, metric: Mapping[str, Any] | None = None) -> dict[str, Any] | None:
+    """What was measured of the dense and the pruned model, in JSON types; None where nothing was.
+
+    Args:
+        metric: the task's, of both, where there is one.
+    """
+    return None if measured is None else {**measured.to_dict(), "metric": dict(metric) if metric else None}
+
+
 def described_recovery(
-    trained: Trained, text: RecoveryText, config: RecoveryConfig, teacher: Taught, before: PairedMeasurement | None
+    trained: Trained, text: RecoveryText, config: RecoveryConfig, teacher: Taught, before: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The section of a report, in JSON types.
 
     Args:
-        before: the dense and the pruned model, where something was measured.
+        before: what was measured of the dense and the pruned model, as `described`.
     """
     return {
         **trained.to_dict(),
         "held_out": {str(step): value for step, value in trained.held_out.items()},
+        "rows": "windows" if text.layout.is_causal else "rows",
+        "unit": "tokens" if "input_ids" in text.rows[0] else "rows",
         "windows": len(text.trained),
         "held_out_windows": text.held_out,
         "text": dict(text.described),
         "options": config.to_dict(),
         "teacher": asdict(teacher),
-        "before": None if before is None else before.to_dict(),
+        "before": before,
     }
 
 
@@ -90,7 +101,7 @@ def recovered_report(
     model: PreTrainedModel,
     recovery: dict[str, Any],
     evaluation: Batches,
-    after: PairedMeasurement | None,
+    after: dict[str, Any] | None,
     seconds: Mapping[str, float],
 ) -> Report:
     """The report of a pruning, after the recovery; what was measured before it stands in `recovery`."""
@@ -105,7 +116,9 @@ def recovered_report(
         recovery = {**recovery, "earlier_steps": earlier["steps"] + earlier.get("earlier_steps", 0)}
     measured = None
     if after is not None:
-        measured = {**evaluation.describe(), "rows": "windows", "term": "tokens", **after.to_dict(), "metric": None}
+        task = task_for(report.model.get("task"), type(model).__name__, model.config.is_encoder_decoder)
+        row, term = ("windows", "tokens") if task is None or is_causal(model) else (task.row, task.term)
+        measured = {**evaluation.describe(), "rows": row, "term": term, **after}
     return replace(
         report,
         matrices=rows,

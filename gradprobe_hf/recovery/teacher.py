@@ -28,7 +28,7 @@ from gradprobe_hf.model.loss import next_token_logits
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
 from gradprobe_hf.recovery.divergence import Predictions, TopPredictions, WholePredictions
-from gradprobe_hf.recovery.text import WINDOW, RecoveryText, collated
+from gradprobe_hf.recovery.text import COUNTED, NEXT_TOKENS, WINDOW, Layout, RecoveryText, collated
 from gradprobe_hf.runtime.processes import Processes
 
 logger = logging.getLogger(__name__)
@@ -48,9 +48,10 @@ class Teacher(Protocol):
 
 @dataclass(frozen=True)
 class LiveTeacher:
-    """The dense model, run on each batch."""
+    """The dense model, run on each batch. Attributes: `layout` of the batches."""
 
     model: PreTrainedModel
+    layout: Layout = NEXT_TOKENS
 
     @property
     def identity(self) -> str:
@@ -61,10 +62,12 @@ class LiveTeacher:
         return WholePredictions(self.logits(batch))
 
     def logits(self, batch: Mapping[str, Tensor]) -> Tensor:
-        """`[sequences * tokens, vocabulary]`."""
-        inputs = {name: batch[name] for name in ("input_ids", "attention_mask") if name in batch}
+        """`[sequences * tokens, vocabulary]`, or `[predictions, classes]`."""
+        inputs = send_to_device(self.layout.inputs(batch), input_device(self.model))
         with eval_mode(self.model):
-            return next_token_logits(self.model, send_to_device(inputs, input_device(self.model)))[0]
+            if self.layout.is_causal:
+                return next_token_logits(self.model, inputs)[0]
+            return self.layout.flat(self.model(**inputs, **self.layout.call).logits, batch[COUNTED])
 
 
 @dataclass(frozen=True)

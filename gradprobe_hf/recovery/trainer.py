@@ -43,7 +43,7 @@ from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.model.families import makes_random
 from gradprobe_hf.recovery.divergence import SummedDivergence
 from gradprobe_hf.recovery.teacher import Teacher
-from gradprobe_hf.recovery.text import collated
+from gradprobe_hf.recovery.text import COUNTED, NEXT_TOKENS, Layout, collated
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.columns import IGNORED
 
@@ -110,9 +110,10 @@ def training_arguments(
 
 
 class RecoveryTrainer(Trainer):
-    """A Trainer whose loss is the divergence from a teacher, a mean over the tokens that count of a whole step.
+    """A Trainer whose loss is the divergence from a teacher, a mean over the predictions that count of a whole step.
 
     Args:
+        layout: of the batches.
         bf16: compute in bfloat16 (autocast); the teacher computes as it is stored.
     """
 
@@ -123,11 +124,12 @@ class RecoveryTrainer(Trainer):
         teacher: Teacher,
         processes: Processes,
         *,
+        layout: Layout = NEXT_TOKENS,
         bf16: bool = False,
         **options: Any,
     ) -> None:
-        super().__init__(model, args, data_collator=collated, **options)
-        self.teacher, self.processes, self.bf16 = teacher, processes, bf16
+        super().__init__(model, args, data_collator=partial(collated, layout=layout), **options)
+        self.teacher, self.processes, self.layout, self.bf16 = teacher, processes, layout, bf16
         self.model_accepts_loss_kwargs = True  # then Trainer counts `shift_labels` over a step and all processes
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             self.remove_callback(callback)
@@ -140,14 +142,14 @@ class RecoveryTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         evaluating(self.model)
-        counted = (inputs["shift_labels"] != IGNORED).flatten()
-        given = {name: inputs[name] for name in ("input_ids", "attention_mask") if name in inputs}
+        counted = (inputs[COUNTED] != IGNORED).flatten()
         with torch.no_grad():
             predicted = self.teacher.predictions(inputs)
         # Not by `bf16` of the arguments: Accelerate would make float32 of all logits, which are the largest tensor of a
         # step, and the loss does so of a few at a time.
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.bf16):
-            logits = model(**given, use_cache=False).logits.flatten(0, 1)
+            logits = model(**self.layout.inputs(inputs), **self.layout.call).logits
+            logits = self.layout.flat(logits, inputs[COUNTED])
         summed = SummedDivergence.apply(logits, predicted, counted)
         # DDP takes the mean of the processes' gradients, of which the sum is wanted.
         terms = counted.sum() if num_items_in_batch is None else num_items_in_batch
@@ -180,15 +182,15 @@ class RecoveryTrainer(Trainer):
 
     @torch.no_grad()
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """The mean divergence of a token of the held-out rows, however they are batched and dealt to the processes.
+        """The mean divergence of a prediction for the held-out rows, however batched and dealt to the processes.
 
         Trainer's own is a mean over batches of their means, and counts a row twice where the processes' shares differ.
         """
         rows, size = self.eval_dataset, self.args.per_device_eval_batch_size
         sums = torch.zeros(2, dtype=torch.float64)
         for part in self.processes.mine([rows[first : first + size] for first in range(0, len(rows), size)]):
-            batch = self._prepare_inputs(collated(part))
-            terms = int((batch["shift_labels"] != IGNORED).sum())
+            batch = self._prepare_inputs(self.data_collator(part))
+            terms = int((batch[COUNTED] != IGNORED).sum())
             with self.compute_loss_context_manager():
                 sums += torch.tensor([float(self.compute_loss(self.model, batch)) * terms, terms])
         total, terms = self.processes.sum_(sums).tolist()

@@ -55,6 +55,8 @@ class Task:
         term: what the loss is a mean over.
         predict: model, batch and processing class -> predictions and references; None: no metric is known.
         compares: what kind of predictions these are.
+        has_classes: whether a model has a distribution of classes, or tokens, where each label is: logits of the
+            labels' shape, and one more dimension. Then it can be trained towards another's.
         default_metric: measured where there are labels; None: the loss says enough.
         snippet: how the model is used, for the card; `{where}` stands for its name. "": it is only loaded.
         chat_snippet: the same of a model that is talked to.
@@ -75,6 +77,7 @@ class Task:
     term: str = "examples"
     predict: Callable[[Any, Mapping[str, Any], Any], Predicted] | None = None
     compares: Compared = "labels"
+    has_classes: bool = False
     default_metric: str | None = None
     snippet: str = ""
     chat_snippet: str = ""
@@ -183,6 +186,7 @@ _WRITES = Task(
     term="target tokens",
     predict=written_texts,
     compares="texts",
+    has_classes=True,
     snippet=_generation("AutoModelForSeq2SeqLM", "A text to write another from."),
 )
 _HEARS = Task(
@@ -197,6 +201,7 @@ _HEARS = Task(
     term="target tokens",
     predict=written_texts,
     compares="texts",
+    has_classes=True,
     default_metric="wer",
     snippet=_pipeline("automatic-speech-recognition", '"speech.wav"'),
 )
@@ -210,6 +215,7 @@ _ROWS = (
         mapping="MODEL_FOR_CTC_MAPPING_NAMES",
         objective="ForCTC",
         predict=transcribed,
+        has_classes=False,  # which label is where is for the loss to find
     ),
     Task(
         name="image-text-to-text",
@@ -237,6 +243,7 @@ _ROWS = (
         row="windows",
         term="predicted tokens",
         predict=predicted_next,
+        has_classes=True,
         snippet=_generation("AutoModelForCausalLM", "The largest ocean is"),
         chat_snippet=_CHAT,
     ),
@@ -250,6 +257,7 @@ _ROWS = (
         labels=("label", "labels"),
         batch_of=classified_texts,
         predict=predicted_labels,
+        has_classes=True,
         default_metric="accuracy",
         snippet=_pipeline("text-classification", '"A sentence to classify."'),
     ),
@@ -263,6 +271,7 @@ _ROWS = (
         batch_of=classified_words,
         term="words",
         predict=predicted_labels,
+        has_classes=True,
         default_metric="accuracy",
         snippet=_pipeline("token-classification", '"My name is Ada and I live in London."'),
     ),
@@ -278,6 +287,7 @@ _ROWS = (
         row="images",
         term="images",
         predict=predicted_labels,
+        has_classes=True,
         default_metric="accuracy",
         snippet=_pipeline("image-classification", '"picture.png"'),
     ),
@@ -291,6 +301,7 @@ _ROWS = (
         row="windows",
         term="masked tokens",
         predict=predicted_labels,
+        has_classes=True,
         snippet=_pipeline("fill-mask", 'f"The largest ocean is the {pipe.tokenizer.mask_token}."'),
     ),
     # What has no function yet is given as batches; a card still knows what such a model is for.
@@ -304,6 +315,7 @@ _ROWS = (
         row="recordings",
         term="recordings",
         predict=predicted_labels,
+        has_classes=True,
         default_metric="accuracy",
     ),
     Task(

@@ -24,7 +24,7 @@ VERBS = [
     refused(f"{_RECOVER} --evaluation @plain.txt", "--evaluation", "@plain.txt", "by heart"),
     refused(_RECOVER, "no weight is zero", "--teacher"),
     refused("recover @llama --teacher @vit --output out --text @plain.txt", "ViTForImageClassification"),
-    refused("recover @vit --teacher @vit --output out --text @plain.txt", "ViTForImageClassification"),
+    refused("recover @vit --teacher @vit --output out --text @plain.txt", "no weight is zero", "--teacher"),
     refused("recover /no/a --teacher /no/b --output out", "/no/a", "/no/b", "no such"),
     refused("recover @llama --teacher @llama --output @llama --overwrite", "@llama", "another folder"),
     refused(f"{_RECOVER} --text /no/c.txt", "--text", "/no/c.txt", "no such"),

@@ -87,7 +87,9 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
         kind_of_files=kind_of_files(report.model),
         # That it was pruned before is what the card says first.
         origins=origins({key: value for key, value in report.model.items() if key != "pruned_to"}),
-        evaluation=report.evaluation,
+        evaluation=evaluation(report),
+        task_metric=metric_row(report),
+        metric_name=metric_name(report),
         files=size_of_files(report),
         recovery=recovery_paragraph(report),
         snippet=loading_snippet(report, where),

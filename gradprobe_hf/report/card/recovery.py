@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from gradprobe_hf.report.report import Report
@@ -13,20 +14,22 @@ def recovery_paragraph(report: Report) -> str:
     if recovery is None:
         return ""
     options, held_out, text = recovery["options"], recovery["held_out"], recovery["text"]
+    of_text = recovery["rows"] == "windows"
+    where = f"{recovery['held_out_windows']} {recovery['rows']} of that {'text' if of_text else 'data'}"
     first, best = held_out["0"], held_out[str(recovery["best_step"])]
     earlier = f" It had been trained so before, in {n} steps." if (n := recovery.get("earlier_steps")) else ""
     stayed = " Every zero stayed." if report.zeros and report.structure is None else ""
     said = [
         f"**Recovery.** After pruning, {_trained(options)} towards {_teacher(report)}, in "
-        f"{recovery['steps']} steps ({recovery['tokens']:,} tokens of {text['source']}; {text['protocol']}; "
-        f"fingerprint `{text['fingerprint'][:16]}`).{earlier}{stayed}",
-        f"What was minimised is the mean KL divergence of {_predictions(options, report.beside.whose)}, with AdamW at "
-        f"a learning rate of {options['learning_rate']:g}. On {recovery['held_out_windows']} windows of that text that "
-        f"were never trained on it went from {first:.4f} to {best:.4f} nats per token, at step "
-        f"{recovery['best_step']}, whose state was kept.",
+        f"{recovery['steps']} steps ({recovery['tokens']:,} {recovery['unit']} of {text['source']}; "
+        f"{text['protocol']}; fingerprint `{text['fingerprint'][:16]}`).{earlier}{stayed}",
+        f"What was minimised is the mean KL divergence of {_predictions(recovery, report.beside.whose)}, with AdamW at "
+        f"a learning rate of {options['learning_rate']:g}. On {where} that were never trained on it went from "
+        f"{first:.4f} to {best:.4f} nats per {'token' if of_text else 'prediction'}, at step {recovery['best_step']}, "
+        "whose state was kept.",
     ]
     if recovery["before"] is not None and report.evaluation is not None:
-        said.append(_before(recovery["before"], report.evaluation))
+        said.append(_before(recovery["before"], report.evaluation, "text" if of_text else "data"))
     return " ".join(said)
 
 
@@ -46,19 +49,24 @@ def _trained(options: dict[str, Any]) -> str:
     return f"LoRA adapters of rank {options['lora_r']}, inside the mask, were trained and folded into the kept weights"
 
 
-def _predictions(options: dict[str, Any], whose: str) -> str:
-    k = options["teacher_top_k"]
+def _predictions(recovery: dict[str, Any], whose: str) -> str:
+    if recovery["rows"] != "windows":
+        return f"its predictions from {whose}, where the rows have labels (which played no other part)"
+    k = recovery["options"]["teacher_top_k"]
     whole = f"its next-token predictions from {whose}"
     return whole if k is None else f"{whole}, of the {k} tokens most likely there and all others as one"
 
 
-def _before(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """What the evaluation says of the model as pruning had left it."""
-    values = [f"perplexity {one['pruned']['perplexity']:,.2f}" for one in (before, after)]
-    if before["divergence"] is not None:
-        values = [
-            f"{value}, KL {one['divergence']['kl']:.4f}" for value, one in zip(values, (before, after), strict=True)
-        ]
-    return (
-        f"On the evaluation text, which is another one, the pruned model had {values[0]} before, and {values[1]} after."
-    )
+def _before(before: dict[str, Any], after: dict[str, Any], what: str) -> str:
+    """What the evaluation says of the model as pruning had left it. Args: what: it was measured on."""
+    values = [", ".join(_values(one)) for one in (before, after)]
+    return f"On the evaluation {what}, which is other, the pruned model had {values[0]} before, and {values[1]} after."
+
+
+def _values(measured: dict[str, Any]) -> Iterator[str]:
+    pruned = measured["pruned"]
+    yield f"loss {pruned['loss']:,.4f}" if pruned["perplexity"] is None else f"perplexity {pruned['perplexity']:,.2f}"
+    if measured["divergence"] is not None:
+        yield f"KL {measured['divergence']['kl']:.4f}"
+    if metric := measured["metric"]:
+        yield f"{metric['title']} {metric['pruned']:.4f}"
