@@ -329,7 +329,7 @@ def _loaded(path: Path, kind: str, files: list[str], streaming: bool, options: d
         # ValueError and StopIteration come from files without a row.
         cause = error.__cause__ or error
         if "corresponds to no data" in str(cause):
-            raise ValueError(f"{path} holds no rows.") from error
+            raise ValueError(f"{path} is empty: it holds no rows.") from error
         remedy = "Every row must have the same columns, of the same types."
         if isinstance(cause, UnicodeDecodeError):
             remedy = "Save it as UTF-8."
