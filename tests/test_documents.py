@@ -93,7 +93,7 @@ def test_a_column_that_is_not_there_is_an_error_that_names_those_that_are(option
         ("rows.csv", "text;id\nsome, and more;3\n", "';' between the names of its columns, 'text;id'"),
         ("rows.csv", "text\tlabel\nsome text\t3\n", "save it with commas as .csv, or with tabs as .tsv"),
         ("rows.tsv", "text,label\nsome text,3\n", "',' between the names of its columns, 'text,label'"),
-        ("rows.csv", "text\n", "rows.csv holds no rows"),
+        ("rows.csv", "text\n", "rows.csv is empty: it holds no rows"),
     ],
     ids=str,
 )
