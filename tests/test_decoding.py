@@ -7,6 +7,7 @@ import torch
 
 from gradprobe_hf.model import decoding
 from gradprobe_hf.model.decoding import growing_cache
+from gradprobe_hf.model.families import cache_name
 from tests import cases
 
 
@@ -17,7 +18,7 @@ def test_a_cache_grows_in_pieces_and_hides_what_is_not_filled(name, monkeypatch)
     model, ids = cases.build(name), torch.arange(20).reshape(2, 10)
     cache, slots, logits = growing_cache(model, 10), [], []
     for first, last in ((0, 3), *((token, token + 1) for token in range(3, 10))):
-        logits.append(model(ids[:, first:last], past_key_values=cache).logits)
+        logits.append(model(ids[:, first:last], **{cache_name(model): cache}).logits)
         slots.append(cache.layers[0].keys.shape[2])
     torch.testing.assert_close(torch.cat(logits, 1), model(ids).logits)
     assert slots == [4, 4, 8, 8, 8, 8, 10, 10]

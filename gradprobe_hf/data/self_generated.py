@@ -22,7 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.decoding import growing_cache
-from gradprobe_hf.model.families import is_causal
+from gradprobe_hf.model.families import cache_name, is_causal
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
@@ -150,7 +150,10 @@ def _written(model: PreTrainedModel, first: Tensor, sampler: _Sampler, length: i
     device = input_device(model)
     first = first.to(device)
     new = length - first.shape[1]
-    cache = growing_cache(model, length) if device.type == "cpu" and not is_sharded(model) else None
+    name, kept = cache_name(model), {}
+    if name is not None and device.type == "cpu" and not is_sharded(model):
+        cache = growing_cache(model, length)
+        kept = {} if cache is None else {name: cache, **WITH_CACHE}
     # Whatever the checkpoint's generation config says: options that sharpen or truncate the distribution would
     # calibrate on another one than the model was trained on.
     written = model.generate(
@@ -167,7 +170,7 @@ def _written(model: PreTrainedModel, first: Tensor, sampler: _Sampler, length: i
         min_new_tokens=new,  # an end-of-text token would leave a window that is not full
         max_new_tokens=new,
         pad_token_id=0,
-        **({} if cache is None else {"past_key_values": cache, **WITH_CACHE}),
+        **kept,
     )
     return written.cpu()
 

@@ -51,7 +51,8 @@ _WITH_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron
 _TAKEN_BY_KERNELS = ("out_proj", "conv1d")
 _TIME_FIRST = ("fsmt", "xlnet")  # types of configuration of what is computed on [tokens, sequences, features]
 _PAIRED = ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "groupvit")  # of a text beside an image
-_CACHES = ("past_key_values", "cache_params", "state")  # names by which models take what they keep of a text
+# Names by which models take what they keep of a text; from transformers 5.24 on most of them call it "cache".
+_CACHES = ("past_key_values", "cache_params", "state", "cache")
 # What numbers are called that make a model random in training. PhiMoE's `router_jitter_noise` has a part in evaluation.
 _RANDOM = re.compile(r"dropout|layerdrop|_pdrop$|^(input_)?jitter_noise$|jitter_eps$")
 _PLAIN = ("FalconLinear",)  # subclasses of nn.Linear whose own forward computes the same, x W^T + b
