@@ -60,7 +60,7 @@ def _predictions(recovery: dict[str, Any], whose: str) -> str:
 def _before(before: dict[str, Any], after: dict[str, Any], what: str) -> str:
     """What the evaluation says of the model as pruning had left it. Args: what: it was measured on."""
     values = [", ".join(_values(one)) for one in (before, after)]
-    return f"On the evaluation {what}, which is other, the pruned model had {values[0]} before, and {values[1]} after."
+    return f"On the separate evaluation {what} the pruned model had {values[0]} before, and {values[1]} after."
 
 
 def _values(measured: dict[str, Any]) -> Iterator[str]:
