@@ -4,6 +4,9 @@ SmolLM2-135M in memory, with blocks recomputed, and read from disk, with every k
 Mistral-7B's shape (its configuration, random weights) read from disk, pruned to 50%, saved, and inspected. Beside each
 stands what `gradprobe estimate` says. `--gpu` runs the large model resident on a GPU instead (see `memory_gpu.py`).
 
+The row `from disk, best` takes two hours or more. Ended early, it goes on where it was when it is called again; its
+seconds are the sum.
+
     make bench-memory        # into results/memory.json; needs 50 GB of disk
 
 usage: python -m benchmarks.memory --model DIR [--large DIR] [--rows NAME ...] [--gpu]
@@ -64,6 +67,7 @@ LARGE_ROWS: dict[str, dict[str, Any]] = {
         "accumulator_dtype": "int8",
         "accumulator_device": "disk",
     },
+    "from disk, best": {"checkpointing": True, "fisher": "factored", "probes": 1, "update": "admm"},
 }
 
 
@@ -73,7 +77,7 @@ def run_row(name: str, model: str, large: bool, scratch: str) -> dict[str, Any]:
     if name.startswith("bare"):
         return {"seconds": {"bare pass": seconds_of_bare_pass(model, random_tokens(model, **LARGE))}}
     config = config_of(name, large)
-    output = Path(scratch) / "pruned"
+    output, state = Path(scratch) / "pruned", state_of(name, large)
     result = prune_pretrained(
         model,
         config,
@@ -81,6 +85,7 @@ def run_row(name: str, model: str, large: bool, scratch: str) -> dict[str, Any]:
         evaluation=False,
         apply=False,
         output_dir=output,
+        resume_dir=state,
         progress=False,
         offload_folder=scratch,
         device_map="disk" if name.startswith("from disk") else None,
@@ -102,7 +107,12 @@ def run_row(name: str, model: str, large: bool, scratch: str) -> dict[str, Any]:
 
 def config_of(name: str, large: bool) -> GradProbeConfig:
     options, shape = (LARGE_ROWS, LARGE) if large else (SMALL_ROWS, SMALL)
-    return GradProbeConfig(sparsity=0.5, probes=2, **options[name], **shape)
+    return GradProbeConfig(**{"sparsity": 0.5, "probes": 2, **options[name], **shape})
+
+
+def state_of(name: str, large: bool) -> Path | None:
+    """Where a row that takes hours keeps its state, to go on from; the others begin anew."""
+    return RUNS / "memory-state" if large and config_of(name, large).updates else None
 
 
 def estimated_peak(model: str, config: GradProbeConfig, name: str, base: int) -> int | None:

@@ -100,19 +100,18 @@ def accumulators_table(results: dict[str, Any]) -> str:
 
 def memory_table(results: dict[str, Any]) -> str:
     lines = [
-        "| model | weights, statistics | peak memory | estimated | two probes | the whole run |",
+        "| model | weights, statistics | peak memory | estimated | probes | the whole run |",
         "|---|---|---:|---:|---:|---:|",
     ]
     for row in results["rows"]:
         if "peak_bytes" not in row:
             continue
-        probes = sum(value for stage, value in row["seconds"].items() if stage.startswith("probe"))
         cells = (
             "Mistral-7B's shape" if row["large"] else "SmolLM2-135M",
             row["row"],
             f"{row['peak_bytes'] / 1e6:,.0f} MB",
             f"{row['estimated_bytes'] / 1e6:,.0f} MB" if row.get("estimated_bytes") else "",
-            f"{probes:.0f} s",
+            f"{sum(_probes(row)):.0f} s",
             f"{sum(row['seconds'].values()):.0f} s",
         )
         lines.append(f"| {' | '.join(cells)} |")
@@ -122,11 +121,16 @@ def memory_table(results: dict[str, Any]) -> str:
         f"{small['sequence_length']} tokens one by one, the large model (random weights, 14.5 GB) "
         f'{large["num_samples"]} windows of {large["sequence_length"]} at once, `int8` with `fisher="sequence"`. '
         "Everything is counted, from the import of the libraries to the saved checkpoint; inspecting that afterwards "
-        f"maps its files ({_with_inspection(results):,.0f} MB at most). A whole run loads, probes twice, finds "
-        f"candidates, selects and saves.{_against_bare(results)} Made by "
+        f"maps its files ({_with_inspection(results):,.0f} MB at most). A whole run loads, probes (twice; `best` "
+        f"once), finds candidates, selects, updates weights (`best`) and saves.{_against_bare(results)} Made by "
         "`make bench-memory`."
     )
     return "\n".join([*lines, "", note])
+
+
+def _probes(row: dict[str, Any]) -> list[float]:
+    """The seconds of each."""
+    return [seconds for stage, seconds in row["seconds"].items() if stage.startswith("probe")]
 
 
 def _with_inspection(results: dict[str, Any]) -> float:
@@ -141,7 +145,7 @@ def _against_bare(results: dict[str, Any]) -> str:
         return ""
     bare = passes[0]
     ratios = ", ".join(
-        f"{sum(v for s, v in row['seconds'].items() if s.startswith('probe')) / 2 / bare:.2f} ({row['row']})"
+        f"{statistics.fmean(_probes(row)) / bare:.2f} ({row['row']})"
         for row in results["rows"]
         if row["large"] and "peak_bytes" in row
     )

@@ -1,10 +1,13 @@
 """Sums of products of bfloat16 matrices, as float64 has them."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from gradprobe_hf.reconstruction.hessians import lower_gram, mirrored_
-from gradprobe_hf.runtime.half_products import widened_from
+from gradprobe_hf.runtime import half_products
+from gradprobe_hf.runtime.half_products import RoundedMatrix, widened_from
 
 
 @pytest.fixture
@@ -57,3 +60,27 @@ def test_the_setting_is_as_it_was_after_an_error(settings):
     with pytest.raises(KeyError):
         fail()
     assert settings.fp32_precision == before
+
+
+def test_a_rounded_matrix_is_rounded_where_there_are_units(monkeypatch):
+    left, right = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).unbind()
+    for found in (True, False):
+        monkeypatch.setattr(half_products, "has_units", lambda _, found=found: found)
+        product = RoundedMatrix(right).after(left)
+        assert product.dtype == torch.float32
+        assert torch.equal(product, left @ right) != found
+        torch.testing.assert_close(product, left @ right, rtol=0, atol=0.2)  # 64 products of numbers about one
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_only_float32_is_rounded(dtype, monkeypatch):
+    monkeypatch.setattr(half_products, "has_units", lambda _: True)
+    left, right = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype).unbind()
+    assert torch.equal(RoundedMatrix(right).after(left), left @ right)
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="only Linux says what a CPU can do in a file")
+def test_units_are_those_of_this_cpu():
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    assert half_products.has_units(torch.device("cpu")) == bool(flags & {"avx512_bf16", "amx_tile"})
+    assert not half_products.has_units(torch.device("meta"))

@@ -6,6 +6,7 @@ from itertools import combinations, product
 
 import torch
 
+from gradprobe_hf.runtime import half_products
 from gradprobe_hf.updates.admm import STEPS, in_groups, in_matrix, in_rows, revise
 from gradprobe_hf.updates.least_squares import LeastSquares
 from gradprobe_hf.updates.lowest import lowest
@@ -71,6 +72,32 @@ def test_few_steps_from_a_revised_mask_leave_as_little_error_as_the_normal_equat
     found = error(weight, system.solved(revised, near, STEPS), whole)
     assert best <= found < 1.01 * best
     assert found < error(weight, system.solved(revised, steps=STEPS), whole)
+
+
+def test_rounded_products_leave_hardly_more_error(monkeypatch):
+    """Of a revised mask, and of the weights under it; beside the same in float64, and the normal equations."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(96, 64, generator=generator, dtype=torch.float64) * torch.logspace(0, 1.5, 64) + 2
+    weight = torch.randn(48, 64, generator=generator, dtype=torch.float64)
+    whole = damped(x.t() @ x, DAMPING)
+    mask = lowest(weight.abs() * whole.diagonal().sqrt(), weight.numel() * 6 // 10)
+
+    def revised(dtype):
+        system = LeastSquares(weight.to(dtype), (x.t() @ x).to(dtype), damping=DAMPING)
+        found, near = revise(system, mask, in_matrix(mask))
+        values = system.solved(found, near, STEPS).double()
+        return found, values, error(weight, values, whole)
+
+    exact = revised(torch.float64)
+    monkeypatch.setattr(half_products, "has_units", lambda _: True)
+    rounded = revised(torch.float32)
+    assert torch.equal(revised(torch.float64)[1], exact[1]), "the digits of float64 are kept"
+    assert 0.98 < rounded[2] / exact[2] < 1.02
+    assert rounded[0].sum() == exact[0].sum() == mask.sum()
+    assert rounded[2] < 1.01 * error(weight, normal_equations(weight, whole, rounded[0]), whole)
+    assert (rounded[0] != exact[0]).sum() < 0.02 * mask.sum()
+    assert (rounded[0] != mask).sum() > 5 * (rounded[0] != exact[0]).sum(), "there was something to revise"
+    assert not torch.equal(rounded[1], exact[1]), "products were rounded"
 
 
 def test_towards_the_dense_outputs_they_are_those_of_another_start():

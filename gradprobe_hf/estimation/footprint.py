@@ -25,7 +25,6 @@ WEIGHTS = "weights"  # the label of their item
 WEIGHTS_PER_MASK_BYTE = 8
 # Folding and selection go through a matrix in chunks of rows, with about this many float32 temporaries of one chunk.
 CHUNK_TENSORS = 6
-HESSIAN_TENSORS = 4  # damped, its Cholesky factor, the inverse, and the factor of that
 # A fast tokenizer maps each token to its text, the text back, and its merges: measured with SmolLM2's.
 TOKENIZER_BYTES_PER_TOKEN = 1000
 # Pages of the libraries that a run touches first, and the calibration text with its tokens: measured with "pydoc".
@@ -168,7 +167,7 @@ class _Stages:
     def weigh(self, sizes: ReconstructionSizes) -> Stage:
         items = (
             Item("Hessians of a block", self.where, sizes.hessians),
-            Item("a Hessian being inverted", self.where, HESSIAN_TENSORS * sizes.largest_hessian),
+            Item("a Hessian being inverted", self.where, sizes.factored),
             Item("a matrix losing units", self.where, sizes.workspace),
             Item("hidden states between two blocks", self.where, 2 * sizes.hidden),
             Item("activations of a forward pass", self.where, self.batch.activations),
@@ -176,7 +175,7 @@ class _Stages:
         return Stage("weigh", (*self._model(), self._masks(), *items))
 
     def reconstruct(self, sizes: ReconstructionSizes) -> Stage:
-        swept = HESSIAN_TENSORS * sizes.largest_hessian + self._chunks()
+        swept = sizes.factored + self._chunks()
         items = (
             Item("Hessians of a block", self.where, sizes.hessians),
             Item("a Hessian being factored, a matrix being swept", self.where, swept),

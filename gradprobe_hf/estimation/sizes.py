@@ -18,6 +18,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
 from gradprobe_hf.scores.terms import matrix_terms
 from gradprobe_hf.structures.plan import Plan
+from gradprobe_hf.updates.sweep import FACTORED
 
 FLOAT32_BYTES = 4
 TRAINED_TENSORS = 5  # of a block: its weights, their gradients, two moments of Adam, and the best state so far
@@ -61,14 +62,14 @@ class ReconstructionSizes:
 
     Attributes:
         hessians: Hessians (and drifts) of the block that has the most.
-        largest_hessian: of one matrix.
+        factored: temporaries of the size of the largest Hessian, while it is factored.
         workspace: temporaries of the update on the largest matrix.
         hidden: hidden states of the whole calibration set between two blocks.
         trained: what training the largest block takes beside activations; 0: nothing is trained.
     """
 
     hessians: int
-    largest_hessian: int
+    factored: int
     workspace: int
     hidden: int
     trained: int
@@ -173,7 +174,7 @@ def reconstruction_sizes(
         hessians=(2 if config.dense_target else 1) * (1 + config.holds_out) * max(by_block.values())
         if config.updates
         else 0,
-        largest_hessian=max(map(_hessian_bytes, targets)),
+        factored=config.update_row.hessians * max(map(_hessian_bytes, targets)),
         workspace=config.update_row.workspace * FLOAT32_BYTES * max(target.numel for target in targets),
         trained=block_bytes if config.refines else 0,
         hidden=(sets + config.refines) * tokens * text_attribute(model.config, "hidden_size", 0) * model.dtype.itemsize,
@@ -189,7 +190,7 @@ def weighing_sizes(model: PreTrainedModel, targets: Sequence[Target], config: Gr
     tokens = config.num_samples * config.window_length
     return ReconstructionSizes(
         hessians=max(by_block.values()),
-        largest_hessian=max(map(_hessian_bytes, readers)),
+        factored=FACTORED * max(map(_hessian_bytes, readers)),
         workspace=2 * FLOAT32_BYTES * max(reader.numel for reader in readers),
         hidden=tokens * text_attribute(model.config, "hidden_size", 0) * model.dtype.itemsize,
         trained=0,

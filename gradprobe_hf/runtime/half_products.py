@@ -1,7 +1,8 @@
-"""Products of bfloat16 matrices whose sums are wanted in float32, by a CPU's units for bfloat16.
+"""Products by a device's units for bfloat16, which are several times as fast as those for float32.
 
-`mm` of two bfloat16 matrices adds in float32 and rounds the result to bfloat16. Widened to float32 first, they are
-multiplied exactly, but without those units, which are two to three times as fast where there is AMX.
+`mm` of two bfloat16 matrices adds in float32 and rounds the result to bfloat16. Where the operands are of bfloat16 and
+their sums are wanted in float32, they are widened, and `widened_from` lets the units multiply them nonetheless. Where
+three digits are enough, `RoundedMatrix` rounds operands of float32.
 """
 
 from __future__ import annotations
@@ -33,3 +34,25 @@ def widened_from(inputs: Tensor) -> Iterator[None]:
         settings.fp32_precision = "none"
         if settings.fp32_precision != before:
             settings.fp32_precision = before
+
+
+class RoundedMatrix:
+    """A matrix to multiply others with, to the digits of bfloat16 where the device has units for it; exactly elsewhere.
+
+    For products of what an iteration still corrects: their errors are a fraction of the correction. Only float32 is
+    rounded: who works in float64 wants its digits.
+    """
+
+    def __init__(self, matrix: Tensor) -> None:
+        self._factor = matrix.bfloat16() if matrix.dtype == torch.float32 and has_units(matrix.device) else matrix
+
+    def after(self, left: Tensor) -> Tensor:
+        """`left @ matrix`, of the dtype of `left`."""
+        return (left.to(self._factor.dtype) @ self._factor).to(left.dtype)
+
+
+def has_units(device: torch.device) -> bool:
+    """Whether a device multiplies bfloat16 by units of its own, rather than by widening it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 # Elements of a matrix at once. Few, which stay in a core's cache, where scores are made and sums are added to; more for
-# gradients, because a product of few rows reads its other side again and again.
+# gradients and linear systems, because a product of few rows reads its other side again and again.
 CHUNK_ELEMENTS = 2**18
 CACHED_ELEMENTS = 2**19
 FOLDED_ELEMENTS = 2**21

@@ -5,6 +5,9 @@ has been between them (units and names as in `least_squares.py`):
 
     V = (S H + r (Z - U)) (H + r)^-1        Z = V + U, projected on the budget        U += V - Z
 
+What a round changes is small, and the product with it may be rounded: V is the first, `(S H + r Z) (H + r)^-1`, and
+what `Z - U` has changed by since, which is `2 Z - Z_before - V`, adds to it `r (2 Z - Z_before - V) (H + r)^-1`.
+
 Least squares under the mask of Z follow. Sources: Boža (arXiv:2401.02938), who prunes in these units; Meng et al., ALPS
 (arXiv:2406.07831). That rows of a matrix compete by their Fisher information is ours.
 """
@@ -16,6 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gradprobe_hf.runtime.half_products import RoundedMatrix
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.scores.groups import group_mask
 from gradprobe_hf.updates.least_squares import LeastSquares, kept_of
@@ -46,18 +50,24 @@ def revise(system: LeastSquares, mask: Tensor, project: Projection) -> tuple[Ten
         mask: where to begin.
         project: what goes, so that the budget is met.
     """
-    near = system.gram + PENALTY * torch.eye(len(system.gram), dtype=system.gram.dtype, device=system.gram.device)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(near))
-    del near  # `[in, in]`, and not needed again
+    # In place: of wide inputs an `[in, in]` more would be the highest point of a whole run.
+    inverse = system.gram.clone()
+    inverse.diagonal().add_(PENALTY)
+    torch.linalg.cholesky(inverse, out=inverse)
+    torch.cholesky_inverse(inverse, out=inverse)
     dtype = system.weight.dtype
-    kept, between = system.weight * kept_of(mask, dtype), torch.zeros_like(system.weight)
-    for _ in range(ROUNDS):
-        # `between` becomes V + U in one product. That of Z is used up as workspace: it is made anew two lines below.
-        between += kept.sub_(between).mul_(PENALTY).add_(system.wanted) @ inverse
-        mask = project(between)
-        kept = between * kept_of(mask, dtype)
+    kept = system.weight * kept_of(mask, dtype)
+    values = (kept * PENALTY).add_(system.wanted) @ inverse  # V
+    response = RoundedMatrix(inverse.mul_(PENALTY))
+    del inverse
+    between = values.clone()  # V + U: U begins at zero
+    for _ in range(ROUNDS - 1):
+        before, kept = kept, between * kept_of(project(between), dtype)
+        values += response.after(before.neg_().add_(kept, alpha=2).sub_(values))
         between -= kept
-    return mask, kept
+        between += values
+    mask = project(between)
+    return mask, between.mul_(kept_of(mask, dtype))
 
 
 def projection_on(budget: Budget, mask: Tensor, row_fisher: Tensor | None) -> Projection:

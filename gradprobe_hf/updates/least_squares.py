@@ -19,7 +19,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradprobe_hf.runtime.row_chunks import row_chunks
+from gradprobe_hf.runtime.half_products import RoundedMatrix
+from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS, row_chunks
 from gradprobe_hf.updates.problem import MatrixProblem, Solution
 from gradprobe_hf.updates.sweep import DAMPING, damped
 
@@ -43,7 +44,7 @@ class LeastSquares:
     ) -> None:
         whole = damped(hessian, damping)
         # S H = (W + share W D H^-1) H: the inverse cancels.
-        wanted = weight @ whole if drift is None else weight @ (whole + share * drift)
+        wanted = weight @ whole if drift is None else weight @ whole.add(drift, alpha=share)
         self.unit = whole.diagonal().sqrt()
         self.gram = whole.div_(self.unit[:, None]).div_(self.unit)
         self.wanted = wanted.div_(self.unit)  # S H
@@ -64,8 +65,9 @@ class LeastSquares:
         if together is not None:
             return together.masked_fill_(mask, 0)
         begin, found = self.weight if start is None else start, torch.empty_like(self.weight)
-        for rows in row_chunks(mask.shape):
-            found[rows] = self._solved(rows, kept_of(mask[rows], found.dtype), begin[rows], steps)
+        gram = RoundedMatrix(self.gram)
+        for rows in row_chunks(mask.shape, FOLDED_ELEMENTS):
+            found[rows] = self._solved(rows, kept_of(mask[rows], found.dtype), begin[rows], steps, gram)
         return found.masked_fill_(mask, 0)  # products leave negative zeros
 
     def _solved_together(self, mask: Tensor) -> Tensor | None:
@@ -85,14 +87,15 @@ class LeastSquares:
         values[:, inputs] = torch.cholesky_solve(self.wanted[:, inputs].t(), factor).t()
         return values.div_(self.unit)
 
-    def _solved(self, rows: slice, kept: Tensor, start: Tensor, steps: int) -> Tensor:
+    def _solved(self, rows: slice, kept: Tensor, start: Tensor, steps: int, gram: RoundedMatrix) -> Tensor:
         # Rows keep unlike inputs. With what goes held at zero, one product with the whole H serves all their systems.
+        # What is left to solve is exact, once; the steps, each smaller than the one before, may round their products.
         values = start * kept
         residual = (self.wanted[rows] - values @ self.gram).mul_(kept)
         direction, tiny = residual.clone(), torch.finfo(values.dtype).tiny
         left = residual.square().sum(1, keepdim=True)
         for _ in range(steps):
-            image = (direction @ self.gram).mul_(kept)
+            image = gram.after(direction).mul_(kept)
             length = left / (direction * image).sum(1, keepdim=True).clamp_min(tiny)  # of a row that is done 0, not NaN
             values.addcmul_(length, direction)
             residual.addcmul_(length, image, value=-1)

@@ -21,6 +21,7 @@ from gradprobe_hf.updates.lowest import lowest
 from gradprobe_hf.updates.problem import MatrixProblem, Solution
 
 COLUMNS = 128  # swept before the columns behind are updated: one matrix product in place of many outer products
+FACTORED = 4  # matrices as large as H: damped, its Cholesky factor, the inverse, and the factor of that
 DAMPING = 0.01  # of the mean of H's diagonal, added to it: SparseGPT's default
 
 # Which weights of the next columns go: called with their values now `[in, out]`, their diagonal of U `[in]`, and the

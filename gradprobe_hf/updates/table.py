@@ -16,7 +16,7 @@ from gradprobe_hf.updates.admm import ROUNDS, solve_admm
 from gradprobe_hf.updates.admm import STEPS as ADMM_STEPS
 from gradprobe_hf.updates.least_squares import STEPS, solve_least_squares
 from gradprobe_hf.updates.problem import MatrixProblem, Solution
-from gradprobe_hf.updates.sweep import solve_obs, solve_sparsegpt
+from gradprobe_hf.updates.sweep import FACTORED, solve_obs, solve_sparsegpt
 
 Solve = Callable[[MatrixProblem, Tensor | None], Solution]
 
@@ -33,6 +33,7 @@ class WeightUpdate:
         weighs_rows: whether it reads the Fisher information of rows, where a probe has measured it.
         products: of `[out, in] x [in, in]`, beside the factorisation of H and a sweep; for `estimate`.
         workspace: temporaries `[out, in]` in float32 that are alive at once: a measured peak, for `estimate`.
+        hessians: temporaries `[in, in]` beside these, likewise.
         sentence: what became of the kept weights, for the model card; of an update that chooses the mask the whole
             method, with `{unit}` for what the budget is spent over.
         chooses_damping: whether it can tell by rows that are held out how much of it serves.
@@ -47,6 +48,7 @@ class WeightUpdate:
     weighs_rows: bool = False
     products: int = 0
     workspace: int = 0
+    hessians: int = FACTORED
     chooses_damping: bool = False
     sentence: str
     refuses: Mapping[str, str] = field(default_factory=dict)
@@ -99,7 +101,8 @@ UPDATES: dict[str, WeightUpdate] = {
         function=solve_least_squares,
         dense_target=0.25,
         products=STEPS,
-        workspace=10,
+        workspace=7,
+        hessians=2,
         sentence=_LEAST_SQUARES,
         source="Meng et al. 2024, ALPS (arXiv:2406.07831)",
     ),
@@ -108,7 +111,8 @@ UPDATES: dict[str, WeightUpdate] = {
         dense_target=0.25,
         weighs_rows=True,
         products=ADMM_STEPS + ROUNDS,
-        workspace=10,
+        workspace=7,
+        hessians=2,
         sentence=_ADMM,
         refuses={"structure": "it would choose other weights than the structures that go"},
         source="Boža 2024 (arXiv:2401.02938); Meng et al. 2024, ALPS (arXiv:2406.07831)",
@@ -127,7 +131,7 @@ UPDATES: dict[str, WeightUpdate] = {
         scope="tensor",
         dense_target=0.25,
         products=STEPS,
-        workspace=10,
+        workspace=7,
         sentence=f"{_SPARSEGPT} {_LEAST_SQUARES}",
         refuses=_OWN_MASK,
         source="Frantar and Alistarh 2023 (arXiv:2301.00774), then as `least_squares`",
@@ -138,7 +142,7 @@ UPDATES: dict[str, WeightUpdate] = {
         scope="tensor",
         dense_target=0.25,
         products=ADMM_STEPS + ROUNDS,
-        workspace=10,
+        workspace=7,
         sentence=f"{_SPARSEGPT} {_ADMM}",
         refuses=_OWN_MASK,
         source="Frantar and Alistarh 2023 (arXiv:2301.00774), then as `admm`",
