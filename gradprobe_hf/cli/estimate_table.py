@@ -30,7 +30,7 @@ def print_estimate(found: Estimate) -> None:
         _add_device(table, found.placements, device)
     _add_work(table, found)
     out.print(table)
-    if any(work.bytes_read for work in found.work.values()):
+    if any(found.work[one.name].bytes_read for one in found.placements):
         out.print("offloaded: weights stay on disk; the embedding or output head and one block of them are in memory")
     fitting = [one.name for one in found.placements if one.fits]
     out.print(f"fits here: {', '.join(fitting) or 'none of them'}", style="bold")
@@ -66,6 +66,11 @@ def _print_texts(out: Console, found: Estimate) -> None:
         out.print(
             f"evaluation, dense and pruned: {measured.windows} windows, {measured.passes} passes of {measured.rows}, "
             f"{_scaled(measured.flops, 'FLOP')}"
+        )
+    if (recovery := found.recovery) is not None:
+        out.print(
+            f"recovery: {recovery.steps} steps of {recovery.rows} x {recovery.length} tokens, with the dense model "
+            f"beside, {_scaled(recovery.flops, 'FLOP')}"
         )
 
 

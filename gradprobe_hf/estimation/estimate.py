@@ -16,6 +16,7 @@ from gradprobe_hf.estimation.formula import active_weights, loss_bytes
 from gradprobe_hf.estimation.machine import available_bytes, compute_device, free_disk_bytes, process_bytes
 from gradprobe_hf.estimation.notes import notes_on
 from gradprobe_hf.estimation.passes import PassCost, cost_of_batch
+from gradprobe_hf.estimation.recovery import Training, recovery_of
 from gradprobe_hf.estimation.sizes import BatchSizes, sizes_of
 from gradprobe_hf.estimation.texts import Measured, Written, measured, written
 from gradprobe_hf.estimation.work import RECOMPUTES, Walk, Work, walk_of, work_of
@@ -38,6 +39,7 @@ class Estimate:
         placements, work: by name: memory and disk, passes and operations.
         written: the model's own text, which it is calibrated on by default; an offloaded model writes none.
         measured: the evaluation that is made by default.
+        recovery: the training that `recovery_steps` ask for.
         notes: what to know about the figures.
     """
 
@@ -56,6 +58,7 @@ class Estimate:
     work: dict[PlacementName, Work]
     written: Written | None = None
     measured: Measured | None = None
+    recovery: Training | None = None
     notes: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
@@ -97,8 +100,16 @@ def estimate(
         forward = cost_of_batch(model, targets, walk.rows, walk.length, backward=False, device=device)
     text, evaluation = written(model, config, walk, forward), measured(model, config, walk, forward)
     sizes, room = sizes_of(model, targets, config, process=base, snapshots=snapshots), room_of(device, base)
-    sizes = replace(sizes, writing=text.bytes if text else 0, measuring=evaluation.bytes if evaluation else 0)
-    placements = tuple(footprint_of(name, sizes, batch[recomputes], room) for name, recomputes in RECOMPUTES.items())
+    training = recovery_of(model, targets, config, device)
+    sizes = replace(
+        sizes,
+        writing=text.bytes if text else 0,
+        measuring=evaluation.bytes if evaluation else 0,
+        training=training.sizes if training else None,
+    )
+    # What is offloaded is not trained: such a run is refused.
+    possible = {name: recomputes for name, recomputes in RECOMPUTES.items() if not (training and name == "offloaded")}
+    placements = tuple(footprint_of(name, sizes, batch[recomputes], room) for name, recomputes in possible.items())
     return Estimate(
         architecture=type(model).__name__,
         parameters=model.num_parameters(),
@@ -113,6 +124,7 @@ def estimate(
         work=work_of(model, targets, config, costs, walk),
         written=text,
         measured=evaluation,
+        recovery=training,
         notes=notes_on(model, config, targets, costs[False], batch[False], sizes, placements),
     )
 

@@ -3,7 +3,7 @@
 A run's highest point is that of its highest stage: `load` has the file that is read, `write` the keys and values of
 text that the model writes, `probe` a batch's activations beside the statistics, `weigh` the Hessians that tell which
 structures go, `decide` two sets of masks, `reconstruct` the new weights and a block's Hessians, `measure` the logits of
-two models, and `save` the originals of pruned weights.
+two models, `recover` a second model and its optimizer, and `save` the originals of pruned weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, get_args
 
 from gradprobe_hf.config.values import PLACES
-from gradprobe_hf.estimation.sizes import FLOAT32_BYTES, BatchSizes, ReconstructionSizes, Sizes
+from gradprobe_hf.estimation.sizes import FLOAT32_BYTES, BatchSizes, ReconstructionSizes, Sizes, TrainingSizes
 from gradprobe_hf.model.saving import LARGEST_SHARD, SHARDS, SMALLEST_SHARD
 from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS
 
@@ -122,8 +122,9 @@ def _footprint(name: PlacementName, sizes: Sizes, batch: BatchSizes, room: dict[
     # An offloaded model is calibrated on other text: to write is to read every weight for every token.
     write = (stages.write(),) if sizes.writing and name != "offloaded" else ()
     measure = (stages.measure(),) if sizes.measuring else ()
+    recover = (stages.recover(sizes.training),) if sizes.training else ()
     decided = (stages.probe(), *weigh, stages.decide(), *reconstruct)
-    return Placement(name, (stages.load(), *write, *decided, *measure, stages.save()), room)
+    return Placement(name, (stages.load(), *write, *decided, *measure, *recover, stages.save()), room)
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,15 @@ class _Stages:
     def measure(self) -> Stage:
         logits = Item("a forward pass, logits of both models", self.where, self.sizes.measuring)
         return Stage("measure", (*self._model(), self._masks(), *self._new_weights(), logits))
+
+    def recover(self, sizes: TrainingSizes) -> Stage:
+        holes = round(HEAP_HOLES * sizes.small_blocks) if self.where == "host" else 0
+        items = (
+            Item("the pruned model in float32, two moments", self.where, sizes.states),
+            Item("its gradients, a step's activations and logits", self.where, sizes.step),
+            Item("freed, but kept by the heap", self.where, holes),
+        )
+        return Stage("recover", (*self._model(), self._masks(), *self._new_weights(), *items))
 
     def save(self) -> Stage:
         model = self.sizes.model

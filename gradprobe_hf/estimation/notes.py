@@ -30,7 +30,7 @@ def notes_on(
     if config.batch_size == "auto":
         notes.append("batch_size='auto': counted for batches of one")
     if config.recovery_steps:
-        notes.append("recovery_steps: not counted here; training takes 16 bytes a parameter, and activations, besides")
+        notes.append("recovery_steps: counted to the last step, on full windows; offloaded weights cannot be trained")
     if is_routed(targets):
         notes.append("experts mix the tokens of a batch: one sequence at a time, tokens shared evenly by the experts")
     if 2 * batch.loss > batch.peak > 0:

@@ -76,6 +76,21 @@ class ReconstructionSizes:
 
 
 @dataclass(frozen=True)
+class TrainingSizes:
+    """Bytes of a recovery beside the dense model.
+
+    Attributes:
+        states: the parameters that are trained, in float32, and the optimizer's moments.
+        step: their gradients, and the activations and logits of a step.
+        small_blocks: of these in blocks that a CPU allocator takes from its heap.
+    """
+
+    states: int
+    step: int
+    small_blocks: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """What decides the footprint of a run, apart from its batches.
 
@@ -83,6 +98,7 @@ class Sizes:
         process: bytes of the process before it loads a model.
         reconstruction: None without a weight update.
         weighing: of the walk that chooses whole structures; None where single weights go.
+        training: of the recovery; None without one.
         compared: bytes of the smaller model that is loaded beside the other once it is written.
         sparsity: fraction of the targets to prune.
         snapshots: whether the run writes snapshots, to be resumed.
@@ -98,6 +114,7 @@ class Sizes:
     writing: int = 0
     measuring: int = 0
     weighing: ReconstructionSizes | None = None
+    training: TrainingSizes | None = None
     compared: int = 0
 
 

@@ -123,7 +123,8 @@ def _fused_attention(
     **options: Any,
 ) -> Tensor:
     """`F.scaled_dot_product_attention`, with its arguments, by the CPU's fused kernel: the one that runs on meta."""
-    if value.shape[-1] != query.shape[-1]:  # no fused kernel of the CPU takes this
+    biased = attn_mask is not None and attn_mask.requires_grad  # positions that are learned
+    if value.shape[-1] != query.shape[-1] or biased:  # no fused kernel of the CPU takes these
         plain = F.scaled_dot_product_attention
         return plain(query, key, value, attn_mask, dropout_p, is_causal, **options)
     # The kernel takes additive masks alone, and broadcasts keys of grouped queries by itself.
