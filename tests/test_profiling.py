@@ -254,7 +254,10 @@ def test_the_loop_knows_better_than_its_optimizer():
             profiler.step()
             count += 1
     assert count == 5
-    assert profiler.report().shares["optimizer"] > 0
+    report = profiler.report()
+    assert report.shares["optimizer"] > 0
+    drawn = [span.stage for span in report.observation.spans]
+    assert drawn.count("optimizer") == 2 * 2, "of the two timed steps; those before the loop spoke are not drawn"
 
 
 def test_what_changes_is_not_constant():

@@ -74,10 +74,17 @@ def _measured(options: argparse.Namespace) -> Report:
 
     Raises:
         ValueError: an option of a configuration is given besides.
+        FileNotFoundError: no run has written that folder.
     """
-    from gradprobe_hf.report.report import Report
+    from gradprobe_hf.report.report import REPORT_NAME, Report
 
     if others := sorted(option_values(options)):
         name = others[0].replace("_", "-")
         raise ValueError(f"--{name} has no effect with --measured, which has the options of its run. Leave it out.")
-    return Report.load(options.measured)
+    try:
+        return Report.load(options.measured)
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"--measured {options.measured}: there is no {REPORT_NAME} in it, which every checkpoint that "
+            "`gradprobe prune` wrote has. Give the folder of one."
+        ) from None

@@ -54,6 +54,8 @@ def against_estimate(report: Report, found: Estimate) -> tuple[Expectation, ...]
     """
     name = placement_of(report.execution)
     placement, work = next(one for one in found.placements if one.name == name), found.work[name]
+    # Its seconds are among those of all stages, too.
+    operations = work.flops + (found.recovery.flops if found.recovery else 0)
     memory: list[tuple[str, float | None, str]] = [
         ("memory of the host", placement.peak("host"), "peak_resident_bytes")
     ]
@@ -64,7 +66,7 @@ def against_estimate(report: Report, found: Estimate) -> tuple[Expectation, ...]
         *(Expectation(what, "bytes", expected, report.memory.get(key)) for what, expected, key in memory),
         Expectation("forward passes", "passes", work.forwards, _with_recomputed(report, name)),
         Expectation("backward passes", "passes", work.backwards, report.passes.get("backward")),
-        Expectation("floating-point operations", "operations", work.flops, None),
+        Expectation("floating-point operations", "operations", operations, None),
         Expectation("all stages", "seconds", None, sum(report.timings.values())),
     )
 

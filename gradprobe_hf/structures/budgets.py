@@ -15,6 +15,7 @@ WANTED = {
     "memory": "a number of bytes, like '200MB'",
     "latency": "a share of the model's in (0, 1), like 0.7",
 }
+_EXAMPLES = "params=0.75, params='100M', memory='200MB' or latency=0.7"  # as a command line translates them
 BUDGETS = tuple(WANTED)
 _UNITS = {"params": "parameters", "memory": "bytes", "latency": "seconds"}
 
@@ -50,8 +51,7 @@ class ShapeBudget:
         values = {option: value for option, value in given.items() if value is not None}
         if len(values) != 1:
             given_ones = " and ".join(f"{option}={value!r}" for option, value in values.items()) or "none"
-            wanted = " or ".join(f"{option} ({text})" for option, text in WANTED.items())
-            raise ValueError(f"structure='auto' needs one budget: {wanted}, got {given_ones}.")
+            raise ValueError(f"structure='auto' needs one budget, {_EXAMPLES} say, got {given_ones}.")
         ((option, value),) = values.items()
         found = _read(option, value)
         if found is None:

@@ -74,6 +74,7 @@ VERBS = [
     refused(f"{_ESTIMATE} --score wanda --resume --update none --probes 0", "--resume", "no effect"),
     refused("estimate @quantized", "float8_e4m3fn", "--dtype bfloat16"),
     refused(f"{_ESTIMATE.replace('16', '4096')}", "--sequence-length", "4096", "64"),
+    refused("estimate @llama --measured nowhere", "--measured nowhere", "gradprobe_report.json", "gradprobe prune"),
     refused(f"{_ESTIMATE} --metric wer", "--metric wer", "'accuracy'"),
     refused(f"{_ESTIMATE} --task image-classification", "--task", "LlamaConfig", "AutoModelForImageClassification"),
     # compare

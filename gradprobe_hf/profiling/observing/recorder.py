@@ -137,6 +137,7 @@ class Recorder:
             self._seconds = {phase: [] for phase in _ORDER}
             self._waits, self._contents, self._calls = [], [], []
             self._stages.clear()
+            self._begins.clear()
             self._memory.clear()
             self._setup_watch.begin_again()
             self._steps_with_contents = self._evaluations = 0
