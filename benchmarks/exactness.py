@@ -9,27 +9,36 @@ damping:
 
 With fewer calibration tokens than inputs (`--num-samples 2` of 256, of 768 inputs) the damping alone makes it solvable.
 
-usage: python -m benchmarks.exactness --model DIR --text FILE [--num-samples 32] [--columns 0.6 2:4] [--json FILE]
+Where the CPU has units for bfloat16, products are rounded to it; `--exact` shows what it would be without. `--wide` has
+no model: it times ADMM on random matrices of that shape, rounded and exact by turns.
+
+usage: python -m benchmarks.exactness --model DIR --text FILE [--num-samples 32] [--columns 0.6 2:4] [--exact]
+       python -m benchmarks.exactness --wide 4096 4096 [--rounds 3]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.runtime import half_products
+from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.updates.least_squares import LeastSquares
 from gradprobe_hf.updates.problem import MatrixProblem, Solution
+from gradprobe_hf.updates.sweep import DAMPING
 from gradprobe_hf.updates.table import UPDATES
 
 ROWS = 32  # of each matrix, spread over it, that are solved in float64
@@ -126,21 +135,55 @@ def line(column: str, found: list[Exactness]) -> str:
     return f"| {column} | {excess} | {median(one.revised for one in found):.2f} | {worse} of {len(found)} |"
 
 
+def exact_products() -> AbstractContextManager[Any]:
+    """As on a device without units for bfloat16."""
+    return patch.object(half_products, "has_units", return_value=False)
+
+
+def time_wide(outputs: int, inputs: int, rounds: int) -> None:
+    """Seconds of ADMM on one matrix, and what rounding leaves of them."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(4 * inputs, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
+    problem = MatrixProblem(weight, x.t() @ x, None, 0.0, DAMPING, Budget(0.5, "tensor"))
+    mask = weight.abs() < weight.abs().flatten()[::97].median()
+    solve = UPDATES["admm"].function
+    assert solve is not None, "an update"
+    seconds: dict[str, list[float]] = {"rounded": [], "exact": []}
+    for _ in range(rounds):
+        for name, products in (("rounded", nullcontext), ("exact", exact_products)):
+            with products():
+                begin = time.perf_counter()
+                solve(problem, mask)
+                seconds[name].append(time.perf_counter() - begin)
+    rounded, exact = (median(seconds[name]) for name in ("rounded", "exact"))
+    units = "rounded" if half_products.has_units(weight.device) else "not rounded: this CPU has no units for bfloat16"
+    print(f"{outputs} x {inputs}: {rounded:.1f} s {units}, {exact:.1f} s exact, {rounded / exact:.2f} of it")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--text", type=Path, required=True)
+    parser.add_argument("--model")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--wide", type=int, nargs=2, metavar=("OUT", "IN"))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--exact", action="store_true")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--num-samples", type=int, default=32)
     parser.add_argument("--sequence-length", type=int, default=256)
     parser.add_argument("--columns", nargs="+", default=["0.5", "0.6", "0.7", "2:4"])
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.wide:
+        time_wide(args.wide[0], args.wide[1], args.rounds)
+        return
+    if not (args.model and args.text):
+        parser.error("give --model and --text, or --wide")
     print("| | 20 steps, median | most | ADMM's 10, median | most | revised / begun, median | worse |")
     print("|---|---:|---:|---:|---:|---:|---:|")
     kept = {}
     for column in args.columns:
-        kept[column] = measured(args, column)
+        with exact_products() if args.exact else nullcontext():
+            kept[column] = measured(args, column)
         print(line(column, kept[column]), flush=True)
     if args.json:
         rows = {column: [asdict(one) for one in found] for column, found in kept.items()}
