@@ -35,7 +35,7 @@ from gradprobe_hf.report.build import peak_memory, versions
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.probe_pair import ProbePair
+from gradprobe_hf.run.probing.probe_pair import ProbePair
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 
 RESULTS = Path(__file__).parent / "results"

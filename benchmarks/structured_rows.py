@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gradprobe_hf.model.loss import forward_only, summed_loss
 from gradprobe_hf.run.context import RunContext
-from gradprobe_hf.run.structured import packed
+from gradprobe_hf.run.shapes.structured import packed
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.plan import Plan, Units
 from gradprobe_hf.structures.removal import Removal

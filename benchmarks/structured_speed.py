@@ -24,7 +24,7 @@ from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.cli.bench_table import print_bench
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.apply import applied
-from gradprobe_hf.run.structured import packed
+from gradprobe_hf.run.shapes.structured import packed
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.table import shape_words

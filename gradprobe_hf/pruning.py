@@ -25,16 +25,16 @@ from gradprobe_hf.recovery.checks import check_trainable
 from gradprobe_hf.recovery.distil import check_own
 from gradprobe_hf.recovery.of_pruning import FOLDER, recovered_weights, text_read_before
 from gradprobe_hf.report.build import build_report
-from gradprobe_hf.run.compatibility import check_resumable
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import decide_pruning
 from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.evaluate import Judge, Metric, evaluate_metric, evaluate_pair
 from gradprobe_hf.run.findings import Findings
-from gradprobe_hf.run.foreseen import foreseen_warnings
-from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
-from gradprobe_hf.run.request_checks import check_request
+from gradprobe_hf.run.request.checks import check_request
+from gradprobe_hf.run.request.compatibility import check_resumable
+from gradprobe_hf.run.request.foreseen import foreseen_warnings
+from gradprobe_hf.run.request.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.snapshots import Snapshots, batch_identity, check_begun, rows_at_once, run_identity
 from gradprobe_hf.runtime.option_checks import check_callable, check_resume_dir
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model

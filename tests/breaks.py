@@ -47,7 +47,7 @@ BREAKS = [
     ),
     Break(
         "weights that leave no room for the run",
-        "run/weight_limits.py",
+        "run/request/weight_limits.py",
         'found["offloaded"].beside_weights(device) for device',
         "0 for device",
         "test_offload.py",
@@ -236,7 +236,7 @@ BREAKS = [
     ),
     Break(
         "a tally that is not read from a snapshot",
-        "run/probe_state.py",
+        "run/probing/probe_state.py",
         "self.tally.add(torch.tensor(float.fromhex(loss), dtype=torch.float64), torch.tensor(terms))",
         "pass",
         "test_resume.py",

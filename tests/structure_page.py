@@ -29,8 +29,8 @@ from gradprobe_hf.model.families import random_batch
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied
-from gradprobe_hf.run.compatibility import check_targets
-from gradprobe_hf.run.structured import packed
+from gradprobe_hf.run.request.compatibility import check_targets
+from gradprobe_hf.run.shapes.structured import packed
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from tests import cases

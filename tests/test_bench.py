@@ -252,7 +252,7 @@ def test_a_smaller_model_says_how_fast_it_is(in_this_process, tmp_path):
 
 
 def test_shapes_that_were_tried_stand_in_a_picture(in_this_process, tmp_path, monkeypatch):
-    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 2)
+    monkeypatch.setattr("gradprobe_hf.run.shapes.search.TRIED", 2)
     config = GradProbeConfig(structure="auto", params=0.95, update="none", measure_speed=True)
     report = pruned(config, tmp_path / "made").report
     tried = [one for one in report.structure["candidates"] if one["loss"] is not None]

@@ -18,11 +18,12 @@ from gradprobe_hf.data.batches import Batches, from_iterable, row_count
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.saving import bytes_beside_parameters, save_in_shards
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run import block_order, decide
+from gradprobe_hf.run import decide
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.decide import conclude
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.shape_budget import budget_shapes
+from gradprobe_hf.run.shapes import block_order
+from gradprobe_hf.run.shapes.budget import budget_shapes
 from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.importance import made_up_for
 from gradprobe_hf.structures.plan import Plan
@@ -120,8 +121,8 @@ def test_a_file_is_no_larger_than_the_memory_that_was_asked_for(share, tmp_path)
 
 
 def test_the_probes_of_experts_are_announced_with_the_other_passes(monkeypatch, caplog):
-    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 1)
-    caplog.set_level("INFO", "gradprobe_hf.run.shape_estimates")
+    monkeypatch.setattr("gradprobe_hf.run.shapes.search.TRIED", 1)
+    caplog.set_level("INFO", "gradprobe_hf.run.shapes.estimates")
     config = GradProbeConfig(structure="auto", params=0.85)
     result = prune_pretrained(
         cases.build("mixtral"), config, calibration=cases.batches("mixtral", rows=8), evaluation=False, progress=False
@@ -154,8 +155,8 @@ def test_an_encoder_and_a_decoder_meet_a_budget_by_their_channels(tmp_path):
 
 
 def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budget(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 2)
-    caplog.set_level("INFO", "gradprobe_hf.run.shape_estimates")
+    monkeypatch.setattr("gradprobe_hf.run.shapes.search.TRIED", 2)
+    caplog.set_level("INFO", "gradprobe_hf.run.shapes.estimates")
     model, batches = deep(), cases.batches("llama", rows=8)
     dense = cases.bits(model)
     config = GradProbeConfig(structure="auto", params=0.75)
@@ -197,7 +198,7 @@ def test_the_chosen_shape_is_the_one_that_lost_least_and_the_files_meet_the_budg
 
 
 def test_a_run_that_was_killed_goes_on_with_the_shape_that_was_chosen(tmp_path, monkeypatch):
-    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 1)
+    monkeypatch.setattr("gradprobe_hf.run.shapes.search.TRIED", 1)
     model, options = deep(), {"calibration": cases.batches("llama"), "evaluation": False, "apply": False}
     config = GradProbeConfig(structure="auto", params=0.8)
     whole = prune_pretrained(model, config, **options, progress=False)
@@ -242,7 +243,7 @@ def test_a_model_on_disk_has_the_shape_of_one_in_memory(tmp_path):
 
 def test_an_estimate_is_the_loss_without_what_goes(monkeypatch):
     """Of a shape without some blocks and nothing else gone: that of a model without them."""
-    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 1)
+    monkeypatch.setattr("gradprobe_hf.run.shapes.search.TRIED", 1)
     model, batches = deep(), cases.batches("llama", rows=8)
     config = GradProbeConfig(structure="auto", params=0.9, importance="wanda", update="none")
     result = prune_pretrained(model, config, calibration=batches, evaluation=False, apply=False, progress=False)
@@ -374,7 +375,7 @@ def test_a_budget_that_is_wrong_by_itself_is_refused(options, message):
 
 
 def test_a_budget_that_the_model_cannot_meet_is_refused_before_any_work(monkeypatch):
-    monkeypatch.setattr("gradprobe_hf.run.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
+    monkeypatch.setattr("gradprobe_hf.run.request.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
     model = deep()
     count = model.num_parameters()
     for given, message in (
@@ -412,7 +413,7 @@ def test_budgets_are_read_as_they_are_written():
 
 
 def test_the_command_line_takes_a_budget(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("gradprobe_hf.run.shape_search.TRIED", 1)
+    monkeypatch.setattr("gradprobe_hf.run.shapes.search.TRIED", 1)
     deep().save_pretrained(tmp_path / "dense")
     cases.tokenizer().save_pretrained(tmp_path / "dense")
     line = [str(tmp_path / "dense"), "--structure", "auto", "--params", "0.8"]

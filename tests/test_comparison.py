@@ -15,7 +15,7 @@ from gradprobe_hf.comparison.baselines import BASELINES, baselines, rows_of
 from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run import probe_pair, schedule
+from gradprobe_hf.run.probing import probe_pair, schedule
 from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 from tests import cases
 from tests.test_budgets import deep

@@ -361,7 +361,7 @@ def test_out_of_memory_names_the_stage_and_three_remedies_in_order(stage, error,
     def failing(*_, **__):
         raise error
 
-    monkeypatch.setattr(f"gradprobe_hf.run.{stage}", failing)
+    monkeypatch.setattr(f"gradprobe_hf.run.probing.{stage}", failing)
     with pytest.raises(MemoryError) as caught:
         prune(batch_size=2)
     said = str(caught.value)
@@ -375,7 +375,7 @@ def test_another_error_is_not_called_out_of_memory(monkeypatch):
     def failing(*_, **__):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr("gradprobe_hf.run.probe_pair.run_probe", failing)
+    monkeypatch.setattr("gradprobe_hf.run.probing.probe_pair.run_probe", failing)
     with pytest.raises(RuntimeError, match="something else"):
         prune()
 

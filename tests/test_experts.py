@@ -196,8 +196,8 @@ def test_a_dry_run_and_one_that_fails_leave_routers_as_they_were(apply, tmp_path
     config = GradProbeConfig(structure={"experts": 2})
     options = {"calibration": batches, "evaluation": False, "progress": False}
     if apply:
-        monkeypatch.setattr("gradprobe_hf.run.inputs.check_example", lambda *_: None)
-        monkeypatch.setattr("gradprobe_hf.run.equality.TOLERANCE", {torch.float32: -1.0})
+        monkeypatch.setattr("gradprobe_hf.run.request.inputs.check_example", lambda *_: None)
+        monkeypatch.setattr("gradprobe_hf.run.shapes.equality.TOLERANCE", {torch.float32: -1.0})
         with pytest.raises(RuntimeError, match="does not compute what the masked one does"):
             prune_pretrained(model, config, **options, output_dir=tmp_path / "made")
         assert list(tmp_path.iterdir()) == []

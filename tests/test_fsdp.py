@@ -19,7 +19,7 @@ from gradprobe_hf.evaluation import divergence
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.run import pair_masks, probe_pair
+from gradprobe_hf.run.probing import pair_masks, probe_pair
 from tests import cases
 from tests.grids import some
 from tests.launch import together

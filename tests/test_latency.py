@@ -14,8 +14,8 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.output import print_pruning
 from gradprobe_hf.model.families import cache_name
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run import latency, shape_search
-from gradprobe_hf.run.latency import Timed
+from gradprobe_hf.run.shapes import latency, search
+from gradprobe_hf.run.shapes.latency import Timed
 from gradprobe_hf.structures.plan import Plan
 from tests import cases
 from tests.test_budgets import BLOCKS, deep
@@ -67,7 +67,7 @@ def test_the_table_is_what_whole_models_take(counted):
 
 
 def test_a_budget_is_met_by_the_table_and_measured(counted, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(shape_search, "TRIED", 2)
+    monkeypatch.setattr(search, "TRIED", 2)
     model, batches = deep(), cases.batches("llama", rows=8)
     config = GradProbeConfig(structure="auto", latency=0.7)
     result = prune_pretrained(
@@ -99,8 +99,8 @@ def test_a_budget_is_met_by_the_table_and_measured(counted, tmp_path, capsys, mo
 
 
 def test_what_the_table_promised_and_the_model_does_not_keep_is_a_warning(counted, monkeypatch):
-    monkeypatch.setattr(shape_search, "TRIED", 1)
-    monkeypatch.setattr(shape_search, "measured_latency", lambda *_: {"dense": 2.0, "smaller": 1.9, "ratio": 0.95})
+    monkeypatch.setattr(search, "TRIED", 1)
+    monkeypatch.setattr(search, "measured_latency", lambda *_: {"dense": 2.0, "smaller": 1.9, "ratio": 0.95})
     options = {"calibration": cases.batches("llama"), "evaluation": False, "apply": False, "progress": False}
     result = prune_pretrained(deep(), GradProbeConfig(structure="auto", latency=0.7, update="none"), **options)
     (said,) = [one for one in result.report.warnings if "latency" in one]

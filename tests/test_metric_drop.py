@@ -14,7 +14,7 @@ from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.report.card.build import build_card
-from gradprobe_hf.run import probe_pair
+from gradprobe_hf.run.probing import probe_pair
 from tests import cases
 
 

@@ -31,8 +31,8 @@ from gradprobe_hf.probe import measured
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.apply import applied
-from gradprobe_hf.run.compatibility import check_editable
-from gradprobe_hf.run.weight_limits import weight_limits
+from gradprobe_hf.run.request.compatibility import check_editable
+from gradprobe_hf.run.request.weight_limits import weight_limits
 from tests import cases
 from tests.grids import grid, some
 
@@ -352,7 +352,7 @@ def test_a_plan_leaves_room_for_the_run(saved, tmp_path, monkeypatch):
     found = estimate(bare, find_targets(bare), on_disk, base=0, device=torch.device("cpu"))
     beside = found.placements[-1].beside_weights("host")
     weights = sum(value.nbytes for value in wanted.model.parameters())
-    monkeypatch.setattr("gradprobe_hf.run.weight_limits.process_bytes", lambda: 0)
+    monkeypatch.setattr("gradprobe_hf.run.request.weight_limits.process_bytes", lambda: 0)
     resident = found.placements[1].needed("host")
     monkeypatch.setattr("gradprobe_hf.estimation.estimate.available_bytes", lambda _: resident)
     assert weight_limits(bare, wanted.config)["cpu"] == resident  # all fit, and Accelerate wants room for a layer
@@ -399,7 +399,7 @@ def test_limits_that_were_given_are_kept(saved, tmp_path, monkeypatch):
     def never(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr("gradprobe_hf.run.inputs.weight_limits", never)
+    monkeypatch.setattr("gradprobe_hf.run.request.inputs.weight_limits", never)
     found = prune(saved("llama"), tmp_path / "given", device_map="auto", max_memory={"cpu": 10_000})
     assert is_offloaded(found.model)
     assert not is_offloaded(prune(saved("llama"), tmp_path / "named", device_map="cpu").model)  # no plan
@@ -466,7 +466,7 @@ def test_a_device_map_that_names_no_module_is_refused_with_the_name(saved):
 def test_a_store_without_room_is_refused_before_any_work(saved, tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=10))
-    monkeypatch.setattr("gradprobe_hf.run.probe_pair.run_probe", lambda *_, **__: pytest.fail("began to work"))
+    monkeypatch.setattr("gradprobe_hf.run.probing.probe_pair.run_probe", lambda *_, **__: pytest.fail("began to work"))
     with pytest.raises(OSError, match=r"offload_folder"):
         prune_pretrained(
             saved("llama"), calibration=cases.batches("llama"), device_map="disk", offload_folder=tmp_path / "off"

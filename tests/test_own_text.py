@@ -12,7 +12,7 @@ from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.data import self_generated
 from gradprobe_hf.data.self_generated import KeptText, own_text
 from gradprobe_hf.model import decoding
-from gradprobe_hf.run.inputs import default_calibration
+from gradprobe_hf.run.request.inputs import default_calibration
 from gradprobe_hf.runtime.processes import Processes
 from tests import cases
 
@@ -125,7 +125,7 @@ def test_by_default_the_model_writes_and_the_manual_measures():
 def test_a_model_whose_weights_are_elsewhere_does_not_write_by_default(monkeypatch, caplog):
     assert default_calibration(cases.build("llama")) == "self"
     assert default_calibration(cases.build("bert")) == "pydoc"
-    monkeypatch.setattr("gradprobe_hf.run.inputs.is_offloaded", lambda model: True)
+    monkeypatch.setattr("gradprobe_hf.run.request.inputs.is_offloaded", lambda model: True)
     assert default_calibration(cases.build("llama")) == "pydoc"
     assert "calibrating on the Python manual" in caplog.text
 

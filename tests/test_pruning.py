@@ -14,8 +14,10 @@ from gradprobe_hf.evaluation import divergence
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.run import decide, inputs, pair_masks, probe_pair
+from gradprobe_hf.run import decide
 from gradprobe_hf.run.apply import applied
+from gradprobe_hf.run.probing import pair_masks, probe_pair
+from gradprobe_hf.run.request import inputs
 from tests import cases
 
 

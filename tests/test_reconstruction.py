@@ -22,7 +22,7 @@ from gradprobe_hf.reconstruction.task import Reconstruction
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.probe_pair import ProbePair
+from gradprobe_hf.run.probing.probe_pair import ProbePair
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.updates import admm, least_squares

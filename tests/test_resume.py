@@ -21,7 +21,8 @@ from gradprobe_hf import prune_pretrained
 from gradprobe_hf.memory import batch_size, measured_passes
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loss import summed_loss
-from gradprobe_hf.run import shape_search, snapshots
+from gradprobe_hf.run import snapshots
+from gradprobe_hf.run.shapes import search
 from tests import cases
 from tests.grids import some
 from tests.launch import files_of, in_child, survivors, together
@@ -73,9 +74,9 @@ MOMENTS = {
     "file": ("gradprobe_hf.run.snapshots", "save_file"),
     "rename": ("gradprobe_hf.run.snapshots", "_flush"),
     "drop": ("gradprobe_hf.run.snapshots", "_drop"),
-    "selection": ("gradprobe_hf.run.pair_masks", "select_masks"),
+    "selection": ("gradprobe_hf.run.probing.pair_masks", "select_masks"),
     "block": ("gradprobe_hf.reconstruction.reconstruct", "solve_block"),
-    "amount": ("gradprobe_hf.run.shape_estimates", "loss_of_few_rows"),
+    "amount": ("gradprobe_hf.run.shapes.estimates", "loss_of_few_rows"),
 }
 
 
@@ -245,7 +246,7 @@ def test_a_run_killed_in_its_reconstruction_goes_on_behind_the_finished_blocks(k
 )
 def test_what_a_search_for_a_shape_has_measured_is_not_measured_again(moment, saved, left, tmp_path, monkeypatch):
     """`saved`: what it has found when it is killed; `left`: amounts and blocks of those that go on."""
-    monkeypatch.setattr(shape_search, "TRIED", 2)  # of four shapes: what each loses is estimated first
+    monkeypatch.setattr(search, "TRIED", 2)  # of four shapes: what each loses is estimated first
     options, folder = {"structure": "auto", "params": 0.85}, tmp_path / "state"
     wanted = run(**options)
     assert killed(folder, *moment, **options) == -signal.SIGKILL

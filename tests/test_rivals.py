@@ -13,7 +13,7 @@ from benchmarks import rivals
 from benchmarks.gradient_admm import BETAS, GradientAdmm
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.inputs import load_inputs
+from gradprobe_hf.run.request.inputs import load_inputs
 from gradprobe_hf.scores.table import SCORES
 from gradprobe_hf.training import attached
 from gradprobe_hf.updates.table import UPDATES

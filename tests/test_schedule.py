@@ -9,7 +9,7 @@ import torch
 
 from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run.sequential import steps
+from gradprobe_hf.run.probing.sequential import steps
 from gradprobe_hf.selection.published_rule import thresholds
 from tests import cases
 from tests.reference import naive

@@ -55,10 +55,10 @@ from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
-from gradprobe_hf.run import equality
 from gradprobe_hf.run.apply import applied
-from gradprobe_hf.run.compatibility import check_targets
-from gradprobe_hf.run.structured import packed
+from gradprobe_hf.run.request.compatibility import check_targets
+from gradprobe_hf.run.shapes import equality
+from gradprobe_hf.run.shapes.structured import packed
 from gradprobe_hf.structures.importance import least_missed, unit_errors
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
@@ -431,7 +431,7 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
         experts.register_forward_pre_hook(lambda _, args: (args[0], torch.zeros_like(args[1]), args[2]))
     else:
         model = build(name)
-    monkeypatch.setattr("gradprobe_hf.run.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
+    monkeypatch.setattr("gradprobe_hf.run.request.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
     with pytest.raises(ValueError, match=re.escape(message)):
         prune_pretrained(model, GradProbeConfig(structure=amounts), calibration=cases.batches("llama"), progress=False)
 
@@ -466,9 +466,11 @@ def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(
     model.to(dtype)  # its outputs are 3% apart: rounding to bfloat16 moves those of other models as far
     dense = cases.bits(model)
     if example:
-        monkeypatch.setattr("gradprobe_hf.run.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
+        monkeypatch.setattr(
+            "gradprobe_hf.run.request.inputs.load_batches", lambda *_, **__: pytest.fail("text was read")
+        )
     else:
-        monkeypatch.setattr("gradprobe_hf.run.inputs.check_example", lambda *_: None)
+        monkeypatch.setattr("gradprobe_hf.run.request.inputs.check_example", lambda *_: None)
     error = ValueError if example else RuntimeError
     with pytest.raises(error, match="does not compute what the masked one does"):
         prune_pretrained(
@@ -485,7 +487,7 @@ def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(
 
 def test_a_model_that_was_rounded_in_memory_is_compared_as_it_is(tmp_path, monkeypatch):
     """Behind `.to(torch.bfloat16)` the frequencies of rotary embeddings are rounded too, which no file tells."""
-    monkeypatch.setattr("gradprobe_hf.run.equality.TOLERANCE", {torch.float32: 1e-5})
+    monkeypatch.setattr("gradprobe_hf.run.shapes.equality.TOLERANCE", {torch.float32: 1e-5})
     model = build("qwen3").to(torch.bfloat16)
     dense = cases.bits(model)
     assert model.model.rotary_emb.inv_freq.dtype == torch.bfloat16

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run.compatibility import check_editable, check_group
+from gradprobe_hf.run.request.compatibility import check_editable, check_group
 from tests import cases
 
 

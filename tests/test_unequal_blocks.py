@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Wav2Vec2Config, Wav2V
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run.shape_budget import budget_shapes
+from gradprobe_hf.run.shapes.budget import budget_shapes
 from tests import cases
 
 SIZES = {

@@ -16,7 +16,7 @@ from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.report.card.method import describe_method
-from gradprobe_hf.run.unit_evidence import removed_blocks, units_that_stay
+from gradprobe_hf.run.shapes.unit_evidence import removed_blocks, units_that_stay
 from gradprobe_hf.structures.importance import outputs_squared
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal

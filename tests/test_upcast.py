@@ -22,7 +22,7 @@ from gradprobe_hf.model.loading import skeleton
 from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.model.upcast import native_products, upcast_products
-from gradprobe_hf.run.latency import _Subject
+from gradprobe_hf.run.shapes.latency import _Subject
 from tests import cases
 
 HALF = (torch.bfloat16, torch.float16)

@@ -38,8 +38,8 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.model.loading import load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
     from gradprobe_hf.report.against_estimate import against_estimate, planned
-    from gradprobe_hf.run.compatibility import check_resumable, check_shapes
-    from gradprobe_hf.run.request_checks import check_paths
+    from gradprobe_hf.run.request.checks import check_paths
+    from gradprobe_hf.run.request.compatibility import check_resumable, check_shapes
     from gradprobe_hf.tasks.table import auto_classes, task_for
 
     measured = None if options.measured is None else _measured(options)

@@ -102,7 +102,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.evaluation.harness import TaskRequest, check_tasks, evaluate_tasks
     from gradprobe_hf.model.upcast import upcast_products
     from gradprobe_hf.report.eval_results import task_results, text_results
-    from gradprobe_hf.run.request_checks import check_paths
+    from gradprobe_hf.run.request.checks import check_paths
 
     _check(options)
     check_paths(options.model, {"data": options.data}, against=options.against)
@@ -214,7 +214,7 @@ def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) 
     from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
     from gradprobe_hf.data.sources import is_plain_text
     from gradprobe_hf.data.windows import WindowSpec, load_batches, window_length
-    from gradprobe_hf.run.request_checks import check_columns
+    from gradprobe_hf.run.request.checks import check_columns
 
     if options.protocol == "paper" or is_plain_text(options.data):
         check_reads_text(measured.model, "data")

@@ -29,12 +29,12 @@ from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.report.build import published_name, versions
 from gradprobe_hf.report.plots import save_comparison
 from gradprobe_hf.report.report import finite
-from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
-from gradprobe_hf.run.foreseen import foreseen_warnings
-from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
-from gradprobe_hf.run.request_checks import check_request
+from gradprobe_hf.run.request.checks import check_request
+from gradprobe_hf.run.request.compatibility import check_targets
+from gradprobe_hf.run.request.foreseen import foreseen_warnings
+from gradprobe_hf.run.request.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.runtime.option_checks import check_callable
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation

@@ -20,7 +20,7 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.apply import check_whole
-from gradprobe_hf.run.request_checks import check_paths
+from gradprobe_hf.run.request.checks import check_paths
 from gradprobe_hf.tasks.table import task_of_class
 
 

@@ -29,7 +29,7 @@ from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, rea
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
-from gradprobe_hf.run.inputs import default_calibration
+from gradprobe_hf.run.request.inputs import default_calibration
 from gradprobe_hf.structures.removal import Removal
 
 FOLDER = "recovery"  # in the folder of a run that may be resumed

@@ -49,7 +49,7 @@ from gradprobe_hf.recovery.result import (
 from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, read_text, task_of, task_options
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.run.apply import replaced
-from gradprobe_hf.run.request_checks import check_columns, check_names, check_processing_class
+from gradprobe_hf.run.request.checks import check_columns, check_names, check_processing_class
 from gradprobe_hf.runtime.option_checks import check_resume_dir
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation

@@ -21,7 +21,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.report.report import MatrixRow
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
-from gradprobe_hf.run.unit_evidence import units_that_stay
+from gradprobe_hf.run.shapes.unit_evidence import units_that_stay
 from gradprobe_hf.runtime.row_chunks import row_chunks
 
 SPARSE = 0.05  # zeros of a model's weights with which somebody has pruned it

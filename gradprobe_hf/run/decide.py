@@ -23,11 +23,11 @@ from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.decision import BlockSaver, PruningDecision, blocks_before, recall_decision, save_decision
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.evaluate import Judge, judged, served
-from gradprobe_hf.run.schedule import decide_in_rounds, search
-from gradprobe_hf.run.sequential import decide_in_order
-from gradprobe_hf.run.shape_search import choose_shape, with_shape
+from gradprobe_hf.run.probing.schedule import decide_in_rounds, search
+from gradprobe_hf.run.probing.sequential import decide_in_order
+from gradprobe_hf.run.shapes.search import choose_shape, with_shape
+from gradprobe_hf.run.shapes.structured import decide_structures, removal_of
 from gradprobe_hf.run.snapshots import Snapshots, Step
-from gradprobe_hf.run.structured import decide_structures, removal_of
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.removal import Removal
 

@@ -22,8 +22,8 @@ from gradprobe_hf.model.sites import plain_uses
 from gradprobe_hf.model.targets import Target, covering_patterns, matches
 from gradprobe_hf.probe.engine import ProbePass, Workload, reached_inputs, run_probe
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.request.compatibility import check_targets
 
 logger = logging.getLogger(__name__)
 

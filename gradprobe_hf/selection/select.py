@@ -47,8 +47,8 @@ def _select_in_rows(targets: Sequence[Target], keys: Keys, budget: Budget) -> Pa
     masks = PackedMasks()
     for target in targets:
         count = round(budget.sparsity * target.shape[1])
-        # Rows are whole in every process, so none has to know of another: `run/compatibility.py` refuses these scopes
-        # for a matrix that is sharded by inputs.
+        # Rows are whole in every process, so none has to know of another: `run/request/compatibility.py` refuses these
+        # scopes for a matrix that is sharded by inputs.
         parts = (
             group_mask(part, *budget.group) if budget.group is not None else row_mask(part, count)
             for part in keys(target)

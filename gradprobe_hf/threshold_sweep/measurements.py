@@ -14,7 +14,7 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.probe_pair import ProbePair
+from gradprobe_hf.run.probing.probe_pair import ProbePair
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.threshold_sweep.bisection import refined
 from gradprobe_hf.threshold_sweep.rows import ThresholdRow, TunedMeasurement, metric_of

@@ -19,10 +19,10 @@ from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.loss import LossFunction
 from gradprobe_hf.run.context import RunRequest
-from gradprobe_hf.run.foreseen import foreseen_warnings
-from gradprobe_hf.run.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.reach import reachable
-from gradprobe_hf.run.request_checks import check_request
+from gradprobe_hf.run.request.checks import check_request
+from gradprobe_hf.run.request.foreseen import foreseen_warnings
+from gradprobe_hf.run.request.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.runtime.option_checks import check_drop
 from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.selection.published_rule import thresholds as thresholds_of

@@ -24,7 +24,7 @@ from gradprobe_hf.probe.attachment import blocks_in_order, serving
 from gradprobe_hf.probe.steps import share
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.unit_evidence import removed_blocks
+from gradprobe_hf.run.shapes.unit_evidence import removed_blocks
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.table import FEWER_BLOCKS, ROWS_WITHOUT, TOKENS_WITHOUT

@@ -31,8 +31,8 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied
-from gradprobe_hf.run.shape_budget import example_of_budget
-from gradprobe_hf.run.structured import packed
+from gradprobe_hf.run.shapes.budget import example_of_budget
+from gradprobe_hf.run.shapes.structured import packed
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import smaller_config

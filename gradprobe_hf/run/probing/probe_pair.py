@@ -21,9 +21,9 @@ from gradprobe_hf.probe.engine import ProbePass, observe_inputs, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.pair_masks import MeasuredTargets
-from gradprobe_hf.run.probe_state import ProbeStage, ProbeState
-from gradprobe_hf.run.row_fisher import row_fisher
+from gradprobe_hf.run.probing.pair_masks import MeasuredTargets
+from gradprobe_hf.run.probing.probe_state import ProbeStage, ProbeState
+from gradprobe_hf.run.probing.row_fisher import row_fisher
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.scores.terms import Term
 from gradprobe_hf.selection.packed_masks import PackedMasks

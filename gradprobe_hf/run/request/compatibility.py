@@ -16,8 +16,8 @@ from gradprobe_hf.model.loading_checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_offloaded, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.apply import check_whole
-from gradprobe_hf.run.shape_budget import check_budget, structures_that_can_go
-from gradprobe_hf.run.structured import check_hands_on, check_routing
+from gradprobe_hf.run.shapes.budget import check_budget, structures_that_can_go
+from gradprobe_hf.run.shapes.structured import check_hands_on, check_routing
 from gradprobe_hf.selection.published_rule import thresholds
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.shapes import check_legal

@@ -13,8 +13,8 @@ from gradprobe_hf.model.routing import mixtures
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.latency import check_timeable, latency_table
-from gradprobe_hf.run.structured import hands_on, misrouted
+from gradprobe_hf.run.shapes.latency import check_timeable, latency_table
+from gradprobe_hf.run.shapes.structured import hands_on, misrouted
 from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.latency_table import LatencyTable
 from gradprobe_hf.structures.legal_shapes import Shape, is_legal, shape_axes, shapes_within

@@ -40,11 +40,11 @@ from gradprobe_hf.model.loading import Loaded, load
 from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
 from gradprobe_hf.model.processing import load_processing_class
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run.compatibility import check_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
-from gradprobe_hf.run.equality import check_example
+from gradprobe_hf.run.request.compatibility import check_targets
+from gradprobe_hf.run.request.weight_limits import weight_limits
+from gradprobe_hf.run.shapes.equality import check_example
 from gradprobe_hf.run.snapshots import folder_of
-from gradprobe_hf.run.weight_limits import weight_limits
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.tasks.table import Task, auto_classes, task_for

@@ -17,8 +17,8 @@ from typing import Any
 from gradprobe_hf.decisions.search import FINEST, allowed, levels
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.probe_pair import Position, ProbePair
-from gradprobe_hf.run.probe_state import begun_in
+from gradprobe_hf.run.probing.probe_pair import Position, ProbePair
+from gradprobe_hf.run.probing.probe_state import begun_in
 from gradprobe_hf.selection.packed_masks import PackedMasks
 
 # What the metric is of the model that masks lead to: lower is better.

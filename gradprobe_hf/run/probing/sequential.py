@@ -18,8 +18,8 @@ from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.probe_pair import Position, ProbePair
-from gradprobe_hf.run.probe_state import begun_in, known_masks
+from gradprobe_hf.run.probing.probe_pair import Position, ProbePair
+from gradprobe_hf.run.probing.probe_state import begun_in, known_masks
 from gradprobe_hf.selection.packed_masks import PackedMasks
 
 

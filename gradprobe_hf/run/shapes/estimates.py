@@ -25,10 +25,10 @@ from gradprobe_hf.model.routing import routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.run.block_order import few_rows, loss_of_few_rows, loss_without, losses_alone
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.unit_evidence import Weighed, expert_fisher, weighed_units
+from gradprobe_hf.run.shapes.block_order import few_rows, loss_of_few_rows, loss_without, losses_alone
+from gradprobe_hf.run.shapes.unit_evidence import Weighed, expert_fisher, weighed_units
 from gradprobe_hf.runtime.stopwatch import rough_time
 from gradprobe_hf.structures.importance import made_up_for
 from gradprobe_hf.structures.legal_shapes import Shape

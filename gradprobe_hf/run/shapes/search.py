@@ -1,6 +1,6 @@
 """The shape of a smaller model: of those that meet a budget the one that loses least, as measured.
 
-There may be dozens. What each loses is estimated first (`shape_estimates.py`). Some of the calibration rows are held
+There may be dozens. What each loses is estimated first (`estimates.py`). Some of the calibration rows are held
 out; the few shapes with the lowest estimates are pruned on the others as a run of their own would be, and measured on
 those.
 """
@@ -18,12 +18,12 @@ from tqdm.auto import tqdm
 
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.perplexity import measure
-from gradprobe_hf.run.block_order import blocks_going
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.latency import measured_latency
-from gradprobe_hf.run.shape_budget import available_axes, budget_shapes, timed_shapes
-from gradprobe_hf.run.shape_estimates import estimated_losses
+from gradprobe_hf.run.shapes.block_order import blocks_going
+from gradprobe_hf.run.shapes.budget import available_axes, budget_shapes, timed_shapes
+from gradprobe_hf.run.shapes.estimates import estimated_losses
+from gradprobe_hf.run.shapes.latency import measured_latency
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.structures.budgets import BUDGETS
 from gradprobe_hf.structures.legal_shapes import Shape, block_sizes, is_legal

@@ -27,10 +27,10 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
-from gradprobe_hf.run.block_order import blocks_going
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
-from gradprobe_hf.run.unit_evidence import expert_fisher, weighed_units
+from gradprobe_hf.run.shapes.block_order import blocks_going
+from gradprobe_hf.run.shapes.unit_evidence import expert_fisher, weighed_units
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
