@@ -13,7 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from itertools import cycle, islice
@@ -200,27 +200,13 @@ def distil(
     weights = weights_fingerprint(student)
     of = {"weights": weights, "teacher": teacher.identity, "text": text.described["fingerprint"]}
     checkpoint = _checkpoint_to_resume(of, config, place)
+    best = BestState(place.folder, config.early_stopping_patience)
     with (
         memory_errors(place.stopwatch, remedies(config)),
         place.stopwatch("recovery"),
-        accelerate_kept(),
-        generators_kept(),
-        torch.enable_grad(),
-        upcast_products(student, autocast=torch.bfloat16 if bf16 else None),
-        _trainable(student, frozen),
-        without_dropout(student),
-        forward_kept(student),
-        ExitStack() as adapted,
+        _training_modes(student, torch.bfloat16 if bf16 else None, frozen),
+        _kept_zero(student, targets, masks, config) as (trains, keepers),
     ):
-        trains: Any = student
-        callbacks: list[TrainerCallback] = [ProgressBar()] if place.progress else []
-        if config.lora_r is None:
-            callbacks.append(SparsityCallback(masks))
-        else:
-            torch.manual_seed(config.seed)  # adapters begin at random, and Trainer seeds later
-            trains = with_adapters(student, targets, config.lora_r)
-            adapted.enter_context(masked_adapters(trains, masks))
-        best = BestState(place.folder, config.early_stopping_patience)
         arguments = training_arguments(
             config,
             place.folder,
@@ -239,7 +225,7 @@ def distil(
             bf16=bf16,
             train_dataset=_whole_steps(text.trained, config.batch_size),
             eval_dataset=text.kept_back,
-            callbacks=[*callbacks, best],
+            callbacks=[*([ProgressBar()] if place.progress else []), *keepers, best],
         )
         if (ended := _ended(checkpoint, config, best)) is not None:
             trainer.state = ended
@@ -249,8 +235,6 @@ def distil(
         if config.gradient_checkpointing:
             _stop_recomputing(student)
         best.load(trains)
-        if config.lora_r is not None:
-            merge_with_masks(trains, masks)
         measured, steps = held_out(trainer.state.log_history), trainer.state.global_step
     chosen = best_step(measured)
     if chosen == 0:
@@ -261,6 +245,39 @@ def distil(
         )
     tokens = round(steps * config.batch_size * text.tokens / len(text.trained))
     return Trained(steps, chosen, measured, tokens, time.perf_counter() - began)
+
+
+@contextmanager
+def _training_modes(student: PreTrainedModel, autocast: torch.dtype | None, frozen: Set[str]) -> Iterator[None]:
+    """In the body of the `with` the model can be trained; behind it, it and this process are as they were."""
+    with (
+        accelerate_kept(),
+        generators_kept(),
+        torch.enable_grad(),
+        upcast_products(student, autocast=autocast),
+        _trainable(student, frozen),
+        without_dropout(student),
+        forward_kept(student),
+    ):
+        yield
+
+
+@contextmanager
+def _kept_zero(
+    student: PreTrainedModel, targets: tuple[Target, ...], masks: PackedMasks, config: RecoveryConfig
+) -> Iterator[tuple[Any, list[TrainerCallback]]]:
+    """What is trained, and the callbacks that keep its zeros: the model itself, or adapters inside the mask.
+
+    Adapters are folded in behind the body of the `with`, if that succeeds.
+    """
+    if config.lora_r is None:
+        yield student, [SparsityCallback(masks)]
+        return
+    torch.manual_seed(config.seed)  # adapters begin at random, and Trainer seeds later
+    adapted = with_adapters(student, targets, config.lora_r)
+    with masked_adapters(adapted, masks):
+        yield adapted, []
+        merge_with_masks(adapted, masks)
 
 
 def _whole_steps(rows: list[dict[str, Any]], batch_size: int) -> list[dict[str, Any]]:
