@@ -206,42 +206,58 @@ def _load_checkpoint(
     Args:
         brought: modules whose weights come from elsewhere.
     """
+    config = load_config(name, **_source(from_pretrained_kwargs))
+    check_dtype(from_pretrained_kwargs.get("dtype"), getattr(config, "dtype", None))
+    cls = chosen_class(config, auto_classes)
+    kwargs = from_pretrained_kwargs | _of_gguf(from_pretrained_kwargs, config)
+    bare = partial(skeleton, config, cls, trust_remote_code=kwargs.get("trust_remote_code"))
+    kwargs |= _planned(kwargs, bare, limits)
+    stored_as = _stored_as(config, kwargs.get("gguf_file"))
+    reinitialises = kwargs.get("ignore_mismatched_sizes", False)
     with ExitStack() as undo:
         scratch = None
-        config = load_config(name, **_source(from_pretrained_kwargs))
-        check_dtype(from_pretrained_kwargs.get("dtype"), getattr(config, "dtype", None))
-        cls = chosen_class(config, auto_classes)
-        bare = partial(skeleton, config, cls, trust_remote_code=from_pretrained_kwargs.get("trust_remote_code"))
-        if (device_map := from_pretrained_kwargs.get("device_map")) is not None:
-            from_pretrained_kwargs["device_map"] = device_map = _checked_map(device_map, bare)
-            if device_map in PLANS and limits is not None and from_pretrained_kwargs.get("max_memory") is None:
-                from_pretrained_kwargs["max_memory"] = limits(bare(dtype=from_pretrained_kwargs.get("dtype")))
-            if from_pretrained_kwargs.get("offload_folder") is None and device_map != {"": "cpu"}:
-                # transformers writes there what it cannot read from the checkpoint as it is, such as fused experts.
-                scratch = from_pretrained_kwargs["offload_folder"] = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))
-                undo.callback(shutil.rmtree, scratch, True)
-        if "gguf_file" in from_pretrained_kwargs:
-            from_pretrained_kwargs.setdefault("quantization_config", GgufConfig(dequantize=True))
-            from_pretrained_kwargs.setdefault("config", config)  # to parse a GGUF header takes seconds, each time
-        stored_as = _stored_as(config, from_pretrained_kwargs.get("gguf_file"))
-        reinitialises = from_pretrained_kwargs.get("ignore_mismatched_sizes", False)
+        if _may_offload(kwargs) and kwargs.get("offload_folder") is None:
+            # transformers writes there what it cannot read from the checkpoint as it is, such as fused experts.
+            scratch = kwargs["offload_folder"] = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))
+            undo.callback(shutil.rmtree, scratch, True)
         with load_errors(name, WEIGHTS):
-            model, loading = cls.from_pretrained(
-                name,
-                # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
-                **from_pretrained_kwargs | {"ignore_mismatched_sizes": True, "output_loading_info": True},
-            )
+            # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
+            kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
+            model, loading = cls.from_pretrained(name, **kwargs)
         if not allow_missing:
             check_complete(model, name, loading, reinitialises, brought)
         unused = about_unused(model, name, loading)
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
         weakref.finalize(model, shutil.rmtree, scratch, True)
-    if "gguf_file" in from_pretrained_kwargs:
+    if "gguf_file" in kwargs:
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
     keep_dequantized(model)
     return Loaded(model, model.name_or_path, stored_as=stored_as, warnings=unused)
+
+
+def _of_gguf(given: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:
+    """What a GGUF file is loaded with, unless it is given; nothing for others."""
+    if "gguf_file" not in given:
+        return {}
+    # To parse its header takes seconds, each time: the configuration is handed on.
+    ours = {"quantization_config": GgufConfig(dequantize=True), "config": config}
+    return {name: value for name, value in ours.items() if name not in given}
+
+
+def _planned(given: Mapping[str, Any], bare: Callable[..., PreTrainedModel], limits: Limits) -> dict[str, Any]:
+    """Where weights go, if that is asked for: a device map, and what each device may hold at most."""
+    if (device_map := given.get("device_map")) is None:
+        return {}
+    device_map = _checked_map(device_map, bare)
+    if device_map in PLANS and limits is not None and given.get("max_memory") is None:
+        return {"device_map": device_map, "max_memory": limits(bare(dtype=given.get("dtype")))}
+    return {"device_map": device_map}
+
+
+def _may_offload(kwargs: Mapping[str, Any]) -> bool:
+    return kwargs.get("device_map") not in (None, {"": "cpu"})
 
 
 def _stored_as(config: PreTrainedConfig, gguf_file: str | None = None) -> str | None:
