@@ -37,6 +37,7 @@ from gradprobe_hf.cli.output import print_recovery
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.model.loading import Loaded
 from gradprobe_hf.model.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil, teacher_of, workplace
@@ -719,6 +720,8 @@ def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):
         ({"pruned": "./nowhere", "teacher": "./gone"}, r"pruned='./nowhere', teacher='./gone'"),
         ({"device_map": "auto"}, "device_map='auto' has no part in a recovery"),
         ({"revision": "main"}, "both are loaded already"),
+        ({"revision": "v2", "teacher": "me/llama"}, "revision='v2' has no effect .* or give teacher_revision"),
+        ({"teacher_revision": "v2"}, "teacher_revision='v2' has no effect here: teacher is loaded already"),
         ({"overwrite": True}, "belongs to output_dir"),
         ({"config": RecoveryConfig(teacher_top_k=260)}, "teacher_top_k=260 of a vocabulary of 260 tokens"),
         ({"config": {"steps": 3}}, "config must be a RecoveryConfig, got dict"),
@@ -740,6 +743,23 @@ def test_what_cannot_work_is_said_before_anything_is_trained(change, said, text_
         given[name] = known.get(given[name], given[name])
     with pytest.raises((ValueError, TypeError, OSError), match=said):
         recover_pretrained(**given, processing_class=cases.tokenizer(), progress=False)
+
+
+def test_each_model_has_a_revision_of_its_own(monkeypatch, tmp_path):
+    asked = {}
+
+    def load(name, **options):
+        asked[str(name)] = options.get("revision")
+        if name == "me/dense":
+            raise OSError("enough")
+        return Loaded(half_pruned()[0], "me/pruned")
+
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.load", load)
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.stored_report", lambda *_: (None, None))
+    for given in ({}, {"revision": "v1"}, {"revision": "v1", "teacher_revision": "v2"}):
+        with pytest.raises(OSError, match="enough"):
+            recover_pretrained("me/pruned", "me/dense", processing_class=cases.tokenizer(), progress=False, **given)
+        assert asked == {"me/pruned": given.get("revision"), "me/dense": given.get("teacher_revision")}
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ def add_arguments(parser: VerbParser) -> None:
     dense = "the dense model that MODEL was pruned from, or the adapter: a Hub id or a folder"
     parser.add_option("options", "teacher", metavar="DENSE", help=dense)
     parser.needed.append("teacher")
+    revision = "branch, tag or commit of DENSE on the Hub (default: main)"
+    parser.add_option("options", "teacher_revision", metavar="NAME", help=revision)
     parser.add_options("output", required=True)
     text = (
         "text to train on, or rows with labels; several texts make a mixture, SPEC=WEIGHT says how much of each "
@@ -52,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
         hub_private_repo=options.private or None,
         resume_dir=options.resume_dir,
         progress=shows_progress(options),
-        **given(options, "text", "evaluation", *_SOURCE),
+        **given(options, "text", "evaluation", "teacher_revision", *_SOURCE),
     )
     if found.processes.is_main and options.json:
         print_json(found.report.to_dict() | {"output": options.output})

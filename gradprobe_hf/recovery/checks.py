@@ -68,6 +68,17 @@ def check_models(pruned: Any, teacher: Any, from_pretrained_kwargs: Mapping[str,
     check_paths(None, {}, **by_name)
 
 
+def check_revisions(pruned: Any, teacher: Any, revision: str | None, teacher_revision: str | None) -> None:
+    """Raise ValueError for a revision of a model that is loaded already."""
+    for option, value, name, model in (
+        ("revision", revision, "pruned", pruned),
+        ("teacher_revision", teacher_revision, "teacher", teacher),
+    ):
+        if value is not None and isinstance(model, (nn.Module, PruneResult)):
+            other = ", or give teacher_revision, which is the teacher's" if option == "revision" else ""
+            raise ValueError(f"{option}={value!r} has no effect here: {name} is loaded already. Leave it out{other}.")
+
+
 def _adapters(pruned: Any) -> str | None:
     """What adapts a model in memory, or the name of a folder that holds an adapter; None of others."""
     if isinstance(pruned, nn.Module):

@@ -35,7 +35,14 @@ from gradprobe_hf.model.processing import load_processing_class
 from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.reconstruction.new_weights import NewWeights
-from gradprobe_hf.recovery.checks import check_alike, check_models, check_pruned, check_texts, check_trainable
+from gradprobe_hf.recovery.checks import (
+    check_alike,
+    check_models,
+    check_pruned,
+    check_revisions,
+    check_texts,
+    check_trainable,
+)
 from gradprobe_hf.recovery.distil import Workplace, check_own, check_top_k, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.result import (
     RecoverResult,
@@ -75,6 +82,7 @@ def recover_pretrained(
     hub_private_repo: bool | None = None,
     resume_dir: str | Path | None = None,
     progress: bool = True,
+    teacher_revision: str | None = None,
     **from_pretrained_kwargs: Any,
 ) -> RecoverResult:
     """Train the kept weights of a pruned model towards the predictions of the dense one; its zeros stay.
@@ -108,7 +116,8 @@ def recover_pretrained(
         resume_dir: a folder for checkpoints of the training, every `save_steps` steps. Called again with the same
             arguments, a run that was killed goes on from there, to the same bits.
         progress: show progress bars.
-        from_pretrained_kwargs: for loading both models by name: `trust_remote_code`, `revision`, `token`, ...
+        teacher_revision: branch, tag or commit of the teacher on the Hub; `revision` is that of the pruned model.
+        from_pretrained_kwargs: for loading both models by name: `trust_remote_code`, `token`, ...
 
     Returns:
         The model, and a report with what was measured.
@@ -127,6 +136,7 @@ def recover_pretrained(
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
     check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
     check_models(pruned, teacher, from_pretrained_kwargs)
+    check_revisions(pruned, teacher, from_pretrained_kwargs.get("revision"), teacher_revision)
     check_processing_class(processing_class)
     check_texts(text, evaluation)
     check_columns(TextOptions.of(config), text, evaluation)
@@ -137,7 +147,7 @@ def recover_pretrained(
     with stopwatch("load"):
         named = {"auto_classes": auto_classes(config.task), **from_pretrained_kwargs}
         student = _Student.of(pruned, named, processing_class)
-        dense = _Dense(teacher, named, student.model)
+        dense = _Dense(teacher, named | {"revision": teacher_revision}, student.model)
         student.check(dense, config)
         check_written(student.model, text)
         if student.processing_class is None:
@@ -245,7 +255,8 @@ class _Dense:
 
     def __init__(self, teacher: Any, kwargs: Mapping[str, Any], beside: PreTrainedModel) -> None:
         self._named = None if isinstance(teacher, nn.Module) else teacher
-        self._kwargs, self._device = dict(kwargs), beside.device
+        self._kwargs = {name: value for name, value in kwargs.items() if (name, value) != ("revision", None)}
+        self._device = beside.device
         self._kept: Loaded | None = load(teacher, merge_adapters=None) if self._named is None else None
 
     @property
