@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from huggingface_hub import ModelCard
 from transformers import AutoModelForSequenceClassification
 
@@ -89,6 +90,26 @@ def test_half_precision(name):
     assert min(found.report.recovery["held_out"].values()) < found.report.recovery["held_out"]["0"]
     assert pruned.dtype == torch.bfloat16
     assert zeros(pruned, masks)[0] == 0
+
+
+def test_masked_text_is_known_whatever_is_masked():
+    """Which tokens are hidden is drawn anew in every batch, and the labels say what stood there."""
+    case, model = labelled.CASES["masked"], labelled.build("masked")
+    given = {"processing_class": case.processor(), "progress": False}
+    words = case.rows()["text"][0].split()
+    trained, other = (Dataset.from_dict({"text": [" ".join(half)]}) for half in (words[::-1], words[: len(words) // 2]))
+    pruned, config = half_pruned("masked")[0], replace(CONFIG, evaluation_samples=4)
+    with pytest.raises(ValueError, match="evaluation rows are trained on"):
+        recover_pretrained(pruned, model, config, text=trained, evaluation=trained, **given)
+    assert recover_pretrained(pruned, model, config, text=trained, evaluation=other, **given).report.evaluation
+    pruning = GradProbeConfig(
+        sparsity=0.5, preset="fast", num_samples=4, batch_size=2, sequence_length=24, evaluation_samples=4
+    )
+    for evaluation, shared in ((trained, True), (other, False)):
+        report = prune_pretrained(
+            model, pruning, calibration=trained, evaluation=evaluation, apply=False, **given
+        ).report
+        assert any("also calibrated on" in warning for warning in report.warnings) == shared
 
 
 @pytest.mark.parametrize("name", ["bert", "vit"])

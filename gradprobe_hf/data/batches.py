@@ -155,12 +155,23 @@ def _row_bytes(batches: Batches) -> set[bytes]:
 def _rows(batches: Batches) -> Iterator[tuple[bytes, int]]:
     """The content of each row without its padding, which the other rows bring, and its tokens; 0 of what is no text."""
     for batch in batches:
-        ids, mask = batch.get("input_ids"), _unpadded(batch)
+        ids, mask = _text_of(batch), _unpadded(batch)
         values = next(one for one in batch.values() if isinstance(one, Tensor)) if ids is None else ids
         for number, row in enumerate(values):
             if ids is not None and mask is not None:
                 row = row[mask[number]]
             yield row.contiguous().flatten().view(torch.uint8).numpy().tobytes(), 0 if ids is None else len(row)
+
+
+def _text_of(batch: Mapping[str, Any]) -> Any:
+    """The token ids; of masked ones those that were there, which the labels say: they are masked anew in every batch.
+
+    Labels of words are other numbers, and as good: the same text has the same.
+    """
+    ids, labels = batch.get("input_ids"), batch.get("labels")
+    if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or labels.shape != ids.shape:
+        return ids
+    return torch.where(labels == IGNORED, ids, labels.to(ids))
 
 
 def shared_passages(a: Batches, b: Batches) -> float:
@@ -202,7 +213,7 @@ def _passages(batches: Batches) -> Tensor:
     factors = torch.randint(2**62, (PASSAGE,), generator=torch.Generator().manual_seed(0))
     found = [torch.empty(0, dtype=torch.long)]
     for batch in batches:
-        ids = batch.get("input_ids")
+        ids = _text_of(batch)
         if isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] >= PASSAGE and not ids.is_floating_point():
             numbers = (ids.long().unfold(1, PASSAGE, 1) * factors).sum(-1)  # modulo 2^64
             mask = _unpadded(batch)

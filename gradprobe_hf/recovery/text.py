@@ -194,7 +194,7 @@ class RecoveryText:
 
     def check_apart(self, evaluation: Batches) -> None:
         """Raise ValueError where rows that are measured on are trained on too."""
-        mine = Batches(tuple({main: row[main][None]} for row in self.rows for main in [_main(row)]), "", 0, 0, "")
+        mine = Batches(tuple({name: row[name][None] for name in _telling(row)} for row in self.rows), "", 0, 0, "")
         if not self.layout.is_causal:
             self._check_rows_apart(mine, evaluation)
         elif shared := shared_rows(mine, evaluation):
@@ -339,6 +339,11 @@ def collated(rows: Sequence[Mapping[str, Any]], layout: Layout = NEXT_TOKENS) ->
 def _labels(row: Row, layout: Layout) -> Tensor:
     """Where predictions of one row count."""
     return layout.labels({name: values[None] for name, values in row.items()})
+
+
+def _telling(row: Row) -> tuple[str, ...]:
+    """What the text of a row is known by: of one with masked tokens, the labels too."""
+    return (_main(row), "labels") if isinstance(row.get("labels"), Tensor) else (_main(row),)
 
 
 def _main(row: Row) -> str:
