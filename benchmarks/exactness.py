@@ -9,7 +9,7 @@ damping:
 
 With fewer calibration tokens than inputs (`--num-samples 2` of 256, of 768 inputs) the damping alone makes it solvable.
 
-Where the CPU has units for bfloat16, products are rounded to it; `--exact` shows what it would be without. `--wide` has
+Where the CPU has units for bfloat16, ADMM rounds to it; `--exact` shows what it would be without. `--wide` has
 no model: it times ADMM on random matrices of that shape, rounded and exact by turns.
 
 usage: python -m benchmarks.exactness --model DIR --text FILE [--num-samples 32] [--columns 0.6 2:4] [--exact]

@@ -6,7 +6,8 @@ has been between them (units and names as in `least_squares.py`):
     V = (S H + r (Z - U)) (H + r)^-1        Z = V + U, projected on the budget        U += V - Z
 
 What a round changes is small, and the product with it may be rounded: V is the first, `(S H + r Z) (H + r)^-1`, and
-what `Z - U` has changed by since, which is `2 Z - Z_before - V`, adds to it `r (2 Z - Z_before - V) (H + r)^-1`.
+what `Z - U` has changed by since, which is `2 Z - Z_before - V`, adds to it `r (2 Z - Z_before - V) (H + r)^-1`. No
+eigenvalue of H + r is less than r, whatever H is, so that what is rounded stays what it was but for three digits.
 
 Least squares under the mask of Z follow. Sources: Boža (arXiv:2401.02938), who prunes in these units; Meng et al., ALPS
 (arXiv:2406.07831). That rows of a matrix compete by their Fisher information is ours.

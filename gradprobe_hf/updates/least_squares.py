@@ -19,7 +19,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from gradprobe_hf.runtime.half_products import RoundedMatrix
 from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS, row_chunks
 from gradprobe_hf.updates.problem import MatrixProblem, Solution
 from gradprobe_hf.updates.sweep import DAMPING, damped
@@ -65,9 +64,8 @@ class LeastSquares:
         if together is not None:
             return together.masked_fill_(mask, 0)
         begin, found = self.weight if start is None else start, torch.empty_like(self.weight)
-        gram = RoundedMatrix(self.gram)
         for rows in row_chunks(mask.shape, FOLDED_ELEMENTS):
-            found[rows] = self._solved(rows, kept_of(mask[rows], found.dtype), begin[rows], steps, gram)
+            found[rows] = self._solved(rows, kept_of(mask[rows], found.dtype), begin[rows], steps)
         return found.masked_fill_(mask, 0)  # products leave negative zeros
 
     def _solved_together(self, mask: Tensor) -> Tensor | None:
@@ -87,20 +85,23 @@ class LeastSquares:
         values[:, inputs] = torch.cholesky_solve(self.wanted[:, inputs].t(), factor).t()
         return values.div_(self.unit)
 
-    def _solved(self, rows: slice, kept: Tensor, start: Tensor, steps: int, gram: RoundedMatrix) -> Tensor:
+    def _solved(self, rows: slice, kept: Tensor, start: Tensor, steps: int) -> Tensor:
         # Rows keep unlike inputs. With what goes held at zero, one product with the whole H serves all their systems.
-        # What is left to solve is exact, once; the steps, each smaller than the one before, may round their products.
+        # Exactly, unlike ADMM's: inputs that have nearly all in common make H singular to the digits of bfloat16.
         values = start * kept
         residual = (self.wanted[rows] - values @ self.gram).mul_(kept)
-        direction, tiny = residual.clone(), torch.finfo(values.dtype).tiny
+        direction, digits = residual.clone(), torch.finfo(values.dtype)
+        least = digits.eps * len(self.gram)  # curvature, below which it may be rounding alone, and of either sign
         left = residual.square().sum(1, keepdim=True)
         for _ in range(steps):
-            image = gram.after(direction).mul_(kept)
-            length = left / (direction * image).sum(1, keepdim=True).clamp_min(tiny)  # of a row that is done 0, not NaN
+            image = (direction @ self.gram).mul_(kept)
+            curved = (direction * image).sum(1, keepdim=True)
+            is_known = curved > least * direction.square().sum(1, keepdim=True)  # not so in a row that is done
+            length = torch.where(is_known, left / curved, 0)
             values.addcmul_(length, direction)
             residual.addcmul_(length, image, value=-1)
             before, left = left, residual.square().sum(1, keepdim=True)
-            direction.mul_(left / before.clamp_min(tiny)).add_(residual)
+            direction.mul_(left / before.clamp_min(digits.tiny)).add_(residual)
         return values.div_(self.unit)
 
 
