@@ -61,14 +61,14 @@ BREAKS = [
     ),
     Break(
         "a divergence that is read backwards",
-        "recovery/divergence.py",
+        "evaluation/divergence_loss.py",
         "p * (log_p - log_q), 0)",
         "p * (log_q - log_p), 0)",
         "test_recovery.py",
     ),
     Break(
         "a recovery that forgets the other tokens",
-        "recovery/divergence.py",
+        "evaluation/divergence_loss.py",
         "return apart + together, ",
         "return apart, ",
         "test_recovery.py",

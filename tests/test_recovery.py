@@ -37,11 +37,11 @@ from gradprobe_hf.cli.output import print_recovery
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, TopPredictions, WholePredictions
 from gradprobe_hf.model.loading import Loaded
 from gradprobe_hf.model.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil, teacher_of, workplace
-from gradprobe_hf.recovery.divergence import SummedDivergence, TopPredictions, WholePredictions
 from gradprobe_hf.recovery.result import RecoverResult
 from gradprobe_hf.recovery.teacher import LiveTeacher
 from gradprobe_hf.recovery.text import Reading, RecoveryText, collated, read_text

@@ -26,13 +26,13 @@ from gradprobe_hf.estimation.passes import by_formula
 from gradprobe_hf.estimation.sizes import FLOAT32_BYTES, TrainingSizes
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts
 from gradprobe_hf.estimation.watch import Watch
+from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, WholePredictions
 from gradprobe_hf.model.families import is_causal, sample_batch
 from gradprobe_hf.model.fsdp import plain_class
 from gradprobe_hf.model.loading import skeleton
 from gradprobe_hf.model.patches import eval_mode, frozen
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.model.upcast import native_products, upcast_products
-from gradprobe_hf.recovery.divergence import SummedDivergence, WholePredictions
 
 logger = logging.getLogger(__name__)
 

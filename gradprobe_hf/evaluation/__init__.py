@@ -1,1 +1,4 @@
-"""Model and batches -> loss and perplexity. `metrics` holds measurements for the `evaluate` library."""
+"""Model and batches -> loss, perplexity, and the divergence from another model, with its gradient for training.
+
+`metrics` holds measurements for the `evaluate` library.
+"""

@@ -1,5 +1,5 @@
 """Recovery: a pruned model, the dense one and text -> the kept weights, trained towards the dense model's predictions.
 
-`divergence` is the loss, `teacher` where the dense model's predictions come from, `text` what is trained on, `trainer`
-the Trainer, `distil` a whole training; `recover` is the public verb.
+`teacher` is where the dense model's predictions come from, `text` what is trained on, `trainer` the Trainer, whose loss
+is in `evaluation/divergence_loss.py`, `distil` a whole training; `recover` is the public verb.
 """

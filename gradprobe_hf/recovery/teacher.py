@@ -1,6 +1,6 @@
 """The teacher: where the dense model's predictions come from, the model itself or what it has written to disk.
 
-On disk are the k most likely tokens of each position (`divergence.TopPredictions`), 2 + 4 bytes each: with k = 512
+On disk are the k most likely tokens of each position (`TopPredictions`), 2 + 4 bytes each: with k = 512
 about 3 GB for a million tokens. The dense model reads the text once, before training, whatever the number of epochs.
 """
 
@@ -23,11 +23,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
+from gradprobe_hf.evaluation.divergence_loss import Predictions, TopPredictions, WholePredictions
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loss import next_token_logits
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.patches import eval_mode
-from gradprobe_hf.recovery.divergence import Predictions, TopPredictions, WholePredictions
 from gradprobe_hf.recovery.text import COUNTED, NEXT_TOKENS, WINDOW, Layout, RecoveryText, collated
 from gradprobe_hf.runtime.processes import Processes
 

@@ -40,8 +40,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import EvalLoopOutput
 
 from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.evaluation.divergence_loss import SummedDivergence
 from gradprobe_hf.model.families import makes_random
-from gradprobe_hf.recovery.divergence import SummedDivergence
 from gradprobe_hf.recovery.teacher import Teacher
 from gradprobe_hf.recovery.text import COUNTED, NEXT_TOKENS, Layout, collated
 from gradprobe_hf.runtime.processes import Processes

@@ -1,4 +1,4 @@
-"""The loss: how far the pruned model's next-token distribution q is from the dense model's p, in nats.
+"""The divergence as a loss: how far the pruned model's next-token distribution q is from the dense model's p, in nats.
 
     KL   = sum_v p_v (log p_v - log q_v)                                                     over the vocabulary
 
