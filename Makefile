@@ -163,7 +163,7 @@ TRAIN_TEXT ?= $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,README.md)
 bench-accumulators: $(READY) $(MODEL)  ## what statistics in fewer bytes do to the result
 	$(QUALITY) --accumulators --seed 0 1 2 --model $(MODEL) $(TEXTS) $(FLAGS)
 
-bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from disk among them (needs 50 GB of disk)
+bench-memory: $(READY) $(MODEL)  ## peak memory of whole runs, a 7B model's from disk among them (50 GB of disk, hours)
 	$(BIN)/python -m benchmarks.memory --model $(MODEL) --large runs/mistral-shaped
 
 bench-speed: $(READY) $(MODEL)  ## time of the probes against bare passes

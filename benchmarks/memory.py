@@ -4,8 +4,8 @@ SmolLM2-135M in memory, with blocks recomputed, and read from disk, with every k
 Mistral-7B's shape (its configuration, random weights) read from disk, pruned to 50%, saved, and inspected. Beside each
 stands what `gradprobe estimate` says. `--gpu` runs the large model resident on a GPU instead (see `memory_gpu.py`).
 
-The row `from disk, best` takes two hours or more. Ended early, it goes on where it was when it is called again; its
-seconds are the sum.
+The row `from disk, best` takes some three hours of two cores. Ended early, it goes on where it was when it is called
+again; its seconds are the sum.
 
     make bench-memory        # into results/memory.json; needs 50 GB of disk
 

@@ -121,11 +121,16 @@ def memory_table(results: dict[str, Any]) -> str:
         f"{small['sequence_length']} tokens one by one, the large model (random weights, 14.5 GB) "
         f'{large["num_samples"]} windows of {large["sequence_length"]} at once, `int8` with `fisher="sequence"`. '
         "Everything is counted, from the import of the libraries to the saved checkpoint; inspecting that afterwards "
-        f"maps its files ({_with_inspection(results):,.0f} MB at most). A whole run loads, probes (twice; `best` "
-        f"once), finds candidates, selects, updates weights (`best`) and saves.{_against_bare(results)} Made by "
+        f"maps its files ({_with_inspection(results):,.0f} MB at most). A whole run loads, probes twice, finds "
+        f"candidates, selects and saves.{_of_best(results)}{_against_bare(results)} Made by "
         "`make bench-memory`."
     )
     return "\n".join([*lines, "", note])
+
+
+def _of_best(results: dict[str, Any]) -> str:
+    is_there = any("best" in row["row"] and "peak_bytes" in row for row in results["rows"])
+    return " `best` probes once, and updates weights." if is_there else ""
 
 
 def _probes(row: dict[str, Any]) -> list[float]:

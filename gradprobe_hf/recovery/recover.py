@@ -151,7 +151,7 @@ def recover_pretrained(
         student.check(dense, config)
         check_written(student.model, text)
         if student.processing_class is None:
-            student = replace(student, processing_class=load_processing_class(dense.model, **from_pretrained_kwargs))
+            student = replace(student, processing_class=load_processing_class(dense.model, **dense.kwargs))
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
     with (
         upcast_products(dense.model, student.model),
@@ -255,14 +255,14 @@ class _Dense:
 
     def __init__(self, teacher: Any, kwargs: Mapping[str, Any], beside: PreTrainedModel) -> None:
         self._named = None if isinstance(teacher, nn.Module) else teacher
-        self._kwargs = {name: value for name, value in kwargs.items() if (name, value) != ("revision", None)}
+        self.kwargs = {name: value for name, value in kwargs.items() if (name, value) != ("revision", None)}
         self._device = beside.device
         self._kept: Loaded | None = load(teacher, merge_adapters=None) if self._named is None else None
 
     @property
     def _loaded(self) -> Loaded:
         if self._kept is None:
-            self._kept = load(self._named, merge_adapters=None, **self._kwargs)  # type: ignore[arg-type]
+            self._kept = load(self._named, merge_adapters=None, **self.kwargs)  # type: ignore[arg-type]
             self._kept.model.to(self._device)
         return self._kept
 
@@ -275,7 +275,7 @@ class _Dense:
         """The tokenizer of a model that is named."""
         if self._named is None:
             return None
-        return load_processing_class(self.model, self._loaded.processing_name, **self._kwargs)
+        return load_processing_class(self.model, self._loaded.processing_name, **self.kwargs)
 
     def check_origin(self, report: Report | None) -> None:
         """Raise ValueError where it is named, and is not what was pruned."""
