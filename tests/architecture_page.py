@@ -73,7 +73,7 @@ def seen(architecture: Architecture, folder: Path, ways: Collection[str] = tuple
 
 
 def _pruned(architecture: Architecture, source: Path, out: Path, way: str) -> str:
-    config, batches = GradProbeConfig(**WAYS[way], sequence_length=16), architecture.batches()
+    config, batches = GradProbeConfig(**WAYS[way]), architecture.batches()
     prune = partial(prune_pretrained, source, config, calibration=batches, evaluation=batches, progress=False)
     if way in architecture.refused:
         with pytest.raises(ValueError, match=r"[Uu]se .*update='none'"):

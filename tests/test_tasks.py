@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
@@ -19,14 +21,18 @@ from tests import cases, labelled
 from tests.architectures import ARCHITECTURES
 
 CASES = labelled.CASES
+FEW = {"num_samples": 4, "batch_size": 2, "sparsity": 0.5}
+SHORT = 4  # tokens, fewer than any text here has
 
 
-def batches(name, rows=None, *, samples=4, batch_size=2, label_column=None, model=None, processor=None, **text):
+def batches(
+    name, rows=None, *, samples=4, length=32, batch_size=2, label_column=None, model=None, processor=None, **text
+):
     case = CASES[name]
     model = model or labelled.build(name)
     return load_batches(
         case.rows() if rows is None else rows,
-        WindowSpec(samples, 32, batch_size, text=TextOptions(**text)),
+        WindowSpec(samples, length, batch_size, text=TextOptions(**text)),
         part="calibration",
         model=model,
         processing_class=processor or case.processor(),
@@ -47,7 +53,7 @@ def test_rows_of_every_task_prune_its_model(name):
         sparsity=0.5,
         num_samples=4,
         evaluation_samples=4,
-        sequence_length=32,
+        sequence_length=None if name == "vit" else 32,
         batch_size=2,
     )
     report = result.report
@@ -56,6 +62,23 @@ def test_rows_of_every_task_prune_its_model(name):
     assert report.model["task"] == case.task
     metric = report.evaluation["metric"]
     assert (metric and metric["name"]) == case.metric
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"llava"}))  # of a text without an image windows are cut
+def test_a_length_that_cuts_nothing_is_refused(name):
+    model, rows, processor = labelled.build(name), CASES[name].rows(), CASES[name].processor()
+    shapes = []
+    for length in (32, SHORT):
+        items = batches(name, length=length).items
+        shapes.append([{key: value.shape for key, value in batch.items()} for batch in items])
+    prune = partial(cases.prune, model, rows, processing_class=processor, **FEW, sequence_length=SHORT)
+    if shapes[0] != shapes[1]:
+        prune()
+    else:
+        with pytest.raises(
+            ValueError, match=f"sequence_length={SHORT} has no effect here: for .*classification no text is cut"
+        ):
+            prune()
 
 
 def test_texts_are_padded_and_have_the_class_of_their_row():

@@ -218,6 +218,8 @@ def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) 
 
     if options.protocol == "paper" or is_plain_text(options.data):
         check_reads_text(measured.model, "data")
+    if task is not None:
+        task.check_length(options.sequence_length, measured.model.main_input_name)
     text = TextOptions(**given(options, *TEXT_OPTIONS))
     check_columns(text, options.data)
     if options.protocol == "paper":

@@ -21,7 +21,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "which model": {
         "dtype": {"metavar": "DTYPE", "help": "load weights as bfloat16, float16 or float32 (default: as stored)"},
-        "revision": {"metavar": "NAME", "help": "branch, tag or commit of a Hub id (default: main)"},
+        "revision": {"metavar": "NAME", "help": "branch, tag or commit of MODEL on the Hub (default: main)"},
         "trust_remote_code": {
             "action": "store_true",
             "default": None,

@@ -60,7 +60,8 @@ class Student:
 
     def check(self, dense: Dense, config: RecoveryConfig) -> None:
         """Raise ValueError where the two models do not go together, or one cannot be used."""
-        task_of(self.model, config)
+        if (task := task_of(self.model, config)) is not None:
+            task.check_length(config.sequence_length, self.model.main_input_name)
         check_trainable(self.model, "recovery")
         check_alike(self.model, dense.model)
         dense.check_origin(self.report)

@@ -141,6 +141,19 @@ class Task:
             found.append(find_column(first, kind, named, apart=[*found, *([label] if label else [])]))
         return tuple(found), label
 
+    def check_length(self, asked: int | None, main_input: str) -> None:
+        """Raise ValueError for a `sequence_length` where no text is read or written that could be cut at it.
+
+        Args:
+            main_input: the model's `main_input_name`: one that reads tokens can be given text, whatever it is for.
+        """
+        has_text = TEXT in self.inputs or self.compares == "texts" or main_input == "input_ids"
+        if asked is not None and not has_text:
+            raise ValueError(
+                f"sequence_length={asked} has no effect here: for {self.name} no text is cut. Leave sequence_length "
+                "unset."
+            )
+
     def metric(self, name: str) -> Metric:
         """A metric of this task.
 

@@ -93,6 +93,8 @@ def load_inputs(request: RunRequest) -> RunContext:
         measured = Batches.none() if evaluation is None else reading.evaluation(evaluation)
         if unwritten is None:
             check_text_options(TextOptions.of(config), calibrated, measured)
+        if task is not None:
+            task.check_length(config.sequence_length, model.main_input_name)
         metric = metric_of(task, config.metric, measured, processing_class)
     folder = request.from_pretrained_kwargs.get("offload_folder")
     return RunContext(
