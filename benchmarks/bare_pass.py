@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.loading import load_model
-from gradprobe_hf.model.loss import summed_loss
-from gradprobe_hf.model.patches import checkpointed, checkpointed_layers, eval_mode, frozen
+from gradprobe_hf.model.loading.load import load_model
+from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.passes.patches import checkpointed, checkpointed_layers, eval_mode, frozen
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.model.upcast import upcast_products
 
 
 def seconds_of_bare_pass(model_id: str, batches: list[dict[str, Tensor]]) -> float:

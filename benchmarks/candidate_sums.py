@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
+from gradprobe_hf.probe.accumulation.accumulators import BYTES_PER_WEIGHT
 
 RESULT = Path(__file__).parent / "results" / "candidate_sums.json"
 SHAPE, TOKENS, SPARSITY = (1536, 576), 512, 0.5

@@ -31,9 +31,9 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.text_options import SELF
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
-from gradprobe_hf.model.loading import load_model
-from gradprobe_hf.model.loss import summed_loss
-from gradprobe_hf.model.processing import load_processing_class
+from gradprobe_hf.model.loading.load import load_model
+from gradprobe_hf.model.loading.processing import load_processing_class
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.training import StepCallback, attached

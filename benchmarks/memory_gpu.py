@@ -12,7 +12,7 @@ import torch
 from benchmarks.random_checkpoint import random_tokens
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.estimation.estimate import estimate
-from gradprobe_hf.model.loading import load_config, skeleton
+from gradprobe_hf.model.loading.load import load_config, skeleton
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.build import peak_memory
 

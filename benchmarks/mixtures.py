@@ -29,8 +29,8 @@ from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.windows import WindowSpec, Writing, load_batches
 from gradprobe_hf.model.fingerprint import weights_fingerprint
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision

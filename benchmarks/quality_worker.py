@@ -26,8 +26,8 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, find_targets
-from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.of_pruning import recovered_weights
 from gradprobe_hf.report.build import matrix_rows, peak_memory, versions

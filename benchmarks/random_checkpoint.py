@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MistralConfig, PreTrainedModel
 
-from gradprobe_hf.model.loading import load_config, skeleton
-from gradprobe_hf.model.saving import LARGEST_SHARD
+from gradprobe_hf.model.files.saving import LARGEST_SHARD
+from gradprobe_hf.model.loading.load import load_config, skeleton
 
 
 def mistral_config() -> MistralConfig:

@@ -44,7 +44,7 @@ from benchmarks.text_table import texts_table
 from benchmarks.training import check_alike
 from benchmarks.upcast import upcast_table
 from gradprobe_hf.config.values import AccumulatorDtype
-from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
+from gradprobe_hf.probe.accumulation.accumulators import BYTES_PER_WEIGHT
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -36,7 +36,7 @@ from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.text_options import SELF
 from gradprobe_hf.data.windows import Writing, load_batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
-from gradprobe_hf.model.upcast import upcast_products
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.report.build import peak_memory, versions
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext

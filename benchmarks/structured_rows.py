@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradprobe_hf.model.loss import forward_only, summed_loss
+from gradprobe_hf.model.passes.loss import forward_only, summed_loss
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.shapes.structured import packed
 from gradprobe_hf.selection.packed_masks import PackedMasks

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from gradprobe_hf import bench_pretrained
 from gradprobe_hf.checkpoint.smaller import save_smaller
-from gradprobe_hf.cli.bench_table import print_bench
+from gradprobe_hf.cli.tables.bench import print_bench
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.shapes.structured import packed

@@ -31,11 +31,11 @@ from transformers import PreTrainedModel
 from gradprobe_hf.bench.result import Timing
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
-from gradprobe_hf.model.loading import load_model
-from gradprobe_hf.model.loss import summed_loss
-from gradprobe_hf.model.processing import load_processing_class
+from gradprobe_hf.model.loading.load import load_model
+from gradprobe_hf.model.loading.processing import load_processing_class
+from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.passes.upcast import needs_upcast, upcast_products
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.model.upcast import needs_upcast, upcast_products
 from gradprobe_hf.report.build import versions
 
 COMPARED_ON = 5, 128  # windows, tokens

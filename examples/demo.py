@@ -22,8 +22,8 @@ from rich.table import Table
 from gradprobe_hf import GradProbeConfig, PruneResult, bench_pretrained, prune_pretrained
 from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
 from gradprobe_hf.data.windows import WindowSpec, load_batches
-from gradprobe_hf.model.loading import load_model
-from gradprobe_hf.model.processing import load_processing_class
+from gradprobe_hf.model.loading.load import load_model
+from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.report.report import Report
 
 PROMPT = "The Earth goes around the Sun, and the Moon"

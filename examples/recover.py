@@ -29,8 +29,8 @@ from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence import measure_pair
 from gradprobe_hf.evaluation.divergence_loss import TopPredictions
-from gradprobe_hf.model.loading import load_model
-from gradprobe_hf.model.processing import load_processing_class
+from gradprobe_hf.model.loading.load import load_model
+from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.recovery.text import Reading, read_text
 from gradprobe_hf.recovery.trainer import BestState, RecoveryTrainer, training_arguments

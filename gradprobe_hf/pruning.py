@@ -15,11 +15,11 @@ from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.memory.memory_plan import open_run
+from gradprobe_hf.model.files.offload_store import check_store_room
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loading import name_of
-from gradprobe_hf.model.loss import LossFunction
-from gradprobe_hf.model.offload_store import check_store_room
-from gradprobe_hf.model.upcast import upcast_products
+from gradprobe_hf.model.loading.load import name_of
+from gradprobe_hf.model.passes.loss import LossFunction
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
 from gradprobe_hf.recovery.distil import check_own

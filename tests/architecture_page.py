@@ -22,9 +22,9 @@ from transformers import PreTrainedModel, pipeline
 from gradprobe_hf import GradProbeConfig, PruneResult, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint, pattern_holds
 from gradprobe_hf.estimation.estimate import estimate
-from gradprobe_hf.model.loading import load_config, skeleton
-from gradprobe_hf.model.loss import forward_only, summed_loss
+from gradprobe_hf.model.loading.load import load_config, skeleton
 from gradprobe_hf.model.parameters import aliases
+from gradprobe_hf.model.passes.loss import forward_only, summed_loss
 from gradprobe_hf.model.targets import find_targets
 from tests.architectures import ARCHITECTURES, Architecture
 

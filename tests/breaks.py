@@ -138,21 +138,21 @@ BREAKS = [
     ),
     Break(
         "candidates that are not shrunk in backward",
-        "probe/measured.py",
+        "probe/maps/measured.py",
         "input_grad = output_grad @ ctx.use.served.of(ctx.use.target, weight)",
         "input_grad = output_grad @ weight",
         "test_probe.py",
     ),
     Break(
         "a hook that stays",
-        "probe/attachment.py",
+        "probe/maps/attachment.py",
         "undo.callback(restore_slot, module, slot, module.__dict__.get(slot))",
         "pass",
         "test_probe.py",
     ),
     Break(
         "parameters that stay frozen",
-        "model/patches.py",
+        "model/passes/patches.py",
         "model.get_parameter(name).requires_grad_(True)",
         "pass",
         "test_probe.py",
@@ -180,7 +180,7 @@ BREAKS = [
     ),
     Break(
         "labels that are shifted by none",
-        "model/loss.py",
+        "model/passes/loss.py",
         "labels = F.pad(labels_of(batch)[:, 1:], (0, 1), value=IGNORED)",
         "labels = labels_of(batch)",
         "test_probe.py test_evaluation.py",
@@ -222,7 +222,7 @@ BREAKS = [
     ),
     Break(
         "an offload store that is not put back",
-        "model/offload_store.py",
+        "model/files/offload_store.py",
         "steps = self.cleanup if kind is None else self.undo[::-1]",
         "steps = self.cleanup if kind is None else []",
         "test_offload.py",
@@ -257,7 +257,7 @@ BREAKS = [
     ),
     Break(
         "statistics that are rounded down",
-        "probe/reduced_precision.py",
+        "probe/accumulation/reduced_precision.py",
         "piece.add_(table[place : place + len(piece)])",
         "pass",
         "test_accumulators.py",
@@ -313,7 +313,7 @@ BREAKS = [
     ),
     Break(
         "weights that are missing, taken as they are",
-        "model/loading.py",
+        "model/loading/load.py",
         "if not allow_missing:",
         "if False:",
         "test_loading.py",

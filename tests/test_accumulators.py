@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gradprobe_hf.probe import page_cache
-from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
-from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT, Accumulator
-from gradprobe_hf.probe.page_cache import PageCacheTrail
-from gradprobe_hf.probe.reduced_precision import decode_int8, encode_int8, round_bfloat16
+from gradprobe_hf.probe.accumulation import page_cache
+from gradprobe_hf.probe.accumulation.accumulators import BYTES_PER_WEIGHT, Accumulator
+from gradprobe_hf.probe.accumulation.page_cache import PageCacheTrail
+from gradprobe_hf.probe.accumulation.reduced_precision import decode_int8, encode_int8, round_bfloat16
+from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
 
 CPU = torch.device("cpu")
 SHAPE = (96, 200)
@@ -154,7 +154,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, monkey
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gradprobe_hf.probe.accumulator_storage.os.posix_fallocate", full)
+    monkeypatch.setattr("gradprobe_hf.probe.accumulation.storage.os.posix_fallocate", full)
     with pytest.raises(OSError, match="no room for the accumulators; choose another offload_folder"):
         made("int8", tmp_path)
 

@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli import main
-from gradprobe_hf.model import adapters
+from gradprobe_hf.model.loading import adapters
 from gradprobe_hf.report.card.build import build_card
 from tests import cases
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
-from gradprobe_hf.model.loss import forward_only, summed_loss
-from gradprobe_hf.model.patches import frozen
+from gradprobe_hf.model.passes.block_cache import BlockOutputCache, BlockSequence
+from gradprobe_hf.model.passes.loss import forward_only, summed_loss
+from gradprobe_hf.model.passes.patches import frozen
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.steps import single_rows
 from tests.architecture_page import PAGE, WAYS, line, seen

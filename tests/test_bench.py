@@ -25,8 +25,8 @@ from gradprobe_hf.bench.subject import Facts, Generated, Subject, Workload
 from gradprobe_hf.bench.worker import serve
 from gradprobe_hf.checkpoint import file_sizes
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
-from gradprobe_hf.cli.bench_table import print_bench
 from gradprobe_hf.cli.main import main
+from gradprobe_hf.cli.tables.bench import print_bench
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.report.speed import times_as_fast
 from tests import cases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from gradprobe_hf.model.block_cache import BlockOutputCache, BlockSequence
+from gradprobe_hf.model.passes.block_cache import BlockOutputCache, BlockSequence
 from gradprobe_hf.model.targets import find_targets
 from tests import cases
 

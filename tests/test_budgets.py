@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, Qwen2MoeCo
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.data.batches import Batches, from_iterable, row_count
-from gradprobe_hf.model.loss import summed_loss
-from gradprobe_hf.model.saving import bytes_beside_parameters, save_in_shards
+from gradprobe_hf.model.files.saving import bytes_beside_parameters, save_in_shards
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run import decide
 from gradprobe_hf.run.context import BlockOrder, RunContext

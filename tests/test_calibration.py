@@ -19,7 +19,7 @@ from gradprobe_hf.data.batches import from_iterable, from_windows, shared_passag
 from gradprobe_hf.data.pydoc_text import manual_text
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
 from gradprobe_hf.model.families import longest_text
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.passes.loss import summed_loss
 from tests import cases
 from tests.conftest import TEXT
 from tests.loopback_hub import Repository

@@ -13,7 +13,7 @@ from gradprobe_hf.cli import main
 from gradprobe_hf.comparison import rows
 from gradprobe_hf.comparison.baselines import BASELINES, baselines, rows_of
 from gradprobe_hf.comparison.rows import Comparison
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.probing import probe_pair, schedule
 from gradprobe_hf.structures.unit_scores import UNIT_SCORES

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradprobe_hf.model import decoding
-from gradprobe_hf.model.decoding import growing_cache
 from gradprobe_hf.model.families import cache_name
+from gradprobe_hf.model.passes import decoding
+from gradprobe_hf.model.passes.decoding import growing_cache
 from tests import cases
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, 
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.write import save_weights
-from gradprobe_hf.model.loading import load_model
+from gradprobe_hf.model.loading.load import load_model
 from tests import cases
 
 BLOCK = 8  # inputs and outputs that share a scale

@@ -28,7 +28,7 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, TopPredictions, WholePredictions
-from gradprobe_hf.model.loss import LOGITS_AT_ONCE
+from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import teacher_of
 from gradprobe_hf.recovery.teacher import LiveTeacher

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from gradprobe_hf.evaluation.divergence import measure_pair, ratio_interval
 from gradprobe_hf.evaluation.perplexity import measure
-from gradprobe_hf.model.loss import LOGITS_AT_ONCE
+from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.probe.maps.attachment import serving
 from tests import cases
 
 NAME = "llama"

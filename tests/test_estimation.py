@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
-from gradprobe_hf.cli.estimate_table import print_expectations
+from gradprobe_hf.cli.tables.estimate import print_expectations
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.estimation import recovery
 from gradprobe_hf.estimation.estimate import estimate
@@ -24,10 +24,10 @@ from gradprobe_hf.estimation.passes import activation_bytes, by_formula, cost_of
 from gradprobe_hf.estimation.sizes import AccumulatorSizes, BatchSizes, ModelSizes, Sizes, accumulator_bytes
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.memory import checkpointing
-from gradprobe_hf.model import upcast
-from gradprobe_hf.model.checkpoint_class import model_class
 from gradprobe_hf.model.families import sample_batch
-from gradprobe_hf.model.loading import load_config, skeleton
+from gradprobe_hf.model.loading.checkpoint_class import model_class
+from gradprobe_hf.model.loading.load import load_config, skeleton
+from gradprobe_hf.model.passes import upcast
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gradprobe_hf.model.loss import counted_labels, summed_loss
+from gradprobe_hf.model.passes.loss import counted_labels, summed_loss
 from tests import cases
 
 UNLABELLED = torch.full((2, 12), -100)

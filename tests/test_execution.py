@@ -17,8 +17,8 @@ from gradprobe_hf.memory.batch_size import largest_batch
 from gradprobe_hf.memory.checkpointing import choose_checkpointing
 from gradprobe_hf.memory.measured_passes import MeasuredPass
 from gradprobe_hf.memory.memory_errors import remedies_for
-from gradprobe_hf.model.loss import LOGITS_AT_ONCE, SummedCrossEntropy
-from gradprobe_hf.model.patches import checkpointed, checkpointed_layers
+from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE, SummedCrossEntropy
+from gradprobe_hf.model.passes.patches import checkpointed, checkpointed_layers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
@@ -410,7 +410,7 @@ def test_the_page_cache_is_left_to_the_model_where_both_do_not_fit(from_disk, tm
 
 def test_what_the_page_cache_forgets_changes_no_mask(monkeypatch):
     forgotten = []
-    monkeypatch.setattr("gradprobe_hf.probe.page_cache._drop_pages", forgotten.append)
+    monkeypatch.setattr("gradprobe_hf.probe.accumulation.page_cache._drop_pages", forgotten.append)
     monkeypatch.setattr(accumulator_files, "CACHE_SHARE", 0.0)
     on_disk, in_memory = (
         prune(parts=cases.batches("llama", rows=4), accumulator_dtype="int8", accumulator_device=device).masks

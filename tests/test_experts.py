@@ -11,8 +11,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.model.loss import summed_loss
-from gradprobe_hf.model.routing import routed
+from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.passes.routing import routed
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
 from gradprobe_hf.probe.statistics import Statistics

@@ -12,8 +12,8 @@ from transformers import AutoTokenizer, BertForSequenceClassification, LlamaForC
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
-from gradprobe_hf.model.loading import _stored_as, load_model
-from gradprobe_hf.model.processing import is_empty, load_processing_class
+from gradprobe_hf.model.loading.load import _stored_as, load_model
+from gradprobe_hf.model.loading.processing import is_empty, load_processing_class
 from tests import cases, labelled
 
 

@@ -10,9 +10,9 @@ import torch
 from gradprobe_hf.data.batches import from_iterable
 from gradprobe_hf.data.windows import EVALUATION_SEED
 from gradprobe_hf.decisions.search import allowed
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.probe.maps.attachment import serving
 from gradprobe_hf.report.card.build import build_card
 from gradprobe_hf.run.probing import probe_pair
 from tests import cases

@@ -19,16 +19,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import gradprobe_hf.checkpoint.write as hub
-import gradprobe_hf.model.offload_store as store
+import gradprobe_hf.model.files.offload_store as store
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.estimation.estimate import estimate
-from gradprobe_hf.model.loading import load_config, skeleton
+from gradprobe_hf.model.files.shard_files import join
+from gradprobe_hf.model.loading.load import load_config, skeleton
 from gradprobe_hf.model.parameters import aliases, input_device, is_offloaded, read_weight
-from gradprobe_hf.model.shard_files import join
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.probe import measured
 from gradprobe_hf.probe.engine import ProbePass, run_probe
+from gradprobe_hf.probe.maps import measured
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.request.compatibility import check_editable
@@ -406,7 +406,7 @@ def test_limits_that_were_given_are_kept(saved, tmp_path, monkeypatch):
 
 
 def test_shards_are_written_one_at_a_time(saved, tmp_path, monkeypatch):
-    import gradprobe_hf.model.saving as shards
+    import gradprobe_hf.model.files.saving as shards
 
     monkeypatch.setattr(shards, "SMALLEST_SHARD", 1)
     monkeypatch.setattr(shards, "LARGEST_SHARD", 20_000)
@@ -414,7 +414,7 @@ def test_shards_are_written_one_at_a_time(saved, tmp_path, monkeypatch):
     several = {f"model-0000{number}-of-00004.safetensors" for number in range(1, 5)}
     for largest, files in ((10**9, {"model.safetensors"}), (40_000, several)):
         # What fits into one file of the usual size is one in the end.
-        monkeypatch.setattr("gradprobe_hf.model.shard_files.LARGEST_FILE", largest)
+        monkeypatch.setattr("gradprobe_hf.model.files.shard_files.LARGEST_FILE", largest)
         out = tmp_path / str(largest)
         prune(saved("mixtral"), out, "mixtral", device_map="disk", apply=False)
         assert {file.name for file in out.glob("*.safetensors")} == files
@@ -495,7 +495,7 @@ def test_accumulators_without_room_are_refused_and_leave_nothing(saved, tmp_path
         if len(calls) == 5:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("gradprobe_hf.probe.accumulator_storage.os.posix_fallocate", full)
+    monkeypatch.setattr("gradprobe_hf.probe.accumulation.storage.os.posix_fallocate", full)
     with pytest.raises(OSError, match="--offload-folder"):
         prune_pretrained(
             load(saved("llama")),

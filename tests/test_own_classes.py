@@ -12,7 +12,7 @@ from transformers import LlamaConfig, ViTConfig
 from gradprobe_hf import GradProbeConfig, bench_pretrained, prune_pretrained
 from gradprobe_hf.bench.subject import Subject
 from gradprobe_hf.cli import main
-from gradprobe_hf.model.checkpoint_class import chosen_class
+from gradprobe_hf.model.loading.checkpoint_class import chosen_class
 from tests import cases
 
 CODE = """

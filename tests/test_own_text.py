@@ -11,7 +11,7 @@ import torch
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.data import self_generated
 from gradprobe_hf.data.self_generated import KeptText, own_text
-from gradprobe_hf.model import decoding
+from gradprobe_hf.model.passes import decoding
 from gradprobe_hf.run.request.inputs import default_calibration
 from gradprobe_hf.runtime.processes import Processes
 from tests import cases

@@ -13,10 +13,10 @@ from transformers import (
     XLNetForSequenceClassification,
 )
 
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.probe.attachment import serving
 from gradprobe_hf.probe.engine import ProbePass, observe_inputs, run_probe
+from gradprobe_hf.probe.maps.attachment import serving
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.scores.fisher import estimated_fisher
 from tests import cases

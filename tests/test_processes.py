@@ -18,7 +18,7 @@ from gradprobe_hf import prune_pretrained
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.batches import from_iterable
 from gradprobe_hf.data.self_generated import KeptText
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery import teacher

@@ -213,14 +213,14 @@ def test_a_line_of_a_run_that_a_command_started():
     """There is no frame of a user: the package's own stands in. Where there is one, it is the line."""
     code = "def called(found):\n    found.append(place_of(sys._getframe()))\n"
     names = {"sys": sys, "place_of": place_of}
-    exec(compile(code, str(Path(gradprobe_hf.__file__).parent / "model" / "loss.py"), "exec"), names)
+    exec(compile(code, str(Path(gradprobe_hf.__file__).parent / "model" / "passes" / "loss.py"), "exec"), names)
     found = []
     thread = threading.Thread(target=names["called"], args=(found,))
     thread.start()
     thread.join()
     names["called"](found)
-    assert found[0] == Place("gradprobe_hf/model/loss.py", 2, "called")
-    assert (found[1].file, found[1].through) == ("tests/test_profiling_elsewhere.py", "model/loss.py:2")
+    assert found[0] == Place("gradprobe_hf/model/passes/loss.py", 2, "called")
+    assert (found[1].file, found[1].through) == ("tests/test_profiling_elsewhere.py", "passes/loss.py:2")
 
 
 def test_a_short_run_is_the_same_with_fewer_windows():

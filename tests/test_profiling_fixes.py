@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.cli.profile_table import print_profile
+from gradprobe_hf.cli.tables.profile import print_profile
 from gradprobe_hf.estimation import peak as peak_module
 from gradprobe_hf.estimation.peak import begin_peak, peak_allocated_bytes, peak_bytes, peak_resident_bytes
 from gradprobe_hf.profiling import ProfileReport, Schedule

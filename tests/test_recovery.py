@@ -26,7 +26,7 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.output import print_recovery
 from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.windows import load_batches
-from gradprobe_hf.model.loading import Loaded
+from gradprobe_hf.model.loading.load import Loaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil
 from gradprobe_hf.recovery.result import RecoverResult

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.memory import batch_size, measured_passes
 from gradprobe_hf.model.fingerprint import weights_fingerprint
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.run import snapshots
 from gradprobe_hf.run.shapes import search
 from tests import cases

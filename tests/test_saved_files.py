@@ -17,11 +17,11 @@ from transformers import ViTImageProcessor, Wav2Vec2Config, Wav2Vec2FeatureExtra
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.write import check_destination, check_writable
-from gradprobe_hf.cli import compare
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.model import processing
-from gradprobe_hf.model.loading import load, load_config
-from gradprobe_hf.model.processing import load_processing_class
+from gradprobe_hf.cli.verbs import compare
+from gradprobe_hf.model.loading import processing
+from gradprobe_hf.model.loading.load import load, load_config
+from gradprobe_hf.model.loading.processing import load_processing_class
 from tests import cases
 
 QUICK = GradProbeConfig(score="magnitude")

@@ -51,8 +51,8 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.model.families import random_batch
-from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gradprobe_hf import GradProbeConfig, sweep_gradient_thresholds
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.probing import probe_pair
 from gradprobe_hf.threshold_sweep.bisection import BISECTIONS, refined

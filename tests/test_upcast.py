@@ -17,11 +17,11 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.data.self_generated import own_text
 from gradprobe_hf.estimation.passes import cost_of_batch
-from gradprobe_hf.model import upcast
-from gradprobe_hf.model.loading import skeleton
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.loading.load import skeleton
+from gradprobe_hf.model.passes import upcast
+from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.passes.upcast import native_products, upcast_products
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.model.upcast import native_products, upcast_products
 from gradprobe_hf.run.shapes.latency import _Subject
 from tests import cases
 

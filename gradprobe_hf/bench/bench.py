@@ -19,7 +19,7 @@ from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
 from gradprobe_hf.bench.subject import Facts, Workload
 from gradprobe_hf.bench.worker import Worker
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
-from gradprobe_hf.model.loading_checks import check_dtype, check_placement, check_source
+from gradprobe_hf.model.loading.checks import check_dtype, check_placement, check_source
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.runtime.option_checks import one_of, whole
 from gradprobe_hf.tasks.table import TASKS

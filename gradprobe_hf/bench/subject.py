@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text, random_batch, without_cache
-from gradprobe_hf.model.loading import load_model
+from gradprobe_hf.model.loading.load import load_model
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.report.build import peak_memory
 from gradprobe_hf.tasks.table import auto_classes

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.own_files import is_companion
-from gradprobe_hf.model.processing import stored_file
+from gradprobe_hf.model.loading.processing import stored_file
 
 logger = logging.getLogger(__name__)
 

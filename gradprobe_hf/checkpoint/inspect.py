@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from gradprobe_hf.config.config import CONFIG_NAME, GradProbeConfig
-from gradprobe_hf.model.loading import load_config, load_model, skeleton
-from gradprobe_hf.model.loading_checks import index_of
+from gradprobe_hf.model.loading.checks import index_of
+from gradprobe_hf.model.loading.load import load_config, load_model, skeleton
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.report.report import REPORT_NAME, Group, grouped
 

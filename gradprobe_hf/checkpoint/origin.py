@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import snapshot_download
 
 from gradprobe_hf.config.config import CONFIG_NAME, GradProbeConfig
-from gradprobe_hf.model.loading import Loaded
+from gradprobe_hf.model.loading.load import Loaded
 from gradprobe_hf.report.build import published_name
 from gradprobe_hf.report.report import REPORT_NAME, Report
 from gradprobe_hf.runtime.paths import looks_like_path

@@ -10,7 +10,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME
 
-from gradprobe_hf.model.processing import PROCESSOR_FILES
+from gradprobe_hf.model.loading.processing import PROCESSOR_FILES
 
 # What a checkpoint is made of, by the names that transformers, Trainer, the Hub and this package write. A file by any
 # other name is somebody's own, and is not deleted with the checkpoint it was put beside.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.loading import skeleton
+from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.parameters import aliases
 
 logger = logging.getLogger(__name__)

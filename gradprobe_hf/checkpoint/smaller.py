@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from gradprobe_hf.model.files.saving import Smaller, save_in_shards
 from gradprobe_hf.model.parameters import is_offloaded
-from gradprobe_hf.model.saving import Smaller, save_in_shards
 from gradprobe_hf.run.shapes.equality import MaskedOutputs, fits
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import smaller_config

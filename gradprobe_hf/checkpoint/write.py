@@ -26,13 +26,13 @@ from gradprobe_hf.checkpoint.reloads import check_reloads
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.checkpoint.written import check_written
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.model.files.offload_store import existing_parent
+from gradprobe_hf.model.files.saving import save_in_shards
+from gradprobe_hf.model.files.shard_files import open_to_all
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loading import CONFIG_KEY
-from gradprobe_hf.model.offload_store import existing_parent
+from gradprobe_hf.model.loading.load import CONFIG_KEY
+from gradprobe_hf.model.loading.processing import PROCESSOR_FILES, stored_file
 from gradprobe_hf.model.parameters import is_offloaded, parameter_bytes
-from gradprobe_hf.model.processing import PROCESSOR_FILES, stored_file
-from gradprobe_hf.model.saving import save_in_shards
-from gradprobe_hf.model.shard_files import open_to_all
 from gradprobe_hf.report.card.base_model import base_metadata
 from gradprobe_hf.report.card.build import build_card, build_recovered_card
 from gradprobe_hf.report.plots import save_plots

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.loading_report import missing_weights
-from gradprobe_hf.model.saving import quiet
+from gradprobe_hf.model.files.saving import quiet
+from gradprobe_hf.model.loading.report import missing_weights
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The `gradprobe` command: one verb per file.
+"""The `gradprobe` command: one verb per file of `verbs`.
 
 A verb imports what it runs with inside `run`, so that --help does not wait for torch and transformers.
 """

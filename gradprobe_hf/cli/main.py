@@ -88,7 +88,7 @@ def parser(chosen: str = "") -> CommandParser:
     for name, (usage, description) in VERBS.items():
         verb = verbs.add_parser(name, usage=f"gradprobe {name} {usage}", help=description, description=description)
         if name == chosen:
-            module = import_module(f"gradprobe_hf.cli.{name}")
+            module = import_module(f"gradprobe_hf.cli.verbs.{name}")
             module.add_arguments(verb)
             if "--json" not in verb._option_string_actions:  # a script's own output is on standard output, too
                 verb.add_options("json")

@@ -25,7 +25,7 @@ from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.data.text_options import TEXT_OPTIONS
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.memory.memory_plan import open_run
-from gradprobe_hf.model.loss import LossFunction
+from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.report.build import published_name, versions
 from gradprobe_hf.report.plots import save_comparison
 from gradprobe_hf.report.report import finite

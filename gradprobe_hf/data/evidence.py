@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.model.families import is_causal
-from gradprobe_hf.model.loss import Batch, counted_labels, next_token_labels
+from gradprobe_hf.model.passes.loss import Batch, counted_labels, next_token_labels
 from gradprobe_hf.tasks.columns import IGNORED
 
 

@@ -21,12 +21,12 @@ from tqdm.auto import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from gradprobe_hf.model.config_names import text_attribute
-from gradprobe_hf.model.decoding import growing_cache
 from gradprobe_hf.model.families import cache_name, is_causal
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode
-from gradprobe_hf.model.upcast import upcast_products
+from gradprobe_hf.model.passes.decoding import growing_cache
+from gradprobe_hf.model.passes.patches import eval_mode
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.runtime.processes import Processes
 
 # Windows in one batch of generation: what reads every weight for one token may as well write many; 128 are no faster.

@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args
 
 from gradprobe_hf.config.values import PLACES
 from gradprobe_hf.estimation.sizes import FLOAT32_BYTES, BatchSizes, ReconstructionSizes, Sizes, TrainingSizes
-from gradprobe_hf.model.saving import LARGEST_SHARD, SHARDS, SMALLEST_SHARD
+from gradprobe_hf.model.files.saving import LARGEST_SHARD, SHARDS, SMALLEST_SHARD
 from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS
 
 Device = Literal["host", "accelerator", "disk"]

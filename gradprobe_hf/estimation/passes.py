@@ -24,12 +24,12 @@ from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, gra
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.model.families import is_causal, sample_batch
 from gradprobe_hf.model.fsdp import plain_class
-from gradprobe_hf.model.loading import skeleton
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode, frozen
+from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.passes.patches import eval_mode, frozen
+from gradprobe_hf.model.passes.upcast import native_products, upcast_products
 from gradprobe_hf.model.targets import Target, find_targets, is_routed
-from gradprobe_hf.model.upcast import native_products, upcast_products
 
 logger = logging.getLogger(__name__)
 

@@ -29,10 +29,10 @@ from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, WholePredictions
 from gradprobe_hf.model.families import is_causal, sample_batch
 from gradprobe_hf.model.fsdp import plain_class
-from gradprobe_hf.model.loading import skeleton
-from gradprobe_hf.model.patches import eval_mode, frozen
+from gradprobe_hf.model.loading.load import skeleton
+from gradprobe_hf.model.passes.patches import eval_mode, frozen
+from gradprobe_hf.model.passes.upcast import native_products, upcast_products
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.model.upcast import native_products, upcast_products
 
 logger = logging.getLogger(__name__)
 

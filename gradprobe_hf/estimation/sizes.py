@@ -15,7 +15,7 @@ from gradprobe_hf.config.values import AccumulatorDevice
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.accumulators import BYTES_PER_WEIGHT
+from gradprobe_hf.probe.accumulation.accumulators import BYTES_PER_WEIGHT
 from gradprobe_hf.scores.terms import matrix_terms
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.updates.sweep import FACTORED

@@ -23,9 +23,9 @@ from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.evaluation.perplexity import Measurement, exp, measure, measurement
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded, resharded
-from gradprobe_hf.model.loss import Batch, SummedCrossEntropy, next_token_logits, portions
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.passes.loss import Batch, SummedCrossEntropy, next_token_logits, portions
+from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.steps import share
 from gradprobe_hf.tasks.columns import IGNORED

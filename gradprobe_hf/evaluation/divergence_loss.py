@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from gradprobe_hf.model.loss import portions
+from gradprobe_hf.model.passes.loss import portions
 
 
 class Predictions(Protocol):

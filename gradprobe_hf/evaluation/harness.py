@@ -19,7 +19,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.passes.patches import eval_mode
 
 INSTALL = "pip install 'gradprobe_hf[lm-eval]'"
 

@@ -13,12 +13,12 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from gradprobe_hf.data.batches import row_count
-from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded, resharded
-from gradprobe_hf.model.loss import summed_loss
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.passes.block_cache import BlockOutputCache
+from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.steps import share
 

@@ -14,7 +14,7 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.special_tokens import is_tokenizer, tokenizer_of
 from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode, seen_on
+from gradprobe_hf.model.passes.patches import eval_mode, seen_on
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.steps import share
 from gradprobe_hf.tasks.columns import IGNORED

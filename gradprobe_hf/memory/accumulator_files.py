@@ -17,8 +17,8 @@ from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.sizes import accumulator_bytes
 from gradprobe_hf.model.parameters import is_on_disk
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
-from gradprobe_hf.probe.page_cache import PageCacheTrail
+from gradprobe_hf.probe.accumulation.page_cache import PageCacheTrail
+from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
 
 CACHE_SHARE = 0.7  # of free memory: a run takes some itself
 

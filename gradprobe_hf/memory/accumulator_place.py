@@ -16,11 +16,11 @@ from gradprobe_hf.estimation.machine import available_bytes, free_disk_bytes
 from gradprobe_hf.estimation.passes import activation_bytes
 from gradprobe_hf.estimation.sizes import accumulator_bytes
 from gradprobe_hf.memory.measured_passes import SHARE, ProbePasses, free_bytes
+from gradprobe_hf.model.files.offload_store import existing_parent
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.offload_store import existing_parent
 from gradprobe_hf.model.parameters import execution_device, input_device
-from gradprobe_hf.model.patches import checkpointed_layers
-from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
+from gradprobe_hf.model.passes.patches import checkpointed_layers
+from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.scores.terms import MARGINALS
 

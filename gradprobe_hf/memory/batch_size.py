@@ -15,7 +15,7 @@ from gradprobe_hf.memory.checkpointing import ACTIVATIONS_SHARE, choose_checkpoi
 from gradprobe_hf.memory.measured_passes import MeasuredPass, ProbePasses, free_bytes, leaves_room, promised_rows
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device, is_offloaded
-from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
+from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
 from gradprobe_hf.run.context import RunContext
 
 LARGEST_BATCH = 64

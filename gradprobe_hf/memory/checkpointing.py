@@ -11,7 +11,7 @@ from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.estimation.passes import activation_bytes
 from gradprobe_hf.memory.measured_passes import SHARE, MeasuredPass, promised_bytes
 from gradprobe_hf.model.parameters import input_device, is_offloaded
-from gradprobe_hf.model.patches import checkpointed_layers
+from gradprobe_hf.model.passes.patches import checkpointed_layers
 
 ACTIVATIONS_SHARE = 0.6  # of free memory: the rest is for temporaries, and for an estimate that is off
 

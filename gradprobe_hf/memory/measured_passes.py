@@ -20,10 +20,10 @@ from gradprobe_hf.estimation.growth import line_through, most_that_fit
 from gradprobe_hf.estimation.machine import available_bytes, process_bytes
 from gradprobe_hf.estimation.peak import begin_peak, peak_bytes
 from gradprobe_hf.memory.memory_errors import is_out_of_memory
-from gradprobe_hf.model.loss import Batch, LossFunction
 from gradprobe_hf.model.parameters import input_device
+from gradprobe_hf.model.passes.loss import Batch, LossFunction
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
+from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
 from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.runtime.stopwatch import return_free_memory

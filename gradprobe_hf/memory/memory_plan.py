@@ -19,8 +19,8 @@ from gradprobe_hf.memory.checkpointing import choose_checkpointing
 from gradprobe_hf.memory.memory_errors import memory_errors, remedies_for
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.passes.upcast import upcast_note, upcast_products
 from gradprobe_hf.model.targets import is_routed
-from gradprobe_hf.model.upcast import upcast_note, upcast_products
 from gradprobe_hf.run.context import RunContext
 
 logger = logging.getLogger(__name__)

@@ -13,15 +13,15 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count
-from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.fsdp import resharded
-from gradprobe_hf.model.loss import Batch, LossFunction, forward_only, summed_loss
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import checkpointed, checkpointed_layers, eval_mode, frozen
+from gradprobe_hf.model.passes.block_cache import BlockOutputCache
+from gradprobe_hf.model.passes.loss import Batch, LossFunction, forward_only, summed_loss
+from gradprobe_hf.model.passes.patches import checkpointed, checkpointed_layers, eval_mode, frozen
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.attachment import instrumented, shrinking
-from gradprobe_hf.probe.folding import Folding
-from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.probe.maps.attachment import instrumented, shrinking
+from gradprobe_hf.probe.maps.folding import Folding
+from gradprobe_hf.probe.maps.serving import ServedWeights
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.runtime.processes import Processes

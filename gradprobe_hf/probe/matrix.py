@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from gradprobe_hf.model.fsdp import shard_layout
 from gradprobe_hf.model.parameters import execution_device
 from gradprobe_hf.model.targets import Region, Target
-from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
-from gradprobe_hf.probe.accumulators import Accumulator
+from gradprobe_hf.probe.accumulation.accumulators import Accumulator
+from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
 from gradprobe_hf.probe.gates import GateSums
 from gradprobe_hf.probe.marginals import Marginals
 from gradprobe_hf.probe.spikes import SequenceEnergies

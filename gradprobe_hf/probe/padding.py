@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.model.families import frame_mask, in_decoder, merges_attention, sees_patches
-from gradprobe_hf.model.loss import Batch
+from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.tasks.columns import IGNORED

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
+from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
 from gradprobe_hf.probe.matrix import MatrixStatistics
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.scores.terms import Term

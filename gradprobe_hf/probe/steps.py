@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loss import Batch
+from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.model.targets import Target, is_routed
 from gradprobe_hf.probe.padding import BatchLayout
 from gradprobe_hf.runtime.processes import Processes

@@ -23,8 +23,8 @@ from gradprobe_hf.memory.measured_passes import SHARE, MeasuredPass, ProbePasses
 from gradprobe_hf.memory.memory_errors import remedies_for
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device, is_offloaded
-from gradprobe_hf.model.patches import checkpointed_layers
-from gradprobe_hf.model.upcast import upcast_products
+from gradprobe_hf.model.passes.patches import checkpointed_layers
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.profiling.findings.finding import gigabytes
 from gradprobe_hf.profiling.observing.observation import BatchSize, Observation, RunOption
 from gradprobe_hf.report.against_estimate import Expectation, planned

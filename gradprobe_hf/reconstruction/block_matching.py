@@ -29,13 +29,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count
-from gradprobe_hf.model.loss import Batch
-from gradprobe_hf.model.patches import eval_mode, frozen, replaced_forward
+from gradprobe_hf.model.passes.loss import Batch
+from gradprobe_hf.model.passes.patches import eval_mode, frozen, replaced_forward
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target, block_vectors
-from gradprobe_hf.probe.attachment import instrumented
+from gradprobe_hf.probe.maps.attachment import instrumented
+from gradprobe_hf.probe.maps.serving import ServedWeights
 from gradprobe_hf.probe.padding import BatchLayout
-from gradprobe_hf.probe.serving import ServedWeights
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.updates.refinement import Refinement
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import is_compared_by_token
-from gradprobe_hf.model.loss import Batch
 from gradprobe_hf.model.parameters import execution_device, input_device
+from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.padding import BatchLayout

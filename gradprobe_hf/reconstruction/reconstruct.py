@@ -21,13 +21,13 @@ import torch
 from tqdm.auto import tqdm
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.parameters import is_offloaded
-from gradprobe_hf.model.routing import routed
+from gradprobe_hf.model.passes.block_cache import BlockOutputCache
+from gradprobe_hf.model.passes.routing import routed
 from gradprobe_hf.model.targets import Target, block_vectors
-from gradprobe_hf.probe.attachment import blocks_in_order, instrumented, serving
-from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.probe.maps.attachment import blocks_in_order, instrumented, serving
+from gradprobe_hf.probe.maps.serving import ServedWeights
 from gradprobe_hf.reconstruction.block_matching import (
     BlockExamples,
     Matched,

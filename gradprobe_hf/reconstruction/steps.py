@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loss import Batch
+from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.probe.steps import all_steps, share
 from gradprobe_hf.reconstruction.task import Reconstruction
 

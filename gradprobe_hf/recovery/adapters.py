@@ -7,8 +7,8 @@ import warnings
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.adapters import ignore_old_names, imported_peft
 from gradprobe_hf.model.families import is_taken_by_kernels
+from gradprobe_hf.model.loading.adapters import ignore_old_names, imported_peft
 from gradprobe_hf.model.targets import Target
 
 LORA_ALPHA = 2  # times the rank: the scale of the product

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.checkpoint.saving import Savable
 from gradprobe_hf.data.sources import is_path
-from gradprobe_hf.model.adapters import active_adapters, has_adapters, stored_adapter
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loading.adapters import active_adapters, has_adapters, stored_adapter
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.apply import check_whole

@@ -29,8 +29,8 @@ from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.memory.memory_errors import memory_errors
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fingerprint import weights_fingerprint
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, find_targets
-from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.recovery.adapters import with_adapters
 from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
 from gradprobe_hf.recovery.text import RecoveryText

@@ -16,9 +16,9 @@ from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.evaluation.divergence import check_one_vocabulary
-from gradprobe_hf.model.adapters import imported_peft
-from gradprobe_hf.model.loading import Loaded, load
-from gradprobe_hf.model.processing import load_processing_class
+from gradprobe_hf.model.loading.adapters import imported_peft
+from gradprobe_hf.model.loading.load import Loaded, load
+from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.recovery.checks import (
     check_alike,
     check_pruned,

@@ -20,8 +20,8 @@ from gradprobe_hf.data.text_options import is_written
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.task_metric import measure_metric
 from gradprobe_hf.model.fingerprint import weights_fingerprint
-from gradprobe_hf.model.routing import routed
-from gradprobe_hf.model.upcast import upcast_products
+from gradprobe_hf.model.passes.routing import routed
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.result import Taught, described, described_recovery

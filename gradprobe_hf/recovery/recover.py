@@ -15,9 +15,9 @@ from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.text_options import SELF, TextOptions, is_written
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.fingerprint import weights_fingerprint
-from gradprobe_hf.model.loading import name_of
-from gradprobe_hf.model.processing import load_processing_class
-from gradprobe_hf.model.upcast import upcast_products
+from gradprobe_hf.model.loading.load import name_of
+from gradprobe_hf.model.loading.processing import load_processing_class
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import (
     check_models,

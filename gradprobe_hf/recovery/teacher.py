@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.evaluation.divergence_loss import Predictions, TopPredictions, WholePredictions
 from gradprobe_hf.model.fingerprint import weights_fingerprint
-from gradprobe_hf.model.loss import next_token_logits
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.passes.loss import next_token_logits
+from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.recovery.text import COUNTED, NEXT_TOKENS, WINDOW, Layout, RecoveryText, collated
 from gradprobe_hf.runtime.processes import Processes
 

@@ -35,7 +35,7 @@ from gradprobe_hf.data.special_tokens import tokenizer_of
 from gradprobe_hf.data.text_options import SELF, is_written
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, Writing, load_batches, window_length
 from gradprobe_hf.model.families import forward_arguments, is_causal, without_cache
-from gradprobe_hf.model.loss import next_token_labels
+from gradprobe_hf.model.passes.loss import next_token_labels
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.table import Task, task_for

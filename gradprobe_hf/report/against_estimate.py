@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.estimate import Estimate, estimate
 from gradprobe_hf.estimation.footprint import PlacementName
-from gradprobe_hf.model.loading import skeleton
+from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.report import Report
 

@@ -14,10 +14,10 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gradprobe_hf.model.files.offload_store import replace_on_disk
 from gradprobe_hf.model.fsdp import reshard
-from gradprobe_hf.model.offload_store import replace_on_disk
 from gradprobe_hf.model.parameters import WeightsView, aliases, is_on_disk, offloaded_parameter, unload_leftovers
-from gradprobe_hf.model.routing import routed
+from gradprobe_hf.model.passes.routing import routed
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.runtime.interrupts import uninterrupted

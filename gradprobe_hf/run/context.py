@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.task_metric import TaskMetric
-from gradprobe_hf.model.loss import LossFunction
+from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage
+from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.findings import Findings

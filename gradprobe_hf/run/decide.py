@@ -15,7 +15,7 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.evaluation.task_metric import measure_metric
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.probe.attachment import blocks_in_order
+from gradprobe_hf.probe.maps.attachment import blocks_in_order
 from gradprobe_hf.reconstruction.reconstruct import reconstruct, reconstruction_passes
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.reconstruction.task import Reconstruction

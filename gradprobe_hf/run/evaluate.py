@@ -14,9 +14,9 @@ from torch import Tensor
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.perplexity import Measurement, measure
 from gradprobe_hf.evaluation.task_metric import measure_metric
-from gradprobe_hf.model.patches import eval_mode
-from gradprobe_hf.model.routing import routed
-from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.model.passes.patches import eval_mode
+from gradprobe_hf.model.passes.routing import routed
+from gradprobe_hf.probe.maps.attachment import serving
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
 

@@ -13,7 +13,7 @@ from operator import attrgetter
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.saving import bytes_beside_parameters
+from gradprobe_hf.model.files.saving import bytes_beside_parameters
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.latency_table import LatencyTable

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.config_names import chosen_experts
 from gradprobe_hf.model.families import stack_of
-from gradprobe_hf.model.routing import Mixture, mixtures
+from gradprobe_hf.model.passes.routing import Mixture, mixtures
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.structures.table import STRUCTURES, at_most, blocks_in
 

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradprobe_hf.model.config_names import told_by_number
-from gradprobe_hf.model.loading import skeleton
+from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.table import STRUCTURES

@@ -17,7 +17,7 @@ from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.memory.memory_plan import open_run
-from gradprobe_hf.model.loss import LossFunction
+from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request.checks import check_request

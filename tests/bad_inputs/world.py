@@ -25,7 +25,7 @@ from transformers import (
 
 import gradprobe_hf
 from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained, sweep_gradient_thresholds
-from gradprobe_hf.model.loss import summed_loss
+from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.training import (
     SelectiveUpdateCallback,
     SparsityCallback,

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from gradprobe_hf.config.values import GradientThreshold
-from gradprobe_hf.model.block_cache import BlockOutputCache
+from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.engine import ProbePass, observe_inputs, run_probe
 from gradprobe_hf.probe.statistics import Statistics

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradprobe_hf.config.values import BlockOrder
-from gradprobe_hf.model.block_cache import BlockOutputCache
+from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.attachment import blocks_in_order, instrumented
-from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.probe.maps.attachment import blocks_in_order, instrumented
+from gradprobe_hf.probe.maps.serving import ServedWeights
 from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics

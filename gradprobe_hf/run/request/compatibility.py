@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.families import block_of, shares_keys_across_blocks
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loading_checks import COMPUTED
+from gradprobe_hf.model.loading.checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_offloaded, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.apply import check_whole

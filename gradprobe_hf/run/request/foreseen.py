@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 from gradprobe_hf.config.derived import LEAST_DAMPING
 from gradprobe_hf.data.batches import SHARED, shared_passages, shared_rows
 from gradprobe_hf.model.families import is_causal, without_cache
-from gradprobe_hf.model.loss import labels_of, summed_loss
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.passes.loss import labels_of, summed_loss
+from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.run.context import RunContext
 
 logger = logging.getLogger(__name__)

@@ -36,9 +36,9 @@ from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
-from gradprobe_hf.model.loading import Loaded, load
+from gradprobe_hf.model.loading.load import Loaded, load
+from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
-from gradprobe_hf.model.processing import load_processing_class
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.request.compatibility import check_targets

@@ -17,10 +17,10 @@ from tqdm.auto import tqdm
 
 from gradprobe_hf.data.batches import row_count, token_count
 from gradprobe_hf.evaluation.perplexity import measure
-from gradprobe_hf.model.block_cache import BlockOutputCache
 from gradprobe_hf.model.families import is_causal
-from gradprobe_hf.model.loss import Batch, counted_labels
-from gradprobe_hf.probe.attachment import blocks_in_order, serving
+from gradprobe_hf.model.passes.block_cache import BlockOutputCache
+from gradprobe_hf.model.passes.loss import Batch, counted_labels
+from gradprobe_hf.probe.maps.attachment import blocks_in_order, serving
 from gradprobe_hf.probe.steps import share
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.model.routing import mixtures
+from gradprobe_hf.model.passes.routing import mixtures
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics

@@ -24,11 +24,11 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.model.families import random_batch
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loss import forward_only
 from gradprobe_hf.model.parameters import input_device, is_offloaded, parameter_bytes
-from gradprobe_hf.model.patches import eval_mode, in_float32
+from gradprobe_hf.model.passes.loss import forward_only
+from gradprobe_hf.model.passes.patches import eval_mode, in_float32
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.model.upcast import upcast_products
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.shapes.budget import example_of_budget

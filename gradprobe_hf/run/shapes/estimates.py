@@ -21,9 +21,9 @@ from torch import Tensor
 from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.estimation.expected_passes import search_passes
 from gradprobe_hf.model.parameters import is_offloaded
-from gradprobe_hf.model.routing import routed
+from gradprobe_hf.model.passes.routing import routed
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.probe.maps.attachment import serving
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics

@@ -23,9 +23,9 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import cache_name, longest_text, random_batch, stack_of, without_cache
 from gradprobe_hf.model.parameters import input_device, is_offloaded
-from gradprobe_hf.model.patches import eval_mode
+from gradprobe_hf.model.passes.patches import eval_mode
+from gradprobe_hf.model.passes.upcast import native_products
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.model.upcast import native_products
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.structures.latency_table import LatencyTable
 from gradprobe_hf.structures.plan import Plan

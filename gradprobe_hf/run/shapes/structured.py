@@ -19,13 +19,13 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.families import random_batch
-from gradprobe_hf.model.loss import forward_only
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode, replaced_forward
-from gradprobe_hf.model.routing import routed, wrongly_routed
+from gradprobe_hf.model.passes.loss import forward_only
+from gradprobe_hf.model.passes.patches import eval_mode, replaced_forward
+from gradprobe_hf.model.passes.routing import routed, wrongly_routed
+from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.model.upcast import upcast_products
-from gradprobe_hf.probe.attachment import serving
+from gradprobe_hf.probe.maps.attachment import serving
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics

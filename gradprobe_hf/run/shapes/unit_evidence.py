@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from gradprobe_hf.model.block_cache import BlockOutputCache
+from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.attachment import blocks_in_order, instrumented
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.gates import GateSums
-from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.probe.maps.attachment import blocks_in_order, instrumented
+from gradprobe_hf.probe.maps.serving import ServedWeights
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.reconstruction.hessians import BlockHessians

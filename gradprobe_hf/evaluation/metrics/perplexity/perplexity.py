@@ -8,7 +8,7 @@ from gradprobe_hf.data.batches import from_rows
 from gradprobe_hf.data.packing import rows_of
 from gradprobe_hf.data.special_tokens import special_tokens
 from gradprobe_hf.evaluation.perplexity import measure
-from gradprobe_hf.model.processing import load_processing_class
+from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.probe.engine import Workload
 
 _DESCRIPTION = (

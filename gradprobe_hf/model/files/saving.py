@@ -22,9 +22,9 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from gradprobe_hf.model.families import block_of
+from gradprobe_hf.model.files.shard_files import header_bytes, name_files
 from gradprobe_hf.model.fsdp import gathered, reshard
 from gradprobe_hf.model.parameters import aliases, offloaded_parameter, parameter_bytes
-from gradprobe_hf.model.shard_files import header_bytes, name_files
 
 LARGEST_SHARD, SMALLEST_SHARD = 2**29, 2**26  # bytes
 SHARDS = 8  # files that a model between the two limits is written in, hence the part of it that is in memory

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.config.values import AccumulatorDtype
-from gradprobe_hf.probe.accumulator_storage import AccumulatorStorage, MemoryStore, PartSpecs
-from gradprobe_hf.probe.reduced_precision import decode_int8, encode_int8, round_bfloat16
+from gradprobe_hf.probe.accumulation.reduced_precision import decode_int8, encode_int8, round_bfloat16
+from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage, MemoryStore, PartSpecs
 from gradprobe_hf.runtime.row_chunks import CACHED_ELEMENTS, ROWS_IN_A_BLOCK, row_chunks
 
 BYTES_PER_WEIGHT: dict[AccumulatorDtype, float] = {"float32": 4, "bfloat16": 2, "int8": 1 + 2 / ROWS_IN_A_BLOCK}

@@ -21,7 +21,7 @@ from gradprobe_hf.comparison.baselines import (
 )
 from gradprobe_hf.comparison.compare import RESULT_NAME, Compared, compare_pretrained
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.model.offload_store import existing_parent
+from gradprobe_hf.model.files.offload_store import existing_parent
 from gradprobe_hf.runtime.option_checks import check_folder
 from gradprobe_hf.runtime.paths import expanded
 from gradprobe_hf.runtime.processes import join_processes

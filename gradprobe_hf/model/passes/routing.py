@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradprobe_hf.model.config_names import router_counts
 from gradprobe_hf.model.families import block_of, is_fused_experts
-from gradprobe_hf.model.patches import restore_slot
+from gradprobe_hf.model.passes.patches import restore_slot
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def routed(model: nn.Module, gone: Mapping[str, Tensor], keep: bool = False) -> 
     with ExitStack() as undo:
         for name, experts in gone.items():
             module: Any = model.get_submodule(name)
-            # Inside of Accelerate's hook, which loads an offloaded weight; see `probe/attachment.py`.
+            # Inside of Accelerate's hook, which loads an offloaded weight; see `probe/maps/attachment.py`.
             slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
             before = module.__dict__.get(slot)
             undo.callback(restore_slot, module, slot, before)

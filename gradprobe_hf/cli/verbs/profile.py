@@ -58,7 +58,7 @@ def add_arguments(parser: VerbParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from gradprobe_hf.cli.profile_table import print_profile
+    from gradprobe_hf.cli.tables.profile import print_profile
     from gradprobe_hf.profiling.script import is_main_process
 
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # torch.profiler's own log, of when it starts and stops

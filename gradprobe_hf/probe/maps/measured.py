@@ -27,8 +27,8 @@ from torch.autograd.function import once_differentiable
 
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.folding import Folding
-from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.probe.maps.folding import Folding
+from gradprobe_hf.probe.maps.serving import ServedWeights
 from gradprobe_hf.scores.terms import GATES
 
 

@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file
 
-from gradprobe_hf.model.loading import SOURCE_KWARGS
+from gradprobe_hf.model.loading.load import SOURCE_KWARGS
 
 logger = logging.getLogger(__name__)
 

@@ -30,12 +30,12 @@ def add_arguments(parser: VerbParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    from gradprobe_hf.cli.estimate_table import print_estimate, print_expectations
     from gradprobe_hf.cli.output import print_json
+    from gradprobe_hf.cli.tables.estimate import print_estimate, print_expectations
     from gradprobe_hf.data.windows import check_length
     from gradprobe_hf.estimation.estimate import check_estimable, estimate
-    from gradprobe_hf.model.checkpoint_class import chosen_class
-    from gradprobe_hf.model.loading import load_config, skeleton
+    from gradprobe_hf.model.loading.checkpoint_class import chosen_class
+    from gradprobe_hf.model.loading.load import load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
     from gradprobe_hf.report.against_estimate import against_estimate, planned
     from gradprobe_hf.run.request.checks import check_paths

@@ -26,8 +26,8 @@ def add_arguments(parser: VerbParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.bench.bench import bench_pretrained
-    from gradprobe_hf.cli.bench_table import print_bench
     from gradprobe_hf.cli.output import print_json
+    from gradprobe_hf.cli.tables.bench import print_bench
 
     found = bench_pretrained(
         options.models,

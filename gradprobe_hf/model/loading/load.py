@@ -25,7 +25,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from gradprobe_hf.model.adapters import (
+from gradprobe_hf.model.config_names import text_attribute
+from gradprobe_hf.model.loading.adapters import (
     AdapterSource,
     active_adapters,
     check_mergeable,
@@ -35,10 +36,8 @@ from gradprobe_hf.model.adapters import (
     merged_copy,
     stored_adapter,
 )
-from gradprobe_hf.model.checkpoint_class import chosen_class, model_class
-from gradprobe_hf.model.config_names import text_attribute
-from gradprobe_hf.model.dequantized import keep_dequantized
-from gradprobe_hf.model.loading_checks import (
+from gradprobe_hf.model.loading.checkpoint_class import chosen_class, model_class
+from gradprobe_hf.model.loading.checks import (
     PLANS,
     WEIGHTS,
     check_dtype,
@@ -47,7 +46,8 @@ from gradprobe_hf.model.loading_checks import (
     check_source,
     load_errors,
 )
-from gradprobe_hf.model.loading_report import about_unused, check_complete
+from gradprobe_hf.model.loading.dequantized import keep_dequantized
+from gradprobe_hf.model.loading.report import about_unused, check_complete
 from gradprobe_hf.runtime.paths import expanded_model
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.config.values import AccumulatorDevice, AccumulatorDtype
-from gradprobe_hf.probe.page_cache import PageCacheTrail
+from gradprobe_hf.probe.accumulation.page_cache import PageCacheTrail
 from gradprobe_hf.runtime.row_chunks import ROWS_IN_A_BLOCK
 
 PartSpecs = dict[str, tuple[tuple[int, int], torch.dtype]]  # part name -> (shape, dtype as stored)

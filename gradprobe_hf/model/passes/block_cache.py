@@ -25,9 +25,9 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.model.fsdp import forget_pass
-from gradprobe_hf.model.loss import Batch, forward_only
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.patches import eval_mode, frozen, replace_forward
+from gradprobe_hf.model.passes.loss import Batch, forward_only
+from gradprobe_hf.model.passes.patches import eval_mode, frozen, replace_forward
 from gradprobe_hf.model.targets import Target
 
 

@@ -16,7 +16,7 @@ from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
 
 if TYPE_CHECKING:
     from gradprobe_hf.data.batches import Batches
-    from gradprobe_hf.model.loading import Loaded
+    from gradprobe_hf.model.loading.load import Loaded
     from gradprobe_hf.report.original import Original
     from gradprobe_hf.tasks.table import Task
 
@@ -82,8 +82,8 @@ class _Loaded:
 
     @classmethod
     def from_name(cls, name: str, task: str | None, **kwargs: Any) -> _Loaded:
-        from gradprobe_hf.model.loading import load
-        from gradprobe_hf.model.processing import load_processing_class
+        from gradprobe_hf.model.loading.load import load
+        from gradprobe_hf.model.loading.processing import load_processing_class
         from gradprobe_hf.tasks.table import auto_classes
 
         loaded = load(name, auto_classes=auto_classes(task), **kwargs)
@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.checkpoint.origin import check_made_of, stored_report
     from gradprobe_hf.cli.output import print_evaluation, print_json
     from gradprobe_hf.evaluation.harness import TaskRequest, check_tasks, evaluate_tasks
-    from gradprobe_hf.model.upcast import upcast_products
+    from gradprobe_hf.model.passes.upcast import upcast_products
     from gradprobe_hf.report.eval_results import task_results, text_results
     from gradprobe_hf.run.request.checks import check_paths
 

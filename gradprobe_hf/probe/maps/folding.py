@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.loss import Batch
+from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
+from gradprobe_hf.probe.maps.sequence_gradients import embedding_gradients, linear_gradients
 from gradprobe_hf.probe.matrix import ALL, MatrixStatistics
 from gradprobe_hf.probe.padding import BatchLayout
-from gradprobe_hf.probe.sequence_gradients import embedding_gradients, linear_gradients
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS, row_chunks
 from gradprobe_hf.runtime.stopwatch import return_free_memory

@@ -16,16 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.block_cache import BlockSequence
 from gradprobe_hf.model.families import expert_parameters
 from gradprobe_hf.model.fsdp import is_sharded, reshard
-from gradprobe_hf.model.loss import Batch
-from gradprobe_hf.model.patches import restore_slot
+from gradprobe_hf.model.passes.block_cache import BlockSequence
+from gradprobe_hf.model.passes.loss import Batch
+from gradprobe_hf.model.passes.patches import restore_slot
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.probe.folding import Folding
-from gradprobe_hf.probe.measured import MeasuredEmbedding, MeasuredLinear, MeasuredUse
-from gradprobe_hf.probe.serving import ServedWeights
+from gradprobe_hf.probe.maps.folding import Folding
+from gradprobe_hf.probe.maps.measured import MeasuredEmbedding, MeasuredLinear, MeasuredUse
+from gradprobe_hf.probe.maps.serving import ServedWeights
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.selection.masked_values import SavedValues
 from gradprobe_hf.selection.packed_masks import multipliers_of

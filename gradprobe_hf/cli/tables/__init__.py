@@ -1,0 +1,1 @@
+"""Tables that the verbs print, where one is more than a few lines."""
