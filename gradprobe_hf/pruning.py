@@ -94,12 +94,13 @@ def prune_pretrained(
             structures has measured, and every block that is reconstructed. Called again with the same arguments, a run
             that was killed goes on from there, to the same bits.
         progress: show progress bars.
-        from_pretrained_kwargs: for loading by name: `device_map` (also `"disk"`: weights are read when they are
-            needed, and the checkpoint itself is never written to), `max_memory`, `dtype`, `revision`, `gguf_file`,
-            `trust_remote_code`, ... `offload_folder` is also where files of the run go: weights on disk that have to
-            be written, and accumulators on disk (default: a temporary folder). Two are no arguments of transformers:
-            `merge_adapters=True` folds PEFT adapters into the weights, of a model in memory into a copy, which is
-            pruned in its place; `allow_missing_weights=True` takes weights that a checkpoint lacks as initialised.
+        from_pretrained_kwargs: for loading by name: `device_map` (default: the accelerator, if there is one; also
+            `"disk"`: weights are read when they are needed, and the checkpoint itself is never written to),
+            `max_memory`, `dtype`, `revision`, `gguf_file`, `trust_remote_code`, ... `offload_folder` is also where
+            files of the run go: weights on disk that have to be written, and accumulators on disk (default: a
+            temporary folder). Two are no arguments of transformers: `merge_adapters=True` folds PEFT adapters into the
+            weights, of a model in memory into a copy, which is pruned in its place; `allow_missing_weights=True` takes
+            weights that a checkpoint lacks as initialised.
 
     Raises:
         ValueError: an option, a pattern, the data or the loss is wrong; the message names the value and the remedy.

@@ -205,7 +205,7 @@ def test_an_adapters_folder_is_not_estimated(stored, capsys):
 
 def test_without_peft_an_adapters_folder_says_what_to_install(stored, monkeypatch):
     def missing():
-        raise ImportError("adapters need PEFT: pip install 'gradprobe_hf[peft]'")
+        raise ImportError("adapters need PEFT: pip install peft")
 
     monkeypatch.setattr(adapters, "imported_peft", missing)
     with pytest.raises(ImportError, match="pip install"):

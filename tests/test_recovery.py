@@ -360,7 +360,7 @@ def test_without_peft_adapters_are_refused_before_anything_is_trained(checkpoint
     monkeypatch.setitem(sys.modules, "peft", None)
     monkeypatch.setattr("gradprobe_hf.recovery.recover.distil", lambda *_: pytest.fail("it trains"))
     config = RecoveryConfig(steps=2, sequence_length=16, lora_r=2)
-    with pytest.raises(ImportError, match=r"gradprobe_hf\[peft\]"):
+    with pytest.raises(ImportError, match="pip install peft"):
         recover_pretrained(pruned, checkpoint, config, text=str(text_file), evaluation=False, progress=False)
 
 

@@ -1,7 +1,7 @@
 """File sizes: what a checkpoint's weights take on the disk, how much of it zstd leaves, and what the Hub transfers.
 
 Zeros are stored as any other number, so that only a compressed file shows them. zstd is in Python 3.14, or in the
-package `zstandard` (`pip install 'gradprobe_hf[zstd]'`); without either nothing is compressed.
+package `zstandard` (`pip install zstandard`); without either nothing is compressed.
 
 The Hub transfers files in chunks that are cut by content and compressed one by one with LZ4 (Xet). What that comes to
 is asked of the library that does it, `hf_xet`: files are uploaded into a folder in place of a server.
@@ -26,7 +26,7 @@ from gradprobe_hf.checkpoint.inspect import weight_files
 
 logger = logging.getLogger(__name__)
 
-INSTALL = "pip install 'gradprobe_hf[zstd]'"
+INSTALL = "pip install zstandard"
 ROOM = 2  # times the largest file has to be free, to try what the Hub transfers
 PORTION = 2**22  # bytes that are read at once
 

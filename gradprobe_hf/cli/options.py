@@ -63,7 +63,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "device_map": {
             "type": device_map,
             "metavar": "MAP",
-            "help": "where weights are: 'auto', 'disk', a device, or a JSON object of modules (default: in memory)",
+            "help": "where weights are: 'auto', 'disk', a device, or a JSON object of modules (default: the "
+            "accelerator, if there is one)",
         },
         "max_memory": {
             "type": json_object,

@@ -1,6 +1,6 @@
 """Harness: tasks such as ARC and HellaSwag, scored by lm-evaluation-harness, its code and its protocol.
 
-It is optional (`pip install 'gradprobe_hf[lm-eval]'`) and imported when it is asked for.
+It is optional (`pip install lm-eval`) and imported when it is asked for.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.patches import eval_mode
 
-INSTALL = "pip install 'gradprobe_hf[lm-eval]'"
+INSTALL = "pip install lm-eval"
 
 
 @dataclass(frozen=True)

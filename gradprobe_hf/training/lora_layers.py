@@ -33,7 +33,7 @@ def lora_layers(model: Any) -> dict[str, Any]:
     try:
         from peft.tuners.lora import Linear
     except ImportError as error:
-        raise ImportError("LoRA needs PEFT: pip install 'gradprobe_hf[peft]'") from error
+        raise ImportError("LoRA needs PEFT: pip install peft") from error
     if not isinstance(model, nn.Module):
         raise TypeError(f"adapters are merged into a PeftModel, got {model!r:.80}.")
     found = {

@@ -64,7 +64,7 @@ def add_arguments(parser: VerbParser) -> None:
     for name, (least, what) in numbers.items():
         parser.add_option("data", name, type=at_least(least), metavar="N", help=what)
     add_fields(parser, (*TASK_OPTIONS, *TEXT_OPTIONS))
-    tasks = "tasks of lm-evaluation-harness, arc_easy,hellaswag say (needs pip install 'gradprobe_hf[lm-eval]')"
+    tasks = "tasks of lm-evaluation-harness, arc_easy,hellaswag say (needs pip install lm-eval)"
     parser.add_option("tasks", "tasks", type=names, metavar="NAME,...", help=tasks)
     parser.add_option("tasks", "include_path", metavar="DIR", help="folder with YAML files of further tasks")
     shots = "examples before each question (default: as the task says)"
@@ -83,10 +83,12 @@ class _Loaded:
     @classmethod
     def from_name(cls, name: str, task: str | None, **kwargs: Any) -> _Loaded:
         from gradprobe_hf.model.loading.load import load
+        from gradprobe_hf.model.loading.placement import to_accelerator
         from gradprobe_hf.model.loading.processing import load_processing_class
         from gradprobe_hf.tasks.table import auto_classes
 
         loaded = load(name, auto_classes=auto_classes(task), **kwargs)
+        to_accelerator(loaded.model, kwargs)
         source = {key: value for key, value in kwargs.items() if key in SOURCE}
         return cls(name, loaded, load_processing_class(loaded.model, loaded.processing_name, **source))
 

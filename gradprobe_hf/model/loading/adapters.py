@@ -229,5 +229,5 @@ def imported_peft() -> Any:
     try:
         import peft
     except ImportError as error:
-        raise ImportError("adapters need PEFT: pip install 'gradprobe_hf[peft]'") from error
+        raise ImportError("adapters need PEFT: pip install peft") from error
     return peft

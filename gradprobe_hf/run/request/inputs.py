@@ -37,6 +37,7 @@ from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.loading.load import Loaded, load
+from gradprobe_hf.model.loading.placement import to_accelerator
 from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
 from gradprobe_hf.model.targets import find_targets
@@ -244,6 +245,8 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
     auto = auto_classes(request.config.task)
     limits = partial(weight_limits, config=request.config, processes=processes.count)
     loaded = load(request.model_or_id, auto_classes=auto, limits=limits, **kwargs)
+    if not isinstance(request.model_or_id, nn.Module):
+        to_accelerator(loaded.model, kwargs)
     unload_leftovers(loaded.model)
     found = request.processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)
     return loaded, found
