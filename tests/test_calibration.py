@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.data import packing
 from gradprobe_hf.data.batches import from_iterable, from_windows, shared_passages, shared_rows
 from gradprobe_hf.data.pydoc_text import manual_text
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
@@ -192,6 +193,51 @@ def test_pydoc_is_there_and_its_parts_share_no_paragraph():
     calibration, evaluation = load("pydoc"), load("pydoc", part="evaluation")
     assert shared_rows(calibration, evaluation) == 0
     assert shared_rows(calibration, calibration) == 4
+
+
+@pytest.mark.parametrize("border", ["\n", " ", ""])
+def test_of_a_large_text_pieces_are_drawn(border, monkeypatch):
+    """It would take minutes to tokenise whole, and gigabytes."""
+    monkeypatch.setattr(packing, "LARGEST_TEXT", 20_000)
+    monkeypatch.setattr(packing, "PIECE", 100)
+    text, read = border.join(f"{number:06}" for number in range(5000)), []
+
+    class Watching(type(TOKENIZER)):
+        def __call__(self, text, **asked):
+            read.append(text)
+            return super().__call__(text, **asked)
+
+    watching = Watching(tokenizer_object=TOKENIZER.backend_tokenizer, bos_token="<s>", eos_token="</s>")
+    found = load([text], tokenizer=watching)
+    (joined,) = (one for one in read if isinstance(one, str) and len(one) > 100)
+    pieces = joined.split("\n\n")
+    assert len(joined) < 1_000 < len(text)
+    assert all(piece in text and 100 <= len(piece) <= 200 for piece in pieces)
+    assert len(set(pieces)) == len(pieces) > 1
+    assert re.search(rf"\({len(pieces)} of \d+ pieces, drawn with seed 0; documents separated", found.protocol)
+    assert load([text], tokenizer=watching).fingerprint == found.fingerprint
+    assert load([text], tokenizer=watching, seed=1).fingerprint != found.fingerprint
+    assert "pieces" not in load([text], samples=200).protocol, "it takes a good part of it"
+
+
+def test_of_documents_that_an_eos_ends_whole_ones_are_drawn(monkeypatch):
+    monkeypatch.setattr(packing, "LARGEST_TEXT", 1_000)
+    texts = [f"{number:03} and more of it" for number in range(600)]
+    found = load(texts, document_separator="eos", add_special_tokens=False)
+    assert re.search(r"\(\d+ of 600 documents, drawn with seed 0; ", found.protocol)
+    shown = TOKENIZER.decode(found.items[0]["input_ids"][0])
+    assert all(part in "</s>".join(texts) or any(part in one for one in texts) for part in shown.split("</s>"))
+
+
+def test_images_and_recordings_that_are_in_both_are_counted():
+    images = torch.rand(6, 3, 4, 4, generator=torch.Generator().manual_seed(1))
+    one, other = ([{"pixel_values": part, "labels": torch.zeros(len(part))}] for part in (images[:4], images[2:]))
+    assert shared_rows(from_iterable(one, "one"), from_iterable(other, "other")) == 2
+    heard = torch.rand(2, 8, generator=torch.Generator().manual_seed(2))
+    longer = torch.cat([heard, torch.zeros(2, 3)], 1)  # as beside a longer one
+    masks = [torch.ones(2, 8), torch.cat([torch.ones(2, 8), torch.zeros(2, 3)], 1)]
+    one, other = ([{"input_values": v, "attention_mask": m}] for v, m in zip((heard, longer), masks, strict=True))
+    assert shared_rows(from_iterable(one, "one"), from_iterable(other, "other")) == 2
 
 
 def test_the_model_writes_its_own_text():

@@ -335,6 +335,27 @@ def test_chats_that_a_table_has_as_json_are_chats(column):
         load([{column: json.dumps([{"said": "what?"}])}], **options)
 
 
+def test_arguments_of_a_call_that_are_json_are_not_encoded_again():
+    """As in the files of OpenAI's API; what is no dict stays the text that it is."""
+    tokenizer = chatting(WITH_TOOLS)
+    options = {"samples": 1, "length": 200, "packing": False, "model": LONG, "tokenizer": tokenizer}
+    shown = {}
+    for arguments in ({"a": 3, "b": 3}, '{"a": 3, "b": 3}', "3, 3"):
+        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
+        found = load([{"messages": [CHAT[0], CALLING[1] | {"tool_calls": [call]}]}], **options)
+        shown[str(arguments)] = tokenizer.decode(found.items[0]["input_ids"][0])
+    assert '"arguments": {"a": 3, "b": 3}' in shown["{'a': 3, 'b': 3}"] == shown['{"a": 3, "b": 3}']
+    assert '"arguments": "3, 3"' in shown["3, 3"]
+
+
+def test_what_an_assistant_says_first_counts_for_nothing():
+    """No prompt is before it: ShareGPT's sets have such chats."""
+    chat = [{"role": "assistant", "content": "Hello."}, *CHAT]
+    found = load([{"messages": chat}], samples=1, length=250, packing=False, model=LONG, tokenizer=chatting(CHATML),
+                 assistant_only_loss=True)  # fmt: skip
+    assert said(found.items[0]) == "It is 4.</s>It is 6.</s>"
+
+
 @pytest.mark.parametrize("written", [lambda tools: tools, json.dumps], ids=["lists", "json"])
 @pytest.mark.parametrize("column", ["messages", "chat"])
 def test_the_template_is_told_of_the_tools_and_options_of_a_row(tmp_path, written, column):

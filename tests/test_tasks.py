@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -53,7 +54,7 @@ def test_rows_of_every_task_prune_its_model(name):
         sparsity=0.5,
         num_samples=4,
         evaluation_samples=4,
-        sequence_length=None if name == "vit" else 32,
+        sequence_length=None if name in ("vit", "wav2vec2") else 32,
         batch_size=2,
     )
     report = result.report
@@ -75,9 +76,7 @@ def test_a_length_that_cuts_nothing_is_refused(name):
     if shapes[0] != shapes[1]:
         prune()
     else:
-        with pytest.raises(
-            ValueError, match=f"sequence_length={SHORT} has no effect here: for .*classification no text is cut"
-        ):
+        with pytest.raises(ValueError, match=f"sequence_length={SHORT} has no effect here: for .* no text is cut"):
             prune()
 
 
@@ -510,3 +509,85 @@ def test_rows_without_what_reads_them_are_refused():
 def test_a_task_that_is_another_models_is_refused():
     with pytest.raises(ValueError, match=r"AutoModelForTokenClassification.*BertForSequenceClassification"):
         cases.prune(labelled.build("bert"), labelled.classified(), task="token-classification", num_samples=4)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_text_of_an_image_is_the_same_in_batches_that_are_padded_on_the_left(size):
+    """Its first token is predicted by nothing: not by the padding before it either."""
+    processor, texts = (
+        CASES["llava"].processor(),
+        ["<image> a", "<image> a longer one", "<image> two", "<image> and so on"],
+    )
+    processor.tokenizer.backend_tokenizer.post_processor = cases.tokenizer("<s> $A").backend_tokenizer.post_processor
+    processor.tokenizer.padding_side = "left"
+    rows = Dataset.from_dict({"image": CASES["llava"].rows()["image"][:4], "text": texts})
+    counted = [
+        sum(
+            int((batch["labels"][:, 1:] != -100).sum())
+            for batch in batches("llava", rows, batch_size=n, processor=processor)
+        )
+        for n in (1, size)
+    ]
+    assert counted[0] == counted[1] > 0
+    begins = cases.tokenizer().bos_token_id
+    for batch in batches("llava", rows, batch_size=size, processor=processor):
+        assert (batch["labels"][:, 1:] != begins).all()
+
+
+def test_paths_of_images_beside_texts_are_images(tmp_path):
+    path = tmp_path / "a.png"
+    CASES["llava"].rows()["image"][0].save(path)
+    rows = [{"image": str(path), "text": "<image> a cat"}] * 2
+    assert all("pixel_values" in batch for batch in batches("llava", rows, samples=2))
+    with pytest.raises(ValueError, match=r"b\.png' is no image: .*No such file"):
+        batches("llava", [{"image": "b.png", "text": "<image> a cat"}] * 2, samples=2)
+
+
+def test_a_processor_without_tokens_of_the_text_is_refused():
+    processor = CASES["llava"].processor()
+
+    class TrOCR(type(processor)):
+        def __call__(self, **asked):
+            made = processor(**asked)
+            return {"pixel_values": made["pixel_values"], "labels": made["input_ids"]}
+
+    reading = TrOCR.__new__(TrOCR)
+    reading.__dict__.update(processor.__dict__)
+    with pytest.raises(ValueError, match=r"TrOCR makes pixel_values, labels .*and no 'input_ids'"):
+        batches("llava", processor=reading)
+
+
+def test_a_list_of_rows_with_images_is_rows():
+    rows = CASES["vit"].rows()
+    given = [{"image": image, "label": label} for image, label in zip(rows["image"], rows["label"], strict=True)]
+    assert batches("vit", given).fingerprint == batches("vit", rows).fingerprint
+
+
+def test_all_that_is_said_is_a_label_where_all_is_heard():
+    """CTC aligns the labels with the whole recording."""
+    rows = Dataset.from_dict({"audio": CASES["wav2vec2"].rows()["audio"][:2], "text": ["ab cd " * 9, "abc"]})
+    (batch,) = batches("wav2vec2", rows, samples=2, length=8)
+    assert sorted((batch["labels"] != -100).sum(1).tolist()) == [3, 54]
+
+
+@pytest.mark.parametrize(
+    ("length", "said"), [(8, ", cut at 8 tokens, texts to write cut at 8 tokens"), (512, "seed 0")]
+)
+def test_texts_to_write_that_are_cut_are_told(length, said):
+    assert batches("t5", length=length).protocol.endswith(said)
+
+
+def test_recordings_of_unequal_lengths_are_padded_by_encoder_decoders_too():
+    """Whisper's extractor makes 30 seconds of everything; Moonshine's pads as it is told."""
+    case = CASES["whisper"]
+    processor = replace(case.processor(), feature_extractor=CASES["wav2vec2"].processor().feature_extractor)
+    waves = [[0.1] * 400, [0.1] * 300]
+    rows = Dataset.from_dict({"audio": waves, "text": ["a", "b"]})
+    (batch,) = batches("whisper", rows, samples=2, processor=processor)
+    assert batch["labels"].shape[0] == 2
+
+
+@pytest.mark.parametrize("glued", [True, False])
+def test_words_without_blanks_are_warned_of(glued, caplog):
+    batches("tags", processor=cases.tokenizer() if glued else labelled.word_tokenizer())
+    assert ("add_prefix_space=True" in caplog.text) == glued

@@ -144,21 +144,23 @@ class Batches:
 
 
 def shared_rows(a: Batches, b: Batches) -> int:
-    """How many rows of token ids are in both: evaluation text should not be calibration text."""
-    return len(_row_bytes(a) & _row_bytes(b))
+    """How many rows of tokens, images or recordings are in both: nothing should be calibrated and evaluated on."""
+    return len(_digests(a) & _digests(b))
 
 
-def _row_bytes(batches: Batches) -> set[bytes]:
-    return {content for content, tokens in _rows(batches) if tokens}
+def _digests(batches: Batches) -> set[bytes]:
+    """Of the contents, for those of images are large."""
+    return {hashlib.sha256(content).digest() for content, _ in _rows(batches) if content}
 
 
 def _rows(batches: Batches) -> Iterator[tuple[bytes, int]]:
     """The content of each row without its padding, which the other rows bring, and its tokens; 0 of what is no text."""
     for batch in batches:
-        ids, mask = _text_of(batch), _unpadded(batch)
+        ids = _text_of(batch)
         values = next(one for one in batch.values() if isinstance(one, Tensor)) if ids is None else ids
+        mask = _mask_of(batch, values)
         for number, row in enumerate(values):
-            if ids is not None and mask is not None:
+            if mask is not None:
                 row = row[mask[number]]
             yield row.contiguous().flatten().view(torch.uint8).numpy().tobytes(), 0 if ids is None else len(row)
 
@@ -315,7 +317,11 @@ def token_count(batch: Mapping[str, Any]) -> int:
 
 def _unpadded(batch: Mapping[str, Any]) -> Tensor | None:
     """Which tokens are no padding, bool as the ids; None: all, as where a mask is of pairs of tokens (packed texts)."""
-    ids, mask = batch.get("input_ids"), batch.get("attention_mask")
-    if not isinstance(ids, Tensor) or not isinstance(mask, Tensor) or mask.shape != ids.shape:
-        return None
-    return mask != 0
+    ids = batch.get("input_ids")
+    return _mask_of(batch, ids) if isinstance(ids, Tensor) else None
+
+
+def _mask_of(batch: Mapping[str, Any], values: Tensor) -> Tensor | None:
+    """What counts of values `[rows, ...]`; None where the batch has no mask of their shape."""
+    mask = batch.get("attention_mask")
+    return mask != 0 if isinstance(mask, Tensor) and mask.shape == values.shape else None

@@ -90,7 +90,9 @@ class ChatTemplate:
         """Where in the rendered text the assistant speaks: each turn is what it adds to the turns before it."""
         spans = []
         for at, message in enumerate(chat.messages):
-            if message["role"] != ASSISTANT:
+            if (
+                message["role"] != ASSISTANT or at == 0
+            ):  # nobody asked for the first message, and no prompt is before it
                 continue
             before = self._text(replace(chat, messages=chat.messages[:at]), add_generation_prompt=True)
             upto = self._text(replace(chat, messages=chat.messages[: at + 1]))

@@ -6,6 +6,7 @@ Rows are shuffled with the seed and the first `samples` taken; none is cut in tw
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -24,8 +25,9 @@ from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import Task
-from gradprobe_hf.tasks.text_batches import multi_hot
+from gradprobe_hf.tasks.text_batches import glues_words, multi_hot
 
+logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 SPEECH = ("input_values", "input_features")
@@ -147,10 +149,15 @@ class Labels:
         inputs, label = _columns(spec, rows[0])
         reader = self._reader(inputs, label, _stored_names(opened.rows, label))
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
+        if spec.task.inputs == (WORDS,) and glues_words(reader.tokenizer):
+            logger.warning(
+                "the tokenizer joins the words of a row without a blank, unlike those of a text: unless the model was "
+                "trained so, load it with add_prefix_space=True (processing_class=)"
+            )
         columns = ", ".join(filter(None, (*inputs, label)))
         by_name = ", labels matched to the model's by name" if label and reader.label_names.renumbered else ""
         protocol = f"{len(rows)} {spec.task.row} ({columns}{by_name}), shuffled with seed {spec.seed}"
-        return _described(items, opened, protocol + _cut(items, reader.length))
+        return _described(items, opened, protocol + _cut(items, reader))
 
     def _prepared(self, opened: Source) -> Batches:
         """Rows that hold what the model is called with: tokens, or pixels. Padded on the right within each batch."""
@@ -348,7 +355,12 @@ def _parts(rows: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _cut(items: Sequence[Mapping[str, Any]], length: int) -> str:
-    """What the protocol says about rows that were longer."""
-    longest = max((item["input_ids"].shape[1] for item in items if "input_ids" in item), default=0)
-    return f", cut at {length} tokens" if longest >= length else ""
+def _cut(items: Sequence[Mapping[str, Any]], reader: RowReader) -> str:
+    """What the protocol says about texts that were longer."""
+    length = reader.length
+    read = max((item["input_ids"].shape[1] for item in items if "input_ids" in item), default=0)
+    found = f", cut at {length} tokens" if read >= length else ""
+    if not reader.config.is_encoder_decoder:
+        return found
+    written = max(item["labels"].shape[1] for item in items)
+    return found + (f", texts to write cut at {length} tokens" if written >= length else "")

@@ -25,6 +25,10 @@ from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.conversation import Chat
 
 CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read before it is tokenised
+# A tokenizer takes seconds and 150 MB for a million characters. Of more than these, and than 16 times what the windows
+# can take, pieces are drawn.
+LARGEST_TEXT, LARGEST_SHARE = 2**23, 16
+PIECE = 2**12  # characters
 LONGEST_EXAMPLE = 2_000  # characters of the first document that a report shows
 
 Row = dict[str, Tensor]
@@ -215,7 +219,9 @@ def _text_stream(opened: Source, spec: WindowSpec, processing_class: Any, specia
     if not any(text.strip() for text in texts):
         raise ValueError(f"there is no text in {opened.name}{', only white space' if texts else ''}.")
     tokenizer = tokenizer_of(processing_class)
+    texts, drawn = _drawn_pieces(texts, spec, separator)
     joined = f"documents separated by {separator_words(separator, tokenizer)}; " if len(texts) > 1 else ""
+    joined = drawn + joined
     example = _shortened(texts[0]) if spec.text.text_template else None
     if separator == EOS:
         end = eos_token_id(tokenizer)
@@ -226,6 +232,35 @@ def _text_stream(opened: Source, spec: WindowSpec, processing_class: Any, specia
         # is longer than its model's context, and it is cut below.
         ids = tokenizer(separator.join(texts), add_special_tokens=False, verbose=False)["input_ids"]
     return _Stream(torch.tensor(ids, dtype=torch.long), None, joined, example)
+
+
+def _drawn_pieces(texts: list[str], spec: WindowSpec, separator: str) -> tuple[list[str], str]:
+    """Texts as they are; of far more than the windows take, pieces drawn with the seed, and the protocol's words."""
+    needed = spec.samples * spec.sequence_length * CHARACTERS_PER_TOKEN
+    total = sum(map(len, texts))
+    if total <= max(LARGEST_TEXT, LARGEST_SHARE * needed):
+        return texts, ""
+    # Behind a piece there would be an EOS that ends no document: then documents are drawn as they are.
+    pieces = texts if separator == EOS else [piece for text in texts for piece in _pieces(text)]
+    taken: list[str] = []
+    for index in torch.randperm(len(pieces), generator=torch.Generator().manual_seed(spec.seed)).tolist():
+        taken.append(pieces[index])
+        needed -= len(pieces[index])
+        if needed <= 0:
+            break
+    what = "documents" if separator == EOS else "pieces"
+    return taken, f"{len(taken):,} of {len(pieces):,} {what}, drawn with seed {spec.seed}; "
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text in parts of about `PIECE` characters, cut between lines, or between words where a line is longer."""
+    begin = 0
+    while begin < len(text):
+        least, most = begin + PIECE, begin + 2 * PIECE
+        ends = (text.find(border, least, most) for border in "\n ")
+        end = next((end for end in ends if end >= 0), most)
+        yield text[begin:end]
+        begin = end
 
 
 def _chat_stream(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> _Stream:

@@ -206,8 +206,10 @@ def _open(source: Any, part: Part, seed: int) -> Source | None:
             return Source(text_rows(source), f"{len(source)} texts", is_plain=True)
         # Whatever else is in it, what has a tensor of rows is a batch.
         is_batch = any(isinstance(value, torch.Tensor) and value.ndim >= 2 for value in source[0].values())
-        named = (value for name, value in source[0].items() if name != "input_ids")
-        if not is_batch and any(isinstance(value, (str, list)) for value in named):
+        named = [value for name, value in source[0].items() if name != "input_ids"]
+        has_tensor = any(isinstance(value, torch.Tensor) for value in source[0].values())
+        is_row = bool(named) and not has_tensor  # an image with its label, say
+        if not is_batch and (is_row or any(isinstance(value, (str, list)) for value in named)):
             return Source(rows_from(source), f"{len(source)} rows")
     if not isinstance(source, Iterable):
         raise ValueError(

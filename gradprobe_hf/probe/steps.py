@@ -50,8 +50,18 @@ def share(batches: Sequence[Item], processes: Processes, in_step: bool) -> list[
 
 
 def single_rows(model: PreTrainedModel, batch: Batch) -> Iterator[Batch]:
-    """One sequence at a time, its padding cut off: an expert that is sent padding cannot tell it from text."""
+    """One sequence at a time, its padding cut off: an expert that is sent padding cannot tell it from text.
+
+    Raises:
+        ValueError: images of which it cannot be told whose they are.
+    """
     layout, rows = BatchLayout.of(batch, model), row_count(batch)
+    pixels = batch.get("pixel_values")
+    if isinstance(pixels, Tensor) and len(pixels) != rows > 1:  # the patches of all rows in one
+        raise ValueError(
+            f"{type(model).__name__} takes pixel_values of shape {tuple(pixels.shape)} with {rows} sequences, whose "
+            "images cannot be told apart; set batch_size=1 (or give batches of one row)."
+        )
     for row in range(rows):
         # What has no row for each sequence, positions `[1, tokens]` say, is for all of them.
         single = {

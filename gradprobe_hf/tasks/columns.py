@@ -34,6 +34,11 @@ class ColumnKind:
     holds: Callable[[Any], bool]
     what: str
 
+    def is_named(self, row: Row) -> bool:
+        """Whether a column of a usual name holds the names of files, one or several."""
+        named = [row[name] for name in self.names if name in row]
+        return any(isinstance(one, str) or (_is_words(one) and len(one) > 0) for one in named)
+
 
 def _is_words(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(one, str) for one in value)

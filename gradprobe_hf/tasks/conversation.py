@@ -97,13 +97,30 @@ def _message(value: Any, column: str) -> Message:
     if isinstance(value, Mapping):
         message = without_nulls(value)
         if "role" in message and ("content" in message or "tool_calls" in message):
-            return message
+            return _with_plain_arguments(message)
         if message.get("from") in _SHAREGPT_ROLES and "value" in message:
             return {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"]}
     raise ValueError(
         f"a message in the column {column!r} must be a dict with 'role' and 'content', or with 'from' (one of "
         f"{', '.join(map(repr, _SHAREGPT_ROLES))}) and 'value', got {shown(value)}."
     )
+
+
+def _with_plain_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of its calls as dicts: OpenAI's files have them as JSON, which templates would encode once more."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    return {**message, "tool_calls": [_with_plain_argument(call) for call in calls]}
+
+
+def _with_plain_argument(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(function, Mapping) and isinstance(arguments := function.get("arguments"), str):
+        with suppress(json.JSONDecodeError):
+            if isinstance(parsed := json.loads(arguments), dict):
+                return {**call, "function": {**function, "arguments": parsed}}
+    return call
 
 
 def _parsed(row: Row, column: str, kind: type) -> Any:

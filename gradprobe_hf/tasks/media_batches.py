@@ -34,8 +34,8 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
     rate = extractor.sampling_rate
     waves = [as_wave(reader.input(row), rate) for row in rows]
     _check_heard(max(map(len, waves)), extractor, reader.inputs[0])
-    # Whisper pads to 30 seconds whatever it is given; others pad to the longest of the batch.
-    whole = {} if reader.config.is_encoder_decoder else {"padding": True}
+    # Whisper's pads to 30 seconds whatever it is given; others pad to the longest of the batch, if they are told to.
+    whole = {} if hasattr(extractor, "n_samples") else {"padding": True}
     inputs = _tensors(extractor(waves, sampling_rate=rate, return_tensors="pt", **whole), reader)
     texts = [target_ids(_said(row, reader), reader, reader.told) for row in rows]
     return inputs | {"labels": stacked(texts, IGNORED)}
@@ -56,10 +56,16 @@ def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     if begin and all(one.startswith(begin) for one in texts):  # the template has written it
         options["add_special_tokens"] = False
     batch = dict(processor(images=images, text=texts, return_tensors="pt", **options))
-    ids = batch["input_ids"]
+    if (ids := batch.get("input_ids")) is None:  # of an encoder-decoder, TrOCR's say
+        raise ValueError(
+            f"a {type(processor).__name__} makes {', '.join(batch)} of images with texts, and no 'input_ids' that the "
+            "text could be predicted from: give batches with 'pixel_values' and 'labels'."
+        )
     # Images are long runs of one token; what marks them is special too, and an end of text is not.
     image_ids = torch.tensor(sorted(_image_token_ids(processor, reader.config)), dtype=ids.dtype)
-    counts = batch.get("attention_mask", torch.ones_like(ids)).bool() & ~torch.isin(ids, image_ids)
+    mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    counts = mask & ~torch.isin(ids, image_ids)
+    counts[:, 1:] &= mask[:, :-1]  # with left padding, the last pad would predict the first token
     return {name: value for name, value in batch.items() if name in reader.accepts} | {
         "labels": ids.masked_fill(~counts, IGNORED)
     }

@@ -115,7 +115,7 @@ class Task:
             return False
         # A model that takes images and text can be given text alone.
         apart = [kind for kind in self.inputs if kind is not TEXT] if len(self.inputs) > 1 else []
-        return all(any(kind.holds(value) for value in first.values()) for kind in apart)
+        return all(any(kind.holds(value) for value in first.values()) or kind.is_named(first) for kind in apart)
 
     def columns(
         self, first: Row, text_column: str | None = None, label_column: str | None = None
@@ -147,7 +147,7 @@ class Task:
         Args:
             main_input: the model's `main_input_name`: one that reads tokens can be given text, whatever it is for.
         """
-        has_text = TEXT in self.inputs or self.compares == "texts" or main_input == "input_ids"
+        has_text = TEXT in self.inputs or self.predict is written_texts or main_input == "input_ids"
         if asked is not None and not has_text:
             raise ValueError(
                 f"sequence_length={asked} has no effect here: for {self.name} no text is cut. Leave sequence_length "

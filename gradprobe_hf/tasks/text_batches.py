@@ -49,6 +49,12 @@ def classified_words(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor
     return reader.padded(encoded) | {"labels": stacked(labels, IGNORED)}
 
 
+def glues_words(tokenizer: Any) -> bool:
+    """Whether a list of words loses the blanks between them, as with RoBERTa's tokenizer but for `add_prefix_space`."""
+    words, text = tokenizer(["a", "a"], is_split_into_words=True), tokenizer("a a")
+    return bool(words["input_ids"][-2:] != text["input_ids"][-2:])
+
+
 def first_tokens(words: Sequence[int | None], labels: Sequence[int]) -> list[int]:
     """The label of each word at the first of its tokens, -100 at the others and at special tokens.
 
@@ -73,13 +79,16 @@ def texts_to_write(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
 
 
 def target_ids(text: str, reader: RowReader, told: tuple[int, ...] = ()) -> list[int]:
-    """The tokens of a text that a decoder is to write, without the one that it begins with anyway.
+    """The tokens of a text that a model is to write, without the one that its decoder begins with anyway.
+
+    A model without a decoder hears or sees all of its input, so that all of the text is its label.
 
     Args:
         told: what it is told between these two.
     """
-    tokenizer = reader.tokenizer
-    ids = list(tokenizer(text_target=text, truncation=True, max_length=reader.length - len(told))["input_ids"])
+    tokenizer, cut = reader.tokenizer, {"truncation": True, "max_length": reader.length - len(told)}
+    limits = cut if reader.config.is_encoder_decoder else {"verbose": False}
+    ids = list(tokenizer(text_target=text, **limits)["input_ids"])
     start = getattr(reader.config, "decoder_start_token_id", None)
     # Whisper's tokenizer puts it in front, and the model shifts its labels by one all the same.
     begins = len(ids) > 1 and ids[0] == start != tokenizer.eos_token_id
