@@ -23,9 +23,11 @@ import gradprobe_hf.model.files.offload_store as store
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.estimation.estimate import estimate
+from gradprobe_hf.model.files.saving import save_in_shards
 from gradprobe_hf.model.files.shard_files import join
 from gradprobe_hf.model.loading.load import load_config, skeleton
-from gradprobe_hf.model.parameters import aliases, input_device, is_offloaded, read_weight
+from gradprobe_hf.model.loading.ties import forget_false_ties
+from gradprobe_hf.model.parameters import OffloadedParameter, aliases, input_device, is_offloaded, read_weight
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.maps import measured
@@ -340,6 +342,42 @@ def test_a_model_from_disk_ends_as_one_in_memory(name, saved, tmp_path):
     # what is in memory afterwards is the pruned model
     target = found.targets[0]
     assert (target.matrix(found.model)[found.masks[target.name]] == 0).all()
+
+
+@pytest.fixture(scope="module")
+def said_to_be_tied(saved, tmp_path_factory):
+    """A checkpoint whose head is not its embeddings, though its configuration says so."""
+    folder = tmp_path_factory.mktemp("models") / "said to be tied"
+    shutil.copytree(saved("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return folder
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "in memory"])
+def test_a_head_that_is_not_the_embeddings_is_saved_from_disk(by_name, said_to_be_tied, tmp_path):
+    """transformers compares the two in memory alone."""
+    options = {"device_map": "disk", "offload_folder": tmp_path / "off"}
+    model = said_to_be_tied if by_name else PLACEMENTS["device_map disk"](said_to_be_tied, tmp_path / "off")
+    prune(model, tmp_path / "out", **(options if by_name else {}))
+    source, written = tensors_in(said_to_be_tied), tensors_in(tmp_path / "out")
+    assert written.keys() == source.keys()
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert torch.equal(written[name], source[name])
+
+
+def test_a_head_that_was_parted_in_memory_is_saved(tmp_path):
+    model = cases.build("tied")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    save_in_shards(tmp_path, model)
+    assert torch.equal(tensors_in(tmp_path)["lm_head.weight"], model.lm_head.weight)
+
+
+def test_a_tied_head_on_disk_is_read_of_one_place(saved, tmp_path, monkeypatch):
+    model = PLACEMENTS["device_map disk"](saved("tied"), tmp_path)
+    monkeypatch.setattr(OffloadedParameter, "read", lambda _: pytest.fail("read"))
+    forget_false_ties(model)
+    assert "lm_head.weight" in model.all_tied_weights_keys
 
 
 def test_a_plan_leaves_room_for_the_run(saved, tmp_path, monkeypatch):
