@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import secrets
 import shutil
 import tempfile
@@ -48,7 +49,7 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
 
     Raises:
         FileExistsError: it exists and `overwrite` is not set, or it is not a checkpoint.
-        ValueError: it is the model's own folder.
+        ValueError: it is the model's own folder, or where a disk is mounted.
     """
     if not isinstance(directory, (str, Path)) or not str(directory):
         check_folder("output_dir", directory)
@@ -66,6 +67,11 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
     if not path.exists():
         check_folder("output_dir", directory)
         return
+    if os.path.ismount(path.resolve()):
+        raise ValueError(
+            f"output_dir={str(directory)!r} (--output) is a mount point, and cannot be renamed when the checkpoint "
+            f"takes its place: name a folder in it, {str(path / 'model')!r}."
+        )
     if not overwrite:
         raise FileExistsError(f"{directory} exists already; choose another folder, or pass overwrite (--overwrite).")
     if not path.is_dir() or (any(path.iterdir()) and not is_checkpoint(path)):
