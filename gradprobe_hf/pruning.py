@@ -36,7 +36,7 @@ from gradprobe_hf.run.request.compatibility import check_resumable
 from gradprobe_hf.run.request.foreseen import foreseen_warnings
 from gradprobe_hf.run.request.inputs import choosing_apart, load_inputs, written
 from gradprobe_hf.run.snapshots import Snapshots, batch_identity, check_begun, rows_at_once, run_identity
-from gradprobe_hf.runtime.option_checks import check_callable, check_resume_dir
+from gradprobe_hf.runtime.option_checks import check_callable, check_outside
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation
 
@@ -112,6 +112,7 @@ def prune_pretrained(
     config = resolve_config(config)
     model_or_id = expanded_model(model_or_id)
     output_dir, resume_dir = expanded(output_dir), expanded(resume_dir)
+    from_pretrained_kwargs = expanded_folder(from_pretrained_kwargs)
     check_callable("metric_fn", metric_fn, ("model",))
     if metric_fn is not None and config.metric is not None:
         raise ValueError(f"metric={config.metric!r} and metric_fn are two metrics: give one of them.")
@@ -119,8 +120,9 @@ def prune_pretrained(
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
     out.check(name_of(model_or_id))
+    check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
+    check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:
-        check_resume_dir(resume_dir, output_dir)
         check_resumable(config, f"resume_dir={str(resume_dir)!r}")
         if config.recovery_steps:
             check_own(Path(resume_dir) / FOLDER, output_dir)
@@ -131,7 +133,7 @@ def prune_pretrained(
         processing_class,
         evaluation,
         loss_fn,
-        expanded_folder(from_pretrained_kwargs),
+        from_pretrained_kwargs,
         resume_dir=resume_dir,
         progress=progress,
     )
@@ -156,7 +158,7 @@ def prune_pretrained(
         rows = rows_at_once(resume_dir, context.processes) if config.batch_size == "auto" else None
     if apply:
         check_store_room(context.model, {target.parameter for target in context.targets}, output_dir)
-    out = out.checked(context.model, context.processes)
+    out = out.checked(context.model, context.processes, is_smaller=context.config.structure is not None)
     with upcast_products(context.model):  # as what it is compared with
         judge = None if metric_fn is None else Judge.of(context, metric_fn)
     with open_run(written(context), rows=rows) as context:

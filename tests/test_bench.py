@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickle
+import subprocess
 import sys
 import time
 import zlib
@@ -22,7 +23,7 @@ from gradprobe_hf import GradProbeConfig, bench_pretrained, prune_pretrained
 from gradprobe_hf.bench.bench import WARMUP, _prompt_length, _sizes, measured_rounds
 from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
 from gradprobe_hf.bench.subject import Facts, Generated, Subject, Workload
-from gradprobe_hf.bench.worker import serve
+from gradprobe_hf.bench.worker import Worker, serve
 from gradprobe_hf.checkpoint import file_sizes
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.cli.main import main
@@ -69,6 +70,20 @@ def test_what_writes_no_text_is_measured_by_its_forward_pass(name, writes):
     assert subject.prefill(WORK) > 0
     if writes:
         assert subject.generate(WORK).per_token > 0
+
+
+class OwnForward(LlamaForCausalLM):
+    """Code of its own, whose random batches have a mask from the start."""
+
+    def forward(self, input_ids=None, attention_mask=None, **options):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask, **options)
+
+
+def test_code_of_its_own_writes_as_others_do():
+    model = OwnForward(cases.build("llama").config).eval()
+    seen = calls_of(model)
+    assert Subject(model).generate(WORK).per_token >= PAUSE
+    assert seen == [8, 1, 1, 1]
 
 
 def test_of_a_model_that_reads_images_no_tokens_are_said(tmp_path, capsys):
@@ -165,6 +180,20 @@ def test_a_worker_answers_and_hands_errors_back(tmp_path):
     assert seconds > 0
     _, error = pickle.load(out)
     assert isinstance(error, AttributeError | FileNotFoundError)
+
+
+def test_a_worker_that_was_killed_is_named_with_its_exit_code(monkeypatch):
+    """What it was asked is still to be sent when its pipes are closed."""
+    start = subprocess.Popen
+
+    def killed(_, **options):
+        process = start(["false"], **options)
+        process.wait()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", killed)
+    with pytest.raises(RuntimeError, match="the process of mine ended with exit code 1"):
+        Worker("mine", "load", "mine")
 
 
 def test_files_are_counted_and_compressed(tmp_path, monkeypatch):

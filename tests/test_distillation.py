@@ -428,6 +428,8 @@ def test_a_folder_with_other_files_is_refused_and_they_stay(tmp_path):
             recover_pretrained(model, model, resume_dir=state, output_dir=out, progress=False)
     with pytest.raises(ValueError, match="is, or is in"):
         prune_pretrained(model, config, resume_dir=state / "in", output_dir=state, progress=False)
+    with pytest.raises(ValueError, match=r"^offload_folder=.* is, or is in, .*\(--offload-folder\)"):
+        recover_pretrained(model, "dense", offload_folder=state / "in", output_dir=state, progress=False)
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):

@@ -18,14 +18,25 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+import gradprobe_hf.checkpoint.smaller as smaller
 import gradprobe_hf.checkpoint.write as hub
 import gradprobe_hf.model.files.offload_store as store
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.estimation.estimate import estimate
+from gradprobe_hf.model.files.saving import save_in_shards
 from gradprobe_hf.model.files.shard_files import join
 from gradprobe_hf.model.loading.load import load_config, skeleton
-from gradprobe_hf.model.parameters import aliases, input_device, is_offloaded, read_weight
+from gradprobe_hf.model.loading.ties import forget_false_ties
+from gradprobe_hf.model.parameters import (
+    OffloadedParameter,
+    aliases,
+    input_device,
+    is_offloaded,
+    parameter_bytes,
+    read_weight,
+)
+from gradprobe_hf.model.passes.routing import routed
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.maps import measured
@@ -33,6 +44,9 @@ from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.request.compatibility import check_editable
 from gradprobe_hf.run.request.weight_limits import weight_limits
+from gradprobe_hf.run.shapes.structured import packed
+from gradprobe_hf.structures.plan import Plan
+from gradprobe_hf.structures.removal import Removal
 from tests import cases
 from tests.grids import grid, some
 
@@ -342,6 +356,42 @@ def test_a_model_from_disk_ends_as_one_in_memory(name, saved, tmp_path):
     assert (target.matrix(found.model)[found.masks[target.name]] == 0).all()
 
 
+@pytest.fixture(scope="module")
+def said_to_be_tied(saved, tmp_path_factory):
+    """A checkpoint whose head is not its embeddings, though its configuration says so."""
+    folder = tmp_path_factory.mktemp("models") / "said to be tied"
+    shutil.copytree(saved("llama"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    return folder
+
+
+@pytest.mark.parametrize("by_name", [True, False], ids=["by name", "in memory"])
+def test_a_head_that_is_not_the_embeddings_is_saved_from_disk(by_name, said_to_be_tied, tmp_path):
+    """transformers compares the two in memory alone."""
+    options = {"device_map": "disk", "offload_folder": tmp_path / "off"}
+    model = said_to_be_tied if by_name else PLACEMENTS["device_map disk"](said_to_be_tied, tmp_path / "off")
+    prune(model, tmp_path / "out", **(options if by_name else {}))
+    source, written = tensors_in(said_to_be_tied), tensors_in(tmp_path / "out")
+    assert written.keys() == source.keys()
+    for name in ("lm_head.weight", "model.embed_tokens.weight"):
+        assert torch.equal(written[name], source[name])
+
+
+def test_a_head_that_was_parted_in_memory_is_saved(tmp_path):
+    model = cases.build("tied")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    save_in_shards(tmp_path, model)
+    assert torch.equal(tensors_in(tmp_path)["lm_head.weight"], model.lm_head.weight)
+
+
+def test_a_tied_head_on_disk_is_read_of_one_place(saved, tmp_path, monkeypatch):
+    model = PLACEMENTS["device_map disk"](saved("tied"), tmp_path)
+    monkeypatch.setattr(OffloadedParameter, "read", lambda _: pytest.fail("read"))
+    forget_false_ties(model)
+    assert "lm_head.weight" in model.all_tied_weights_keys
+
+
 def test_a_plan_leaves_room_for_the_run(saved, tmp_path, monkeypatch):
     """Weights may take what an offloaded run leaves, where a resident one does not fit."""
     wanted = prune(saved("llama"), tmp_path / "whole", device_map="auto")
@@ -485,6 +535,45 @@ def test_a_store_and_a_checkpoint_have_to_fit_together(saved, tmp_path, monkeypa
         store.check_store_room(model, parameters, tmp_path / "not" / "there" / "yet")
     monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage._replace(free=changed + whole))
     store.check_store_room(model, parameters, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "times"),
+    [("mixtral", "device_map disk", 2), ("mixtral", "in memory", 1), ("llama", "device_map disk", 1)],
+)
+def test_a_smaller_mixture_and_what_it_is_looked_at_through_have_to_fit(
+    name, placement, times, saved, tmp_path, monkeypatch
+):
+    """transformers fuses experts as it loads them, and writes them where it offloads them to."""
+    model = PLACEMENTS[placement](saved(name), tmp_path / "off")
+    usage, nbytes = shutil.disk_usage(tmp_path), parameter_bytes(model)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: usage._replace(free=times * nbytes))
+    hub.check_room(tmp_path / "out", model, is_smaller=True)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: usage._replace(free=times * nbytes - 1))
+    with pytest.raises(OSError, match="nothing was written"):
+        hub.check_room(tmp_path / "out", model, is_smaller=True)
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda _: usage._replace(free=nbytes))
+    hub.check_room(tmp_path / "out", model)
+
+
+def test_a_smaller_mixture_is_looked_at_on_the_disk_that_it_is_on(saved, tmp_path, monkeypatch):
+    model = PLACEMENTS["device_map disk"](saved("mixtral"), tmp_path / "off")
+    removal = Removal.example(Plan.of(model, find_targets(model), {"experts": 1}))
+    elsewhere, folder = tmp_path / "small", tmp_path / "large" / "out"
+    elsewhere.mkdir()
+    folder.mkdir(parents=True)
+    seen, compared = [], smaller.MaskedOutputs.difference
+
+    def written(masked, loaded):
+        seen.extend(path.parent.parent for path in tmp_path.rglob("*.safetensors") if "check-" in str(path))
+        return compared(masked, loaded)
+
+    monkeypatch.setattr(smaller.MaskedOutputs, "difference", written)
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    with applied(model, find_targets(model), packed(removal, find_targets(model))), routed(model, removal.routes):
+        smaller.save_smaller(folder, model, removal)
+    assert set(seen) == {folder.parent}
+    assert [path.name for path in folder.parent.iterdir()] == ["out"]
 
 
 def test_accumulators_without_room_are_refused_and_leave_nothing(saved, tmp_path, monkeypatch):

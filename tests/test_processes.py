@@ -16,14 +16,19 @@ import torch
 import gradprobe_hf.runtime.processes as processes
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.config.recovery import RecoveryConfig
-from gradprobe_hf.data.batches import from_iterable
+from gradprobe_hf.data.batches import Batches, from_iterable, row_count
 from gradprobe_hf.data.self_generated import KeptText
+from gradprobe_hf.memory import measured_passes
+from gradprobe_hf.memory.memory_plan import plan_memory
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.steps import own_steps
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery import teacher
 from gradprobe_hf.recovery.distil import teacher_of, workplace
 from gradprobe_hf.recovery.text import RecoveryText
+from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.shapes.search import rows_apart
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.updates.least_squares import solve_least_squares
@@ -287,6 +292,46 @@ def too_many():
 def test_more_processes_than_batches_are_refused():
     for message in together(too_many):
         assert "2 processes and 1 calibration batches" in message
+
+
+def on_eight(name="llama", rows=32, size=4, **options):
+    """A run as the last of eight processes sees it."""
+    model, batches = cases.build(name), from_iterable(cases.batches(name, rows=rows, batch_size=size), "rows")
+    config = cases.config(**options)
+    return RunContext(model, None, find_targets(model), config, batches, Batches.none(), processes=Processes(7, 8))
+
+
+@pytest.mark.parametrize("nbytes", [0, None], ids=["measured", "by estimate"])
+@pytest.mark.parametrize(("name", "rows", "chosen"), [("llama", 32, 4), ("llama", 12, 1), ("mixtral", 16, 16)])
+def test_auto_batches_leave_every_process_one(name, rows, chosen, nbytes, monkeypatch):
+    """A mixture is probed row by row, which processes share."""
+    real = measured_passes.measured_pass
+    monkeypatch.setattr(
+        measured_passes, "measured_pass", lambda work, one: dataclasses.replace(real(work, one), nbytes=nbytes)
+    )
+    for collective in ("min_", "max_", "sum_"):
+        monkeypatch.setattr(Processes, collective, lambda _, tensor: tensor)
+    plan = plan_memory(on_eight(name, rows, batch_size="auto"))
+    assert row_count(plan.calibration.items[0]) == chosen
+
+
+@pytest.mark.parametrize(("name", "rows", "size"), [("llama", 32, 4), ("llama", 10, 1), ("mixtral", 10, 4)])
+def test_every_process_has_rows_to_prune_shapes_on(name, rows, size):
+    """Of eight batches of four, an eighth held out, there would be seven left."""
+    context = on_eight(name, rows, size, structure="auto", params=0.9)
+    held_out, rest = rows_apart(context)
+    assert held_out.samples + rest.samples == rows
+    assert own_steps(context.model, context.targets, rest, context.processes)
+
+
+@pytest.mark.parametrize("rows", [8, 1])
+def test_too_few_rows_to_prune_shapes_on_are_refused_before_any_pass(rows):
+    context = on_eight(rows=rows, size=1, structure="auto", params=0.9)
+    if rows == 1:  # not even for one process
+        context = dataclasses.replace(context, processes=Processes())
+    context.model.register_forward_pre_hook(lambda *_: pytest.fail("a pass"))
+    with pytest.raises(ValueError, match="num-samples"):
+        plan_memory(context)
 
 
 def damaged_text(folder):

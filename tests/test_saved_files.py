@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 import shutil
 from pathlib import Path
@@ -123,6 +124,18 @@ def test_behind_a_link_the_folder_is_replaced(there, source, tmp_path):
     assert link.is_symlink()
     assert (disk / "folder" / "gradprobe_report.json").is_file()
     assert [path.name for path in disk.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_a_mount_point_is_refused_with_a_folder_in_it(overwrite, tmp_path, monkeypatch):
+    """It cannot be renamed, not even an empty one."""
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    monkeypatch.setattr(os.path, "ismount", lambda path: str(path) == str(tmp_path / "disk"))
+    for name in ("disk", "link"):
+        with pytest.raises(ValueError, match=rf"{name}' \(--output\) is a mount point.*{name}/model'"):
+            check_destination(tmp_path / name, "", overwrite)
+        check_destination(tmp_path / name / "model", "", overwrite)
 
 
 def test_a_model_in_the_home_folder_is_found_by_all_that_load_one(home):

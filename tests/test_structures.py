@@ -46,6 +46,7 @@ from transformers import (
     ViTMAEConfig,
     ViTMAEModel,
 )
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.smaller import save_smaller
@@ -58,7 +59,7 @@ from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.request.compatibility import check_targets
 from gradprobe_hf.run.shapes import equality
-from gradprobe_hf.run.shapes.structured import packed
+from gradprobe_hf.run.shapes.structured import check_hands_on, hands_on, packed
 from gradprobe_hf.structures.importance import least_missed, unit_errors
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
@@ -434,6 +435,27 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
     monkeypatch.setattr("gradprobe_hf.run.request.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
     with pytest.raises(ValueError, match=re.escape(message)):
         prune_pretrained(model, GradProbeConfig(structure=amounts), calibration=cases.batches("llama"), progress=False)
+
+
+class ByKeyword(LlamaDecoderLayer):
+    def __call__(self, hidden_states, **options):
+        return super().__call__(attention_mask=options.pop("attention_mask"), hidden_states=hidden_states, **options)
+
+
+class Twice(LlamaDecoderLayer):
+    def __call__(self, hidden_states, **options):
+        return super().__call__(super().__call__(hidden_states, **options), **options)
+
+
+@pytest.mark.parametrize(("block", "can_go"), [(ByKeyword, True), (Twice, False)])
+def test_however_a_model_calls_its_blocks_it_is_seen_whether_they_hand_on(block, can_go):
+    model = build("llama")
+    for layer in model.model.layers:
+        layer.__class__ = block
+    assert hands_on(model, find_targets(model)) is can_go
+    if not can_go:
+        with pytest.raises(ValueError, match=r"does not run once in a pass\), so that none can be left out"):
+            check_hands_on(model, find_targets(model))
 
 
 def test_a_budget_of_a_model_that_can_do_without_nothing_says_why():

@@ -119,11 +119,11 @@ class Subject:
         """Seconds of greedy decoding behind the prompt."""
         batch, clock = self._batch(work), Clock(self._device)
         batch.pop("decoder_input_ids", None)  # it makes its own
+        batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))  # of code of its own it is there
         ticks = _Ticks(clock)
         begun = clock.mark()
         self.model.generate(
             **batch,
-            attention_mask=torch.ones_like(batch["input_ids"]),
             do_sample=False,
             num_beams=1,
             min_new_tokens=work.new_tokens,

@@ -10,6 +10,7 @@ import os
 import pickle
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -73,7 +74,8 @@ class Worker:
         """End the process; it ends by itself when nobody asks any more."""
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(BrokenPipeError):  # of one that was killed: what was asked last is still to be sent
+                    pipe.close()
         try:
             self._process.wait(STOPPED)
         except subprocess.TimeoutExpired:

@@ -64,15 +64,18 @@ class Destination:
         for name in model_names:
             join_processes().on_main(partial(check_destination, self.output_dir, name, self.overwrite))
 
-    def checked(self, model: PreTrainedModel, processes: Processes) -> Destination:
+    def checked(self, model: PreTrainedModel, processes: Processes, is_smaller: bool = False) -> Destination:
         """The same with its repository, which is created: before any work.
+
+        Args:
+            is_smaller: whether structures are cut out as it is written.
 
         Raises:
             OSError: no room on the disk, or the Hub refuses.
             ValueError: a configuration of the model cannot be saved.
         """
         if self.output_dir is not None:
-            processes.on_main(partial(check_room, self.output_dir, model))
+            processes.on_main(partial(check_room, self.output_dir, model, is_smaller))
         if self.output_dir is not None or self.repo_id is not None:
             processes.on_main(partial(check_configurations, model))
             processes.on_main(partial(check_reloads, model))

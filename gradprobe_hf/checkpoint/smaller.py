@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter
 
 from gradprobe_hf.model.files.saving import Smaller, save_in_shards
 from gradprobe_hf.model.parameters import is_offloaded
@@ -30,13 +32,21 @@ def save_smaller(folder: Path, model: PreTrainedModel, removal: Removal) -> None
     check_smaller(folder, model)
 
 
+def is_written_again(model: PreTrainedModel) -> bool:
+    """Whether looking at a smaller checkpoint takes its size on the disk once more: a model that is offloaded is loaded
+    from there, and transformers writes what it does not read as it is stored, such as fused experts."""
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    return is_offloaded(model) and any(isinstance(one, WeightConverter) for one in conversions)
+
+
 def check_smaller(folder: Path, model: PreTrainedModel) -> None:
     """Raise RuntimeError unless the checkpoint loads without a key too many or too few, and computes the same."""
     masked = MaskedOutputs.of(model)
     # The result of a long run is not lost because there is no room for a second model beside it.
     nbytes = sum(path.stat().st_size for path in folder.glob("*.safetensors")) * (2 if masked.wide else 1)
     from_disk = is_offloaded(model) or not fits(nbytes, torch.device("cpu"))
-    with tempfile.TemporaryDirectory() as scratch:
+    # Where there is room (`check_room`): the system's folder for temporary files may be small, or in memory.
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.check-", dir=folder.parent) as scratch:
         placed: dict[str, Any] = {"device_map": {"": "disk"}, "offload_folder": scratch} if from_disk else {}
         cls: Any = type(model)
         loaded, info = cls.from_pretrained(

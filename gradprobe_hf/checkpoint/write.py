@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import secrets
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from gradprobe_hf.checkpoint.companions import MODULES, copy_companions
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.checkpoint.own_files import is_checkpoint, other_files, own_classes
 from gradprobe_hf.checkpoint.reloads import check_reloads
-from gradprobe_hf.checkpoint.smaller import save_smaller
+from gradprobe_hf.checkpoint.smaller import is_written_again, save_smaller
 from gradprobe_hf.checkpoint.written import check_written
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.files.offload_store import existing_parent
@@ -48,7 +49,7 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
 
     Raises:
         FileExistsError: it exists and `overwrite` is not set, or it is not a checkpoint.
-        ValueError: it is the model's own folder.
+        ValueError: it is the model's own folder, or where a disk is mounted.
     """
     if not isinstance(directory, (str, Path)) or not str(directory):
         check_folder("output_dir", directory)
@@ -66,6 +67,11 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
     if not path.exists():
         check_folder("output_dir", directory)
         return
+    if os.path.ismount(path.resolve()):
+        raise ValueError(
+            f"output_dir={str(directory)!r} (--output) is a mount point, and cannot be renamed when the checkpoint "
+            f"takes its place: name a folder in it, {str(path / 'model')!r}."
+        )
     if not overwrite:
         raise FileExistsError(f"{directory} exists already; choose another folder, or pass overwrite (--overwrite).")
     if not path.is_dir() or (any(path.iterdir()) and not is_checkpoint(path)):
@@ -90,11 +96,15 @@ def check_writable(folder: Path, directory: str | Path) -> None:
         raise OSError(error.errno, reason, str(directory)) from error
 
 
-def check_room(directory: str | Path, model: PreTrainedModel) -> None:
-    """Raise OSError, before any work, where the checkpoint cannot be written or will not fit on the disk."""
+def check_room(directory: str | Path, model: PreTrainedModel, is_smaller: bool = False) -> None:
+    """Raise OSError, before any work, where the checkpoint cannot be written or will not fit on the disk.
+
+    Args:
+        is_smaller: whether structures are cut out, and what is written is loaded again.
+    """
     parent = existing_parent(Path(directory).resolve().parent)  # behind a link: there it is written
     check_writable(parent, directory)
-    needed = parameter_bytes(model)
+    needed = parameter_bytes(model) * (2 if is_smaller and is_written_again(model) else 1)
     free = shutil.disk_usage(parent).free
     if free < needed:
         raise OSError(

@@ -16,6 +16,7 @@ from gradprobe_hf.memory.measured_passes import MeasuredPass, ProbePasses, free_
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device, is_offloaded
 from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
+from gradprobe_hf.probe.steps import most_rows
 from gradprobe_hf.run.context import RunContext
 
 LARGEST_BATCH = 64
@@ -111,7 +112,7 @@ class _Passes:
         if self._pass(1) is None:  # it also makes what is made once, which is in no figure
             raise MemoryError("not even one sequence fits")
         self.room = free_bytes(input_device(self._context.model))
-        for rows in (rows for rows in FIRST if rows <= self._context.calibration.samples):
+        for rows in (rows for rows in FIRST if rows <= _most(self._context)):
             if self.measured and not leaves_room(self.measured[-1], rows, self.room):
                 break
             found = self._pass(rows)
@@ -123,10 +124,9 @@ class _Passes:
         """The largest power of two that has room, by what was measured; else by estimate."""
         if self.failed or not self.measured:
             return self._ran
-        batches = self._context.calibration
         if self.measured[0].nbytes is None:
             return first_guess(self._context)  # the statistics are there
-        most = promised_rows(self.measured, self.room, min(batches.samples, LARGEST_BATCH)) or 1
+        most = promised_rows(self.measured, self.room, _most(self._context)) or 1
         return max(self._ran, 1 << most.bit_length() - 1)
 
     def largest(self, start: int) -> int:
@@ -176,6 +176,11 @@ def first_guess(context: RunContext, held: int = 0) -> int:
         return taken is not None and taken <= free
 
     size = 1
-    while 2 * size <= min(batches.samples, LARGEST_BATCH) and fits(2 * size):
+    while 2 * size <= _most(context) and fits(2 * size):
         size *= 2
     return size
+
+
+def _most(context: RunContext) -> int:
+    """Rows that a batch may have if memory has no end."""
+    return min(LARGEST_BATCH, most_rows(context.targets, context.calibration, context.processes))

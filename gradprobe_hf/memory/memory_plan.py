@@ -20,8 +20,9 @@ from gradprobe_hf.memory.memory_errors import memory_errors, remedies_for
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.passes.upcast import upcast_note, upcast_products
-from gradprobe_hf.model.targets import is_routed
+from gradprobe_hf.probe.steps import step_count
 from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.shapes.search import rows_apart
 
 logger = logging.getLogger(__name__)
 
@@ -121,13 +122,15 @@ def _portioned(context: RunContext, place: ChosenPlace, rows: int | None, shares
 
 
 def _check_share(context: RunContext, batches: Batches) -> None:
-    """Raise ValueError for fewer batches than processes."""
-    passes, count = batches.samples if is_routed(context.targets) else len(batches), context.processes.count
-    if passes < count:
+    """Raise ValueError for fewer batches than processes, or too few beside those that shapes are measured on."""
+    steps, count = step_count(context.targets, batches), context.processes.count
+    if steps < count:
         raise ValueError(
-            f"{count} processes and {passes} calibration batches: every process needs one. Set a "
+            f"{count} processes and {steps} calibration batches: every process needs one. Set a "
             "smaller batch_size, a larger num_samples, or start fewer processes."
         )
+    if context.config.shape_budget is not None:
+        rows_apart(replace(context, calibration=batches))
 
 
 def _placement(model: PreTrainedModel) -> str:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.data.batches import row_count
+from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.model.targets import Target, is_routed
@@ -35,6 +35,16 @@ def all_steps(model: PreTrainedModel, targets: Sequence[Target], batches: Iterab
         # gradient of a single sequence could be told.
         return [single for batch in batches for single in single_rows(model, batch)]
     return list(batches)
+
+
+def step_count(targets: Sequence[Target], batches: Batches) -> int:
+    """How many steps there are for all processes to share."""
+    return batches.samples if is_routed(targets) else len(batches)
+
+
+def most_rows(targets: Sequence[Target], batches: Batches, processes: Processes) -> int:
+    """The most of these rows in a batch that leave every process a step; 1 where they are too few for that."""
+    return batches.samples if is_routed(targets) else max(1, batches.samples // processes.count)
 
 
 def share(batches: Sequence[Item], processes: Processes, in_step: bool) -> list[tuple[Item, bool]]:

@@ -39,7 +39,7 @@ from gradprobe_hf.recovery.result import (
 from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, read_text, task_of
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.request.checks import check_columns, check_names, check_processing_class
-from gradprobe_hf.runtime.option_checks import check_resume_dir
+from gradprobe_hf.runtime.option_checks import check_outside
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.runtime.processes import join_processes
@@ -121,8 +121,9 @@ def recover_pretrained(
     check_texts(text, evaluation)
     check_columns(TextOptions.of(config), text, evaluation)
     out.check(name_of(pruned.model if isinstance(pruned, PruneResult) else pruned), name_of(teacher))
+    check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
+    check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:
-        check_resume_dir(resume_dir, output_dir)
         check_own(Path(resume_dir), output_dir)
     with stopwatch("load"):
         named = {"auto_classes": auto_classes(config.task), **from_pretrained_kwargs}

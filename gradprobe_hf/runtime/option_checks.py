@@ -89,14 +89,16 @@ def check_folder(name: str, value: object) -> None:
         raise NotADirectoryError(f"{name}={str(value)!r}: {there} is a file; choose another folder.")
 
 
-def check_resume_dir(resume_dir: object, output_dir: object) -> None:
-    """Raise as `check_folder`, and ValueError where the state would be in the way of the checkpoint, which is renamed
-    into its place when it is whole."""
-    check_folder("resume_dir", resume_dir)
-    if is_within(resume_dir, output_dir):
+def check_outside(name: str, folder: object, output_dir: object) -> None:
+    """Raise as `check_folder`, and ValueError where files of the run would be in the way of the checkpoint, which is
+    renamed into its place when it is whole; not where there is no such folder, None."""
+    if folder is None:
+        return
+    check_folder(name, folder)
+    if is_within(folder, output_dir):
         raise ValueError(
-            f"resume_dir={str(resume_dir)!r} is, or is in, the folder that the checkpoint is to be in "
-            f"({str(output_dir)!r}): choose another one (--resume-dir)."
+            f"{name}={str(folder)!r} is, or is in, the folder that the checkpoint is to be in ({str(output_dir)!r}): "
+            f"choose another one (--{name.replace('_', '-')})."
         )
 
 

@@ -174,6 +174,10 @@ PYTHON = [
     call("prune(output_dir='')", "output_dir", "''"),
     call("prune(output_dir=at('plain.txt'))", "@plain.txt", "exists"),
     call("prune(output_dir=at('llama'))", "@llama", "exists"),
+    call(
+        "prune(output_dir='out', offload_folder='out/off', accumulator_device='disk')", "'out/off'", "--offload-folder"
+    ),
+    call("prune(output_dir='out', offload_folder='out', accumulator_device='disk')", "'out'", "offload_folder"),
     call("prune(overwrite=True)", "overwrite", "output_dir"),
     call("prune(hub_private_repo=True)", "hub_private_repo", "push_to_hub"),
     call("prune(push_to_hub=True)", "push_to_hub", "output_dir"),

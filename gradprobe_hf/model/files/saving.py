@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.files.shard_files import header_bytes, name_files
 from gradprobe_hf.model.fsdp import gathered, reshard
-from gradprobe_hf.model.parameters import aliases, offloaded_parameter, parameter_bytes
+from gradprobe_hf.model.parameters import aliases, listed_ties, offloaded_parameter, parameter_bytes
 
 LARGEST_SHARD, SMALLEST_SHARD = 2**29, 2**26  # bytes
 SHARDS = 8  # files that a model between the two limits is written in, hence the part of it that is in memory
@@ -103,7 +103,7 @@ def _shards(model: PreTrainedModel, smaller: Smaller | None) -> Iterator[dict[st
 
 def _names(model: PreTrainedModel) -> list[str]:
     """What a checkpoint holds: of tied weights the one that transformers ties the others to."""
-    tied = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    tied = listed_ties(model)
     dropped = set(tied) | {alias for alias, name in aliases(model).items() if name not in tied}
     dropped |= set(model._keys_to_ignore_on_save or ())
     dropped -= set(tied.values())

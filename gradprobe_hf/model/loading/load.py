@@ -48,6 +48,7 @@ from gradprobe_hf.model.loading.checks import (
 )
 from gradprobe_hf.model.loading.dequantized import keep_dequantized
 from gradprobe_hf.model.loading.report import about_unused, check_complete
+from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.runtime.paths import expanded_model
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
@@ -182,6 +183,7 @@ def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str
         )
     if merge_adapters:
         raise ValueError(f"merge_adapters=True has no effect here: this {type(model).__name__} has no adapters.")
+    forget_false_ties(model)
     return Loaded(model, model.name_or_path, stored_as=keep_dequantized(model) or _stored_as(model.config))
 
 
@@ -234,6 +236,7 @@ def _load_checkpoint(
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
     keep_dequantized(model)
+    forget_false_ties(model)
     return Loaded(model, model.name_or_path, stored_as=stored_as, warnings=unused)
 
 

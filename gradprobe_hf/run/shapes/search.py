@@ -18,6 +18,7 @@ from tqdm.auto import tqdm
 
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.probe.steps import most_rows, step_count
 from gradprobe_hf.run.context import BlockOrder, RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics
 from gradprobe_hf.run.shapes.block_order import blocks_going
@@ -44,6 +45,25 @@ def with_shape(context: RunContext, going: Mapping[str, int]) -> RunContext:
     return replace(context, config=context.config.varied(structure=dict(going), **dict.fromkeys(BUDGETS)))
 
 
+def rows_apart(context: RunContext) -> tuple[Batches, Batches]:
+    """Calibration rows that shapes are measured on, and those that they are pruned on, in a batch for every process.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    targets, processes = context.targets, context.processes
+    held_out, rest = context.calibration.split(context.config.seed, HELD_OUT, _TWO_ROWS)
+    if step_count(targets, rest) < processes.count:
+        rest = rest.in_batches_of(most_rows(targets, rest, processes))
+    if (steps := step_count(targets, rest)) < processes.count:
+        raise ValueError(
+            f"{context.config.shape_budget}: {processes.count} processes and {steps} calibration batches beside those "
+            "that shapes are measured on: every process needs one. Set a larger num_samples (--num-samples), give more "
+            "batches, or start fewer processes."
+        )
+    return held_out, rest
+
+
 def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) -> None:
     """Put down in the diagnostics which shapes meet the budget, and what was measured of the most promising.
 
@@ -52,7 +72,7 @@ def choose_shape(context: RunContext, diagnostics: Diagnostics, trial: Trial) ->
     """
     budget, table = context.config.shape_budget, None
     assert budget is not None, "asked for where there is one"
-    held_out, rest = context.calibration.split(context.config.seed, HELD_OUT, _TWO_ROWS)
+    held_out, rest = rows_apart(context)
     # What is found of the shapes is found on other rows than what follows.
     findings = context.findings.under("shapes")
     on_rest = replace(context, calibration=rest, snapshots=None, findings=findings, stopwatch=Stopwatch())

@@ -107,7 +107,8 @@ def check_hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> None:
     if not hands_on(model, targets):
         raise ValueError(
             f"structure 'blocks': a block of {type(model).__name__} without weights does not hand on what it is given "
-            "(it has a norm behind the sum, say), so that none can be left out. Leave 'blocks' out."
+            "(it has a norm behind the sum, say, or does not run once in a pass), so that none can be left out. Leave "
+            "'blocks' out."
         )
 
 
@@ -115,7 +116,8 @@ def check_hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> None:
 def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
     """Whether a block whose matrices and biases are zero hands on what it is given.
 
-    Others (a norm behind the residual sum, as in BERT) change it all the same, and removing them is something else.
+    Others (a norm behind the residual sum, as in BERT) change it all the same, and removing them is something else. So
+    it is where a block runs several times, or never.
 
     Raises:
         ValueError: NaN or infinite values in what it is given.
@@ -124,12 +126,15 @@ def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
     block = plan.blocks[len(plan.blocks) // 2]
     inside = [target for target in targets if target.block == block]
     biases, module = silenced(model, [block]), model.get_submodule(block)
-    masks, seen = packed(Removal(plan, frozenset([block])), inside), list[Tensor]()
+    masks, seen = packed(Removal(plan, frozenset([block])), inside), list[tuple[Tensor | None, Tensor]]()
     original = module.forward
 
-    def forward(hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-        output = original(hidden, *args, **kwargs)
-        seen.extend((hidden, output if isinstance(output, Tensor) else output[0]))
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = original(*args, **kwargs)
+        handed_on = output if isinstance(output, Tensor) else output[0]
+        # Whatever it is called, and whether or not by its name: masks and positions have other shapes.
+        given = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.shape == handed_on.shape)
+        seen.append((next(given, None), handed_on))
         return output
 
     batch = send_to_device(random_batch(model, 1, RANDOM_TOKENS), input_device(model))
@@ -140,13 +145,14 @@ def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
         upcast_products(model),
     ):
         forward_only(model, batch)
-    given, handed_on = seen
+    if len(seen) != 1 or (given := seen[0][0]) is None:
+        return False
     if not given.isfinite().all():
         raise ValueError(
             f"structure 'blocks': the inputs of {block} are not finite: look for NaN in the weights before it, or a "
             "dtype that overflows (float16: try bfloat16). Nothing was changed."
         )
-    return torch.allclose(given, handed_on.to(given.device))
+    return torch.allclose(given, seen[0][1].to(given.device))
 
 
 def check_routing(model: PreTrainedModel, plan: Plan) -> None:
