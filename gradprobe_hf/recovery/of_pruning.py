@@ -61,7 +61,7 @@ def text_read_before(context: RunContext, calibration: Any) -> RecoveryText | No
     Raises:
         ValueError: it cannot be trained on, or is measured on, too.
     """
-    source, config = _source(context, calibration), RecoveryConfig.of_pruning(context.config)
+    source, config = _source(context, calibration), _config(context)
     check_written(context.model, source)
     if is_written(source):
         return None
@@ -91,7 +91,7 @@ def recovered_weights(
         ValueError: text that is too short, or a folder with the state of another run.
         MemoryError: with what would help.
     """
-    config, dense = RecoveryConfig.of_pruning(context.config), context.model
+    config, dense = _config(context), context.model
     folder = None if resume_dir is None else Path(resume_dir) / FOLDER
     with (
         upcast_products(dense),
@@ -122,6 +122,10 @@ def _without_part(student: PreTrainedModel, removal: Removal | None) -> frozense
     if removal is None:
         return frozenset()
     return frozenset(name for name, _ in student.named_parameters() if removal.name(name) is None)
+
+
+def _config(context: RunContext) -> RecoveryConfig:
+    return RecoveryConfig.of_pruning(context.config, context.processes.count)
 
 
 def _source(context: RunContext, calibration: Any) -> Any:

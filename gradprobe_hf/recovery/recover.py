@@ -20,6 +20,7 @@ from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import (
+    check_dealt,
     check_models,
     check_revisions,
     check_texts,
@@ -115,6 +116,7 @@ def recover_pretrained(
     from_pretrained_kwargs = expanded_folder(from_pretrained_kwargs)
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
     check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
+    check_dealt(config, processes.count)
     check_models(pruned, teacher, from_pretrained_kwargs)
     check_revisions(pruned, teacher, from_pretrained_kwargs.get("revision"), teacher_revision)
     check_processing_class(processing_class)

@@ -42,6 +42,7 @@ from transformers.trainer_utils import EvalLoopOutput
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence
 from gradprobe_hf.model.families import makes_random
+from gradprobe_hf.recovery.checks import check_dealt
 from gradprobe_hf.recovery.teacher import Teacher
 from gradprobe_hf.recovery.text import COUNTED, NEXT_TOKENS, Layout, collated
 from gradprobe_hf.runtime.processes import Processes
@@ -68,13 +69,8 @@ def training_arguments(
     Raises:
         ValueError: windows of a step that cannot be dealt to the processes.
     """
+    check_dealt(config, processes.count)
     parts = processes.count * config.gradient_accumulation_steps
-    if config.batch_size % parts:
-        raise ValueError(
-            f"batch_size={config.batch_size} windows cannot be dealt to {processes.count} processes in "
-            f"gradient_accumulation_steps={config.gradient_accumulation_steps} parts each: choose a multiple of "
-            f"{parts}."
-        )
     # transformers 5.2x calls it both ways, the older one with a warning.
     known = {field.name for field in fields(TrainingArguments)}
     recompute = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
