@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -440,6 +441,38 @@ def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):
         trained(half_pruned(seed=1)[0], dense, folder=tmp_path / "run", save_steps=1)
     with pytest.raises(ValueError, match=r"state of another run: teacher differ\. Go on"):
         trained(half_pruned()[0], cases.build(DENSE, seed=3), folder=tmp_path / "run", steps=2)
+
+
+def test_another_run_is_refused_before_its_work_and_leaves_the_first_ones_state(text_file, tmp_path, monkeypatch):
+    """What it is of is compared as soon as it is known: options before a model is loaded, text before it is taught."""
+    state, (student, _), dense = tmp_path / "state", half_pruned(), cases.build(DENSE)
+    config = RecoveryConfig(
+        steps=2, batch_size=2, sequence_length=16, num_samples=8, evaluation_samples=2, save_steps=1, teacher_top_k=4
+    )
+
+    def run(config=config, pruned=student, teacher=dense, text="self"):
+        options = {"text": text, "processing_class": cases.tokenizer(), "progress": False}
+        recover_pretrained(pruned, teacher, config, resume_dir=state, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save_checkpoint", None)
+        with pytest.raises(TypeError):
+            run()
+    kept = {path: path.read_bytes() for path in state.rglob("*") if path.is_file()}
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.measure_both", lambda *_: pytest.fail("work was done"))
+    for change, said in (
+        ({"config": replace(config, seed=7, steps=3)}, r"steps, seed differ \(2 there, 3 here\)"),
+        ({"pruned": half_pruned(seed=1)[0]}, "weights differ"),
+        ({"teacher": cases.build(DENSE, seed=3)}, "teacher differ"),
+        ({"text": str(text_file)}, "text differ"),
+    ):
+        with pytest.raises(ValueError, match=f"state of another run: {said}"):
+            run(**change)
+        assert kept == {path: path.read_bytes() for path in state.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="steps differ"):
+        run(replace(config, steps=3), "me/pruned", "me/dense")
+    with pytest.raises(pytest.fail.Exception, match="work was done"):
+        run()
 
 
 def test_rows_that_are_held_out_are_never_trained_on():
