@@ -72,9 +72,6 @@ def fix_script(
         report: of the script as it is.
         names: of changes.
         rounds: how often each is tried.
-
-    Raises:
-        RuntimeError: the unchanged script fails.
     """
     seen, sizes = report.observation, BatchSizes((), "")
     runs = in_processes(path, arguments, schedule)
