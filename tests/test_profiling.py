@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import runpy
 import subprocess
@@ -285,6 +286,20 @@ def test_gradient_spikes(clips):
     assert len(report.observation.gradient_norms) == 5
     assert ("gradient spikes" in kinds(report)) is not clips
     assert ProfileReport.from_dict(json.loads(report.json())).markdown() == report.markdown()
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_gradients_that_are_no_numbers_are_found_and_the_report_is_json(factor, tmp_path):
+    seen = planted.train().observation
+    seen = replace(seen, gradient_norms=(1.0, factor, 1.0, 10.0))
+    report = ProfileReport(seen)
+    (found,) = (one for one in report.findings if one.kind == "gradient spikes")
+    assert "no finite number, in step 2 of 4" in found.evidence
+    report.save(tmp_path / "report.json")
+    json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    again = ProfileReport.read(tmp_path / "report.json")
+    assert again.markdown() == report.markdown()
+    assert math.isnan(again.observation.gradient_norms[1])
 
 
 def test_a_gpu_that_multiplies_in_full_float32():
