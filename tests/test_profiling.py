@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import math
 import re
 import runpy
@@ -501,6 +502,16 @@ def test_a_script_that_fails_or_is_interrupted(tmp_path, capsys):
     assert "interrupted; the report is of what was seen until then" in errors
     assert len(report.observation.timed) == 4  # steps 3 to 6
     assert "before all steps" in said
+
+
+def test_a_script_says_why_it_ends_and_has_logs_of_its_own(tmp_path, capsys):
+    log, before = tmp_path / "train.log", logging.getLogger().handlers[:]
+    begins = f"import logging; logging.basicConfig(level=logging.INFO, filename={str(log)!r}); logging.info('begun'); "
+    code, _, errors, _ = profile(tmp_path, capsys, fault=begins + "sys.exit('there is no data in ./data')")
+    assert code == 1
+    assert "there is no data in ./data" in errors.splitlines()
+    assert log.read_text() == "INFO:root:begun\n"
+    assert logging.getLogger().handlers == before
 
 
 def test_a_script_without_a_loop(tmp_path, capsys):
