@@ -500,6 +500,15 @@ def test_a_text_that_is_too_short_for_every_step_gives_what_it_has(text_file):
     assert shares(mixture, mixed.samples)[str(text_file)] == most.samples
 
 
+def test_held_out_windows_are_none_to_train_on(text_file, caplog):
+    reading = Reading(cases.build(DENSE), cases.tokenizer(), Processes(), progress=False)
+    config = RecoveryConfig(steps=9, batch_size=4, num_samples=20, held_out_samples=2, sequence_length=16)
+    with caplog.at_level("INFO", logger="gradprobe_hf"):
+        found = read_text(str(text_file), config, reading)
+    assert found.kept_back
+    assert f"the text has {len(found.trained)} windows to train on, " in caplog.text
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tied", "gpt_neox", "opt", "mixtral"])
 def test_other_architectures(name):
