@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 from dataclasses import replace
@@ -31,7 +32,7 @@ from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, TopPredictions, WholePredictions
 from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.recovery.distil import teacher_of
+from gradprobe_hf.recovery.distil import distil, teacher_of
 from gradprobe_hf.recovery.teacher import LiveTeacher
 from gradprobe_hf.recovery.text import Reading, RecoveryText, collated, read_text
 from gradprobe_hf.recovery.trainer import BestState, evaluating, without_dropout
@@ -411,6 +412,28 @@ def test_a_run_that_was_killed_behind_its_last_step_takes_no_more(tmp_path, monk
     resumed = trained(second, dense, folder=tmp_path / "run", **options)
     assert (resumed.steps, resumed.held_out) == (whole.steps, whole.held_out)
     assert all(torch.equal(value, weights(student)[name]) for name, value in weights(second).items())
+
+
+@pytest.mark.parametrize("lora_r", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_seconds_are_those_of_all_calls(lora_r, tmp_path, monkeypatch):
+    dense, folder, rows, save = cases.build(DENSE), tmp_path / "run", text(), Trainer._save_checkpoint
+    config = RecoveryConfig(steps=2, batch_size=2, save_steps=1, lora_r=lora_r)
+
+    def killed(self, *args):
+        save(self, *args)
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save_checkpoint", killed)
+        with pytest.raises(KilledError), place(folder) as here:
+            distil(half_pruned()[0], LiveTeacher(dense), rows, config, here)
+    path = folder / "checkpoint-1" / "seconds.json"
+    assert 0 < json.loads(path.read_text())["recovery"] < 100
+    path.write_text(json.dumps({"load": 7.0, "recovery": 100.0}))
+    with place(folder) as here:
+        found = distil(half_pruned()[0], LiveTeacher(dense), rows, config, here)
+        assert here.stopwatch.seconds == {"load": 7.0, "recovery": found.seconds}
+    assert 100 < found.seconds < 200
 
 
 def test_a_folder_with_other_files_is_refused_and_they_stay(tmp_path):

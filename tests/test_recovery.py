@@ -163,6 +163,7 @@ def test_pruning_with_recovery(checkpoint, text_file, tmp_path):
     assert not cases.changed(model, before)
     report = dry.report
     assert report.recovery["options"]["learning_rate"] == 5e-3
+    assert report.timings["recovery"] == report.recovery["seconds"]
     assert report.evaluation["divergence"]["kl"] < report.recovery["before"]["divergence"]["kl"]
     dry.save_pretrained(tmp_path / "dry")
     assert not cases.changed(model, before)
@@ -489,7 +490,8 @@ def test_pruning_with_recovery_goes_on_where_it_was_killed(checkpoint, text_file
         patched.setattr(Trainer, "_save_checkpoint", killed)
         with pytest.raises(KilledError):
             pruned("run")
-    assert (tmp_path / "run" / "recovery" / "checkpoint-50").is_dir()
+    seconds = json.loads((tmp_path / "run" / "recovery" / "checkpoint-50" / "seconds.json").read_text())
+    assert set(seconds) == {"recovery"}, "those of other stages are in the state of the run"
     resumed = pruned("run")
     assert all(torch.equal(values, resumed[name]) for name, values in whole.items())
     assert not (tmp_path / "run").exists()

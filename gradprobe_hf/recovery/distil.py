@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -29,7 +28,7 @@ from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.recovery.adapters import with_adapters
-from gradprobe_hf.recovery.resuming import PREDICTIONS, checkpoint_to_resume, ended_state
+from gradprobe_hf.recovery.resuming import PREDICTIONS, checkpoint_to_resume, ended_state, seconds_until
 from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
 from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.recovery.trainer import (
@@ -61,6 +60,7 @@ class Workplace:
     Attributes:
         folder: for checkpoints, the best state and the teacher's predictions; all processes see it.
         resumable: whether checkpoints are written, and a run that was killed goes on from the last.
+        stopwatch: of a recovery alone: its checkpoints have the seconds.
     """
 
     folder: Path
@@ -79,7 +79,7 @@ class Trained:
         best_step: whose state was kept; 0: no step was better than none.
         held_out: step -> mean divergence on the held-out text there, in nats per token.
         tokens: that were trained on, those of several epochs as often.
-        seconds: of this call; a run that was resumed had others before.
+        seconds: of all of them, in a run that was resumed those of the calls before, too.
     """
 
     steps: int
@@ -165,12 +165,12 @@ def distil(
         ValueError: the folder holds a run of something else.
         MemoryError: with what would help.
     """
-    began = time.perf_counter()
     bf16 = student.dtype == torch.bfloat16 if config.bf16 == "auto" else config.bf16
     targets, masks = _masks(student, adapted=config.lora_r is not None)
     weights = weights_fingerprint(student)
     of = {"weights": weights, "teacher": teacher.identity, "text": text.described["fingerprint"]}
     checkpoint = checkpoint_to_resume(place.folder, config, place.processes, of) if place.resumable else None
+    place.stopwatch.add(seconds_until(checkpoint))
     best = BestState(place.folder, config.early_stopping_patience)
     with (
         memory_errors(place.stopwatch, remedies(config)),
@@ -194,6 +194,7 @@ def distil(
             place.processes,
             layout=text.layout,
             bf16=bf16,
+            stopwatch=place.stopwatch,
             train_dataset=_whole_steps(text.trained, config.batch_size),
             eval_dataset=text.kept_back,
             callbacks=[*([ProgressBar()] if place.progress else []), *keepers, best],
@@ -215,7 +216,7 @@ def distil(
             measured[0],
         )
     tokens = round(steps * config.batch_size * text.tokens / len(text.trained))
-    return Trained(steps, chosen, measured, tokens, time.perf_counter() - began)
+    return Trained(steps, chosen, measured, tokens, place.stopwatch.seconds["recovery"])
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from gradprobe_hf.config.recovery import RecoveryConfig
-from gradprobe_hf.recovery.trainer import BEST_NAME, BestState, held_out
+from gradprobe_hf.recovery.trainer import BEST_NAME, SECONDS_NAME, BestState, held_out
 from gradprobe_hf.runtime.option_checks import is_within
 from gradprobe_hf.runtime.processes import Processes
 
@@ -64,6 +64,12 @@ def checkpoint_to_resume(
     check_begun(folder, config, processes, **of)
     chosen = processes.on_main(lambda: _begun(folder, _identity(config, processes, of)))
     return None if chosen is None else str(chosen)
+
+
+def seconds_until(checkpoint: str | None) -> dict[str, float]:
+    """Those of each stage that led to a checkpoint, of all calls; what was spent behind it is lost."""
+    path = None if checkpoint is None else Path(checkpoint) / SECONDS_NAME
+    return {} if path is None or not path.exists() else dict(json.loads(path.read_text(encoding="utf-8")))
 
 
 def ended_state(checkpoint: str | None, config: RecoveryConfig, best: BestState) -> TrainerState | None:
