@@ -22,8 +22,8 @@ from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
-from gradprobe_hf.recovery.distil import check_own
 from gradprobe_hf.recovery.of_pruning import FOLDER, recovered_weights, text_read_before
+from gradprobe_hf.recovery.resuming import check_own
 from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.decide import decide_pruning

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +32,7 @@ from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, TopPredictions, WholePredictions
 from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.recovery.distil import teacher_of
+from gradprobe_hf.recovery.distil import distil, teacher_of
 from gradprobe_hf.recovery.teacher import LiveTeacher
 from gradprobe_hf.recovery.text import Reading, RecoveryText, collated, read_text
 from gradprobe_hf.recovery.trainer import BestState, evaluating, without_dropout
@@ -412,6 +414,28 @@ def test_a_run_that_was_killed_behind_its_last_step_takes_no_more(tmp_path, monk
     assert all(torch.equal(value, weights(student)[name]) for name, value in weights(second).items())
 
 
+@pytest.mark.parametrize("lora_r", [None, pytest.param(2, marks=pytest.mark.slow)])
+def test_seconds_are_those_of_all_calls(lora_r, tmp_path, monkeypatch):
+    dense, folder, rows, save = cases.build(DENSE), tmp_path / "run", text(), Trainer._save_checkpoint
+    config = RecoveryConfig(steps=2, batch_size=2, save_steps=1, lora_r=lora_r)
+
+    def killed(self, *args):
+        save(self, *args)
+        raise KilledError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save_checkpoint", killed)
+        with pytest.raises(KilledError), place(folder) as here:
+            distil(half_pruned()[0], LiveTeacher(dense), rows, config, here)
+    path = folder / "checkpoint-1" / "seconds.json"
+    assert 0 < json.loads(path.read_text())["recovery"] < 100
+    path.write_text(json.dumps({"load": 7.0, "recovery": 100.0}))
+    with place(folder) as here:
+        found = distil(half_pruned()[0], LiveTeacher(dense), rows, config, here)
+        assert here.stopwatch.seconds == {"load": 7.0, "recovery": found.seconds}
+    assert 100 < found.seconds < 200
+
+
 def test_a_folder_with_other_files_is_refused_and_they_stay(tmp_path):
     folder, model = tmp_path / "recovery", cases.build(DENSE)
     (folder / "checkpoint-7").mkdir(parents=True)  # of a Trainer of the user's own
@@ -444,6 +468,38 @@ def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):
         trained(half_pruned()[0], cases.build(DENSE, seed=3), folder=tmp_path / "run", steps=2)
 
 
+def test_another_run_is_refused_before_its_work_and_leaves_the_first_ones_state(text_file, tmp_path, monkeypatch):
+    """What it is of is compared as soon as it is known: options before a model is loaded, text before it is taught."""
+    state, (student, _), dense = tmp_path / "state", half_pruned(), cases.build(DENSE)
+    config = RecoveryConfig(
+        steps=2, batch_size=2, sequence_length=16, num_samples=8, evaluation_samples=2, save_steps=1, teacher_top_k=4
+    )
+
+    def run(config=config, pruned=student, teacher=dense, text="self"):
+        options = {"text": text, "processing_class": cases.tokenizer(), "progress": False}
+        recover_pretrained(pruned, teacher, config, resume_dir=state, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_save_checkpoint", None)
+        with pytest.raises(TypeError):
+            run()
+    kept = {path: path.read_bytes() for path in state.rglob("*") if path.is_file()}
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.measure_both", lambda *_: pytest.fail("work was done"))
+    for change, said in (
+        ({"config": replace(config, seed=7, steps=3)}, r"steps, seed differ \(2 there, 3 here\)"),
+        ({"pruned": half_pruned(seed=1)[0]}, "weights differ"),
+        ({"teacher": cases.build(DENSE, seed=3)}, "teacher differ"),
+        ({"text": str(text_file)}, "text differ"),
+    ):
+        with pytest.raises(ValueError, match=f"state of another run: {said}"):
+            run(**change)
+        assert kept == {path: path.read_bytes() for path in state.rglob("*") if path.is_file()}
+    with pytest.raises(ValueError, match="steps differ"):
+        run(replace(config, steps=3), "me/pruned", "me/dense")
+    with pytest.raises(pytest.fail.Exception, match="work was done"):
+        run()
+
+
 def test_rows_that_are_held_out_are_never_trained_on():
     rows = text()
     ids = [{tuple(row["input_ids"].tolist()) for row in part} for part in (rows.trained, rows.kept_back)]
@@ -467,6 +523,15 @@ def test_a_text_that_is_too_short_for_every_step_gives_what_it_has(text_file):
     mixed = load_batches(mixture, WindowSpec(8 * most.samples, 64, 1, at_most=True), **options)
     assert abs(mixed.samples - most.samples * 4 / 3) <= 2, "the weights hold"
     assert shares(mixture, mixed.samples)[str(text_file)] == most.samples
+
+
+def test_held_out_windows_are_none_to_train_on(text_file, caplog):
+    reading = Reading(cases.build(DENSE), cases.tokenizer(), Processes(), progress=False)
+    config = RecoveryConfig(steps=9, batch_size=4, num_samples=20, held_out_samples=2, sequence_length=16)
+    with caplog.at_level("INFO", logger="gradprobe_hf"):
+        found = read_text(str(text_file), config, reading)
+    assert found.kept_back
+    assert f"the text has {len(found.trained)} windows to train on, " in caplog.text
 
 
 @pytest.mark.slow

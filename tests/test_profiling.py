@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
+import math
 import re
 import runpy
 import subprocess
@@ -287,6 +289,20 @@ def test_gradient_spikes(clips):
     assert ProfileReport.from_dict(json.loads(report.json())).markdown() == report.markdown()
 
 
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_gradients_that_are_no_numbers_are_found_and_the_report_is_json(factor, tmp_path):
+    seen = planted.train().observation
+    seen = replace(seen, gradient_norms=(1.0, factor, 1.0, 10.0))
+    report = ProfileReport(seen)
+    (found,) = (one for one in report.findings if one.kind == "gradient spikes")
+    assert "no finite number, in step 2 of 4" in found.evidence
+    report.save(tmp_path / "report.json")
+    json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail)
+    again = ProfileReport.read(tmp_path / "report.json")
+    assert again.markdown() == report.markdown()
+    assert math.isnan(again.observation.gradient_norms[1])
+
+
 def test_a_gpu_that_multiplies_in_full_float32():
     """As the setup of a run on CUDA would have it; a CPU cannot tell."""
     seen = planted.train().observation
@@ -486,6 +502,16 @@ def test_a_script_that_fails_or_is_interrupted(tmp_path, capsys):
     assert "interrupted; the report is of what was seen until then" in errors
     assert len(report.observation.timed) == 4  # steps 3 to 6
     assert "before all steps" in said
+
+
+def test_a_script_says_why_it_ends_and_has_logs_of_its_own(tmp_path, capsys):
+    log, before = tmp_path / "train.log", logging.getLogger().handlers[:]
+    begins = f"import logging; logging.basicConfig(level=logging.INFO, filename={str(log)!r}); logging.info('begun'); "
+    code, _, errors, _ = profile(tmp_path, capsys, fault=begins + "sys.exit('there is no data in ./data')")
+    assert code == 1
+    assert "there is no data in ./data" in errors.splitlines()
+    assert log.read_text() == "INFO:root:begun\n"
+    assert logging.getLogger().handlers == before
 
 
 def test_a_script_without_a_loop(tmp_path, capsys):

@@ -205,8 +205,21 @@ def test_what_is_not_tried_says_why(capsys):
     again = ProfileReport.from_dict(json.loads(report.json()))
     assert again.fixes == report.fixes
     assert again.markdown() == report.markdown()
-    with pytest.raises(RuntimeError, match="the script ended with 2"):
-        try_changes(Trials({None: "the script ended with 2"}), SEEN, ["fused"], rounds=1)
+
+
+@pytest.mark.parametrize(("runs", "tried"), [(0, 0), (1, 0), (2, 1), (3, 2)])
+def test_an_unchanged_run_that_fails_leaves_what_was_tried(runs, tried):
+    class Ending(Trials):
+        def __call__(self, change):
+            if self.order.count(None) == runs and change is None:
+                raise RuntimeError("the script ended by itself")
+            return super().__call__(change)
+
+    seconds = {None: 1.0, "fused": 0.5, "batch-size": 0.5}
+    fixes = try_changes(Ending(seconds), SEEN, ["fused", "batch-size"], rounds=2).fixes
+    assert [one.gains for one in fixes] == [(2.0,)] * tried + [()] * (2 - tried)
+    why = "a run without any change failed: the script ended by itself"
+    assert [one.untried for one in fixes] == [None] * tried + [why] * (2 - tried)
 
 
 def test_ctrl_c_leaves_what_was_tried():

@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -29,8 +30,10 @@ from gradprobe_hf.data.windows import load_batches
 from gradprobe_hf.model.loading.load import Loaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil
+from gradprobe_hf.recovery.of_pruning import text_read_before
 from gradprobe_hf.recovery.result import RecoverResult
 from gradprobe_hf.recovery.text import Reading, read_text
+from gradprobe_hf.recovery.trainer import training_arguments
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes
 from tests import cases
@@ -160,6 +163,7 @@ def test_pruning_with_recovery(checkpoint, text_file, tmp_path):
     assert not cases.changed(model, before)
     report = dry.report
     assert report.recovery["options"]["learning_rate"] == 5e-3
+    assert report.timings["recovery"] == report.recovery["seconds"]
     assert report.evaluation["divergence"]["kl"] < report.recovery["before"]["divergence"]["kl"]
     dry.save_pretrained(tmp_path / "dry")
     assert not cases.changed(model, before)
@@ -302,6 +306,31 @@ def test_a_teachers_tokenizer_has_the_teachers_revision(monkeypatch):
     with pytest.raises(OSError, match="enough"):
         recover_pretrained("me/pruned", "me/dense", revision="v1", teacher_revision="v2", progress=False)
     assert asked == [("me/pruned", "v1"), ("me/dense", "v2"), ("instead", "v2")]
+
+
+def test_windows_that_cannot_be_dealt_are_refused_before_a_model_is_loaded(monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.join_processes", lambda: Processes(0, 3))
+    config = RecoveryConfig(batch_size=8, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match=r"dealt to 3 processes .*: choose a multiple of 6 \(--batch-size 12\)"):
+        recover_pretrained("me/pruned", "me/dense", config, progress=False)
+
+
+@pytest.mark.parametrize(("processes", "dealt"), [(1, 8), (3, 9), (8, 8), (16, 16)])
+def test_a_pruning_run_deals_whole_shares_to_any_number_of_processes(processes, dealt, tmp_path, monkeypatch):
+    def read(_, config, reading):
+        arguments = training_arguments(config, tmp_path, processes=reading.processes, saves=False, on_cpu=True)
+        assert arguments.per_device_train_batch_size * processes == config.batch_size == dealt
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("gradprobe_hf.recovery.of_pruning.read_text", read)
+    context = SimpleNamespace(
+        model=cases.build(DENSE),
+        config=GradProbeConfig(recovery_steps=1),
+        processing_class=None,
+        processes=Processes(0, processes),
+    )
+    with pytest.raises(ZeroDivisionError):
+        text_read_before(context, "pydoc")
 
 
 @pytest.mark.parametrize(
@@ -461,7 +490,8 @@ def test_pruning_with_recovery_goes_on_where_it_was_killed(checkpoint, text_file
         patched.setattr(Trainer, "_save_checkpoint", killed)
         with pytest.raises(KilledError):
             pruned("run")
-    assert (tmp_path / "run" / "recovery" / "checkpoint-50").is_dir()
+    seconds = json.loads((tmp_path / "run" / "recovery" / "checkpoint-50" / "seconds.json").read_text())
+    assert set(seconds) == {"recovery"}, "those of other stages are in the state of the run"
     resumed = pruned("run")
     assert all(torch.equal(values, resumed[name]) for name, values in whole.items())
     assert not (tmp_path / "run").exists()

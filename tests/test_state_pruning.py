@@ -13,7 +13,7 @@ from transformers import Trainer, TrainerCallback
 
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.training import SpikeAwareClip, StatePruningCallback, attached
-from gradprobe_hf.training.optimizer_state import EPSILON, mean_root
+from gradprobe_hf.training.optimizer_state import EPSILON, mean_root, steps_of_state
 from gradprobe_hf.training.saliency import MOMENTS, SALIENCIES, nonnegative
 from gradprobe_hf.training.state_pruning import SCHEDULES
 from tests import cases
@@ -347,6 +347,30 @@ def test_an_update_waits_until_moments_know_enough_and_a_resumed_run_knows_of_it
     assert "reset less than 10 steps before end_step=22" in caplog.text
     assert [update.step for update in late.history] == [1, 11, 22]
     assert late.keeper.nonzero() == 0
+
+
+class Elsewhere(torch.Tensor):
+    """A count on a device of its own, as far as a machine without one can tell."""
+
+    device = torch.device("cuda:1")
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        if function is torch.stack and not all(isinstance(one, cls) for one in args[0]):
+            raise RuntimeError("Expected all tensors to be on the same device")
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_steps_are_counted_over_all_devices():
+    """A fused optimizer of a model on several devices counts on each of them."""
+    one, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    optimizer = torch.optim.AdamW([one, other])
+    assert steps_of_state(optimizer, otherwise=5) == 5
+    optimizer.state[one]["step"] = torch.tensor(3.0)
+    optimizer.state[other]["step"] = torch.tensor(4.0).as_subclass(Elsewhere)
+    assert steps_of_state(optimizer, otherwise=5) == 4
+    optimizer.state[one]["step"] = 7  # as some count
+    assert steps_of_state(optimizer, otherwise=5) == 7
 
 
 def test_one_update_has_a_sparsity_before_it():

@@ -95,6 +95,28 @@ def test_pruned_gradients_do_not_count_in_the_norm(tmp_path):
         torch.testing.assert_close(one, two, msg=name)
 
 
+class OwnLoss(Trainer):
+    """Makes its loss of one of the model's outputs, while the model makes one of its own."""
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        outputs = model(**inputs, output_hidden_states=True)
+        return self.loss_of(outputs).square().mean()
+
+
+@pytest.mark.parametrize(
+    "loss_of", [lambda outputs: outputs.logits, lambda outputs: outputs.hidden_states[-1]], ids=["logits", "states"]
+)
+def test_pruned_gradients_do_not_count_in_the_norm_of_a_loss_of_ones_own(loss_of, tmp_path):
+    model, masks = half_pruned()
+    watching = Watching(masks)  # before the callback, which masks once more before the step
+    callbacks = [watching, SparsityCallback(masks)]
+    trainer = OwnLoss(model, arguments(tmp_path, max_steps=2), train_dataset=Rows(), callbacks=callbacks)
+    trainer.loss_of = loss_of
+    trainer.train()
+    assert watching.gradients == [0] * 2
+    assert not hooks_of(model)
+
+
 @pytest.mark.parametrize("source", ["result", "from-zeros", "masks"])
 def test_masks_come_from_anywhere(source, tmp_path):
     model = cases.build("llama")

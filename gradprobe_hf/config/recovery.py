@@ -167,11 +167,16 @@ class RecoveryConfig(Options):
         return self.steps * self.batch_size + self.held_out_samples if self.num_samples is None else self.num_samples
 
     @classmethod
-    def of_pruning(cls, config: GradProbeConfig) -> RecoveryConfig:
-        """That of `recovery_steps`, on text as the calibration's."""
+    def of_pruning(cls, config: GradProbeConfig, processes: int = 1) -> RecoveryConfig:
+        """That of `recovery_steps`, on text as the calibration's.
+
+        Args:
+            processes: that share a step's windows: there are as many more as it takes to give each as many.
+        """
         return cls(
             steps=config.recovery_steps,
             learning_rate=config.recovery_learning_rate,
+            batch_size=cls.batch_size + -cls.batch_size % processes,
             **{name: getattr(config, name) for name in OF_THE_DATA},
         )
 

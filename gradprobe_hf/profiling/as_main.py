@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,11 +28,28 @@ def run_as_main(path: str, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    """What a script finds when it is run by itself: its arguments, and its folder first among those of modules."""
+    """What a script finds when it is run by itself: its arguments, its folder first among those of modules, no logs."""
     before = sys.argv, sys.path[:]
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
-        yield
+        with _logging_unset():
+            yield
     finally:
         sys.argv, sys.path[:] = before[0], before[1]
+
+
+@contextmanager
+def _logging_unset() -> Iterator[None]:
+    """In the body of the `with` logging is as Python begins: `basicConfig` does nothing where there are handlers."""
+    root, own = logging.getLogger(), logging.getLogger("gradprobe_hf")
+    before = root.handlers[:], root.level, own.level
+    root.handlers[:] = []
+    root.setLevel(logging.WARNING)
+    own.setLevel(logging.NOTSET)
+    try:
+        yield
+    finally:
+        root.handlers[:] = before[0]
+        root.setLevel(before[1])
+        own.setLevel(before[2])

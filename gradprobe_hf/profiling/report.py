@@ -17,6 +17,7 @@ from gradprobe_hf.profiling.fixing.fix import Fix
 from gradprobe_hf.profiling.observing.observation import MemorySample, Observation
 from gradprobe_hf.profiling.page import page
 from gradprobe_hf.report.against_estimate import rows_of
+from gradprobe_hf.report.report import finite
 
 _RECENT = 3  # steps
 _LONGEST = 90  # letters of an operator's name in a table; JSON has all of them
@@ -138,7 +139,7 @@ class ProfileReport:
 
     def json(self) -> str:
         """All of it, with what was observed."""
-        return json.dumps(self.to_dict(), indent=2)
+        return json.dumps(finite(self.to_dict()), indent=2, allow_nan=False)
 
     def html(self) -> str:
         """One page with pictures; it needs no script and nothing from elsewhere."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import sys
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -55,6 +56,8 @@ def profile_script(path: str, arguments: Sequence[str], schedule: Schedule, whol
             interrupted = True
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else int(end.code is not None)
+            if end.code is not None and not isinstance(end.code, int):
+                print(end.code, file=sys.stderr)  # what Python would do, and the script's only word on why it ended
         except Exception:
             traceback.print_exc()  # the script's own error, in its own words
             code = 1
@@ -72,9 +75,6 @@ def fix_script(
         report: of the script as it is.
         names: of changes.
         rounds: how often each is tried.
-
-    Raises:
-        RuntimeError: the unchanged script fails.
     """
     seen, sizes = report.observation, BatchSizes((), "")
     runs = in_processes(path, arguments, schedule)

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.checkpoint.saving import Savable
+from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.sources import is_path
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded
@@ -113,6 +114,17 @@ def _holds_the_same(name: Any, other: Any) -> bool:
         return False
     one, another = Path(name).expanduser(), Path(other).expanduser()
     return one.is_file() and another.is_file() and filecmp.cmp(one, another, shallow=False)
+
+
+def check_dealt(config: RecoveryConfig, processes: int) -> None:
+    """Raise ValueError where the windows of a step cannot be dealt to the processes in equal parts."""
+    parts = processes * config.gradient_accumulation_steps
+    if config.batch_size % parts:
+        raise ValueError(
+            f"batch_size={config.batch_size} windows cannot be dealt to {processes} processes in "
+            f"gradient_accumulation_steps={config.gradient_accumulation_steps} parts each: choose a multiple of "
+            f"{parts} (--batch-size {config.batch_size + -config.batch_size % parts})."
+        )
 
 
 def check_trainable(model: PreTrainedModel, option: str) -> None:

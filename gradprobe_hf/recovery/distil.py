@@ -7,23 +7,19 @@ those of the dense model as it is stored (2 in bfloat16), unless its predictions
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import tempfile
-import time
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from fnmatch import fnmatch
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import PreTrainedModel, TrainerCallback
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.memory.memory_errors import memory_errors
@@ -32,10 +28,10 @@ from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.recovery.adapters import with_adapters
+from gradprobe_hf.recovery.resuming import PREDICTIONS, checkpoint_to_resume, ended_state, seconds_until
 from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
 from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.recovery.trainer import (
-    BEST_NAME,
     BestState,
     ProgressBar,
     RecoveryTrainer,
@@ -47,7 +43,6 @@ from gradprobe_hf.recovery.trainer import (
     training_arguments,
     without_dropout,
 )
-from gradprobe_hf.runtime.option_checks import is_within
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
@@ -57,10 +52,6 @@ from gradprobe_hf.training.sparsity import SparsityCallback
 
 logger = logging.getLogger(__name__)
 
-IDENTITY_NAME = "recovery.json"
-PREDICTIONS = "teacher"
-_OWN = (IDENTITY_NAME, BEST_NAME, PREDICTIONS, "own_text-*", "checkpoint-*")  # all that a recovery writes in its folder
-
 
 @dataclass(frozen=True)
 class Workplace:
@@ -69,6 +60,7 @@ class Workplace:
     Attributes:
         folder: for checkpoints, the best state and the teacher's predictions; all processes see it.
         resumable: whether checkpoints are written, and a run that was killed goes on from the last.
+        stopwatch: of a recovery alone: its checkpoints have the seconds.
     """
 
     folder: Path
@@ -87,7 +79,7 @@ class Trained:
         best_step: whose state was kept; 0: no step was better than none.
         held_out: step -> mean divergence on the held-out text there, in nats per token.
         tokens: that were trained on, those of several epochs as often.
-        seconds: of this call; a run that was resumed had others before.
+        seconds: of all of them, in a run that was resumed those of the calls before, too.
     """
 
     steps: int
@@ -98,26 +90,6 @@ class Trained:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-def check_own(folder: Path, output_dir: str | Path | None) -> None:
-    """Raise ValueError where a folder holds what no recovery wrote, or is to: it is removed when a recovery is done.
-
-    A Trainer's own checkpoints have the names of ours: those without our identity beside them are not.
-    """
-    inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    own = [pattern for pattern in _OWN if pattern != "checkpoint-*" or IDENTITY_NAME in inside]
-    if others := sorted(name for name in inside if not any(fnmatch(name, pattern) for pattern in own)):
-        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
-        raise ValueError(
-            f"resume_dir (--resume-dir): {folder} holds {shown}, which no recovery wrote, and is removed when one is "
-            "done. Choose a folder of its own."
-        )
-    if is_within(output_dir, folder):
-        raise ValueError(
-            f"output_dir={str(output_dir)!r} (--output) is in {folder}, which is removed when the recovery is done: "
-            "choose another one, or another resume_dir (--resume-dir)."
-        )
 
 
 @contextmanager
@@ -150,8 +122,7 @@ def teacher_of(model: PreTrainedModel, text: RecoveryText, config: RecoveryConfi
     if k is None:
         return LiveTeacher(model, text.layout)
     check_top_k(model, k)
-    identity = f"{LiveTeacher(model).identity} {text.described['fingerprint']}"
-    how = Writing(place.folder / PREDICTIONS, k, config.batch_size, identity, place.processes, place.progress)
+    how = Writing(place.folder / PREDICTIONS, k, config.batch_size, place.processes, place.progress)
     with memory_errors(place.stopwatch, remedies(config)), place.stopwatch("dense model's predictions"):
         return written(model, text, how)
 
@@ -194,12 +165,12 @@ def distil(
         ValueError: the folder holds a run of something else.
         MemoryError: with what would help.
     """
-    began = time.perf_counter()
     bf16 = student.dtype == torch.bfloat16 if config.bf16 == "auto" else config.bf16
     targets, masks = _masks(student, adapted=config.lora_r is not None)
     weights = weights_fingerprint(student)
     of = {"weights": weights, "teacher": teacher.identity, "text": text.described["fingerprint"]}
-    checkpoint = _checkpoint_to_resume(of, config, place)
+    checkpoint = checkpoint_to_resume(place.folder, config, place.processes, of) if place.resumable else None
+    place.stopwatch.add(seconds_until(checkpoint))
     best = BestState(place.folder, config.early_stopping_patience)
     with (
         memory_errors(place.stopwatch, remedies(config)),
@@ -223,11 +194,12 @@ def distil(
             place.processes,
             layout=text.layout,
             bf16=bf16,
+            stopwatch=place.stopwatch,
             train_dataset=_whole_steps(text.trained, config.batch_size),
             eval_dataset=text.kept_back,
             callbacks=[*([ProgressBar()] if place.progress else []), *keepers, best],
         )
-        if (ended := _ended(checkpoint, config, best)) is not None:
+        if (ended := ended_state(checkpoint, config, best)) is not None:
             trainer.state = ended
         else:
             trainer.train(resume_from_checkpoint=checkpoint)
@@ -244,7 +216,7 @@ def distil(
             measured[0],
         )
     tokens = round(steps * config.batch_size * text.tokens / len(text.trained))
-    return Trained(steps, chosen, measured, tokens, time.perf_counter() - began)
+    return Trained(steps, chosen, measured, tokens, place.stopwatch.seconds["recovery"])
 
 
 @contextmanager
@@ -335,60 +307,6 @@ def _masks(student: PreTrainedModel, adapted: bool) -> tuple[tuple[Target, ...],
         if target.name in inside or (count and not is_unlearned(target, count)):
             masks.add(target.name, [zero])
     return tuple(target for target in every if target.name in masks), masks
-
-
-def _checkpoint_to_resume(of: Mapping[str, str], config: RecoveryConfig, place: Workplace) -> str | None:
-    """The last whole checkpoint in the folder, after a check that it is of this run; None: there is none.
-
-    Args:
-        of: fingerprints of what the run is of.
-
-    Raises:
-        ValueError: it is of another run.
-    """
-    if not place.resumable:
-        return None
-    options = {name: value for name, value in config.to_dict().items() if name != "save_steps"}
-    identity = {**options, **of, "processes": place.processes.count}
-    path, found = place.folder / IDENTITY_NAME, None
-
-    def check() -> None:
-        if path.exists():
-            _check_identity(path, identity, of)
-        else:
-            path.write_text(json.dumps(identity), encoding="utf-8")
-
-    place.processes.on_main(check)
-    if place.processes.is_main:
-        # Trainer writes its state last: what has none was being written when the run was killed.
-        whole = [one for one in place.folder.glob("checkpoint-*") if (one / TRAINER_STATE_NAME).exists()]
-        found = max(whole, key=lambda one: int(one.name.split("-")[-1]), default=None)
-    chosen = place.processes.broadcast(found)
-    return None if chosen is None else str(chosen)
-
-
-def _ended(checkpoint: str | None, config: RecoveryConfig, best: BestState) -> TrainerState | None:
-    """The state in a checkpoint behind which nothing is trained, where it is that; Trainer would take one more step."""
-    if checkpoint is None:
-        return None
-    state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
-    is_last = state.global_step >= config.steps or best.has_waited(held_out(state.log_history))
-    return state if is_last else None
-
-
-def _check_identity(path: Path, identity: Mapping[str, Any], of: Mapping[str, str]) -> None:
-    try:
-        kept = dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is damaged ({error}): delete its folder, and the run begins anew.") from error
-    differing = [name for name, value in identity.items() if kept.get(name) != value]
-    if differing:
-        name = differing[0]
-        shown = "" if name in of else f" ({kept.get(name)!r} there, {identity[name]!r} here)"
-        raise ValueError(
-            f"{path.parent} holds the state of another run: {', '.join(differing)} differ{shown}. Go on with the same "
-            "arguments, or choose another resume_dir (--resume-dir)."
-        )
 
 
 def remedies(config: RecoveryConfig) -> list[str]:

@@ -30,6 +30,7 @@ from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.request.inputs import default_calibration
+from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.structures.removal import Removal
 
 FOLDER = "recovery"  # in the folder of a run that may be resumed
@@ -61,7 +62,7 @@ def text_read_before(context: RunContext, calibration: Any) -> RecoveryText | No
     Raises:
         ValueError: it cannot be trained on, or is measured on, too.
     """
-    source, config = _source(context, calibration), RecoveryConfig.of_pruning(context.config)
+    source, config = _source(context, calibration), _config(context)
     check_written(context.model, source)
     if is_written(source):
         return None
@@ -91,14 +92,15 @@ def recovered_weights(
         ValueError: text that is too short, or a folder with the state of another run.
         MemoryError: with what would help.
     """
-    config, dense = RecoveryConfig.of_pruning(context.config), context.model
+    config, dense = _config(context), context.model
     folder = None if resume_dir is None else Path(resume_dir) / FOLDER
+    stopwatch = Stopwatch()  # of its own: the state of the run has the seconds of what came before
     with (
         upcast_products(dense),
-        workplace(folder, context.processes, context.stopwatch, context.progress) as place,
+        workplace(folder, context.processes, stopwatch, context.progress) as place,
     ):
         if text is None:
-            with context.stopwatch("read data"):
+            with stopwatch("read data"):
                 text = read_text(_source(context, calibration), config, _reading(context, place))
                 text.check_apart(context.evaluation)
         with applied(dense, context.targets, decision.masks, keep=False, new_weights=decision.new_weights):
@@ -112,6 +114,7 @@ def recovered_weights(
         weights = NewWeights()
         for name, values in weights_of(student).items():
             weights.add(name, values)
+    context.stopwatch.add(stopwatch.seconds)
     return RecoveredWeights(
         weights, described_recovery(trained, text, config, Taught.by(dense), described(before)), measured, metric
     )
@@ -122,6 +125,10 @@ def _without_part(student: PreTrainedModel, removal: Removal | None) -> frozense
     if removal is None:
         return frozenset()
     return frozenset(name for name, _ in student.named_parameters() if removal.name(name) is None)
+
+
+def _config(context: RunContext) -> RecoveryConfig:
+    return RecoveryConfig.of_pruning(context.config, context.processes.count)
 
 
 def _source(context: RunContext, calibration: Any) -> Any:

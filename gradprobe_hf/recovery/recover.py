@@ -20,11 +20,12 @@ from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import (
+    check_dealt,
     check_models,
     check_revisions,
     check_texts,
 )
-from gradprobe_hf.recovery.distil import Workplace, check_own, distil, teacher_of, weights_of, workplace
+from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.evaluate import evaluation_of, measure_both, scores_of
 from gradprobe_hf.recovery.models import Dense, Student
 from gradprobe_hf.recovery.result import (
@@ -36,6 +37,7 @@ from gradprobe_hf.recovery.result import (
     report_without_pruning,
     timings_of,
 )
+from gradprobe_hf.recovery.resuming import check_begun, check_own
 from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, read_text, task_of
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.request.checks import check_columns, check_names, check_processing_class
@@ -115,6 +117,7 @@ def recover_pretrained(
     from_pretrained_kwargs = expanded_folder(from_pretrained_kwargs)
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
     check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
+    check_dealt(config, processes.count)
     check_models(pruned, teacher, from_pretrained_kwargs)
     check_revisions(pruned, teacher, from_pretrained_kwargs.get("revision"), teacher_revision)
     check_processing_class(processing_class)
@@ -125,6 +128,7 @@ def recover_pretrained(
     check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:
         check_own(Path(resume_dir), output_dir)
+        check_begun(Path(resume_dir), config, processes)
     with stopwatch("load"):
         named = {"auto_classes": auto_classes(config.task), **from_pretrained_kwargs}
         student = Student.of(pruned, named, processing_class)
@@ -133,6 +137,9 @@ def recover_pretrained(
         check_written(student.model, text)
         if student.processing_class is None:
             student = replace(student, processing_class=load_processing_class(dense.model, **dense.kwargs))
+    if resume_dir is not None:
+        of = {"weights": weights_fingerprint(student.model), "teacher": weights_fingerprint(dense.model)}
+        check_begun(Path(resume_dir), config, processes, **of)
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
     with (
         upcast_products(dense.model, student.model),
@@ -148,6 +155,8 @@ def recover_pretrained(
         with stopwatch("read data"):
             trained_on = given or _read(text, config, dense, student, place)
             trained_on.check_apart(measured_on)
+        if place.resumable:
+            check_begun(place.folder, config, processes, text=trained_on.described["fingerprint"])
         before, taught = measure_both(dense.model, student.model, measured_on, place), Taught.by(dense.model)
         scores = scores_of({"dense": dense.model, "pruned": student.model}, measured_on, metric, place)
         teaching = teacher_of(dense.model, trained_on, config, place)

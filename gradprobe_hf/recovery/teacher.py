@@ -76,7 +76,7 @@ class WrittenTeacher:
 
     Attributes:
         arrays: mapped files: `log_p` and `ids` `[rows, tokens, k]`, `log_rest` `[rows, tokens]`.
-        identity: of model and text.
+        identity: of the model that wrote it.
     """
 
     arrays: Mapping[str, np.memmap[Any, Any]]
@@ -103,30 +103,28 @@ class Writing:
         folder: that all processes see.
         k: tokens of each position.
         batch_size: rows in one pass.
-        identity: of model and text: predictions of others are made anew.
     """
 
     folder: Path
     k: int
     batch_size: int
-    identity: str
     processes: Processes
     progress: bool
 
 
 @torch.no_grad()
 def written(model: PreTrainedModel, text: RecoveryText, how: Writing) -> WrittenTeacher:
-    """The dense model's k most likely tokens, for all rows; read again if they are there.
+    """The dense model's k most likely tokens, for all rows; read again if they are there, of this model and text.
 
     Raises:
         OSError: they do not fit on the disk.
     """
     shape = (len(text.rows), text.longest, how.k)
-    done = {"shape": list(shape), "identity": how.identity}
+    live = LiveTeacher(model)
+    done = {"shape": list(shape), "identity": f"{live.identity} {text.described['fingerprint']}"}
     if _read(how.folder / _DONE) != done:
         how.processes.on_main(lambda: _allocate(how.folder, shape))
         arrays = _mapped(how.folder, shape, "r+")
-        live = LiveTeacher(model)
         numbered = [{**row, WINDOW: number} for number, row in enumerate(text.rows)]
         parts = [numbered[first : first + how.batch_size] for first in range(0, len(numbered), how.batch_size)]
         mine = how.processes.mine(parts)
@@ -143,7 +141,7 @@ def written(model: PreTrainedModel, text: RecoveryText, how: Writing) -> Written
         if how.processes.is_main:
             (how.folder / _DONE).write_text(json.dumps(done), encoding="utf-8")
         how.processes.barrier()
-    return WrittenTeacher(_mapped(how.folder, shape, "r"), how.identity)
+    return WrittenTeacher(_mapped(how.folder, shape, "r"), live.identity)
 
 
 def _write(arrays: Mapping[str, Any], part: list[dict[str, Any]], live: LiveTeacher, k: int) -> None:

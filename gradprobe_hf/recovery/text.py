@@ -277,10 +277,10 @@ def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> Recovery
         check_evidence(model, batches, "text")
     _check_read(model, batches)
     found = RecoveryText.of(batches, config.held_out_samples, reading.layout)
-    epochs = config.steps * config.batch_size / (len(found.rows) - found.held_out)
+    epochs = config.steps * config.batch_size / len(found.trained)
     if epochs > 1:
         what = "windows" if found.layout.is_causal else "rows"
-        logger.info("the text has %d %s to train on, which is %.1f epochs", len(found.rows), what, epochs)
+        logger.info("the text has %d %s to train on, which is %.1f epochs", len(found.trained), what, epochs)
     return found
 
 

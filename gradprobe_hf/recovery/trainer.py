@@ -6,6 +6,7 @@ step is the same whatever their number.
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
@@ -42,15 +43,18 @@ from transformers.trainer_utils import EvalLoopOutput
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence
 from gradprobe_hf.model.families import makes_random
+from gradprobe_hf.recovery.checks import check_dealt
 from gradprobe_hf.recovery.teacher import Teacher
 from gradprobe_hf.recovery.text import COUNTED, NEXT_TOKENS, Layout, collated
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.tasks.columns import IGNORED
 
 logger = logging.getLogger(__name__)
 
 HELD_OUT = "eval_loss"  # what Trainer calls the loss on its evaluation data, which here is the held-out text
 BEST_NAME = "best.safetensors"
+SECONDS_NAME = "seconds.json"  # of each stage until a checkpoint, in it
 BETAS = (0.9, 0.95)
 _PRECISION = "ACCELERATE_MIXED_PRECISION"
 # What Accelerate puts into a module that it prepares, and leaves there.
@@ -68,13 +72,8 @@ def training_arguments(
     Raises:
         ValueError: windows of a step that cannot be dealt to the processes.
     """
+    check_dealt(config, processes.count)
     parts = processes.count * config.gradient_accumulation_steps
-    if config.batch_size % parts:
-        raise ValueError(
-            f"batch_size={config.batch_size} windows cannot be dealt to {processes.count} processes in "
-            f"gradient_accumulation_steps={config.gradient_accumulation_steps} parts each: choose a multiple of "
-            f"{parts}."
-        )
     # transformers 5.2x calls it both ways, the older one with a warning.
     known = {field.name for field in fields(TrainingArguments)}
     recompute = "activation_checkpointing" if "activation_checkpointing" in known else "gradient_checkpointing"
@@ -115,6 +114,7 @@ class RecoveryTrainer(Trainer):
     Args:
         layout: of the batches.
         bf16: compute in bfloat16 (autocast); the teacher computes as it is stored.
+        stopwatch: whose seconds a checkpoint has.
     """
 
     def __init__(
@@ -126,10 +126,12 @@ class RecoveryTrainer(Trainer):
         *,
         layout: Layout = NEXT_TOKENS,
         bf16: bool = False,
+        stopwatch: Stopwatch | None = None,
         **options: Any,
     ) -> None:
         super().__init__(model, args, data_collator=partial(collated, layout=layout), **options)
         self.teacher, self.processes, self.layout, self.bf16 = teacher, processes, layout, bf16
+        self.stopwatch = stopwatch or Stopwatch()
         self.model_accepts_loss_kwargs = True  # then Trainer counts `shift_labels` over a step and all processes
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             self.remove_callback(callback)
@@ -157,10 +159,13 @@ class RecoveryTrainer(Trainer):
         return (loss, {}) if return_outputs else loss
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """A checkpoint of parameters as they are called in memory.
+        """A checkpoint of parameters as they are called in memory, and the seconds until it.
 
         In files those of a mixture go by other names, which Trainer passes over when it goes on from them.
         """
+        folder = Path(output_dir or self.args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / SECONDS_NAME).write_text(json.dumps(self.stopwatch.so_far()), encoding="utf-8")
         if not isinstance(self.model, PreTrainedModel):  # adapters have names of their own
             super()._save(output_dir, state_dict)
             return

@@ -61,11 +61,13 @@ def check_state(optimizer: Optimizer, saliency: Saliency) -> None:
 
 def steps_of_state(optimizer: Optimizer, otherwise: int) -> int:
     """Steps that the oldest moments are of, since the beginning or a reset. Args: otherwise: where nothing counts."""
+    counts: dict[torch.device, list[Tensor]] = {}  # a fused optimizer counts where its parameters are
+    for state in optimizer.state.values():
+        if "step" in state:
+            count = torch.as_tensor(state["step"])
+            counts.setdefault(count.device, []).append(count)
     # One read for all on a device, and none of an optimizer that counts on the host.
-    counts = [state["step"] for state in optimizer.state.values() if "step" in state]
-    if not counts:
-        return otherwise
-    return int(max(float(one) for one in counts) if not isinstance(counts[0], Tensor) else torch.stack(counts).max())
+    return int(max((float(torch.stack(own).max()) for own in counts.values()), default=otherwise))
 
 
 def check_one_copy(optimizer: Optimizer) -> None:

@@ -13,7 +13,7 @@ loss: hooks stay for as long as somebody keeps the error, and a notebook does. `
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -63,8 +63,8 @@ class PassHooks:
         if output is None:  # forward raised: then `always_call` comes from torch's `except`, before there is an output
             self.remove()
             return
-        node = _first_node(output)
-        if node is None:
+        nodes = list(_nodes(output))
+        if not nodes:
             return
         # One marker for all graphs of a step, which a model that runs twice for one loss has two of: counting
         # references finds the last of them. The graphs own it and this object does not, or it would outlive them.
@@ -72,16 +72,21 @@ class PassHooks:
         if marker is None:
             marker = _Marker()
             self._marker = weakref.ref(marker, self.remove)
-        metadata = cast(dict[str, Any], node.metadata)  # a dict that the node owns; torch's stubs declare a method
-        metadata[MARKER] = marker
+        # In every output's node: of a loss that is made of the logits, the graph of the model's own is freed at once.
+        for node in nodes:
+            metadata = cast(dict[str, Any], node.metadata)  # a dict that the node owns; torch's stubs declare a method
+            metadata[MARKER] = marker
 
 
 class _Marker:
     """Says by being alive that a graph is. (A plain `object()` takes no weak reference.)"""
 
 
-def _first_node(output: Any) -> Node | None:
-    """The first differentiable tensor's node: all outputs of a pass end in the same loss, so one stands for all."""
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
-    nodes = (value.grad_fn for value in values if isinstance(value, Tensor))
-    return next((node for node in nodes if node is not None), None)
+def _nodes(output: Any) -> Iterator[Node]:
+    """The node of every differentiable tensor in an output: any of them may be what the loss is made of."""
+    if isinstance(output, Tensor):
+        if output.grad_fn is not None:
+            yield output.grad_fn
+    elif isinstance(output, (Mapping, tuple, list)):
+        for part in output.values() if isinstance(output, Mapping) else output:
+            yield from _nodes(part)

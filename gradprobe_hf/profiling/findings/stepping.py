@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from statistics import median
 
 from gradprobe_hf.profiling.findings.finding import Check, Finding, finding, gigabytes, milliseconds, timed
@@ -58,6 +59,8 @@ def _without_optimizer(seen: Observation) -> list[Finding]:
 
 def _spikes(seen: Observation) -> list[Finding]:
     norms = seen.gradient_norms  # those of a training that goes well fall
+    if not all(map(isfinite, norms)):  # no other norm is more or less than NaN
+        return [_not_finite(seen)]
     spikes = [at for at in range(_NORMS - 1, len(norms)) if norms[at] > _SPIKE * max(norms[:at])]
     if not spikes:
         return []
@@ -73,6 +76,20 @@ def _spikes(seen: Observation) -> list[Finding]:
             "TrainingArguments",
         )
     ]
+
+
+def _not_finite(seen: Observation) -> Finding:
+    norms = seen.gradient_norms
+    first = next(at for at, norm in enumerate(norms) if not isfinite(norm))
+    return finding(
+        "gradient spikes",
+        seen.setup.stepped_at if seen.setup else None,
+        None,
+        f"the optimizer stepped with a gradient that is no finite number, in step {first + 1} of {len(norms)} that "
+        "were looked at: weights that it reached are no numbers from there on",
+        "torch.autograd.set_detect_anomaly(True) names the operation that makes the first; error_if_nonfinite=True in "
+        "torch.nn.utils.clip_grad_norm_ ends the run before such a step",
+    )
 
 
 def _float32(seen: Observation) -> list[Finding]:
@@ -123,6 +140,6 @@ STEPPING = {
     "optimizer": Check("the optimizer steps tensor by tensor", _says_how, _one_by_one),
     "parameter without gradient": Check("a trained parameter gets no gradient", _stepped, _without_gradient),
     "gradient without optimizer": Check("a gradient is made that nobody steps", _stepped, _without_optimizer),
-    "gradient spikes": Check("gradients far larger than usual are stepped with", _has_norms, _spikes),
+    "gradient spikes": Check("gradients far larger than usual, or no numbers, are stepped with", _has_norms, _spikes),
     "float32 precision": Check("a GPU multiplies in full float32", _has_tf32, _float32),
 }

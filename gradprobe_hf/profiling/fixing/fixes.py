@@ -48,10 +48,7 @@ def try_changes(runs: Runs, seen: Observation, names: Sequence[str], rounds: int
         runs: one trial with a change, or with None.
         seen: the unchanged run under the profiler.
         names: of changes; those that make no sense for `seen` are not tried.
-        rounds: how often each is tried.
-
-    Raises:
-        RuntimeError: the unchanged script fails.
+        rounds: how often each is tried; fewer times where the unchanged script fails.
     """
     trials = _Trials(runs, {name: why for name in names if (why := _row(name).needless(seen))}, rounds)
     tried = [name for name in names if name not in trials.failed]
@@ -61,7 +58,14 @@ def try_changes(runs: Runs, seen: Observation, names: Sequence[str], rounds: int
             trials.round(number, tried if number % 2 == 0 else tried[::-1])
     except KeyboardInterrupt:
         interrupted = True
+    except _UnchangedError as error:
+        logger.warning("%s: no further change is tried", error)
+        trials.leave(tried, str(error))
     return Tried(tuple(trials.fix(name) for name in names), interrupted)
+
+
+class _UnchangedError(Exception):
+    """A run without a change has failed: there is nothing to compare with."""
 
 
 class _Trials:
@@ -78,7 +82,7 @@ class _Trials:
 
     def round(self, number: int, names: Sequence[str]) -> None:
         """Each change once, in this order; an unchanged run behind one is the one before the next."""
-        before = self._runs(None)
+        before = self._unchanged()
         for name in (one for one in names if one not in self.failed):
             logger.info("round %d of %d: %s ...", number + 1, self._rounds, name)
             try:
@@ -89,10 +93,20 @@ class _Trials:
             if not changed.done:
                 self.failed[name] = "it found nothing to change"
                 continue
-            after = self._runs(None)
+            after = self._unchanged()
             self._beside.setdefault(name, []).append(_Beside(before, changed, after))
             logger.info("%s: %.2f times as fast", name, self._beside[name][-1].gain)
             before = after
+
+    def leave(self, names: Sequence[str], why: str) -> None:
+        """Those of some changes that have no round yet will have none."""
+        self.failed |= {name: why for name in names if name not in self.failed and name not in self._beside}
+
+    def _unchanged(self) -> Trial:
+        try:
+            return self._runs(None)
+        except RuntimeError as error:
+            raise _UnchangedError(f"a run without any change failed: {error}") from error
 
     def fix(self, name: str) -> Fix:
         row, found = _row(name), self._beside.get(name, [])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import nan
 from typing import Any, Literal, Self
 
 from gradprobe_hf.profiling.observing.places import Place
@@ -289,7 +290,9 @@ class Observation:
     def from_dict(cls, values: Mapping[str, Any]) -> Self:
         """What `to_dict` made, also after JSON."""
         rows = {name: tuple(row(**_placed(one)) for one in values[name]) for name, row in _ROWS.items()}
-        numbers = {name: tuple(values[name]) for name in ("timed", "traced", "gradient_norms")}
+        numbers = {name: tuple(values[name]) for name in ("timed", "traced")}
+        # JSON has no NaN, which the norm of a training that has gone wrong is.
+        numbers["gradient_norms"] = tuple(nan if norm is None else norm for norm in values["gradient_norms"])
         return cls(
             **{
                 **values,

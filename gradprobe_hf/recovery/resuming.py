@@ -1,0 +1,114 @@
+"""What a recovery keeps in its folder: what it is of, so that another run is refused, and checkpoints to go on from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+
+from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.recovery.trainer import BEST_NAME, SECONDS_NAME, BestState, held_out
+from gradprobe_hf.runtime.option_checks import is_within
+from gradprobe_hf.runtime.processes import Processes
+
+IDENTITY_NAME = "recovery.json"
+PREDICTIONS = "teacher"
+_OWN = (IDENTITY_NAME, BEST_NAME, PREDICTIONS, "own_text-*", "checkpoint-*")  # all that a recovery writes in its folder
+
+
+def check_own(folder: Path, output_dir: str | Path | None) -> None:
+    """Raise ValueError where a folder holds what no recovery wrote, or is to: it is removed when a recovery is done.
+
+    A Trainer's own checkpoints have the names of ours: those without our identity beside them are not.
+    """
+    inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    own = [pattern for pattern in _OWN if pattern != "checkpoint-*" or IDENTITY_NAME in inside]
+    if others := sorted(name for name in inside if not any(fnmatch(name, pattern) for pattern in own)):
+        shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
+        raise ValueError(
+            f"resume_dir (--resume-dir): {folder} holds {shown}, which no recovery wrote, and is removed when one is "
+            "done. Choose a folder of its own."
+        )
+    if is_within(output_dir, folder):
+        raise ValueError(
+            f"output_dir={str(output_dir)!r} (--output) is in {folder}, which is removed when the recovery is done: "
+            "choose another one, or another resume_dir (--resume-dir)."
+        )
+
+
+def check_begun(folder: Path, config: RecoveryConfig, processes: Processes, **of: str) -> None:
+    """Raise ValueError where a folder holds the state of another run, as far as that is known yet. A collective.
+
+    Args:
+        of: fingerprints of what has been read: its `weights`, its `teacher`, its `text`.
+    """
+    processes.on_main(lambda: _check_identity(folder / IDENTITY_NAME, _identity(config, processes, of), of))
+
+
+def checkpoint_to_resume(
+    folder: Path, config: RecoveryConfig, processes: Processes, of: Mapping[str, str]
+) -> str | None:
+    """The last whole checkpoint in the folder, after a check that it is of this run; None: there is none.
+
+    Args:
+        of: fingerprints of all that the run is of.
+
+    Raises:
+        ValueError: it is of another run.
+    """
+    check_begun(folder, config, processes, **of)
+    chosen = processes.on_main(lambda: _begun(folder, _identity(config, processes, of)))
+    return None if chosen is None else str(chosen)
+
+
+def seconds_until(checkpoint: str | None) -> dict[str, float]:
+    """Those of each stage that led to a checkpoint, of all calls; what was spent behind it is lost."""
+    path = None if checkpoint is None else Path(checkpoint) / SECONDS_NAME
+    return {} if path is None or not path.exists() else dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def ended_state(checkpoint: str | None, config: RecoveryConfig, best: BestState) -> TrainerState | None:
+    """The state in a checkpoint behind which nothing is trained, where it is that; Trainer would take one more step."""
+    if checkpoint is None:
+        return None
+    state = TrainerState.load_from_json(str(Path(checkpoint) / TRAINER_STATE_NAME))
+    is_last = state.global_step >= config.steps or best.has_waited(held_out(state.log_history))
+    return state if is_last else None
+
+
+def _begun(folder: Path, identity: Mapping[str, Any]) -> Path | None:
+    """The last whole checkpoint of a run that is begun here, if it has not been before."""
+    path = folder / IDENTITY_NAME
+    if not path.exists():
+        path.write_text(json.dumps(identity), encoding="utf-8")
+    # Trainer writes its state last: what has none was being written when the run was killed.
+    whole = [one for one in folder.glob("checkpoint-*") if (one / TRAINER_STATE_NAME).exists()]
+    return max(whole, key=lambda one: int(one.name.split("-")[-1]), default=None)
+
+
+def _identity(config: RecoveryConfig, processes: Processes, of: Mapping[str, str]) -> dict[str, Any]:
+    """What a state is of, in JSON types: how often it is saved may change between two runs."""
+    options = {name: value for name, value in config.to_dict().items() if name != "save_steps"}
+    return {**options, **of, "processes": processes.count}
+
+
+def _check_identity(path: Path, identity: Mapping[str, Any], of: Mapping[str, str]) -> None:
+    if not path.exists():
+        return
+    try:
+        kept = dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is damaged ({error}): delete its folder, and the run begins anew.") from error
+    differing = [name for name, value in identity.items() if kept.get(name) != value]
+    if differing:
+        name = differing[0]
+        shown = "" if name in of else f" ({kept.get(name)!r} there, {identity[name]!r} here)"
+        raise ValueError(
+            f"{path.parent} holds the state of another run: {', '.join(differing)} differ{shown}. Go on with the same "
+            "arguments, or choose another resume_dir (--resume-dir)."
+        )
