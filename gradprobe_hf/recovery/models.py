@@ -60,8 +60,7 @@ class Student:
 
     def check(self, dense: Dense, config: RecoveryConfig) -> None:
         """Raise ValueError where the two models do not go together, or one cannot be used."""
-        if (task := task_of(self.model, config)) is not None:
-            task.check_length(config.sequence_length, self.model.main_input_name)
+        task_of(self.model, config)
         check_trainable(self.model, "recovery")
         check_alike(self.model, dense.model)
         dense.check_origin(self.report)

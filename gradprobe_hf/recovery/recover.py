@@ -155,6 +155,8 @@ def recover_pretrained(
         with stopwatch("read data"):
             trained_on = given or _read(text, config, dense, student, place)
             trained_on.check_apart(measured_on)
+            if task is not None:
+                task.check_length(config.sequence_length, dense.model.main_input_name)
         if place.resumable:
             check_begun(place.folder, config, processes, text=trained_on.described["fingerprint"])
         before, taught = measure_both(dense.model, student.model, measured_on, place), Taught.by(dense.model)
