@@ -5,12 +5,12 @@ BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext bench-qwen bench-paper \
-	bench-refined bench-refined-stories bench-variants bench-stories bench-structured bench-structured-stories \
-	bench-structured-smollm2 bench-structured-speed bench-elsewhere bench-structure-options bench-rivals \
-	bench-matching bench-gradient-admm bench-choices bench-texts bench-mixtures bench-demo bench-accumulators bench-speed \
-	bench-memory bench-training bench-recovery bench-profiling bench-candidates \
-	bench-upcast bench-chat table clean
+.PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext \
+	bench-wikitext-rows bench-qwen bench-paper bench-refined bench-refined-stories bench-variants bench-stories \
+	bench-structured bench-structured-stories bench-structured-smollm2 bench-structured-speed bench-elsewhere \
+	bench-structure-options bench-rivals bench-matching bench-gradient-admm bench-choices bench-texts bench-mixtures \
+	bench-demo bench-accumulators bench-speed bench-memory bench-training bench-recovery bench-profiling \
+	bench-candidates bench-upcast bench-chat table clean
 
 demo: $(MODEL)  ## prune a real model to 50% zeros, and to a smaller one, and show what each cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -62,25 +62,30 @@ QUALITY := $(BIN)/python -m benchmarks.quality
 SMOLLM2 = $(QUALITY) --model $(MODEL) --blocks-per-step 6 $(if $(PEERS),--peers $(PEERS))
 README_ROWS := sparsegpt "two probes" "sparsegpt + admm" "one probe + admm"
 
-bench-quality: bench-c4 bench-wikitext bench-qwen bench-paper  ## the tables of perplexity after pruning: days on 2 cores
+bench-quality: bench-c4 bench-wikitext bench-wikitext-rows bench-qwen bench-paper  ## the tables of perplexity after pruning: days on 2 cores
 
 bench-c4: $(READY) $(MODEL)  ## the main table, calibrated on C4: three draws of the README's rows and Wanda (C4)
 	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --seed $(DRAWS) --methods wanda $(README_ROWS) \
 		--output benchmarks/results/c4.json $(FLAGS)
 
-bench-wikitext: $(READY) $(MODEL)  ## the same, calibrated on WikiText-2's validation split
-	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 \
+ON_WIKITEXT = $(SMOLLM2) $(TEXTS)
+
+bench-wikitext: $(READY) $(MODEL)  ## the same and one probe, calibrated on WikiText-2's validation split
+	$(ON_WIKITEXT) --methods wanda "one probe" $(README_ROWS) --columns 0.5 0.6 0.7 2:4 4:8 \
 		--output benchmarks/results/wikitext.json $(FLAGS)
+
+bench-wikitext-rows: $(READY) $(MODEL)  ## every other row, llm-compressor's too (PEERS)
+	$(ON_WIKITEXT) --output benchmarks/results/wikitext-rows.json $(FLAGS)
 
 REFINED := sparsegpt "sparsegpt + recovery" "sparsegpt + admm + recovery" "one probe + admm" "one probe + admm + blocks" \
 	"one probe + admm + recovery" "one probe + admm + blocks + recovery"
 
 bench-refined: $(READY) $(MODEL)  ## blocks trained, and recovery: some hours a column
-	$(SMOLLM2) --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --columns 0.5 0.6 0.7 2:4 4:8 --methods $(REFINED) \
+	$(ON_WIKITEXT) --columns 0.5 0.6 0.7 2:4 4:8 --methods $(REFINED) \
 		--output benchmarks/results/refined.json $(FLAGS)
 
-bench-paper: $(READY) $(MODEL)  ## the README's rows by the protocol of papers: all of WikiText-2's test split
-	$(SMOLLM2) $(C4_CALIBRATION) --evaluation paper:$(WIKI_TEST) --methods $(README_ROWS) \
+bench-paper: $(READY) $(MODEL)  ## the README's rows at 60% by the protocol of papers: all of WikiText-2's test split
+	$(SMOLLM2) $(C4_CALIBRATION) --evaluation paper:$(WIKI_TEST) --columns 0.6 --methods $(README_ROWS) \
 		--output benchmarks/results/paper.json $(FLAGS)
 
 QWEN := runs/qwen2.5-coder-0.5b-instruct

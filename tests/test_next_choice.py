@@ -33,7 +33,7 @@ def test_prices_are_those_of_the_benchmark(prices, column):
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({}, [*TRAINING, "faster: preset fast"]),
+        ({}, [*TRAINING, "faster: preset balanced"]),
         ({"preset": "balanced"}, ["better: preset best", "faster: preset fast"]),
         ({"probes": 1}, ["better: preset best"]),
         ({"pattern": "2:4"}, [*TRAINING, "faster: preset balanced"]),
@@ -52,14 +52,14 @@ def test_a_preset_names_the_next_ones(options, named):
 
 def test_what_trains_a_language_model_is_not_recommended_for_others():
     (said,) = next_choices(GradProbeConfig(), False)
-    assert said.startswith("faster: preset fast (0.")
+    assert said.startswith("faster: preset balanced (0.")
     assert "perplexity" not in said
     assert next_choices(GradProbeConfig(preset="fast"), False) == []
 
 
 def test_the_price_is_in_the_sentence():
     assert next_choices(GradProbeConfig())[2:] == [
-        "faster: preset fast (0.38x the time, 1.55x the perplexity on SmolLM2-135M-Instruct at 60%)"
+        "faster: preset balanced (0.71x the time, 1.41x the perplexity on SmolLM2-135M-Instruct at 60%)"
     ]
 
 

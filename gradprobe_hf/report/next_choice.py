@@ -18,21 +18,21 @@ CLEARLY_FASTER = 0.75  # of the time; less of a difference is no reason to chang
 
 @dataclass(frozen=True)
 class Price:
-    """Attributes: `seconds` of a run on 2 cores; `perplexity`, the geometric mean of WikiText-2's and pydoc's."""
+    """Attributes: `seconds` of a run on one core; `perplexity`, the geometric mean of WikiText-2's and pydoc's."""
 
     seconds: float
     perplexity: float
 
 
 PRICES: dict[Preset, Price] = {
-    "fast": Price(141.5, 50.08),
-    "balanced": Price(342.5, 45.06),
-    "best": Price(369.9, 32.23),
+    "fast": Price(144.2, 50.08),
+    "balanced": Price(278.2, 45.24),
+    "best": Price(392.4, 32.04),
 }
 PRICES_IN_GROUPS: dict[Preset, Price] = {
-    "fast": Price(134.8, 62.64),
-    "balanced": Price(273.3, 46.76),
-    "best": Price(398.6, 45.91),
+    "fast": Price(134.2, 60.52),
+    "balanced": Price(249.2, 47.79),
+    "best": Price(439.5, 45.69),
 }
 
 # Training behind `best`: the option -> the ratio of the perplexities. Its seconds were a busy machine's.
