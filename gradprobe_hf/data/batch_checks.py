@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.data.batches import AS_GIVEN, Batches
+from gradprobe_hf.data.batches import AS_GIVEN, BESIDE, Batches
 from gradprobe_hf.data.text_options import TextOptions
 from gradprobe_hf.model.families import (
     computes_time_first,
@@ -23,8 +23,6 @@ from gradprobe_hf.model.families import (
 )
 from gradprobe_hf.tasks.columns import IGNORED
 
-# What says which examples or tokens count, and not what they are.
-_BESIDE = ("labels", "attention_mask", "return_loss")
 _INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
 
 
@@ -49,7 +47,7 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
         )
     taken = forward_arguments(model)
     for batch in batches:
-        if taken and not any(name in taken for name in batch if name not in _BESIDE):
+        if taken and not any(name in taken for name in batch if name not in BESIDE):
             raise ValueError(
                 f"{part}: {type(model).__name__} takes {model.main_input_name}, and a batch has "
                 f"{', '.join(map(str, batch))}."

@@ -17,6 +17,8 @@ PASSAGE = 32  # tokens: more than two texts have in common by chance
 SHARED = 0.01  # of an evaluation text: two texts may quote the same lines
 SKETCH = 512  # numbers by which a text is known again
 AS_GIVEN = "batches as given"
+# What says which examples or tokens count, and not what they are.
+BESIDE = ("labels", "attention_mask", "return_loss")
 # Of a batch what says how the model is called and not with what: that is ours to say.
 HOW_TO_CALL = ("use_cache", "return_dict", "output_attentions", "output_hidden_states")
 
@@ -157,12 +159,18 @@ def _rows(batches: Batches) -> Iterator[tuple[bytes, int]]:
     """The content of each row without its padding, which the other rows bring, and its tokens; 0 of what is no text."""
     for batch in batches:
         ids = _text_of(batch)
-        values = next(one for one in batch.values() if isinstance(one, Tensor)) if ids is None else ids
+        values = _input_of(batch) if ids is None else ids
         mask = _mask_of(batch, values)
         for number, row in enumerate(values):
             if mask is not None:
                 row = row[mask[number]]
             yield row.contiguous().flatten().view(torch.uint8).numpy().tobytes(), 0 if ids is None else len(row)
+
+
+def _input_of(batch: Mapping[str, Any]) -> Tensor:
+    """The first tensor that a model sees: labels are alike in many rows."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+    return next((value for name, value in tensors.items() if name not in BESIDE), next(iter(tensors.values())))
 
 
 def _text_of(batch: Mapping[str, Any]) -> Any:

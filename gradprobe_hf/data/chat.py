@@ -90,9 +90,8 @@ class ChatTemplate:
         """Where in the rendered text the assistant speaks: each turn is what it adds to the turns before it."""
         spans = []
         for at, message in enumerate(chat.messages):
-            if (
-                message["role"] != ASSISTANT or at == 0
-            ):  # nobody asked for the first message, and no prompt is before it
+            # A first message answers nobody, and before it is nothing that a template could render.
+            if message["role"] != ASSISTANT or at == 0:
                 continue
             before = self._text(replace(chat, messages=chat.messages[:at]), add_generation_prompt=True)
             upto = self._text(replace(chat, messages=chat.messages[: at + 1]))

@@ -259,7 +259,7 @@ def _pieces(text: str) -> Iterator[str]:
         least, most = begin + PIECE, begin + 2 * PIECE
         ends = (text.find(border, least, most) for border in "\n ")
         end = next((end for end in ends if end >= 0), most)
-        yield text[begin:end]
+        yield text[begin:end].strip("\n")
         begin = end
 
 
