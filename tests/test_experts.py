@@ -16,6 +16,7 @@ from gradprobe_hf.model.passes.routing import routed
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
 from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.probe.steps import single_rows
 from tests import cases
 from tests.launch import together
 from tests.reference import naive
@@ -232,3 +233,12 @@ def test_two_processes_choose_the_experts_of_one():
     for one in together(pruned, "mixtral", torch.float32, 8, options):
         assert all(torch.equal(mask, one["masks"][name]) for name, mask in alone["masks"].items())
         assert one["evaluation"]["pruned"]["loss"] == pytest.approx(alone["evaluation"]["pruned"]["loss"], rel=1e-4)
+
+
+def test_images_of_several_sequences_in_one_tensor_are_refused():
+    """Patches have no row for each sequence: a mixture, which is probed one sequence at a time, cannot deal them."""
+    model, patches = cases.build("mixtral"), torch.ones(32, 8)
+    with pytest.raises(ValueError, match=r"pixel_values of shape \(32, 8\) with 2 sequences.*set batch_size=1"):
+        list(single_rows(model, {"input_ids": torch.ones(2, 4, dtype=torch.long), "pixel_values": patches}))
+    (single,) = single_rows(model, {"input_ids": torch.ones(1, 4, dtype=torch.long), "pixel_values": patches})
+    assert single["pixel_values"] is patches

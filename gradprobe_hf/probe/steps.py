@@ -67,7 +67,7 @@ def single_rows(model: PreTrainedModel, batch: Batch) -> Iterator[Batch]:
     """
     layout, rows = BatchLayout.of(batch, model), row_count(batch)
     pixels = batch.get("pixel_values")
-    if isinstance(pixels, Tensor) and len(pixels) != rows > 1:  # the patches of all rows in one
+    if rows > 1 and isinstance(pixels, Tensor) and len(pixels) != rows:  # the patches of all rows in one
         raise ValueError(
             f"{type(model).__name__} takes pixel_values of shape {tuple(pixels.shape)} with {rows} sequences, whose "
             "images cannot be told apart; set batch_size=1 (or give batches of one row)."
