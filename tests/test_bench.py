@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -378,6 +379,23 @@ def test_the_command_measures_two_checkpoints(tmp_path, capsys):
     (tmp_path / "bert" / "model.safetensors").write_bytes(b"damaged")
     assert main([*line, "--json"]) == 1
     assert "damaged" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="there is no page cache to leave")
+def test_all_models_begin_outside_the_page_cache(tmp_path, monkeypatch):
+    """Where one is cached in other pieces than another, its passes take longer."""
+    dropped, names = [], [tmp_path / "one", tmp_path / "other"]
+    for name in names:
+        cases.build("llama").save_pretrained(name)
+    monkeypatch.setattr("gradprobe_hf.bench.bench.drop_pages", dropped.extend)
+
+    def started(*_):
+        assert dropped == [name / "model.safetensors" for name in names]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradprobe_hf.bench.bench.started", started)
+    with pytest.raises(KeyboardInterrupt):
+        bench_pretrained(names)
 
 
 def test_files_are_those_of_the_subfolder(tmp_path, monkeypatch):

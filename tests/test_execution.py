@@ -410,7 +410,7 @@ def test_the_page_cache_is_left_to_the_model_where_both_do_not_fit(from_disk, tm
 
 def test_what_the_page_cache_forgets_changes_no_mask(monkeypatch):
     forgotten = []
-    monkeypatch.setattr("gradprobe_hf.probe.accumulation.page_cache._drop_pages", forgotten.append)
+    monkeypatch.setattr("gradprobe_hf.probe.accumulation.page_cache.drop_pages", forgotten.append)
     monkeypatch.setattr(accumulator_files, "CACHE_SHARE", 0.0)
     on_disk, in_memory = (
         prune(parts=cases.batches("llama", rows=4), accumulator_dtype="int8", accumulator_device=device).masks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,15 +26,15 @@ class PageCacheTrail:
         """Call when the files of one matrix have been read or written to their end."""
         # DONTNEED drops clean pages only; for dirty ones it starts writeback and returns. Hence two calls: the first
         # starts the writing, the second, some matrices later, finds the pages clean.
-        _drop_pages(paths)
+        drop_pages(paths)
         if paths in self._behind:
             return
         self._behind.append(paths)
         if len(self._behind) > self.LENGTH:
-            _drop_pages(self._behind.popleft())
+            drop_pages(self._behind.popleft())
 
 
-def _drop_pages(paths: tuple[Path, ...]) -> None:
+def drop_pages(paths: Sequence[Path]) -> None:
     """Drop the clean pages of these files, see posix_fadvise(2). Does nothing on systems without that call."""
     for path in paths if hasattr(os, "posix_fadvise") else ():
         # A probe pair deletes its files when it is done; they may be gone while they are still on the trail.
