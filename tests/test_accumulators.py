@@ -163,7 +163,7 @@ def test_a_full_disk_is_an_error_and_not_the_end_of_the_process(tmp_path, monkey
 def test_a_trail_changes_nothing_but_what_the_page_cache_keeps(kind, tmp_path, monkeypatch):
     """Six matrices, gone through twice: each file is asked to be forgotten at its end, and once more later."""
     asked = Counter()
-    monkeypatch.setattr(page_cache, "_drop_pages", lambda paths: asked.update(path.name for path in paths))
+    monkeypatch.setattr(page_cache, "drop_pages", lambda paths: asked.update(path.name for path in paths))
     trail, plain = PageCacheTrail(), added(made(kind), squares(2))
     storage = AccumulatorStorage(kind, "disk", tmp_path, trail)
     matrices = [Accumulator(SHAPE, torch.float32, CPU, storage, str(n)) for n in range(6)]
