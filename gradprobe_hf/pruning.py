@@ -80,9 +80,9 @@ def prune_pretrained(
             `datasets.Dataset` (texts, chats or `input_ids`), a `DataLoader`, or any re-iterable of batches that
             `model(**batch)` accepts. A dict of names and weights is a mixture: `{"mine.jsonl": 2, "self": 1}`.
         processing_class: the tokenizer; loaded from the model's name by default.
-        evaluation: the same choices, to measure the loss before and after. Default: of a causal language model that is
-            calibrated on `"self"` or `"pydoc"`, a part of `"pydoc"` that is never calibrated on; else nothing. False:
-            nothing.
+        evaluation: the same choices, to measure the loss before and after. Default: of a text or data set of your own
+            its split for that, or what calibration leaves of it; of a causal language model that is calibrated on
+            `"self"` or `"pydoc"`, a part of `"pydoc"` that is never calibrated on. False: nothing.
         loss_fn: `loss_fn(model, batch)` returns the loss *summed* over tokens, in place of the model's own.
         metric_fn: `metric_fn(model)` returns a number of which more is better, an accuracy say: what `max_metric_drop`
             is about, in place of the perplexity or the task's `metric`.

@@ -612,15 +612,21 @@ def test_a_file_beside_splits_is_a_question(tmp_path):
         sources.open_source(str(tmp_path), "calibration", 0)
 
 
-def test_an_example_of_a_text_that_is_not_on_the_hub_is_in_no_file(tmp_path):
+@pytest.mark.parametrize("evaluation", [None, Dataset.from_dict(COLUMNS)], ids=["held out", "named"])
+def test_an_example_of_a_text_that_is_not_on_the_hub_is_in_no_file(evaluation, tmp_path):
     rows = Dataset.from_dict(COLUMNS)
     config = GradProbeConfig(
         preset="fast", num_samples=2, sequence_length=16, text_template="Q: {question} A: {answer}"
     )
     result = prune_pretrained(
-        cases.build("llama"), config, calibration=rows, processing_class=cases.tokenizer(), progress=False
+        cases.build("llama"),
+        config,
+        calibration=rows,
+        evaluation=evaluation,
+        processing_class=cases.tokenizer(),
+        progress=False,
     )
-    assert result.report.calibration["example"] == "Q: Why? A: Because."
+    assert result.report.calibration["example"] == result.report.evaluation["example"] == "Q: Why? A: Because."
     result.save_pretrained(tmp_path / "out")
     for name in ("README.md", "gradprobe_report.json"):
         text = (tmp_path / "out" / name).read_text()

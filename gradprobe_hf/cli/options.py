@@ -54,8 +54,8 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "evaluation": {
             "type": text_or_none,
             "metavar": "SPEC",
-            "help": "text to measure perplexity on, or 'none' (default: pydoc, its held-out part, where --calibration "
-            "names no text of your own)",
+            "help": "text to measure perplexity on, or 'none' (default: what --calibration leaves of a text of your "
+            "own, or its split for that; otherwise pydoc, its held-out part)",
         },
     },
     "tasks": {},

@@ -28,7 +28,7 @@ from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.report.build import published_name, versions
 from gradprobe_hf.report.plots import save_comparison
-from gradprobe_hf.report.report import finite
+from gradprobe_hf.report.report import finite, without_examples
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request.checks import check_request
@@ -112,8 +112,8 @@ class Compared:
                 "dense": self.dense.to_dict(),
                 "rows": [row.to_dict() for row in self.rows],
                 "configs": self.configs,
-                "calibration": self.calibration,
-                "evaluation": self.evaluation,
+                "calibration": without_examples(self.calibration),
+                "evaluation": without_examples(self.evaluation),
                 "speed": self.speed,
                 "warnings": self.warnings,
                 "versions": versions(),

@@ -131,7 +131,7 @@ class PruningOptions(Options):
         add_special_tokens: begin each window of text as the tokenizer begins a text, with a BOS say, which counts as
             one of the window's tokens. BERT-like models: end it so, too.
         evaluation_samples: windows to measure perplexity on, or rows. Default: 20 windows; of labelled rows 1,000, or
-            as many as there are.
+            as many as there are, and where no data set to measure on is named, as many as calibrate.
         evaluation_protocol: how an evaluation text is cut: into `"windows"` that are drawn from it, or as in a
             `"paper"` (GPTQ, SparseGPT, Wanda), whole, in consecutive windows of the model's context, at most 2,048
             tokens. The latter's default text is WikiText-2's raw test split.

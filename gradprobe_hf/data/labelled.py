@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count, token_count
-from gradprobe_hf.data.packing import WindowSpec
+from gradprobe_hf.data.packing import WindowSpec, held_out_words
 from gradprobe_hf.data.sources import Source, columns_of
 from gradprobe_hf.data.text_options import TextOptions, template_columns
 from gradprobe_hf.model.config_names import text_attribute
@@ -57,6 +57,7 @@ class RowSpec:
         task: that the rows are for.
         samples: rows.
         exactly: False where there may be fewer.
+        behind: rows of the seeded order that are left out before these, for a run calibrates on them.
         length: tokens of a row at most.
         batch_size: rows in a batch.
         seed: shuffles the rows, and draws what is drawn.
@@ -67,11 +68,17 @@ class RowSpec:
     task: Task
     samples: int
     exactly: bool = True
+    behind: int = 0
     length: int
     batch_size: int
     seed: int
     text: TextOptions
     label_column: str | None = None
+
+    @property
+    def words(self) -> str:
+        """What a protocol says of rows that are held out."""
+        return held_out_words(self.behind)
 
 
 @dataclass(frozen=True)
@@ -91,8 +98,9 @@ class Labels:
             return None
         spec = RowSpec(
             task=options.task,
-            samples=windows.samples if options.most is None else options.most,
-            exactly=options.most is None,
+            samples=(windows.held_out or windows.samples) if options.most is None else options.most,
+            exactly=options.most is None and not windows.held_out,
+            behind=windows.drawn.start,
             length=windows.sequence_length,
             batch_size=windows.batch_size,
             seed=windows.seed,
@@ -146,6 +154,8 @@ class Labels:
                 "column of them (calibration, evaluation), or batches with 'labels'."
             )
         rows = _taken(opened, spec)
+        if not rows:
+            return Batches.none()
         inputs, label = _columns(spec, rows[0])
         reader = self._reader(inputs, label, _stored_names(opened.rows, label))
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
@@ -156,13 +166,15 @@ class Labels:
             )
         columns = ", ".join(filter(None, (*inputs, label)))
         by_name = ", labels matched to the model's by name" if label and reader.label_names.renumbered else ""
-        protocol = f"{len(rows)} {spec.task.row} ({columns}{by_name}), shuffled with seed {spec.seed}"
+        protocol = f"{len(rows)} {spec.task.row} ({columns}{by_name}), shuffled with seed {spec.seed}{spec.words}"
         return _described(items, opened, protocol + _cut(items, reader))
 
     def _prepared(self, opened: Source) -> Batches:
         """Rows that hold what the model is called with: tokens, or pixels. Padded on the right within each batch."""
         spec = self.spec
         rows = _taken(opened, spec)
+        if not rows:
+            return Batches.none()
         names = _stored_names(opened.rows, next((name for name in ("label", "labels") if name in rows[0]), None))
         reader = self._reader((), None, names)
         keep = [name for name in rows[0] if name in reader.accepts and name != "labels"]
@@ -173,7 +185,7 @@ class Labels:
                 one["labels"] = labels
         items = [_stacked(part, reader) for part in _parts(_masked(values, reader), spec.batch_size)]
         kind = "tokenised rows" if "input_ids" in keep else spec.task.row
-        return _described(items, opened, f"{len(rows)} {kind}, shuffled with seed {spec.seed}")
+        return _described(items, opened, f"{len(rows)} {kind}, shuffled with seed {spec.seed}{spec.words}")
 
     def _is_prepared(self, opened: Source) -> bool:
         """Whether rows hold what the model is called with already."""
@@ -247,9 +259,10 @@ def _columns(spec: RowSpec, first: Row) -> tuple[tuple[str, ...], str | None]:
 
 
 def _taken(opened: Source, spec: RowSpec) -> list[Row]:
+    """Rows in the seeded order; none where all of them are left out."""
     assert not isinstance(opened.rows, list), "plain texts are not rows"
-    taken = list(islice(opened.rows.shuffle(seed=spec.seed), spec.samples))
-    if not taken:
+    taken = list(islice(opened.rows.shuffle(seed=spec.seed), spec.behind, spec.behind + spec.samples))
+    if not taken and not spec.behind:
         raise ValueError(f"{opened.name} is empty: it holds no rows.")
     if spec.exactly and len(taken) < spec.samples:
         raise ValueError(

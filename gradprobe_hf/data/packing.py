@@ -45,6 +45,7 @@ class WindowSpec:
         seed: draws the calibration windows; evaluation has one of its own.
         text: how a text becomes windows.
         at_most: whether fewer will do, where the text holds no more.
+        held_out: draw other windows than the `samples` of this seed: as many of what they leave, or fewer, or none.
     """
 
     samples: int
@@ -53,11 +54,22 @@ class WindowSpec:
     seed: int = 0
     text: TextOptions = field(default_factory=TextOptions)
     at_most: bool = False
+    held_out: int = 0
 
     def __post_init__(self) -> None:
         whole("num_samples", self.samples, at_least=1)
         whole("sequence_length", self.sequence_length, at_least=2)  # of one token nothing is predicted
         whole("batch_size", self.batch_size, at_least=1)
+
+    @property
+    def drawn(self) -> slice:
+        """Which windows of a seeded order are drawn."""
+        return slice(self.samples, self.samples + self.held_out) if self.held_out else slice(0, self.samples)
+
+    @property
+    def words(self) -> str:
+        """What a protocol says of windows that are held out."""
+        return held_out_words(self.drawn.start)
 
 
 @dataclass(frozen=True)
@@ -92,12 +104,27 @@ class _Stream:
         ids: `[tokens]`.
         counted: of each token whether it is part of the loss; None: all are.
         joined: how, in the words of a protocol.
+        of_samples: the first of these tokens, that the samples are drawn from; None: all.
     """
 
     ids: Tensor
     counted: Tensor | None
     joined: str
     example: str | None = None
+    of_samples: int | None = None
+
+    def order(self, own: int, seed: int) -> Tensor:
+        """The numbers of windows of `own` tokens in a seeded order; behind those of the samples come what is left."""
+        whole = len(self.ids) // own
+        first = whole if self.of_samples is None else self.of_samples // own
+        return torch.cat(
+            (torch.randperm(first, generator=torch.Generator().manual_seed(seed)), torch.arange(first, whole))
+        )
+
+
+def held_out_words(behind: int) -> str:
+    """What a protocol says of windows, or rows, that come behind so many which calibrate."""
+    return f", behind the {behind} that calibrate" if behind else ""
 
 
 def rows_of(windows: Tensor, unpredicted: int = 0, counted: Tensor | None = None) -> list[Row]:
@@ -130,14 +157,14 @@ def draw_packed(opened: Source, spec: WindowSpec, processing_class: Any, special
     stream = made(opened, spec, processing_class, special)
     whole = len(stream.ids) // own
     samples = min(samples, whole) if spec.at_most and whole else samples
-    if whole < samples:
+    if whole < samples and not spec.held_out:
         needed = f"a window needs {own:,}" if spec.at_most else f"{samples} windows need {samples * own:,}"
         raise ValueError(
             f"{opened.name} holds {len(stream.ids):,} tokens, which is {whole} full windows of {own}; {needed} tokens. "
             "Give more text, or ask for "
             + (f"at most {whole} samples or shorter windows." if whole else "shorter windows.")
         )
-    order = torch.randperm(whole, generator=torch.Generator().manual_seed(seed))[:samples]
+    order = stream.order(own, seed)[spec.drawn]
     windows = special.around(stream.ids[: whole * own].view(whole, own)[order])
     counted = None
     if stream.counted is not None:
@@ -146,11 +173,11 @@ def draw_packed(opened: Source, spec: WindowSpec, processing_class: Any, special
     streamed = "; of rows drawn from a stream" if is_streamed(opened.rows) else ""
     columns = named_columns(opened, spec.text)
     protocol = (
-        f"{samples} windows of {length} tokens, cut one after the other from the tokenised text{columns} "
-        f"({stream.joined}{special.described}{streamed}), shuffled with seed {seed}{_loss(spec.text)}"
+        f"{len(order)} windows of {length} tokens, cut one after the other from the tokenised text{columns} "
+        f"({stream.joined}{special.described}{streamed}), shuffled with seed {seed}{spec.words}{_loss(spec.text)}"
     )
     rows = rows_of(windows, special.unpredicted, counted)
-    if not any(map(predicts, rows)):
+    if not any(map(predicts, rows)) and not spec.held_out:
         raise ValueError(f"{opened.name}: none of the windows holds a token that counts in the loss.")
     return Drawn(rows, opened.name, protocol, opened.dataset_id, stream.example)
 
@@ -163,8 +190,8 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
     """
     samples, chats = spec.samples, holds_chats(opened, spec.text)
     made = _chat_rows if chats else _text_rows
-    found = list(islice(made(opened, spec, processing_class, special), samples))
-    samples = len(found) if spec.at_most and found else samples
+    found = list(islice(made(opened, spec, processing_class, special), spec.drawn.start, spec.drawn.stop))
+    samples = len(found) if spec.held_out or (spec.at_most and found) else samples
     if len(found) < samples:
         what, remedy = "of two tokens or more", "set packing=True (--packing on) to cut windows from all of them joined"
         if spec.text.assistant_only_loss and chats:
@@ -178,9 +205,10 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
     protocol = (
         f"{samples} documents{named_columns(opened, spec.text)}, a row each, of at most {spec.sequence_length} tokens, "
         f"padded and masked ({begun}), "
-        f"drawn with seed {spec.seed}{_loss(spec.text)}"
+        f"drawn with seed {spec.seed}{spec.words}{_loss(spec.text)}"
     )
-    return Drawn([row for row, _ in found], opened.name, protocol, opened.dataset_id, _shortened(found[0][1]))
+    example = next((_shortened(text) for _, text in found), None)
+    return Drawn([row for row, _ in found], opened.name, protocol, opened.dataset_id, example)
 
 
 def _text_rows(
@@ -276,18 +304,20 @@ def _chat_stream(opened: Source, spec: WindowSpec, processing_class: Any, specia
         between = list(tokenizer(separator, add_special_tokens=False)["input_ids"])
     ids: list[int] = []
     counted: list[bool] = []
-    needed, example = spec.samples * (spec.sequence_length - len(special)), None
+    own, example, of_samples = spec.sequence_length - len(special), None, None
     for chat in _chats(opened, spec, processing_class):
         skipped = len(special.before) if tuple(chat.ids[: len(special.before)]) == special.before else 0
         ids += [*chat.ids[skipped:], *between]
         counted += [*chat.counted[skipped:], *(not spec.text.assistant_only_loss for _ in between)]
         example = example or chat.text
-        if len(ids) >= needed:
+        if of_samples is None and len(ids) >= spec.samples * own:
+            of_samples = len(ids)
+        if of_samples is not None and len(ids) >= of_samples + spec.held_out * own:
             break
     words = f", separated by {separator_words(separator, tokenizer)}" if separator else ""
     only = torch.tensor(counted, dtype=torch.bool) if spec.text.assistant_only_loss else None
     joined = f"chats in the tokenizer's chat template{words}; "
-    return _Stream(torch.tensor(ids, dtype=torch.long), only, joined, _shortened(example))
+    return _Stream(torch.tensor(ids, dtype=torch.long), only, joined, _shortened(example), of_samples)
 
 
 def _chats(opened: Source, spec: WindowSpec, processing_class: Any) -> Iterator[RenderedChat]:

@@ -67,12 +67,14 @@ class Source:
 
     Attributes:
         is_plain: whether it is text without columns: a list of texts, or .txt files.
+        split: which of several splits was chosen; None: there is one, or it was named.
     """
 
     rows: Rows
     name: str
     dataset_id: str | None = None
     is_plain: bool = False
+    split: str | None = None
 
     @cached_property
     def first_row(self) -> Any:
@@ -190,7 +192,7 @@ def _images(path: Path, part: str) -> Source:
             "nothing else, or a folder or file of text."
         ) from error
     name = next((name for name in SPLITS[part] if name in splits), next(iter(splits)))
-    return Source(splits[name], path.name)
+    return Source(splits[name], path.name, split=name if len(splits) > 1 else None)
 
 
 def _local(path: Path, part: str, seed: int) -> Source:
@@ -199,7 +201,7 @@ def _local(path: Path, part: str, seed: int) -> Source:
             f"{path} is a data set that was saved by save_to_disk: give datasets.load_from_disk({str(path)!r}), or its "
             "rows in a file (.to_parquet)."
         )
-    files = _of_split(path, _files(path), part) if path.is_dir() else [path]
+    files, split = _of_split(path, _files(path), part) if path.is_dir() else ([path], None)
     endings = {file.suffix.lower() for file in files}
     if len(endings & set(FORMATS)) != 1 or len(endings) != 1:
         found = ", ".join(sorted({file.suffix or file.name for file in files})) or "no such files"
@@ -211,7 +213,7 @@ def _local(path: Path, part: str, seed: int) -> Source:
     streaming = size >= STREAMED_FROM_BYTES
     if kind == "text":
         if streaming:
-            return Source(_pieces(path, files, seed), path.name, is_plain=True)
+            return Source(_pieces(path, files, seed), path.name, is_plain=True, split=split)
         options = {"sample_by": "document"}  # a whole file is one, so its line breaks reach the tokenizer
     rows = _loaded(path, kind, [str(file) for file in files], streaming, options)
     if kind == "csv":
@@ -223,7 +225,7 @@ def _local(path: Path, part: str, seed: int) -> Source:
         )
     if kind == "csv":
         _warn_of_texts_as_names(path, rows.column_names or [])
-    return Source(_shuffled(rows, seed) if streaming else rows, path.name, is_plain=kind == "text")
+    return Source(_shuffled(rows, seed) if streaming else rows, path.name, is_plain=kind == "text", split=split)
 
 
 def _check_separator(path: Path, names: list[str], separator: str) -> None:
@@ -244,8 +246,9 @@ def _files(folder: Path) -> list[Path]:
     return sorted(path for path in inside if not any(part.startswith(".") for part in path.relative_to(folder).parts))
 
 
-def _of_split(folder: Path, files: list[Path], part: str) -> list[Path]:
-    """Of a folder that has its splits in files or folders of their names those of the one to read; of others all files.
+def _of_split(folder: Path, files: list[Path], part: str) -> tuple[list[Path], str | None]:
+    """Of a folder that has its splits in files or folders of their names those of the one to read, and that name; of
+    others all files.
 
     Raises:
         ValueError: some files are named after splits, and some are not.
@@ -258,14 +261,14 @@ def _of_split(folder: Path, files: list[Path], part: str) -> list[Path]:
         splits.setdefault(name and _SPLIT_NAMES.get(name, name), []).append(file)
     named = [name for name in SPLITS[part] if name in splits]
     if len(named) < 2:
-        return files
+        return files, None
     if None in splits:
         raise ValueError(
             f"{folder} holds {splits[named[0]][0].name} and {splits[named[1]][0].name}, which are splits, beside "
             f"{splits[None][0].name}, of which nobody knows: name the file to read."
         )
     logger.info("%s: %s is read of the splits %s", folder, named[0], ", ".join(named))
-    return splits[named[0]]
+    return splits[named[0]], named[0]
 
 
 def _pieces(path: Path, files: list[Path], seed: int) -> IterableDataset:
@@ -344,11 +347,13 @@ def _from_hub(spec: str, part: str, seed: int) -> Source:
     from datasets.exceptions import DatasetNotFoundError
 
     dataset_id, config, split = [*spec.split(":"), None, None][:3]
+    chosen = None
     try:
         builder = load_dataset_builder(dataset_id, config)
         if split is None:
             offered = get_dataset_split_names(dataset_id, config)
             split = next((name for name in SPLITS[part] if name in offered), offered[0])
+            chosen = split if len(offered) > 1 else None
         streaming = (builder.info.dataset_size or STREAMED_FROM_BYTES) >= STREAMED_FROM_BYTES
         rows = load_dataset(dataset_id, config, split=split, streaming=streaming)
     except (DatasetNotFoundError, ConnectionError) as error:
@@ -357,7 +362,7 @@ def _from_hub(spec: str, part: str, seed: int) -> Source:
             "HF_HUB_OFFLINE; gated data needs `hf auth login`. 'pydoc' and local files need no network."
         ) from error
     name = ":".join(filter(None, (dataset_id, config, split)))
-    return Source(_shuffled(rows, seed) if streaming else rows, name, dataset_id)
+    return Source(_shuffled(rows, seed) if streaming else rows, name, dataset_id, split=chosen)
 
 
 def _shuffled(rows: IterableDataset, seed: int) -> IterableDataset:

@@ -53,8 +53,8 @@ def load_batches(
 
     Args:
         source: `"pydoc"`, `"self"`, a path, a Hub dataset `id[:config[:split]]`, a list of texts or of rows (dicts), a
-            `Dataset` (text, chats or `input_ids`), a `DataLoader` or another re-iterable of batches. Or a mixture: a
-            dict of names and weights.
+            `Dataset` (text, chats or `input_ids`), any of these opened as rows, a `DataLoader` or another re-iterable
+            of batches. Or a mixture: a dict of names and weights.
         windows: what to draw. Batches passed as such are all used, as they are.
         part: which split of a dataset, or half of `"pydoc"`.
         processing_class: the tokenizer, or a processor with one; needed for text.
@@ -77,11 +77,11 @@ def load_batches(
             f"a mixture is of texts, and {labels.spec.task.name} reads rows with labels: give one data set of them."
         )
     if labels is not None and not is_mixture(source) and not _is_self(source):
-        source = _open(source, part, windows.seed) or source
+        source = open_rows(source, part, windows.seed) or source
         if isinstance(source, Source) and (found := labels.batches(source)) is not None:
             return found
     reader = _Reader(part, model, processing_class, writing or Writing(), progress)
-    has_to_be_chats = windows.text.assistant_only_loss and (is_alone or part == "calibration")
+    has_to_be_chats = windows.text.assistant_only_loss and (is_alone or part == "calibration") and not windows.held_out
     if is_mixture(source):
         drawn: Drawn | None = reader.mixed(source, windows, has_to_be_chats)
     else:
@@ -91,6 +91,8 @@ def load_batches(
         drawn = reader.drawn(source, windows)
     if drawn is None:
         return from_iterable(source, type(source).__name__)
+    if not drawn.rows:
+        return Batches.none()  # nothing is left to hold out
     pad = getattr(tokenizer_of(processing_class), "pad_token_id", None) or 0  # any id will do: padding is masked
     found = from_rows(drawn.rows, windows.batch_size, pad, **drawn.described())
     return found if labels is None else labels.of_windows(found)
@@ -120,7 +122,7 @@ class _Reader:
 
     def opened(self, source: Any, seed: int) -> Any:
         """The source as rows, where it is a name or rows."""
-        return source if _is_self(source) else _open(source, self.part, seed) or source
+        return source if _is_self(source) else open_rows(source, self.part, seed) or source
 
     def drawn(self, opened: Any, windows: WindowSpec) -> Drawn | None:
         """Rows of a source that is opened; None if it is batches already. Where no chat is, all tokens count."""
@@ -189,11 +191,12 @@ class _Reader:
         return Drawn(rows_of(ids, special.unpredicted), OWN_TEXT, protocol)
 
 
-def _open(source: Any, part: Part, seed: int) -> Source | None:
+def open_rows(source: Any, part: Part, seed: int) -> Source | None:
     """The source as rows; None if it is batches already."""
     if isinstance(source, Source):
         return source
-    if isinstance(source, str):
+    if isinstance(source, (str, Path)):
+        source = str(source)
         if source == PYDOC:
             name = f"pydoc ({part} part): the Python manual's topics"
             return Source(text_rows([manual_text(part)]), name, is_plain=True)
@@ -247,12 +250,13 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
     rows = opened.rows.shuffle(seed=windows.seed)
     keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids") if name in columns_of(rows)]
     taken: list[dict[str, torch.Tensor]] = [
-        {name: torch.as_tensor(row[name]) for name in keep} for row in islice(rows, windows.samples)
+        {name: torch.as_tensor(row[name]) for name in keep}
+        for row in islice(rows, windows.drawn.start, windows.drawn.stop)
     ]
-    if len(taken) < windows.samples and not (windows.at_most and taken):
+    if len(taken) < windows.samples and not windows.held_out and not (windows.at_most and taken):
         raise ValueError(f"{opened.name} holds {len(taken)} tokenised rows and {windows.samples} were asked for.")
     taken = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in taken]
-    protocol = f"{len(taken)} tokenised rows, shuffled with seed {windows.seed}"
+    protocol = f"{len(taken)} tokenised rows, shuffled with seed {windows.seed}{windows.words}"
     return Drawn(taken, opened.name, protocol, opened.dataset_id)
 
 

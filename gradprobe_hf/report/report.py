@@ -171,14 +171,7 @@ class Report:
             "zeros_before": sum(row.zeros_before for row in self.matrices),
         }
         rows = [{**asdict(row), "sparsity": row.sparsity} for row in self.matrices]
-        return finite({**asdict(self), **summary, "matrices": rows, "calibration": self.public_calibration})
-
-    @property
-    def public_calibration(self) -> dict[str, Any] | None:
-        """The calibration without an example of a text that is not on the Hub: reports and cards are published."""
-        found = self.calibration
-        hidden = ("example",) if found is None or found.get("dataset_id") is None else ()
-        return found and {name: value for name, value in found.items() if name not in hidden}
+        return finite(without_examples({**asdict(self), **summary, "matrices": rows}))
 
     @classmethod
     def load(cls, directory: str | Path) -> Report:
@@ -214,6 +207,16 @@ def grouped(rows: Iterable[tuple[str, int, int]]) -> list[Group]:
         total[0] += weights
         total[1] += zeros
     return [Group(label, weights, zeros) for label, (weights, zeros) in totals.items()]
+
+
+def without_examples(value: Any) -> Any:
+    """The same value without an example of any text that is not on the Hub: reports and cards are published."""
+    if isinstance(value, dict):
+        hidden = ("example",) if "fingerprint" in value and value.get("dataset_id") is None else ()
+        return {name: without_examples(inner) for name, inner in value.items() if name not in hidden}
+    if isinstance(value, (list, tuple)):
+        return [without_examples(inner) for inner in value]
+    return value
 
 
 def finite(value: Any) -> Any:

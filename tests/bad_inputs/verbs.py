@@ -94,7 +94,6 @@ VERBS = [
     refused(f"{_COMPARE} --pattern 2:5", "2:5", "not divisible by 5"),
     refused(f"{_COMPARE} --output @plain.txt", "--output", "@plain.txt"),
     refused(f"{_COMPARE} --overwrite", "--overwrite", "--output"),
-    refused("compare @llama --calibration @plain.txt --num-samples 4 --sequence-length 16", "--evaluation"),
     refused(f"{_COMPARE} --evaluation none", "--evaluation"),
     # bench
     unreadable("bench", "MODEL"),

@@ -49,7 +49,7 @@ def _check_effect(options: argparse.Namespace, config: GradProbeConfig) -> None:
     without_text = "a method that reads text, and --score magnitude or random reads none"
     belongs = {
         "save_every": (options.resume_dir, "resume_dir"),
-        "evaluation_samples": (_is_measured(options), "an evaluation (--evaluation TEXT)"),
+        "evaluation_samples": (options.evaluation is not False, "an evaluation (--evaluation TEXT)"),
         "calibration": (config.needs.passes != "none" or config.recovery_steps > 0, without_text),
     }
     for name, (has_effect, belongs_to) in belongs.items():
@@ -57,9 +57,3 @@ def _check_effect(options: argparse.Namespace, config: GradProbeConfig) -> None:
             raise ValueError(
                 f"{name}={getattr(options, name)!r} has no effect here: it belongs to {belongs_to}. Leave it out."
             )
-
-
-def _is_measured(options: argparse.Namespace) -> bool:
-    """Whether anything is: by default the built-in text, unless a text of one's own calibrates."""
-    named = options.evaluation if options.evaluation is not None else options.calibration in (None, "pydoc", "self")
-    return named is not False

@@ -18,7 +18,7 @@ from gradprobe_hf.report.card.recovery import recovery_paragraph
 from gradprobe_hf.report.card.shapes import shape_tables
 from gradprobe_hf.report.card.snippet import loading_snippet
 from gradprobe_hf.report.card.summary import extent, kind_of_files, origins, short_name, summary
-from gradprobe_hf.report.report import Report
+from gradprobe_hf.report.report import Report, without_examples
 from gradprobe_hf.report.speed import measurements, protocol
 from gradprobe_hf.structures.budgets import BUDGETS
 
@@ -49,7 +49,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         selection=chosen_by(report, config),
         task_metric=metric_row(report),
         recovery=recovery_paragraph(report),
-        calibration=report.public_calibration,
+        calibration=without_examples(report.calibration),
         calibrated_on=rows_read(report.calibration) if report.calibration else "",
         structure=shape_tables(report, config),
         files=size_of_files(report),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,12 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.config.values import EvaluationProtocol
-from gradprobe_hf.data.batch_checks import check_batches, check_reads_text, check_text_options
+from gradprobe_hf.data.batch_checks import check_text_options
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.evidence import check_evidence
-from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
-from gradprobe_hf.data.paper_protocol import WIKITEXT, PaperSpec, paper_batches
-from gradprobe_hf.data.pydoc_text import Part
+from gradprobe_hf.data.paper_protocol import WIKITEXT
 from gradprobe_hf.data.self_generated import KeptText
-from gradprobe_hf.data.sources import is_plain_text
 from gradprobe_hf.data.text_options import DEFAULT_LENGTH, PYDOC, SELF, is_written
-from gradprobe_hf.data.windows import (
-    EVALUATION_SEED,
-    WINDOWS_MEASURED,
-    TextOptions,
-    WindowSpec,
-    Writing,
-    load_batches,
-    window_length,
-)
+from gradprobe_hf.data.windows import EVALUATION_SEED, TextOptions, Writing, window_length
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fingerprint import weights_fingerprint
@@ -43,12 +29,13 @@ from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.request.compatibility import check_targets
+from gradprobe_hf.run.request.reading import Reading
 from gradprobe_hf.run.request.weight_limits import weight_limits
 from gradprobe_hf.run.shapes.equality import check_example
 from gradprobe_hf.run.snapshots import folder_of
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
-from gradprobe_hf.tasks.table import Task, auto_classes, task_for
+from gradprobe_hf.tasks.table import auto_classes, task_for
 
 logger = logging.getLogger(__name__)
 
@@ -87,11 +74,10 @@ def load_inputs(request: RunRequest) -> RunContext:
             progress=progress,
         )
         calibration = default_calibration(model) if request.calibration is None else request.calibration
-        evaluation = _evaluation(request.evaluation, calibration, model, config.evaluation_protocol)
         calibrate = partial(reading.calibration, calibration)
         unwritten = calibrate if reads_text and is_written(calibration) else None
         calibrated = calibrate() if reads_text and unwritten is None else Batches.none()
-        measured = Batches.none() if evaluation is None else reading.evaluation(evaluation)
+        measured = _evaluation(request.evaluation, calibration, reading)
         if unwritten is None:
             check_text_options(TextOptions.of(config), calibrated, measured)
         if task is not None:
@@ -141,75 +127,6 @@ def choosing_apart(context: RunContext) -> RunContext:
     return replace(context, selection=chosen_by, evaluation=reported)
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How the texts of a run are read: what they have in common.
-
-    Attributes:
-        task: what the model is for, if that is known.
-        writing: who writes the model's own text, and where it is kept.
-        has_own_loss: whether the loss is a function of the user's, which may make of a batch what it likes.
-        evaluates_alone: whether no calibration text is read: options about chats are then about the evaluation's.
-        progress: show progress bars.
-    """
-
-    config: GradProbeConfig
-    model: PreTrainedModel
-    processing_class: Any
-    task: Task | None
-    writing: Writing
-    has_own_loss: bool
-    evaluates_alone: bool
-    progress: bool
-
-    def calibration(self, source: Any) -> Batches:
-        """Raises ValueError or OSError: nothing can be made of the source."""
-        labels = TaskOptions(self.task, self.config.label_column)
-        return self._read(source, "calibration", self.config.num_samples, labels)
-
-    def evaluation(self, source: Any) -> Batches:
-        """By the configuration's protocol. Raises as `calibration`."""
-        config = self.config
-        if config.evaluation_protocol == "paper":
-            return self._whole(source)
-        most = ROWS_MEASURED if config.evaluation_samples is None else None
-        labels = TaskOptions(self.task, config.label_column, most)
-        return self._read(source, "evaluation", config.evaluation_samples or WINDOWS_MEASURED, labels)
-
-    def _read(self, source: Any, part: Part, samples: int, labels: TaskOptions) -> Batches:
-        config, model = self.config, self.model
-        batch_size = 4 if config.batch_size == "auto" else config.batch_size
-        length = window_length(config.sequence_length, model)
-        windows = WindowSpec(samples, length, batch_size, config.seed, TextOptions.of(config))
-        if is_plain_text(source):
-            check_reads_text(model, part)
-        batches = load_batches(
-            source,
-            windows,
-            part=part,
-            model=model,
-            processing_class=self.processing_class,
-            task=labels,
-            writing=self.writing,
-            is_alone=self.evaluates_alone,
-            progress=self.progress,
-        )
-        if not self.has_own_loss:
-            measures_loss = part == "evaluation" or config.needs.probes or config.drops_blocks
-            check_batches(model, batches, part, measures_loss)
-            if measures_loss:
-                check_evidence(model, batches, part)
-        return batches
-
-    def _whole(self, source: Any) -> Batches:
-        """The text by the paper protocol, in batches of about as many tokens as those of calibration."""
-        config = self.config
-        spec = PaperSpec(text_column=config.text_column, add_special_tokens=config.add_special_tokens)
-        found = paper_batches(source, self.model, self.processing_class, spec)
-        rows = 1 if config.batch_size == "auto" else config.batch_size * config.window_length // found.longest
-        return found.in_batches_of(max(1, rows))
-
-
 def default_calibration(model: PreTrainedModel) -> str:
     """The model's own text, where it can write and its weights are at hand."""
     if not is_causal(model) or not model.can_generate():
@@ -252,14 +169,16 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
     return loaded, found
 
 
-def _evaluation(evaluation: Any, calibration: Any, model: PreTrainedModel, protocol: EvaluationProtocol) -> Any:
-    """What to measure on: as asked, or the held-out part of the built-in text if no other text is at hand."""
-    if protocol == "paper":
-        if evaluation is False:
+def _evaluation(evaluation: Any, calibration: Any, reading: Reading) -> Batches:
+    """What to measure on: as asked, or the held-out part of the built-in text, or of the user's own."""
+    is_paper = reading.config.evaluation_protocol == "paper"
+    if evaluation is False:
+        if is_paper:
             raise ValueError("evaluation_protocol='paper' has no effect where nothing is measured: leave it unset.")
-        return WIKITEXT if evaluation is None else evaluation
+        return Batches.none()
+    if evaluation is not None or is_paper:
+        return reading.evaluation(WIKITEXT if evaluation is None else evaluation)
     names = calibration if isinstance(calibration, Mapping) else [calibration]
-    built_in = all(isinstance(name, str) and name in (PYDOC, SELF) for name in names)
-    if evaluation is None:
-        return PYDOC if built_in and is_causal(model) else None
-    return None if evaluation is False else evaluation
+    if all(isinstance(name, str) and name in (PYDOC, SELF) for name in names):
+        return reading.evaluation(PYDOC) if is_causal(reading.model) else Batches.none()
+    return reading.held_out(calibration)
