@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.data import packing
+from gradprobe_hf.data import pieces
 from gradprobe_hf.data.batches import from_iterable, from_windows, shared_passages, shared_rows
 from gradprobe_hf.data.pydoc_text import manual_text
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
@@ -198,35 +198,38 @@ def test_pydoc_is_there_and_its_parts_share_no_paragraph():
 @pytest.mark.parametrize("border", ["\n", " ", ""])
 def test_of_a_large_text_pieces_are_drawn(border, monkeypatch):
     """It would take minutes to tokenise whole, and gigabytes."""
-    monkeypatch.setattr(packing, "LARGEST_TEXT", 20_000)
-    monkeypatch.setattr(packing, "PIECE", 100)
+    monkeypatch.setattr(pieces, "LARGEST_TEXT", 20_000)
     text, read = border.join(f"{number:06}" for number in range(5000)), []
 
     class Watching(type(TOKENIZER)):
         def __call__(self, text, **asked):
-            read.append(text)
+            read.extend([text] if isinstance(text, str) else text)
             return super().__call__(text, **asked)
 
     watching = Watching(tokenizer_object=TOKENIZER.backend_tokenizer, bos_token="<s>", eos_token="</s>")
     found = load([text], tokenizer=watching)
-    (joined,) = (one for one in read if isinstance(one, str) and len(one) > 100)
-    pieces = joined.split("\n\n")
-    assert len(joined) < 1_000 < len(text)
-    assert all(piece in text and 99 <= len(piece) <= 200 for piece in pieces)
-    assert len(set(pieces)) == len(pieces) > 1
-    assert re.search(rf"\({len(pieces)} of \d+ pieces, drawn with seed 0; documents separated", found.protocol)
+    drawn = [one for one in read if one in text]
+    assert len(drawn) == 4
+    assert all(8 * 16 - 1 <= len(piece) <= 2 * 8 * 16 for piece in drawn)
+    windows = ids(found)
+    assert {TOKENIZER.decode(row) for row in windows} == {piece[:16] for piece in drawn}, "each inside of a piece"
+    assert len({tuple(row.tolist()) for row in windows}) == 4
+    assert re.search(r"each the beginning of one of \d+ pieces of the text \(no special tokens\)", found.protocol)
     assert load([text], tokenizer=watching).fingerprint == found.fingerprint
     assert load([text], tokenizer=watching, seed=1).fingerprint != found.fingerprint
     assert "pieces" not in load([text], samples=200).protocol, "it takes a good part of it"
 
 
-def test_of_documents_that_an_eos_ends_whole_ones_are_drawn(monkeypatch):
-    monkeypatch.setattr(packing, "LARGEST_TEXT", 1_000)
-    texts = [f"{number:03} and more of it" for number in range(600)]
-    found = load(texts, document_separator="eos", add_special_tokens=False)
-    assert re.search(r"\(\d+ of 600 documents, drawn with seed 0; ", found.protocol)
-    shown = TOKENIZER.decode(found.items[0]["input_ids"][0])
-    assert all(part in "</s>".join(texts) or any(part in one for one in texts) for part in shown.split("</s>"))
+@pytest.mark.parametrize(("separator", "between"), [(None, "\n\n"), ("eos", "</s>")])
+def test_pieces_of_a_large_text_go_on_over_the_borders_of_short_documents(separator, between, monkeypatch):
+    """Of a data set with a line in each row, lines in a random order are text that nobody writes."""
+    monkeypatch.setattr(pieces, "LARGEST_TEXT", 1_000)
+    texts = [f"{number:04} so" for number in range(6000)]
+    found = load(texts, document_separator=separator, length=32)
+    assert "pieces of the text" in found.protocol
+    for row in ids(found):
+        assert TOKENIZER.decode(row).strip() in between.join(texts)
+        assert between in TOKENIZER.decode(row)
 
 
 def test_images_and_recordings_that_are_in_both_are_counted():

@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import BertForQuestionAnswering
 
+from gradprobe_hf.data import pieces
 from gradprobe_hf.data.batches import shared_rows
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.request.inputs import load_inputs, written
@@ -67,6 +68,16 @@ def test_what_is_measured_on_does_not_calibrate(calibration, options):
     assert "behind the 8 that calibrate" in found.evaluation.protocol
     other = read(calibration, tokenizer=tokenizer, evaluation_samples=5, **options)
     assert other.evaluation.samples == 5
+
+
+def test_what_is_measured_of_a_large_text_begins_other_pieces(monkeypatch):
+    monkeypatch.setattr(pieces, "LARGEST_TEXT", 1_000)
+    monkeypatch.setattr(pieces, "LARGEST_SHARE", 1)
+    found = read([TEXT], evaluation_samples=6)
+    assert found.calibration.fingerprint == read([TEXT], False).calibration.fingerprint
+    assert found.evaluation.samples == 6
+    assert all("pieces of the text" in part.protocol for part in (found.calibration, found.evaluation))
+    assert shared_rows(found.calibration, found.evaluation) == 0
 
 
 def test_windows_that_calibrate_and_those_that_do_not_are_of_one_order():

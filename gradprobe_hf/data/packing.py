@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gradprobe_hf.data.chat import ChatTemplate, RenderedChat
 from gradprobe_hf.data.documents import documents, holds_chats, named_columns
+from gradprobe_hf.data.pieces import ENDED, Pieces, is_large
 from gradprobe_hf.data.sources import Source, is_streamed
 from gradprobe_hf.data.special_tokens import SpecialTokens, tokenizer_of
 from gradprobe_hf.data.text_options import BLANK_LINE, EOS, TextOptions
@@ -25,10 +26,6 @@ from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.conversation import Chat
 
 CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read before it is tokenised
-# A tokenizer takes seconds and 150 MB for a million characters. Of more than these, and than 16 times what the windows
-# can take, pieces are drawn.
-LARGEST_TEXT, LARGEST_SHARE = 2**23, 16
-PIECE = 2**12  # characters
 LONGEST_EXAMPLE = 2_000  # characters of the first document that a report shows
 
 Row = dict[str, Tensor]
@@ -104,6 +101,7 @@ class _Stream:
         ids: `[tokens]`.
         counted: of each token whether it is part of the loss; None: all are.
         joined: how, in the words of a protocol.
+        cut: what windows are, in the same.
         of_samples: the first of these tokens, that the samples are drawn from; None: all.
     """
 
@@ -112,11 +110,12 @@ class _Stream:
     joined: str
     example: str | None = None
     of_samples: int | None = None
+    cut: str = "cut one after the other from the tokenised text"
 
     def order(self, own: int, seed: int) -> Tensor:
         """The numbers of windows of `own` tokens in a seeded order; behind those of the samples come what is left."""
         whole = len(self.ids) // own
-        first = whole if self.of_samples is None else self.of_samples // own
+        first = whole if self.of_samples is None else min(whole, self.of_samples // own)
         return torch.cat(
             (torch.randperm(first, generator=torch.Generator().manual_seed(seed)), torch.arange(first, whole))
         )
@@ -173,7 +172,7 @@ def draw_packed(opened: Source, spec: WindowSpec, processing_class: Any, special
     streamed = "; of rows drawn from a stream" if is_streamed(opened.rows) else ""
     columns = named_columns(opened, spec.text)
     protocol = (
-        f"{len(order)} windows of {length} tokens, cut one after the other from the tokenised text{columns} "
+        f"{len(order)} windows of {length} tokens, {stream.cut}{columns} "
         f"({stream.joined}{special.described}{streamed}), shuffled with seed {seed}{spec.words}{_loss(spec.text)}"
     )
     rows = rows_of(windows, special.unpredicted, counted)
@@ -241,54 +240,29 @@ def _chat_rows(
 
 def _text_stream(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> _Stream:
     """The tokens of texts, joined; of a stream at least as many as are needed, if it has them."""
-    del special
     separator = BLANK_LINE if spec.text.document_separator is None else spec.text.document_separator
     texts: list[str] = [str(text) for text in _enough(opened, documents(opened, spec.text), spec)]
     if not any(text.strip() for text in texts):
         raise ValueError(f"there is no text in {opened.name}{', only white space' if texts else ''}.")
     tokenizer = tokenizer_of(processing_class)
-    texts, drawn = _drawn_pieces(texts, spec, separator)
     joined = f"documents separated by {separator_words(separator, tokenizer)}; " if len(texts) > 1 else ""
-    joined = drawn + joined
     example = _shortened(texts[0]) if spec.text.text_template else None
-    if separator == EOS:
-        end = eos_token_id(tokenizer)
-        parts = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        ids = [token for part in parts for token in (*part, end)]
-    else:
-        # One text, so that the tokenizer sees what stands at the borders. `verbose=False`: it warns that a whole text
-        # is longer than its model's context, and it is cut below.
-        ids = tokenizer(separator.join(texts), add_special_tokens=False, verbose=False)["input_ids"]
-    return _Stream(torch.tensor(ids, dtype=torch.long), None, joined, example)
+    end = [eos_token_id(tokenizer)] if separator == EOS else []
+    border = ENDED if end else separator
 
+    def tokens_of(text: str) -> list[int]:
+        # Several documents are one text, unless a token ends them, so that the tokenizer sees what stands at borders.
+        # `verbose=False`: it warns that a whole text is longer than its model's context, and it is cut below.
+        parts = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in text.split(ENDED)]
+        return [*parts[0], *(token for part in parts[1:] for token in (*end, *part))]
 
-def _drawn_pieces(texts: list[str], spec: WindowSpec, separator: str) -> tuple[list[str], str]:
-    """Texts as they are; of far more than the windows take, pieces drawn with the seed, and the protocol's words."""
-    needed = spec.samples * spec.sequence_length * CHARACTERS_PER_TOKEN
-    total = sum(map(len, texts))
-    if total <= max(LARGEST_TEXT, LARGEST_SHARE * needed):
-        return texts, ""
-    # Behind a piece there would be an EOS that ends no document: then documents are drawn as they are.
-    pieces = texts if separator == EOS else [piece for text in texts for piece in _pieces(text)]
-    taken: list[str] = []
-    for index in torch.randperm(len(pieces), generator=torch.Generator().manual_seed(spec.seed)).tolist():
-        taken.append(pieces[index])
-        needed -= len(pieces[index])
-        if needed <= 0:
-            break
-    what = "documents" if separator == EOS else "pieces"
-    return taken, f"{len(taken):,} of {len(pieces):,} {what}, drawn with seed {spec.seed}; "
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """A text in parts of about `PIECE` characters, cut between lines, or between words where a line is longer."""
-    begin = 0
-    while begin < len(text):
-        least, most = begin + PIECE, begin + 2 * PIECE
-        ends = (text.find(border, least, most) for border in "\n ")
-        end = next((end for end in ends if end >= 0), most)
-        yield text[begin:end].strip("\n")
-        begin = end
+    if not is_large(sum(map(len, texts)), spec.samples * spec.sequence_length * CHARACTERS_PER_TOKEN):
+        ids = [*tokens_of(border.join(texts)), *end]
+        return _Stream(torch.tensor(ids, dtype=torch.long), None, joined, example)
+    own = spec.sequence_length - len(special)
+    pieces = Pieces.of(border.join(texts), CHARACTERS_PER_TOKEN * own, spec.seed)
+    ids = pieces.beginnings(own, spec.samples + spec.held_out, tokens_of)
+    return _Stream(torch.tensor(ids, dtype=torch.long), None, joined, example, spec.samples * own, pieces.words)
 
 
 def _chat_stream(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> _Stream:
