@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.data import pieces
+from gradprobe_hf.data import pieces, sources
 from gradprobe_hf.data.batches import from_iterable, from_windows, shared_passages, shared_rows
 from gradprobe_hf.data.pydoc_text import manual_text
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
@@ -167,14 +167,31 @@ def test_the_fingerprint_is_of_the_tokens_not_of_the_batches(text_file):
 
 
 def test_a_stream_is_read_only_as_far_as_needed(tmp_path, monkeypatch, text_file):
-    from gradprobe_hf.data import sources
-
     monkeypatch.setattr(sources, "STREAMED_FROM_BYTES", 1)
     lines = tmp_path / "lines.txt"
     lines.write_text("\n".join(f"line {i} of a long file" for i in range(500)))
     found = load(str(lines), samples=3)
     assert ids(found).shape == (3, 16)
     assert found.fingerprint == load(str(lines), samples=3).fingerprint
+
+
+def test_windows_of_a_stream_are_of_rows_that_stand_together(tmp_path, monkeypatch):
+    """A paragraph is a row in many data sets, WikiText among them."""
+    monkeypatch.setattr(sources, "STREAMED_FROM_BYTES", 1)
+    texts, path = [f"{number:04} so" for number in range(3000)], tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    found = load(str(path), samples=4, length=32)
+    windows = [TOKENIZER.decode(row) for row in ids(found)]
+    assert all(window.strip() in "\n\n".join(texts) for window in windows)
+    assert len({window[:4] for window in windows}) == 4
+    assert found.fingerprint == load(str(path), samples=4, length=32).fingerprint
+    assert "each the beginning of one of" in found.protocol
+    assert "of rows drawn from a stream" in found.protocol
+    with monkeypatch.context() as short:
+        short.setattr(sources, "STREAMED_FROM_BYTES", 2**30)
+        whole = load(str(path), samples=100, length=32)
+    read_to_its_end = load(str(path), samples=100, length=32)
+    assert read_to_its_end.fingerprint == whole.fingerprint, "it has less than what pieces are drawn of"
 
 
 def test_too_little_text_says_how_much_there_is_and_how_much_is_needed():

@@ -6,8 +6,8 @@ every row is one document, cut off where it is too long.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradprobe_hf.data.chat import ChatTemplate, RenderedChat
 from gradprobe_hf.data.documents import documents, holds_chats, named_columns
-from gradprobe_hf.data.pieces import ENDED, Pieces, is_large
+from gradprobe_hf.data.pieces import ENDED, Pieces, is_large, read_of_stream
 from gradprobe_hf.data.sources import Source, is_streamed
 from gradprobe_hf.data.special_tokens import SpecialTokens, tokenizer_of
 from gradprobe_hf.data.text_options import BLANK_LINE, EOS, TextOptions
@@ -241,7 +241,7 @@ def _chat_rows(
 def _text_stream(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> _Stream:
     """The tokens of texts, joined; of a stream at least as many as are needed, if it has them."""
     separator = BLANK_LINE if spec.text.document_separator is None else spec.text.document_separator
-    texts: list[str] = [str(text) for text in _enough(opened, documents(opened, spec.text), spec)]
+    texts, is_part = _enough(opened, spec)
     if not any(text.strip() for text in texts):
         raise ValueError(f"there is no text in {opened.name}{', only white space' if texts else ''}.")
     tokenizer = tokenizer_of(processing_class)
@@ -256,7 +256,7 @@ def _text_stream(opened: Source, spec: WindowSpec, processing_class: Any, specia
         parts = [tokenizer(part, add_special_tokens=False, verbose=False)["input_ids"] for part in text.split(ENDED)]
         return [*parts[0], *(token for part in parts[1:] for token in (*end, *part))]
 
-    if not is_large(sum(map(len, texts)), spec.samples * spec.sequence_length * CHARACTERS_PER_TOKEN):
+    if not is_part:
         ids = [*tokens_of(border.join(texts)), *end]
         return _Stream(torch.tensor(ids, dtype=torch.long), None, joined, example)
     own = spec.sequence_length - len(special)
@@ -308,17 +308,20 @@ def _order(opened: Source, seed: int) -> Sequence[int] | None:
     return torch.randperm(len(opened.rows), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _enough(opened: Source, texts: Iterable[Any], spec: WindowSpec) -> list[Any]:
-    """All texts; of a stream the first with enough characters in all, so that the rest is never read."""
+def _enough(opened: Source, spec: WindowSpec) -> tuple[list[str], bool]:
+    """The texts, and whether pieces of them are drawn; of a stream no more are read than that takes."""
+    needed = spec.samples * spec.sequence_length * CHARACTERS_PER_TOKEN
     if not is_streamed(opened.rows):
-        return list(texts)
-    taken, characters = [], spec.samples * spec.sequence_length * CHARACTERS_PER_TOKEN
-    for text in texts:
-        taken.append(text)
-        characters -= len(text)
-        if characters <= 0:
-            break
-    return taken
+        texts = [str(text) for text in documents(opened, spec.text)]
+        return texts, is_large(sum(map(len, texts)), needed)
+    opened = opened if opened.in_order is None else replace(opened, rows=opened.in_order)
+    texts, left = [], read_of_stream(needed)
+    for text in documents(opened, spec.text):
+        texts.append(str(text))
+        left -= len(texts[-1])
+        if left <= 0:
+            return texts, True
+    return texts, False
 
 
 def predicts(row: Row) -> bool:

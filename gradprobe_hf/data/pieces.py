@@ -1,4 +1,4 @@
-"""Pieces: parts of a text that is too large to be tokenised whole, and the windows that they begin with.
+"""Pieces: parts of a text that is too large to be read or tokenised whole, and the windows that they begin with.
 
 What stands together stays together: a window lies inside one piece, and a piece goes on over the borders of documents.
 Whole documents in a random order would do where they are long; of a data set with a paragraph in each row they would
@@ -25,6 +25,11 @@ def is_large(characters: int, needed: int) -> bool:
         needed: characters that the windows take at most.
     """
     return characters > max(LARGEST_TEXT, LARGEST_SHARE * needed)
+
+
+def read_of_stream(needed: int) -> int:
+    """Characters of a stream that are read, to draw pieces of, where it has more."""
+    return max(min(LARGEST_TEXT, LARGEST_SHARE * needed), 2 * needed)
 
 
 @dataclass(frozen=True)

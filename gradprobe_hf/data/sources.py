@@ -68,6 +68,7 @@ class Source:
     Attributes:
         is_plain: whether it is text without columns: a list of texts, or .txt files.
         split: which of several splits was chosen; None: there is one, or it was named.
+        in_order: the rows of a stream that stand together one after the other; None: `rows` are.
     """
 
     rows: Rows
@@ -75,6 +76,7 @@ class Source:
     dataset_id: str | None = None
     is_plain: bool = False
     split: str | None = None
+    in_order: IterableDataset | None = None
 
     @cached_property
     def first_row(self) -> Any:
@@ -225,7 +227,7 @@ def _local(path: Path, part: str, seed: int) -> Source:
         )
     if kind == "csv":
         _warn_of_texts_as_names(path, rows.column_names or [])
-    return Source(_shuffled(rows, seed) if streaming else rows, path.name, is_plain=kind == "text", split=split)
+    return _source(rows, seed, path.name, is_plain=kind == "text", split=split)
 
 
 def _check_separator(path: Path, names: list[str], separator: str) -> None:
@@ -362,8 +364,12 @@ def _from_hub(spec: str, part: str, seed: int) -> Source:
             "HF_HUB_OFFLINE; gated data needs `hf auth login`. 'pydoc' and local files need no network."
         ) from error
     name = ":".join(filter(None, (dataset_id, config, split)))
-    return Source(_shuffled(rows, seed) if streaming else rows, name, dataset_id, split=chosen)
+    return _source(rows, seed, name, dataset_id=dataset_id, split=chosen)
 
 
-def _shuffled(rows: IterableDataset, seed: int) -> IterableDataset:
-    return rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+def _source(rows: Rows, seed: int, name: str, **described: Any) -> Source:
+    """Rows as they are; those of a stream shuffled with the seed, and in order where its files are shuffled alone."""
+    if not is_streamed(rows):
+        return Source(rows, name, **described)
+    shuffled, in_order = (rows.shuffle(seed=seed, buffer_size=size) for size in (SHUFFLE_BUFFER, 1))
+    return Source(shuffled, name, in_order=in_order, **described)
