@@ -369,7 +369,7 @@ def _from_hub(spec: str, part: str, seed: int) -> Source:
 
 def _source(rows: Rows, seed: int, name: str, **described: Any) -> Source:
     """Rows as they are; those of a stream shuffled with the seed, and in order where its files are shuffled alone."""
-    if not is_streamed(rows):
+    if isinstance(rows, list) or not is_streamed(rows):
         return Source(rows, name, **described)
     shuffled, in_order = (rows.shuffle(seed=seed, buffer_size=size) for size in (SHUFFLE_BUFFER, 1))
     return Source(shuffled, name, in_order=in_order, **described)
