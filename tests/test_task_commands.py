@@ -7,7 +7,7 @@ import json
 
 import pytest
 from huggingface_hub import ModelCard
-from transformers import pipeline
+from transformers import AutoModelForSequenceClassification, pipeline
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from gradprobe_hf.cli import main
@@ -137,3 +137,47 @@ def test_a_card_of_an_image_model_speaks_of_images():
     assert "over 8 images" in text
     assert card.data.pipeline_tag == "image-classification"
     assert "token" not in text.partition("## Limits")[0]
+
+
+def _measuring():
+    """A model that gives a text a number, and rows with one."""
+    config = labelled.build("bert").config
+    config.num_labels = 1
+    rows = [{"text": text, "label": number / 2} for number, text in enumerate(labelled.texts())]
+    return AutoModelForSequenceClassification.from_config(config), rows, labelled.tokenizer(), {}
+
+
+def _with_a_loss_of_its_own():
+    return cases.build("llama"), cases.batches("llama"), None, {"loss_fn": lambda model, _: model.lm_head.weight.sum()}
+
+
+def _hearing():
+    case = labelled.CASES["wav2vec2"]
+    return labelled.build("wav2vec2"), case.rows(), case.processor(), {}
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (_measuring, "the mean loss over 8 examples"),
+        (_with_a_loss_of_its_own, "the mean loss over 6 windows"),
+        (_hearing, "the mean loss, in nats, over 8 recordings"),
+    ],
+)
+def test_a_card_says_what_a_loss_is_in_and_a_mean_over(make, said):
+    model, rows, processing_class, options = make()
+    given = {"processing_class": processing_class, "score": "magnitude", **options}
+    result = cases.prune(model, rows, evaluation=rows, **given)
+    assert said in " ".join(build_card(result.report, result.config, {}, "out").text.split())
+
+
+def test_an_error_that_is_squared_is_not_shown_in_nats(tmp_path, capsys):
+    model, rows, processing_class, _ = _measuring()
+    for one in (model, processing_class):
+        one.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    evaluate = ["evaluate", str(tmp_path / "model"), "--data", str(tmp_path / "rows.jsonl"), "--quiet"]
+    assert main(evaluate) == main([*evaluate, "--against", str(tmp_path / "model")]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("loss") == 2
+    assert "nats" not in shown

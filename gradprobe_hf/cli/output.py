@@ -155,7 +155,7 @@ def _print_candidates(out: Console, report: Report) -> None:
         columns["latency"] = lambda one: f"{one['latency']:.2f}"
     if any(one["estimated"] is not None for one in tried):
         columns["estimated loss"] = lambda one: "-" if one["estimated"] is None else f"{one['estimated']:.4f}"
-    columns["loss (nats)"] = lambda one: f"{one['loss']:.4f}"
+    columns[_loss(report.in_nats)] = lambda one: f"{one['loss']:.4f}"
     if speed := report.speed:
         faster = {row["model"]: f"{times_as_fast(speed, row):.2f} x" for row in speed["rows"]}
         columns["speed"] = lambda one: faster[shape_words(one["removed"])]
@@ -277,7 +277,7 @@ def print_evaluation(values: dict[str, Any], original: Original = DENSE) -> None
 
 def _alone(values: dict[str, Any]) -> Table:
     metric = values["metric"]
-    table = table_of("perplexity", "loss (nats)", "terms", *([metric["title"]] if metric else []))
+    table = table_of("perplexity", _loss(values["loss_in_nats"]), "terms", *([metric["title"]] if metric else []))
     score = [f"{metric['pruned']:.4f}"] if metric else []
     table.add_row(_perplexity(values), f"{values['loss']:.4f}", f"{values['terms']:,}", *score)
     return table
@@ -286,11 +286,15 @@ def _alone(values: dict[str, Any]) -> Table:
 def _beside(values: dict[str, Any], original: str) -> Table:
     table = table_of("", original, "pruned")
     table.add_row("perplexity", _perplexity(values["dense"]), _perplexity(values))
-    table.add_row("loss (nats)", f"{values['dense']['loss']:.4f}", f"{values['loss']:.4f}")
+    table.add_row(_loss(values["loss_in_nats"]), f"{values['dense']['loss']:.4f}", f"{values['loss']:.4f}")
     if metric := values["metric"]:
         table.add_row(metric["title"], *(f"{metric[name]:.4f}" for name in ("dense", "pruned")))
     _add_divergence(table, values["divergence"], original)
     return table
+
+
+def _loss(in_nats: bool) -> str:
+    return "loss (nats)" if in_nats else "loss"
 
 
 def _perplexity(values: dict[str, Any]) -> str:

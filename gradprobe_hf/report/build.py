@@ -18,6 +18,7 @@ from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import parameter_count
+from gradprobe_hf.model.passes.loss import is_in_nats
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
 from gradprobe_hf.report.warnings import FinishedRun, warnings_of
@@ -99,7 +100,9 @@ def _data(context: RunContext, batches: Batches) -> dict[str, Any] | None:
     if not batches:
         return None
     task = context.task
-    return {**batches.describe(), "rows": task.row if task else "rows", "term": task.term if task else "terms"}
+    row, term = (task.row, task.term) if task else ("rows", "terms")
+    # A loss of the user's own is a mean over rows.
+    return {**batches.describe(), "rows": row, "term": row if context.loss_fn else term}
 
 
 def _calibration(context: RunContext) -> dict[str, Any] | None:
@@ -114,6 +117,7 @@ def _describe(context: RunContext) -> dict[str, Any]:
         "name": published_name(model),
         "class": type(model).__name__.removeprefix("FSDP"),  # FSDP2 renames the class of what it shards
         "objective": objective(model),
+        "loss_in_nats": context.loss_fn is None and is_in_nats(model),
         "task": task.name if task else None,
         "parameters": parameter_count(model),
         "target_weights": sum(target.numel for target in context.targets),

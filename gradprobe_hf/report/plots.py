@@ -27,7 +27,8 @@ def save_plots(report: Report, directory: Path) -> list[Path]:
     if has_perplexities(report):
         figures["perplexity.png"] = perplexity_figure(report)
     if report.speed is not None and report.structure is not None and report.structure["candidates"]:
-        figures["speed.png"] = speed_figure(tried_shapes(report), "loss on held-out calibration text, nats")
+        measured = "loss on held-out calibration data" + ", nats" * report.in_nats
+        figures["speed.png"] = speed_figure(tried_shapes(report), measured)
     return _save(figures, directory)
 
 

@@ -75,10 +75,11 @@ class Report:
     """What happened in one run.
 
     Attributes:
-        model: name, class, sizes; the Auto classes that load its `own_code`, where it brings any; the `adapter` that
-            was folded into it (and the model that is of, `adapter_of`, if that was before an earlier pruning), the
-            quantised type it was `stored_as`, and, if it had been pruned before, the sparsity that it was `pruned_to`,
-            the n:m `pattern` of its zeros, and how much of each `structure` had gone.
+        model: name, class, sizes; whether what was measured is a `loss_in_nats`; the Auto classes that load its
+            `own_code`, where it brings any; the `adapter` that was folded into it (and the model that is of,
+            `adapter_of`, if that was before an earlier pruning), the quantised type it was `stored_as`, and, if it had
+            been pruned before, the sparsity that it was `pruned_to`, the n:m `pattern` of its zeros, and how much of
+            each `structure` had gone.
         config: as plain data.
         matrices: one row each.
         unreached: matrices that were asked for and left out.
@@ -139,6 +140,11 @@ class Report:
     def sparsity(self) -> float:
         """The true share of zeros in the target matrices."""
         return self.zeros / self.weights
+
+    @property
+    def in_nats(self) -> bool:
+        """Whether a loss is of a probability: a squared error is not, and of a loss of the user's own nobody knows."""
+        return bool(self.model.get("loss_in_nats", True))  # not in reports of before
 
     @property
     def recovered_towards(self) -> dict[str, Any] | None:

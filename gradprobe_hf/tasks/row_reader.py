@@ -81,8 +81,7 @@ class RowReader:
     @property
     def is_regression(self) -> bool:
         """Whether a label is a measure, not a class: of a model with one label."""
-        kind = getattr(self.config, "problem_type", None)
-        return kind == "regression" or (kind is None and self.config.num_labels == 1)
+        return is_regression(self.config)
 
     @property
     def is_multi_label(self) -> bool:
@@ -111,3 +110,9 @@ class RowReader:
         """The model's own, by which a decoder that classifies finds the last token; else any will do: it is masked."""
         known = self.config.get_text_config().pad_token_id
         return known if known is not None else getattr(self.tokenizer, "pad_token_id", None) or 0
+
+
+def is_regression(config: Any) -> bool:
+    """Whether a label is a measure, not a class, to a model with one label a row."""
+    kind = getattr(config, "problem_type", None)
+    return kind == "regression" or (kind is None and config.num_labels == 1)

@@ -227,6 +227,7 @@ _ROWS = (
         auto_class="AutoModelForCTC",
         mapping="MODEL_FOR_CTC_MAPPING_NAMES",
         objective="ForCTC",
+        term="recordings",
         predict=transcribed,
         has_classes=False,  # which label is where is for the loss to find
     ),

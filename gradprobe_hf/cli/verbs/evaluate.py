@@ -187,6 +187,7 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
     from gradprobe_hf.evaluation.divergence import check_one_vocabulary, measure_pair
     from gradprobe_hf.evaluation.perplexity import measure
     from gradprobe_hf.evaluation.task_metric import measure_metric, metric_of
+    from gradprobe_hf.model.passes.loss import is_in_nats
     from gradprobe_hf.probe.engine import Workload
     from gradprobe_hf.tasks.table import task_for
 
@@ -200,6 +201,7 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
     if dense is not None:
         works["dense"] = Workload(dense.model, batches, progress=shows_progress(options))
     values: dict[str, Any] = {"task": task.name if task else None, "metric": None, **batches.describe()}
+    values["loss_in_nats"] = is_in_nats(pruned.model)
     values |= {"known_text": known} if known else {}
     if metric is not None:
         scores = {name: measure_metric(work, metric, name) for name, work in works.items()}

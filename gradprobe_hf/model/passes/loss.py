@@ -24,6 +24,8 @@ from gradprobe_hf.model.families import (
     without_cache,
 )
 from gradprobe_hf.tasks.columns import IGNORED
+from gradprobe_hf.tasks.row_reader import is_regression
+from gradprobe_hf.tasks.table import task_of_class
 
 Batch = Mapping[str, Any]
 LossFunction = Callable[[PreTrainedModel, Batch], Tensor]
@@ -125,6 +127,14 @@ def counted_labels(model: PreTrainedModel, batch: Batch) -> int | None:
         return int((next_token_labels(batch) != IGNORED).sum())
     shifted = labels[:, 1:] if labels.ndim >= 2 and shifts_labels(model) else labels
     return int((shifted != ignored_label(model)).sum())
+
+
+def is_in_nats(model: PreTrainedModel) -> bool:
+    """Whether the model's own loss is of a probability; False: of a measure, a squared error say, or not known."""
+    if is_causal(model):
+        return True
+    task = task_of_class(type(model).__name__, model.config.is_encoder_decoder)
+    return task is not None and not (task.one_label and is_regression(model.config))
 
 
 def forward_only(model: PreTrainedModel, batch: Batch) -> Any:

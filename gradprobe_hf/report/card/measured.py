@@ -20,13 +20,14 @@ def evaluation(report: Report) -> dict[str, Any] | None:
     key = _key(report)
     causal = key == "perplexity"
     digits = 2 if causal else 4  # a loss in nats is small
+    mean = "the mean loss, in nats," if report.in_nats else "the mean loss"
     return {
         **measured,
         "dense_text": f"{measured['dense'][key]:,.{digits}f}",
         "pruned_text": f"{measured['pruned'][key]:,.{digits}f}",
         "terms": measured["dense"]["terms"],
         "unit": measured["term"],
-        "definition": "exp of the mean next-token loss inside the windows" if causal else "the mean loss, in nats,",
+        "definition": "exp of the mean next-token loss inside the windows" if causal else mean,
         "dtype": report.model["dtype"],
         "plot": has_perplexities(report),
         "windows": measured["samples"],

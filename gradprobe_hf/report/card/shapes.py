@@ -22,6 +22,7 @@ def shape_tables(report: Report, config: GradProbeConfig) -> dict[str, Any] | No
         "shapes": shapes,
         "blocks": ", ".join(f"`{block}`" for block in found["blocks"]),
         "candidates": _candidates(report),
+        "loss": "loss, nats" if report.in_nats else "loss",
         "tried": sum(one["loss"] is not None for one in found["candidates"]),
         "allowed": len(found["candidates"]),
         "budget": config.shape_budget,
