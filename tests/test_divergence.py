@@ -147,6 +147,14 @@ def test_the_interval_of_an_infinite_loss_has_no_end():
     assert ratio_interval(dense, pruned, tokens) == (pytest.approx(math.exp(0.2)), math.inf)
 
 
+def test_windows_without_a_token_to_predict_have_no_part_in_the_interval():
+    """Chats that are cut before their answers, say."""
+    dense, tokens = torch.tensor([10.0, 20.0, 0.0, 0.0]), torch.tensor([5.0, 5.0, 0.0, 0.0])
+    pruned = dense + torch.tensor([1.0, 3.0, 0.0, 0.0])
+    assert ratio_interval(dense, pruned, tokens) == ratio_interval(dense[:2], pruned[:2], tokens[:2])
+    assert ratio_interval(dense[1:], pruned[1:], tokens[1:]) is None
+
+
 def test_the_interval_is_as_wide_as_the_differences_vary():
     """Of many normal differences: 1.96 standard errors to each side, whatever the windows' own losses are."""
     generator = torch.Generator().manual_seed(3)

@@ -226,6 +226,8 @@ def ratio_interval(dense: Tensor, pruned: Tensor, tokens: Tensor) -> tuple[float
     >>> ratio_interval(windows, windows + 0.5, torch.tensor([5.0, 5.0, 5.0]))
     (1.10..., 1.10...)
     """
+    # A window without a token to predict says nothing of either; a draw of such alone would have no ratio.
+    dense, pruned, tokens = (one[tokens > 0] for one in (dense, pruned, tokens))
     if len(tokens) < 2:
         return None
     generator = torch.Generator().manual_seed(SEED)
