@@ -236,7 +236,15 @@ def prune(
     )
 
 
-_CALL_OPTIONS = ("loss_fn", "metric_fn", "output_dir", "offload_folder", "processing_class", "resume_dir")
+_CALL_OPTIONS = (
+    "loss_fn",
+    "metric_fn",
+    "output_dir",
+    "offload_folder",
+    "processing_class",
+    "push_to_hub",
+    "resume_dir",
+)
 
 
 def bits(model: PreTrainedModel) -> dict[str, torch.Tensor]:

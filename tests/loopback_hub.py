@@ -173,6 +173,8 @@ class Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = base64.b64decode(value["content"])
             elif entry["key"] == "lfsFile":
                 files[value["path"]] = self.hub.large[value["oid"]]
+            elif entry["key"] == "deletedFile":
+                del files[value["path"]]
         sha = self.hub.repositories[name].sha(revision)
         url = f"{self.hub.url}/{name}/commit/{sha}"
         answer = {"commitUrl": url, "commitOid": sha, "success": True}

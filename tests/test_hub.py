@@ -356,6 +356,50 @@ def test_a_recovery_that_cannot_be_pushed_fails_before_the_work(hub, user, check
 
 
 def test_an_upload_that_fails_says_where_the_checkpoint_is(written, checkpoint, text_file, tmp_path, monkeypatch):
+PUSH_SCRIPT = """
+import sys
+from gradprobe_hf.checkpoint.push import check_push, push_folder
+check_push("me/again")
+push_folder(sys.argv[1], "me/again")
+"""
+
+
+def test_weights_of_an_earlier_push_are_not_there_beside_the_new_ones(hub, user, tmp_path):
+    """transformers takes model.safetensors before any shards, and vLLM what an index names."""
+    old = {"one": ["model.safetensors"], "shards": ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]}
+    for before, after in (("one", "shards"), ("shards", "one")):
+        hub.repositories["me/again"] = Repository()
+        files = hub.repositories["me/again"].revisions["main"]
+        files |= dict.fromkeys([*old[before], "notes.txt"], b"old")
+        (tmp_path / after).mkdir()
+        for name in old[after]:
+            (tmp_path / after / name).write_text("new")
+        ran = user.run(PUSH_SCRIPT, tmp_path / after, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
+        assert ran.returncode == 0, ran.stderr
+        assert files == {**dict.fromkeys(old[after], b"new"), "notes.txt": b"old"}
+    files["adapter_config.json"] = b"{}"
+    ran = user.run(PUSH_SCRIPT, tmp_path / "one", cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
+    assert "me/again holds an adapter (adapter_config.json)" in ran.stderr
+
+
+def test_the_repository_of_the_model_itself_is_refused_before_the_work(written, checkpoint, tmp_path, monkeypatch):
+    """As its folder is: the dense weights would be gone."""
+    for module in ("destination", "saving"):
+        monkeypatch.setattr(f"gradprobe_hf.checkpoint.{module}.check_push", lambda name, *_: f"me/{name}")
+        monkeypatch.setattr(f"gradprobe_hf.checkpoint.{module}.push_folder", lambda *_, **__: "uploaded")
+    monkeypatch.setattr("gradprobe_hf.pruning.decide_pruning", lambda *_: pytest.fail("it was probed"))
+    model = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model.name_or_path = "me/tiny"
+    with pytest.raises(ValueError, match="push_to_hub='me/tiny' is a model that is read"):
+        cases.prune(model, cases.batches("llama"), output_dir=tmp_path / "tiny", push_to_hub=True)
+    assert not (tmp_path / "tiny").exists()
+    result, _ = written
+    monkeypatch.setattr(result.model, "name_or_path", "me/tiny")
+    with pytest.raises(ValueError, match="is a model that is read"):
+        result.push_to_hub("tiny")
+    assert result.push_to_hub("tiny", revision="pruned") == "uploaded"
+
+
     def refused(*_, **__):
         raise OSError("the Hub answered 500.")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.push import check_push, check_repository_name, kept_in, push_folder
+from gradprobe_hf.checkpoint.push import check_not_read, check_push, check_repository_name, kept_in, push_folder
 from gradprobe_hf.checkpoint.reloads import check_reloads
 from gradprobe_hf.checkpoint.saving import Savable
 from gradprobe_hf.checkpoint.write import check_configurations, check_destination, check_room, write_checkpoint
@@ -72,7 +72,7 @@ class Destination:
 
         Raises:
             OSError: no room on the disk, or the Hub refuses.
-            ValueError: a configuration of the model cannot be saved.
+            ValueError: a configuration of the model cannot be saved, or the repository is the model's own.
         """
         if self.output_dir is not None:
             processes.on_main(partial(check_room, self.output_dir, model, is_smaller))
@@ -81,7 +81,9 @@ class Destination:
             processes.on_main(partial(check_reloads, model))
         if self.repo_id is None:
             return self
-        return replace(self, repo_id=processes.on_main(partial(check_push, self.repo_id, self.private)))
+        full_name = processes.on_main(partial(check_push, self.repo_id, self.private))
+        check_not_read(full_name, model.name_or_path)
+        return replace(self, repo_id=full_name)
 
     def write(self, result: Savable, stopwatch: Stopwatch) -> Report:
         """Save and upload the model as it is now. Returns the report, as it was saved if it was."""

@@ -14,6 +14,11 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 logger = logging.getLogger(__name__)
 
+# Weights of an earlier push, of another name: a model in one file is loaded before one in shards, and some libraries go
+# by an index that is there.
+_OLD_WEIGHTS = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"]
+_ADAPTER = "adapter_config.json"
+
 
 def check_repository_name(repo_id: str) -> None:
     """Raise ValueError unless a repository can be called so."""
@@ -23,11 +28,22 @@ def check_repository_name(repo_id: str) -> None:
         raise ValueError(f"push_to_hub={repo_id!r} is not a repository name like 'user/model': {error}") from error
 
 
+def check_not_read(repo_id: str, model_name: str) -> None:
+    """Raise ValueError for the repository that a model was loaded from, whose weights would be replaced.
+
+    Args:
+        repo_id: its full name.
+        model_name: the model's `name_or_path`.
+    """
+    if repo_id == model_name and not Path(model_name).is_dir():
+        raise ValueError(f"push_to_hub={repo_id!r} is a model that is read: push the result to another repository.")
+
+
 def check_push(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
     """Make sure, before any work, that the repository exists and can be written to; returns its full name.
 
     Raises:
-        ValueError: not a repository name.
+        ValueError: not a repository name, or the repository holds an adapter.
         OSError: no token, or the Hub refuses; the message says what to do.
     """
     check_repository_name(repo_id)
@@ -37,6 +53,11 @@ def check_push(repo_id: str, private: bool | None = None, token: str | None = No
         api.auth_check(full_name, write=True)  # `exist_ok` is content with a repository that can only be read
         if private and not api.repo_info(full_name).private:
             raise OSError(f"{full_name} exists and is public: make it private in its settings, or choose another name.")
+        if api.file_exists(full_name, _ADAPTER):
+            raise ValueError(
+                f"push_to_hub={repo_id!r}: {full_name} holds an adapter ({_ADAPTER}), which transformers would load in "
+                "place of the model: choose another name."
+            )
         return full_name
 
 
@@ -49,13 +70,18 @@ def push_folder(
     token: str | None = None,
     message: str = "Upload pruned model",
 ) -> str:
-    """Upload a checkpoint folder; returns the address of the commit."""
+    """Upload a checkpoint folder; returns the address of the commit, in which weights that were there before go."""
     api = HfApi(token=token)
     with _hub_errors(repo_id):
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         commit = api.upload_folder(
-            repo_id=repo_id, folder_path=folder, revision=revision, create_pr=create_pr, commit_message=message
+            repo_id=repo_id,
+            folder_path=folder,
+            revision=revision,
+            create_pr=create_pr,
+            commit_message=message,
+            delete_patterns=_OLD_WEIGHTS,  # but those that are uploaded
         )
     return str(commit.pr_url or commit.commit_url)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.push import check_push, kept_in, push_folder
+from gradprobe_hf.checkpoint.push import check_not_read, check_push, kept_in, push_folder
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.fsdp import is_sharded
@@ -103,11 +103,14 @@ class Savable(ABC):
 
         Raises:
             OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
+            ValueError: the repository is the one that the model was loaded from, and no other branch of it.
         """
         if not self.processes.is_main:
             self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
             return ""
         full_name = check_push(repo_id, private, token)
+        if revision is None and not create_pr:  # a branch of the model's own repository is another place
+            check_not_read(full_name, self.model.name_or_path)
         scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
         folder = scratch / full_name.split("/")[-1]
         try:
