@@ -35,10 +35,11 @@ from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.estimation.estimate import estimate
 from gradprobe_hf.estimation.machine import process_bytes
+from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.model.loading.load import load_config, load_model, skeleton
 from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.report.build import peak_memory, versions
+from gradprobe_hf.report.build import versions
 
 RESULTS = Path(__file__).parent / "results" / "memory.json"
 ROOT = Path(__file__).parent.parent

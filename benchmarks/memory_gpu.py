@@ -12,9 +12,9 @@ import torch
 from benchmarks.random_checkpoint import random_tokens
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.estimation.estimate import estimate
+from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.model.loading.load import load_config, skeleton
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.report.build import peak_memory
 
 SHAPE: dict[str, Any] = {"num_samples": 128, "sequence_length": 2048, "batch_size": 4}
 INTERVAL = 0.5  # seconds between two samples of the utilisation

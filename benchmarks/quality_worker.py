@@ -25,12 +25,13 @@ from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.of_pruning import recovered_weights
-from gradprobe_hf.report.build import matrix_rows, peak_memory, versions
+from gradprobe_hf.report.build import matrix_rows, versions
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import conclude, decide_pruning

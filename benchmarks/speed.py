@@ -27,11 +27,12 @@ from transformers import AutoTokenizer
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
+from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.model.loading.load import load_model
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.report.build import peak_memory, versions
+from gradprobe_hf.report.build import versions
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.diagnostics import Diagnostics

@@ -35,9 +35,10 @@ from gradprobe_hf.data.packing import WindowSpec
 from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.text_options import SELF
 from gradprobe_hf.data.windows import Writing, load_batches
+from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.model.passes.upcast import upcast_products
-from gradprobe_hf.report.build import peak_memory, versions
+from gradprobe_hf.report.build import versions
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decide import conclude, decide_pruning

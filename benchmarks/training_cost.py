@@ -16,8 +16,8 @@ from rich.table import Table
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.model.loading.load import load_model
-from gradprobe_hf.report.build import peak_memory
 from gradprobe_hf.training import (
     SelectiveUpdateCallback,
     SparsityCallback,

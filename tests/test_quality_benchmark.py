@@ -20,7 +20,7 @@ from benchmarks.quality_cells import Cell, CellFile, Dense
 from benchmarks.quality_rows import Row
 from benchmarks.quality_texts import TextSpec
 from benchmarks.text_table import texts_table
-from gradprobe_hf.report.build import peak_memory
+from gradprobe_hf.estimation.peak import peak_memory
 
 ROOT = Path(__file__).parent.parent
 HALF = ("--columns", "0.5")

@@ -376,6 +376,17 @@ def test_seconds_are_those_of_all_processes_that_worked_on_it(tmp_path, monkeypa
     assert result.report.timings["probe 1"] >= earlier["probe 1"] + 10
 
 
+def test_so_is_the_highest_memory(tmp_path, monkeypatch):
+    failing = failing_at(13)
+    model, parts = cases.build("llama"), cases.batches("llama", rows=BATCHES, batch_size=1)
+    options = {"sparsity": 0.5, "save_every": 2, "resume_dir": tmp_path / "state"}
+    monkeypatch.setattr("gradprobe_hf.estimation.peak.peak_resident_bytes", lambda: 10**15)
+    with pytest.raises(RuntimeError, match="on purpose"), patch("gradprobe_hf.probe.engine.summed_loss", failing):
+        cases.prune(model, parts, **options)
+    monkeypatch.undo()
+    assert cases.prune(model, parts, **options).report.memory["peak_resident_bytes"] == 10**15
+
+
 @pytest.mark.parametrize(("loss_fn", "named"), [(None, "None"), (partial(half_loss), "'half_loss'")])
 def test_a_state_of_another_loss_is_refused(loss_fn, named, tmp_path):
     failing = failing_at(5)

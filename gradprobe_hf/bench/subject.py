@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
+from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text, random_batch, without_cache
 from gradprobe_hf.model.loading.load import load_model
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.report.build import peak_memory
 from gradprobe_hf.tasks.table import auto_classes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -21,6 +22,23 @@ def peak_resident_bytes() -> int:
 def peak_allocated_bytes() -> int:
     """Allocated memory of the first CUDA device at its highest, since the process began."""
     return max(_highest.get("cuda", 0), torch.cuda.max_memory_allocated())
+
+
+def peak_memory() -> dict[str, int]:
+    """Bytes at the highest point so far: resident memory of this process, and allocated memory of a CUDA device."""
+    peaks = {"peak_resident_bytes": peak_resident_bytes()}
+    if torch.cuda.is_available():
+        peaks["peak_cuda_bytes"] = peak_allocated_bytes()
+    return peaks
+
+
+def higher(peaks: Mapping[str, int], others: Mapping[str, int]) -> dict[str, int]:
+    """Of two `peak_memory` the higher, where both are known.
+
+    >>> higher({"peak_resident_bytes": 2}, {"peak_resident_bytes": 3, "peak_cuda_bytes": 1})
+    {'peak_resident_bytes': 3}
+    """
+    return {name: max(size, others.get(name, 0)) for name, size in peaks.items()}
 
 
 def begin_peak(device: torch.device) -> bool:

@@ -13,14 +13,15 @@ from gradprobe_hf.checkpoint.write import Checkpoint
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.estimation.peak import higher, peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import is_causal, objective
 from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import Trained
 from gradprobe_hf.recovery.text import RecoveryText
-from gradprobe_hf.report.build import peak_memory, published_name, versions
-from gradprobe_hf.report.report import MatrixRow, Report
+from gradprobe_hf.report.build import published_name, versions
+from gradprobe_hf.report.report import SPARSE, MatrixRow, Report
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.table import task_for
 
@@ -125,7 +126,8 @@ def recovered_report(
         evaluation=measured,
         recovery=recovery,
         timings=timings_of(report, seconds),
-        memory=dict(report.memory) | peak_memory(),
+        # With the seconds of the pruning goes its memory.
+        memory=dict(report.memory) | higher(peak_memory(), report.memory),
         versions=versions(),
     )
 

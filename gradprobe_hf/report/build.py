@@ -13,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, sketch
-from gradprobe_hf.estimation.peak import peak_allocated_bytes, peak_resident_bytes
+from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
@@ -65,7 +65,7 @@ def build_report(
         structure=None if decision.removal is None else _smaller(context, decision.removal, diagnostics),
         curve=diagnostics.curve,
         timings=dict(context.stopwatch.seconds),
-        memory={**peak_memory(), "accumulator_bytes": diagnostics.accumulator_bytes},
+        memory={**_peaks(context), "accumulator_bytes": diagnostics.accumulator_bytes},
         execution=context.notes,
         versions=versions(),
         warnings=[*foreseen, *warnings_of(FinishedRun(context, decision, rows, measured, metric))],
@@ -87,12 +87,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def peak_memory() -> dict[str, int]:
-    """Bytes at the highest point so far: resident memory of this process, and allocated memory of a CUDA device."""
-    peaks = {"peak_resident_bytes": peak_resident_bytes()}
-    if torch.cuda.is_available():
-        peaks["peak_cuda_bytes"] = peak_allocated_bytes()
-    return peaks
+def _peaks(context: RunContext) -> dict[str, int]:
+    """The highest memory of the run, in an earlier process too that it goes on from."""
+    return peak_memory() if context.snapshots is None else context.snapshots.peaks()
 
 
 def _data(context: RunContext, batches: Batches) -> dict[str, Any] | None:

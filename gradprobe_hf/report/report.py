@@ -12,6 +12,7 @@ from typing import Any
 from gradprobe_hf.report.original import DENSE, Original, original_of
 
 REPORT_NAME = "gradprobe_report.json"
+SPARSE = 0.05  # zeros of a model's weights with which somebody has pruned it
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,13 @@ from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.report.report import MatrixRow
+from gradprobe_hf.report.original import original_of
+from gradprobe_hf.report.report import SPARSE, MatrixRow
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.shapes.unit_evidence import units_that_stay
 from gradprobe_hf.runtime.row_chunks import row_chunks
 
-SPARSE = 0.05  # zeros of a model's weights with which somebody has pruned it
 TOLERATED = 1.05  # times the latency that was asked for, before a report warns
 
 

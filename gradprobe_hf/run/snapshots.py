@@ -27,6 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from gradprobe_hf.data.batches import Batches, row_count
+from gradprobe_hf.estimation.peak import higher, peak_memory
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.runtime.processes import Processes
@@ -88,7 +89,8 @@ class Snapshots:
         folder: shared by all processes.
         identity: what the run is of, as JSON values: the states of anything else are refused.
         save_every: batches of a probe between two states.
-        stopwatch: of the run. A state has its seconds, and those of a run that is resumed are added to them.
+        stopwatch: of the run. A state has its seconds, and those of a run that is resumed are added to them; and its
+            highest memory.
         in_step: whether a batch is a matter of all processes, as of a sharded model: then all go on from one position.
     """
 
@@ -104,13 +106,21 @@ class Snapshots:
         self.folder, self.identity, self.save_every = folder, dict(identity), save_every
         self.processes, self.stopwatch, self.in_step = processes, stopwatch, in_step
         self.own = folder_of(folder, processes)
+        self._before: dict[str, int] = {}
 
     def check(self) -> None:
         """Raise ValueError when the folder holds the state of another run, naming the first difference."""
         _compare(self.folder, self.processes, self.identity)
         # What was spent behind the newest state is lost, with what was made of it.
-        spent = [_read(state)["seconds"] for state in self._states()]
-        self.stopwatch.add(max(spent, key=lambda seconds: sum(seconds.values()), default={}))
+        states = [_read(state) for state in self._states()]
+        latest = max(states, key=lambda state: sum(state["seconds"].values()), default=None)
+        if latest is not None:
+            self.stopwatch.add(latest["seconds"])
+            self._before = latest["memory"]
+
+    def peaks(self) -> dict[str, int]:
+        """The highest memory of this process, or of an earlier one whose work goes on here."""
+        return higher(peak_memory(), self._before)
 
     def latest(self) -> Step | None:
         """The last step that every process has a state of; None when one of them has none. A collective."""
@@ -191,7 +201,8 @@ class Snapshots:
         for name, tensors in parts:
             if tensors:
                 save_file(dict(tensors), scratch / f"{name}.safetensors")
-        state = {"identity": self.identity, "values": dict(values), "seconds": self.stopwatch.so_far()}
+        spent = {"seconds": self.stopwatch.so_far(), "memory": self.peaks()}
+        state = {"identity": self.identity, "values": dict(values), **spent}
         (scratch / STATE_NAME).write_text(json.dumps(state), encoding="utf-8")
         _flush(scratch)
 
@@ -275,8 +286,8 @@ def _read(state: Path) -> dict[str, Any]:
     """
     path = state / STATE_NAME
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return {name: dict(found[name]) for name in ("identity", "values", "seconds")}
+        found = {"memory": {}, **json.loads(path.read_text(encoding="utf-8"))}  # which states of before do not have
+        return {name: dict(found[name]) for name in ("identity", "values", "seconds", "memory")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise _damaged(path, error) from error
 
