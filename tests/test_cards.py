@@ -11,10 +11,12 @@ import pytest
 from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoModelForCausalLM
 
-from gradprobe_hf import RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.card_results import _same
 from gradprobe_hf.cli import main
 from gradprobe_hf.cli.output import print_pruning
+from gradprobe_hf.report.card.build import build_card
+from gradprobe_hf.report.card.summary import summary
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.tasks.table import TASKS
 from tests import cases
@@ -103,6 +105,43 @@ def test_a_model_that_was_made_smaller_before_is_not_called_dense_either(checkpo
     card = (tmp_path / "zeros" / "README.md").read_text()
     assert "It had been made smaller before: without 1 block." in card
     assert "| | before | pruned |" in card
+
+
+def test_nor_is_it_where_methods_are_compared(twice, text_file, capsys):
+    options = ["--methods", "magnitude", "--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "4"]
+    compare = ["compare", str(twice / "half"), "--sparsity", "0.75", *options, "--quiet"]
+    assert main([*compare, "--calibration", str(text_file), "--evaluation", "pydoc"]) == 0
+    said = capsys.readouterr().out
+    assert "perplexity of the model it was made of: " in said
+    assert "KL: divergence from the model it was made of" in said
+    assert not re.search(r"\bdense\b", said)
+
+
+def test_nor_is_one_that_is_sparse_and_does_not_say_so():
+    """Pruned in memory, or by something else; what is recovered towards the dense model of its name is beside that."""
+    rows, model = cases.batches("llama"), cases.build("llama")
+    cases.prune(model, rows, score="magnitude", sparsity=0.5, apply=True)
+    again = cases.prune(model, rows, score="magnitude", sparsity=0.7, apply=True)
+    assert again.report.model["pruned_to"] == pytest.approx(0.5, abs=1e-3)
+    card = build_card(again.report, again.config, {}, "more").text
+    assert "The model it was made of had been pruned already, to a sparsity of 50.0%." in card
+    assert "| | before | pruned |" in card
+    options = {"text": rows, "evaluation": False, "progress": False}
+    found = recover_pretrained(again, cases.build("llama"), RecoveryConfig(steps=1, batch_size=2), **options)
+    assert found.report.beside.column == "dense"
+    half = {**found.report.recovery["teacher"], "is_sparse": True}
+    assert replace(found.report, recovery={"teacher": half}).beside.column == "before"
+
+
+def test_a_card_links_every_model_that_the_base_is_of(twice):
+    report = Report.load(twice / "half")
+    config = GradProbeConfig.from_pretrained(twice / "half")
+    assert "`tiny-llama` (derived from [a/b](https://huggingface.co/a/b)) with" in summary(
+        report, config, {"base_model": ["a/b"]}
+    )
+    both = summary(report, config, {"base_model": ["a/b", "c/d"]})
+    assert "(derived from [a/b](https://huggingface.co/a/b) and [c/d](https://huggingface.co/c/d)) with" in both
+    assert summary(report, config, {}).startswith("tiny-llama with")
 
 
 def test_what_is_recovered_towards_the_dense_model_is_beside_that(twice):

@@ -55,15 +55,20 @@ class RecoverResult(Savable):
 
 @dataclass(frozen=True)
 class Taught:
-    """What a report says of the dense model that a recovery goes towards: name, parameters, and their bytes."""
+    """What a report says of the dense model that a recovery goes towards: name, parameters, their bytes, and whether it
+    is sparse itself, having been pruned before."""
 
     name: str
     parameters: int
     bytes: int
+    is_sparse: bool
 
     @classmethod
     def by(cls, teacher: PreTrainedModel) -> Taught:
-        return cls(published_name(teacher), parameter_count(teacher), parameter_bytes(teacher))
+        targets = find_targets(teacher, include=["*"])
+        zeros = sum(int((target.matrix(teacher) == 0).sum()) for target in targets)
+        is_sparse = zeros >= SPARSE * sum(target.numel for target in targets)
+        return cls(published_name(teacher), parameter_count(teacher), parameter_bytes(teacher), is_sparse)
 
 
 def described(measured: PairedMeasurement | None, metric: Mapping[str, Any] | None = None) -> dict[str, Any] | None:

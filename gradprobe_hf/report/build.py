@@ -20,7 +20,7 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import parameter_count
 from gradprobe_hf.model.passes.loss import is_in_nats
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.report.report import LeftOut, MatrixRow, Report
+from gradprobe_hf.report.report import SPARSE, LeftOut, MatrixRow, Report
 from gradprobe_hf.report.warnings import FinishedRun, warnings_of
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
@@ -52,7 +52,7 @@ def build_report(
     evaluation = _data(context, context.evaluation)
     diagnostics = decision.diagnostics
     return Report(
-        model=_describe(context),
+        model=_describe(context) | _pruned_before(context, rows),
         config=config.to_dict(),
         matrices=rows,
         unreached=[LeftOut(one.name, one.block, one.role, one.numel) for one in context.unreached],
@@ -124,6 +124,12 @@ def _describe(context: RunContext) -> dict[str, Any]:
         **({"own_code": own} if (own := _own_code(model)) else {}),
         **context.origin,
     }
+
+
+def _pruned_before(context: RunContext, rows: Sequence[MatrixRow]) -> dict[str, float]:
+    """The sparsity of a model that is sparse and says nothing of it: pruned in memory, or by something else."""
+    zeros, weights = sum(row.zeros_before for row in rows), sum(row.weights for row in rows)
+    return {"pruned_to": zeros / weights} if zeros >= SPARSE * weights and "pruned_to" not in context.origin else {}
 
 
 def _own_code(model: PreTrainedModel) -> list[str]:

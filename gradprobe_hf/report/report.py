@@ -150,9 +150,13 @@ class Report:
     @property
     def recovered_towards(self) -> dict[str, Any] | None:
         """The teacher of a recovery, where it is another model than the one that was pruned; else None."""
-        teacher = (self.recovery or {}).get("teacher")  # not in reports of before
-        same = teacher and all(teacher[what] == self.model[what] for what in ("name", "parameters"))
-        return teacher if teacher and not same else None
+        teacher: dict[str, Any] | None = (self.recovery or {}).get("teacher")  # not in reports of before
+        if teacher is None:
+            return None
+        same = all(teacher[what] == self.model[what] for what in ("name", "parameters"))
+        # What was pruned twice in memory has the name of the dense model.
+        lost = sum(row.zeros_before for row in self.matrices) >= SPARSE * self.weights
+        return None if same and (teacher.get("is_sparse", True) or not lost) else teacher
 
     @property
     def made_of(self) -> Original:

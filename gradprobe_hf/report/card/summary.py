@@ -11,9 +11,10 @@ from gradprobe_hf.structures.table import shape_words
 
 
 def summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> str:
-    origin, name = base.get("base_model"), short_name(report.model)
-    linked = f"[{origin}](https://huggingface.co/{origin})" if isinstance(origin, str) else name
-    derived = linked if origin is None or origin == report.model["name"] else f"`{name}` (derived from {linked})"
+    name, found = short_name(report.model), base.get("base_model") or []
+    named = [found] if isinstance(found, str) else [str(one) for one in found]  # many cards have a list of one
+    linked = " and ".join(f"[{one}](https://huggingface.co/{one})" for one in named) or name
+    derived = linked if named in ([], [report.model["name"]]) else f"`{name}` (derived from {linked})"
     kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
     how = ", using gradients of its loss" if config.needs.probes else ""
     after = "".join(f" {sentence}" for sentence in origins(report.model))
