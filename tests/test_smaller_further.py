@@ -12,9 +12,10 @@ from huggingface_hub import ModelCard
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, pipeline
 
-from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.report.plots import sparsity_figure
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.training import keep_sparsity
 from tests import cases
@@ -136,6 +137,12 @@ def test_zeros_that_are_filled_again_are_a_warning(folder):
         target.matrix(zeros).data[:, ::2] = 0
     cut = prune_pretrained(zeros, GradProbeConfig(structure={"ffn": 8}, update="none"), **texts)
     assert cut.report.warnings == []
+    # What stays and is zero has not gone.
+    assert sparsity_figure(cut.report).axes[0].get_title(loc="left") == "Gone of every matrix, 20.0% in all"
+    told = {**texts, "evaluation": cases.batches("llama", seed=9)}
+    del told["apply"]
+    (row,) = compare_pretrained(zeros, configs={"cut": cut.config}, **told).rows
+    assert (row.sparsity, row.zeros) == (0.2, sum(one.pruned for one in cut.report.matrices))
     filled = prune_pretrained(zeros, GradProbeConfig(structure={"ffn": 8}), **texts)
     assert filled.report.zeros < cut.report.zeros
     assert re.search(r"had 50\.0% zeros, and has .*update='none'", " ".join(filled.report.warnings))

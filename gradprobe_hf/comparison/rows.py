@@ -42,7 +42,7 @@ class ComparedRow:
     """One configuration of a comparison.
 
     Attributes:
-        sparsity: the true share of zeros in the target matrices.
+        sparsity: the true share of zeros in the target matrices; of what goes whole, where anything does.
         perplexity: None for a model that has none.
         divergence: from the dense model; None for a model that predicts no tokens.
         metric: the task's; None where none is measured.
@@ -141,8 +141,10 @@ class Comparison:
     ) -> ComparedRow:
         """The row of a decision and its measurement."""
         rows = matrix_rows(replace(self._context, config=config), decision)
-        zeros, weights = sum(row.zeros_after for row in rows), sum(row.weights for row in rows)
         model, removal = self._context.model, decision.removal
+        # Of what goes whole that alone: a weight that stays may be zero, and is in the file all the same.
+        zeros = sum(row.zeros_after if removal is None else row.pruned for row in rows)
+        weights = sum(row.weights for row in rows)
         if removal is not None:
             self.removals[shape_words(removal.plan.going)] = removal
         return ComparedRow(

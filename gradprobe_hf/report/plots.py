@@ -81,7 +81,7 @@ def sparsity_grid(report: Report) -> SparsityGrid:
         if isinstance(one, LeftOut):
             left_out[cell] = True
             continue
-        zeros[cell] += one.zeros_after
+        zeros[cell] += report.counted(one)
         weights[cell] += one.weights
     sparsity = np.divide(zeros, weights, out=np.full_like(zeros, np.nan), where=weights > 0)
     return SparsityGrid(rows, columns, sparsity, left_out.astype(bool))
@@ -110,7 +110,8 @@ def sparsity_figure(report: Report) -> Figure:
     axes.set_xticks(range(0, len(grid.columns), every), grid.columns[::every], fontsize=8)
     axes.set_xlabel("block", color=MUTED)
     what = "Zeros in" if report.structure is None else "Gone of"
-    axes.set_title(f"{what} every matrix, {report.sparsity:.1%} in all", loc="left", color=INK, fontsize=11)
+    share = sum(map(report.counted, report.matrices)) / report.weights
+    axes.set_title(f"{what} every matrix, {share:.1%} in all", loc="left", color=INK, fontsize=11)
     axes.spines[:].set_visible(False)
     keys = []
     if (np.isnan(grid.sparsity) & ~grid.left_out).any():

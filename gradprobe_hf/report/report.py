@@ -168,6 +168,11 @@ class Report:
         """The model that all that was measured is beside."""
         return DENSE if self.recovered_towards else self.made_of
 
+    def counted(self, row: MatrixRow) -> int:
+        """What a reader is shown of a matrix: its zeros; of one that lost units what went, for a weight that stays is
+        in the file, and may be zero as well."""
+        return row.zeros_after if self.structure is None else row.pruned
+
     def by(self, attribute: str) -> list[Group]:
         """Totals per `"block"` or per `"role"`, in the model's order."""
         return grouped((getattr(row, attribute), row.weights, row.zeros_after) for row in self.matrices)

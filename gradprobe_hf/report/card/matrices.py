@@ -10,9 +10,7 @@ from gradprobe_hf.report.report import Group, Report, grouped
 
 def block_rows(report: Report) -> list[Group]:
     """A row for each block; where all are alike, as with a pattern, one that names the first and the last."""
-    blocks = report.by("block")
-    if report.structure is not None:  # a weight that stays may happen to be zero: it is in the file all the same
-        blocks = grouped((row.block, row.weights, row.pruned) for row in report.matrices)
+    blocks = grouped((row.block, row.weights, report.counted(row)) for row in report.matrices)
     if len({(block.weights, block.zeros) for block in blocks}) > 1 or len(blocks) < 2:
         return blocks
     return [replace(blocks[0], label=f"{blocks[0].label}` to `{blocks[-1].label}")]  # the template quotes both ends
