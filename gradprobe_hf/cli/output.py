@@ -199,6 +199,7 @@ def print_comparison(
     dense: Measurement,
     evaluation: dict[str, Any],
     speed: dict[str, Any] | None = None,
+    original: Original = DENSE,
 ) -> None:
     """One line a configuration, and how its perplexity (or loss) compares with the best."""
     key = "loss" if dense.perplexity is None else "perplexity"
@@ -221,30 +222,31 @@ def print_comparison(
             f"{row.passes['forward']:g} + {row.passes['backward']:g}",
         )
     out = console()
-    out.print(f"dense {key}: {getattr(dense, key):,.4f}" + (f", {scored[0]}: {metric['dense']:.4f}" if metric else ""))
+    before = f"{key} of {original.name}: {getattr(dense, key):,.4f}"
+    out.print(before + (f", {scored[0]}: {metric['dense']:.4f}" if metric else ""))
     out.print(table)
     out.print(
-        f"measured on {evaluation['source']}: {evaluation['protocol']}; KL: divergence from the dense model, nats per "
-        "token; top-1: share of tokens whose most likely next one stays; passes over the calibration data: forward + "
-        "backward",
+        f"measured on {evaluation['source']}: {evaluation['protocol']}; KL: divergence from {original.name}, nats "
+        "per token; top-1: share of tokens whose most likely next one stays; passes over the calibration data: "
+        "forward + backward",
         style="dim",
     )
     if smaller:
         out.print("gone: share of the weights in the matrices that are pruned; of all parameters below", style="dim")
-        _print_shapes(out, rows, speed)
+        _print_shapes(out, rows, speed, original.whose)
 
 
 SPEEDS = ("memory, MB", "first token, ms", "tokens/s", "speed")
 
 
-def _print_shapes(out: Console, rows: Sequence[ComparedRow], speed: dict[str, Any] | None) -> None:
-    """What is left by each row, and how fast that is where it was measured."""
+def _print_shapes(out: Console, rows: Sequence[ComparedRow], speed: dict[str, Any] | None, whose: str) -> None:
+    """What is left by each row, and how fast that is where it was measured. Args: whose: speed it is beside."""
     table = table_of("method", "parameters", "MB", *(SPEEDS if speed else ()))
     for row in rows:
         speeds = _speeds(speed, row) if speed else ()
         table.add_row(row.method, f"{row.parameters:,}", f"{row.bytes / 1e6:,.1f}", *speeds)
     out.print(table)
-    out.print(f"speed: {protocol(speed)}" if speed else "how fast that is here: --measure-speed", style="dim")
+    out.print(f"speed: {protocol(speed, whose)}" if speed else "how fast that is here: --measure-speed", style="dim")
 
 
 def _speeds(speed: dict[str, Any], row: ComparedRow) -> list[str]:
@@ -309,7 +311,8 @@ def _tasks(scores: dict[str, list[dict[str, Any]]], original: str) -> Table:
         first = rows[0]
         stderr = [f" ± {row['stderr']:.4f}" if row["stderr"] is not None else "" for row in rows]
         shown = [f"{row['value']:.4f}{error}" for row, error in zip(rows, stderr, strict=True)]
-        table.add_row(first["task"], first["metric"], str(first["shots"]), f"{first['samples']:,}", *shown)
+        shots = "-" if first["shots"] is None else str(first["shots"])
+        table.add_row(first["task"], first["metric"], shots, f"{first['samples']:,}", *shown)
     return table
 
 

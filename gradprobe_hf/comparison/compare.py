@@ -27,6 +27,7 @@ from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.report.build import published_name, versions
+from gradprobe_hf.report.original import Original, original_of
 from gradprobe_hf.report.plots import save_comparison
 from gradprobe_hf.report.report import finite, without_examples
 from gradprobe_hf.run.context import RunContext, RunRequest
@@ -93,6 +94,7 @@ class Compared:
         calibration, evaluation: the texts, with their protocols and fingerprints; with the name of the task's metric,
             and its value for the dense model, where one is measured.
         warnings: what is known of the texts that makes the comparison less than it seems.
+        origin: what the model was before, as in a report: the sparsity that it had been `pruned_to`, say.
     """
 
     model: str
@@ -103,6 +105,12 @@ class Compared:
     evaluation: dict[str, Any]
     speed: dict[str, Any] | None = None
     warnings: list[str] = field(default_factory=list)
+    origin: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def original(self) -> Original:
+        """What the model is called that all rows are beside: it may have been pruned before."""
+        return original_of(self.origin)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON types."""
@@ -116,6 +124,7 @@ class Compared:
                 "evaluation": without_examples(self.evaluation),
                 "speed": self.speed,
                 "warnings": self.warnings,
+                "origin": self.origin,
                 "versions": versions(),
             }
         )
@@ -127,7 +136,8 @@ class Compared:
         with tempfile.TemporaryDirectory(dir=folder, prefix=".comparison-") as beside:
             scratch, rows = Path(beside), [row.to_dict() for row in self.rows]
             (scratch / RESULT_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-            save_comparison(rows, self.dense.to_dict(), self.evaluation["source"], scratch, self.speed)
+            measured, name = self.dense.to_dict(), self.original.column
+            save_comparison(rows, measured, self.evaluation["source"], scratch, self.speed, name)
             for made in scratch.iterdir():
                 made.replace(folder / made.name)
 
@@ -208,6 +218,7 @@ def compare_pretrained(
             context.calibration.describe(),
             {**context.evaluation.describe(), "metric": _dense_metric(context, comparison)},
             warnings=foreseen,
+            origin=dict(context.origin),
         )
         for name, other in chosen.items():
             made = comparison.row_if_possible if known.get(name) == other else comparison.row

@@ -154,12 +154,18 @@ def save_comparison(
     source: str,
     directory: Path,
     speed: Mapping[str, Any] | None = None,
+    original: str = "dense",
 ) -> list[Path]:
-    """Write `comparison.png`, and `speed.png` where speed was measured; returns their paths."""
-    figures = {"comparison.png": comparison_figure(rows, dense, source)}
+    """Write `comparison.png`, and `speed.png` where speed was measured; returns their paths.
+
+    Args:
+        original: what the model is called that was pruned.
+    """
+    figures = {"comparison.png": comparison_figure(rows, dense, source, original)}
     if speed is not None:
         key = _compared(dense)
-        figures["speed.png"] = speed_figure(compared_shapes(rows, dense, speed, key), f"{key} on {source}")
+        points = compared_shapes(rows, dense, speed, key)
+        figures["speed.png"] = speed_figure([(original, *points[0][1:]), *points[1:]], f"{key} on {source}")
     return _save(figures, directory)
 
 
@@ -168,7 +174,9 @@ def _compared(dense: Mapping[str, Any]) -> str:
     return "loss" if dense["perplexity"] is None else "perplexity"
 
 
-def comparison_figure(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], source: str) -> Figure:
+def comparison_figure(
+    rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], source: str, original: str = "dense"
+) -> Figure:
     """What each configuration left of the model, the best of them marked; on a logarithmic axis where they are far
     apart."""
     from matplotlib.figure import Figure
@@ -184,7 +192,7 @@ def comparison_figure(rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any
     axes.bar_label(bars, [f"{value:,.2f}" for value in values], padding=4, color=INK, fontsize=9)
     axes.axvline(dense[key], color=INK, linewidth=1, linestyle=":")
     axes.annotate(
-        f"dense {dense[key]:,.2f}",
+        f"{original} {dense[key]:,.2f}",
         (dense[key], 0),
         xycoords=("data", "axes fraction"),
         xytext=(4, 3),

@@ -63,7 +63,7 @@ def speed_figure(points: Sequence[Point], measured: str) -> Figure:
     figure.legend(loc="outside lower left", fontsize=8, frameon=False)
     axes.margins(x=0.12, y=0.12)
     axes.set_title("Loss against speed, down and right is better", loc="left", color=INK, fontsize=11)
-    axes.set_xlabel("speed of a text, times the dense model's", color=MUTED, fontsize=8)
+    axes.set_xlabel(f"speed of a text, {points[0][0]} = 1", color=MUTED, fontsize=8)
     axes.set_ylabel(measured, color=MUTED, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

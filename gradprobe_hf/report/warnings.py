@@ -105,8 +105,8 @@ def _missed_latency(run: FinishedRun) -> str | None:
         return None
     return (
         f"latency={wanted:g} was asked for, and a model of the shape that was chosen took {found['ratio']:.2f} "
-        f"of the dense model's time; the table of its blocks said {found['table']:.2f}. Give a smaller share, or "
-        "measure again on a machine that does nothing else."
+        f"of {original_of(run.context.origin).whose} time; the table of its blocks said {found['table']:.2f}. Give a "
+        "smaller share, or measure again on a machine that does nothing else."
     )
 
 

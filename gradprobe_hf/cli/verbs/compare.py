@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json(found.to_dict())
     else:
-        print_comparison(found.rows, found.dense, found.evaluation, found.speed)
+        print_comparison(found.rows, found.dense, found.evaluation, found.speed, found.original)
         if options.output:
             console().print(f"{options.output}/{RESULT_NAME}, figures {options.output}/*.png")
 
