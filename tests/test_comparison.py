@@ -10,9 +10,12 @@ import torch
 
 from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
 from gradprobe_hf.cli import main
+from gradprobe_hf.cli.output import print_comparison
 from gradprobe_hf.comparison import rows
 from gradprobe_hf.comparison.baselines import BASELINES, baselines, rows_of
-from gradprobe_hf.comparison.rows import Comparison
+from gradprobe_hf.comparison.rows import ComparedRow, Comparison
+from gradprobe_hf.evaluation.divergence import Divergence
+from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.probing import probe_pair, schedule
@@ -262,6 +265,21 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert "a row is called 'mine' already" in capsys.readouterr().err
     assert main(["compare", str(checkpoint), "--methods", "nothing", *SMALL]) == 1
     assert "no method is called 'nothing'" in capsys.readouterr().err
+
+
+def test_no_number_of_a_table_is_cut(monkeypatch, capsys):
+    """In a pipe or a log, which rich takes to be 80 characters wide, and where the metric has a long name."""
+    passes = {"forward": 4.0, "backward": 1.0}
+    apart = Divergence(kl=1.2345, top1_agreement=0.5, perplexity_ratio=2.0, perplexity_ratio_interval=None)
+    row = ComparedRow("one probe + admm", 0.5, 5, 10, 9.4, 12345.6789, 1234.0, passes, 10, 40, {}, apart, 0.75)
+    evaluation = {"metric": {"title": "word error rate", "dense": 0.5}, "source": "x", "protocol": "y"}
+    for width in ("80", "40"):
+        monkeypatch.setenv("COLUMNS", width)
+        print_comparison([row], Measurement(9.0, 8103.1, 100), evaluation)
+        said = capsys.readouterr().out
+        assert "…" not in said
+        for shown in ("one probe", "12,345.6789", "word error rate", "1.2345", "50.0%", "1,234", "4 + 1"):
+            assert shown in said
 
 
 @pytest.mark.slow

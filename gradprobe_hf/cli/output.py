@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement as Width
 from rich.table import Table
 
 from gradprobe_hf.checkpoint.inspect import Inspection
@@ -25,6 +26,7 @@ from gradprobe_hf.report.speed import measurements, protocol, times_as_fast
 from gradprobe_hf.structures.table import shape_words
 
 SHOWN = 300  # characters of an example
+LABEL = 10  # characters that a label has on a line at least
 
 
 def print_json(values: dict[str, Any]) -> None:
@@ -358,11 +360,22 @@ def _cost(report: Report) -> str:
     return f"{slowest or 'under a second'}; {passes}; peak memory {report.memory['peak_resident_bytes'] / 1e9:.2f} GB"
 
 
+class _Numbers(Table):
+    """A table of which no number is cut: where it is wider than the terminal, or than rich takes a file to be, labels
+    are folded, and if that is not enough it is wider all the same."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unbounded = options.update_width(10_000)
+        labels = [self.columns[0].header, *self.columns[0].cells]
+        longest = max(Width.get(console, unbounded, one).maximum for one in labels)
+        least = Width.get(console, unbounded, self).maximum - max(0, longest - LABEL)
+        yield from super().__rich_console__(console, options.update_width(max(options.max_width, least)))
+
+
 def table_of(first: str, *columns: str) -> Table:
     """An empty table: a column of labels, and columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    # On a narrow terminal labels are folded, and a number is never cut.
-    table.add_column(first, overflow="fold", min_width=10)
+    table = _Numbers(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, overflow="fold", min_width=LABEL)
     for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     return table
