@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +19,8 @@ from gradprobe_hf.cli import main
 from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.evaluation import harness
 from gradprobe_hf.evaluation.perplexity import measure
-from tests import cases
+from gradprobe_hf.report.eval_results import task_results
+from tests import cases, labelled
 
 TEXT = ["--num-samples", "4", "--sequence-length", "16"]
 
@@ -212,10 +216,55 @@ def test_scores_are_read_as_the_harness_writes_them():
     ]
 
 
+def test_a_group_has_the_questions_and_shots_of_its_tasks():
+    tasks = {"a": 5, "b": 5, "c": 0}
+    found = {
+        "results": {name: {"acc,none": 0.5} for name in ("all", "ab", *tasks)},
+        "n-shot": tasks,
+        "n-samples": {name: {"original": 9, "effective": 6} for name in tasks},
+        "group_subtasks": {"all": ["ab", "c"], "ab": ["a", "b"], "c": []},
+    }
+    scores = {score.task: (score.shots, score.samples) for score in harness._scores(found)}
+    assert scores == {"all": (None, 18), "ab": (5, 12), "a": (5, 6), "b": (5, 6), "c": (0, 6)}
+
+
 def test_a_card_has_to_be_there_before_anything_is_measured(evaluated, tmp_path):
     code, _, err = evaluated(tmp_path, "--data", "pydoc", "--write-card")
     assert code == 1
     assert f"there is no {tmp_path / 'README.md'}" in err
+
+
+def test_a_card_that_cannot_be_written_stays_and_costs_no_result(pruned, evaluated, monkeypatch, tmp_path):
+    folder = shutil.copytree(pruned[1], tmp_path / "pruned")
+    before = (folder / "README.md").read_text()
+
+    def on_a_full_disk(_, path):
+        Path(path).write_text("---\n")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(ModelCard, "save", on_a_full_disk)
+    measure = ["--data", "pydoc", "--num-samples", "4", "--sequence-length", 16, "--write-card", "--json"]
+    code, out, err = evaluated(folder, *measure)
+    assert code == 1
+    assert "No space left" in err
+    assert json.loads(out)["perplexity"] > 1
+    assert (folder / "README.md").read_text() == before
+    assert not list(folder.glob(".README*"))
+
+
+def test_a_loss_alone_is_no_result_and_that_is_said(tmp_path, evaluated):
+    labelled.build("masked").save_pretrained(tmp_path / "masked")
+    labelled.tokenizer().save_pretrained(tmp_path / "masked")
+    (tmp_path / "masked" / "README.md").write_text("---\nlicense: mit\n---\n# Card\n")
+    code, _, err = evaluated(tmp_path / "masked", "--data", "pydoc", "--sequence-length", 16, "--write-card")
+    assert code == 0
+    assert "nothing was added to the card" in err
+
+
+def test_a_part_of_the_questions_is_a_result_of_its_own():
+    score = harness.TaskScore("arc", "acc", 0.5, 0.1, True, 0, 10)
+    names = [one.metric_name for limit in (None, 10) for one in task_results([score], limit)]
+    assert names == ["acc, 0-shot", "acc, 0-shot, the first 10 questions"]
 
 
 def test_results_go_into_the_metadata_and_replace_their_own_alone(pruned, checkpoint, evaluated):

@@ -35,7 +35,13 @@ def add_results(folder: str | Path, results: Sequence[EvalResult]) -> None:
     card.data.eval_results = [*kept, *results]
     if card.data.model_name is None:
         card.data.model_name = Path(folder).absolute().name
-    card.save(path)
+    # Beside it first: on a disk that is full, the card would be lost.
+    made = path.with_name(f".{path.name}.partial")
+    try:
+        card.save(made)
+        made.replace(path)
+    finally:
+        made.unlink(missing_ok=True)
 
 
 def _same(one: EvalResult, other: EvalResult) -> bool:

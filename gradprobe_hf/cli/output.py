@@ -311,9 +311,9 @@ def _tasks(scores: dict[str, list[dict[str, Any]]], original: str) -> Table:
     table = table_of("task", "metric", "shots", "questions", *((original, "pruned") if len(names) > 1 else ["value"]))
     for rows in zip(*(scores[name] for name in names), strict=True):
         first = rows[0]
+        shots = "-" if first["shots"] is None else str(first["shots"])
         stderr = [f" ± {row['stderr']:.4f}" if row["stderr"] is not None else "" for row in rows]
         shown = [f"{row['value']:.4f}{error}" for row, error in zip(rows, stderr, strict=True)]
-        shots = "-" if first["shots"] is None else str(first["shots"])
         table.add_row(first["task"], first["metric"], shots, f"{first['samples']:,}", *shown)
     return table
 

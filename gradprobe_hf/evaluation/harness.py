@@ -32,7 +32,7 @@ class TaskScore:
         metric: `acc`, `acc_norm`, ...; with the name of a filter of its answers, where there is one.
         stderr: of the value over the examples; None where the harness has none.
         higher_is_better: None where the task does not say.
-        shots: examples before the question.
+        shots: examples before the question; None of a group whose tasks differ in it.
         samples: questions that were asked.
     """
 
@@ -41,7 +41,7 @@ class TaskScore:
     value: float
     stderr: float | None
     higher_is_better: bool | None
-    shots: int
+    shots: int | None
     samples: int
 
     def to_dict(self) -> dict[str, Any]:
@@ -146,6 +146,10 @@ def _wrapped(model: PreTrainedModel, tokenizer: Any, batch_size: int) -> Any:
 def _scores(found: Any) -> Iterator[TaskScore]:
     """The harness names a value `metric,filter`, and its error `metric_stderr,filter`."""
     for task, values in found["results"].items():
+        # Of groups, MMLU say, it counts neither.
+        parts = _tasks_of(found, task)
+        shots = {int(found.get("n-shot", {}).get(one) or 0) for one in parts}
+        samples = sum(int(found.get("n-samples", {}).get(one, {}).get("effective", 0)) for one in parts)
         for key, value in values.items():
             metric, comma, kept_by = key.partition(",")
             if not comma or metric.endswith("_stderr") or not isinstance(value, (int, float)):
@@ -157,9 +161,15 @@ def _scores(found: Any) -> Iterator[TaskScore]:
                 value=float(value),
                 stderr=float(stderr) if isinstance(stderr, (int, float)) else None,
                 higher_is_better=found.get("higher_is_better", {}).get(task, {}).get(metric),
-                shots=int(found.get("n-shot", {}).get(task) or 0),
-                samples=int(found.get("n-samples", {}).get(task, {}).get("effective", 0)),
+                shots=min(shots) if len(shots) == 1 else None,
+                samples=samples,
             )
+
+
+def _tasks_of(found: Any, name: str) -> list[str]:
+    """The tasks of a group, and of the groups in it; of a task itself."""
+    within = found.get("group_subtasks", {}).get(name, [])
+    return [task for one in within for task in _tasks_of(found, one)] or [name]
 
 
 @contextmanager

@@ -71,8 +71,9 @@ def capitalised(text: str) -> str:
     return text[:1].upper() + text[1:]
 
 
-def task_results(scores: Iterable[TaskScore]) -> list[EvalResult]:
-    """Those of tasks of lm-evaluation-harness."""
+def task_results(scores: Iterable[TaskScore], limit: int | None = None) -> list[EvalResult]:
+    """Those of tasks of lm-evaluation-harness. Args: limit: the first so many questions alone; None: all."""
+    some = "" if limit is None else f", the first {limit} questions"
     return [
         EvalResult(
             task_type="text-generation",
@@ -80,7 +81,7 @@ def task_results(scores: Iterable[TaskScore]) -> list[EvalResult]:
             dataset_type=score.task,
             dataset_name=f"{score.task} (lm-evaluation-harness)",
             metric_type=score.metric.split(" ")[0],
-            metric_name=f"{score.metric}, {score.shots}-shot",
+            metric_name=score.metric + ("" if score.shots is None else f", {score.shots}-shot") + some,
             metric_value=round(score.value, 4),
         )
         for score in scores

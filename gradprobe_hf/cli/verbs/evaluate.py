@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ from gradprobe_hf.cli.values import at_least, names
 from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
 
 if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
+
     from gradprobe_hf.data.batches import Batches
     from gradprobe_hf.model.loading.load import Loaded
     from gradprobe_hf.report.original import Original
@@ -98,7 +100,7 @@ class _Loaded:
 
 
 def run(options: argparse.Namespace) -> None:
-    from gradprobe_hf.checkpoint.card_results import add_results, check_card
+    from gradprobe_hf.checkpoint.card_results import check_card
     from gradprobe_hf.checkpoint.origin import check_made_of, stored_report
     from gradprobe_hf.cli.output import print_evaluation, print_json
     from gradprobe_hf.evaluation.harness import TaskRequest, check_tasks, evaluate_tasks
@@ -132,10 +134,22 @@ def run(options: argparse.Namespace) -> None:
         if asked:
             scores = {name: evaluate_tasks(one.model, one.tokenizer, asked, manager) for name, one in models.items()}
             values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}
-            results += task_results(scores["pruned"])
-    if options.write_card:
-        add_results(options.model, results)
+            results += task_results(scores["pruned"], options.limit)
+    # First, so that a card that cannot be written does not cost what was measured.
     print_json(values) if options.json else print_evaluation(values, beside)
+    if options.write_card:
+        _add_to_card(options.model, results)
+
+
+def _add_to_card(folder: str, results: Sequence[EvalResult]) -> None:
+    from gradprobe_hf.checkpoint.card_results import add_results
+
+    if results:
+        add_results(folder, results)
+    else:
+        logger.warning(
+            "nothing was added to the card: a loss by itself is no result that the Hub shows, give a --metric"
+        )
 
 
 def _beside(dense: _Loaded | None) -> Original:
