@@ -183,7 +183,7 @@ def test_a_worker_answers_and_hands_errors_back(tmp_path):
     assert isinstance(error, AttributeError | FileNotFoundError)
 
 
-def test_a_worker_that_was_killed_is_named_with_its_exit_code(monkeypatch):
+def test_a_worker_that_was_killed_is_named_with_its_exit_code(tmp_path, monkeypatch, capsys):
     """What it was asked is still to be sent when its pipes are closed."""
     start = subprocess.Popen
 
@@ -192,9 +192,12 @@ def test_a_worker_that_was_killed_is_named_with_its_exit_code(monkeypatch):
         process.wait()
         return process
 
+    (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(subprocess, "Popen", killed)
-    with pytest.raises(RuntimeError, match="the process of mine ended with exit code 1"):
+    with pytest.raises(ChildProcessError, match="the process of mine ended with exit code 1"):
         Worker("mine", "load", "mine")
+    assert main(["bench", str(tmp_path)]) == 1
+    assert "gradprobe: error: the process of" in capsys.readouterr().err
 
 
 def test_files_are_counted_and_compressed(tmp_path, monkeypatch):

@@ -63,7 +63,7 @@ def bench_pretrained(
     Raises:
         ValueError: a model or an option is wrong.
         OSError: no such model.
-        RuntimeError: a process ended, for want of memory say.
+        ChildProcessError: a process ended, for want of memory say.
     """
     names = _checked_names(models)
     if prompt_length is not None:

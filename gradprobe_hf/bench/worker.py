@@ -51,7 +51,7 @@ class Worker:
         """What a method of the subject returns.
 
         Raises:
-            RuntimeError: the process ended, for want of memory say.
+            ChildProcessError: the process ended, for want of memory say.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None, "piped"
@@ -62,7 +62,7 @@ class Worker:
             answer, error = pickle.load(stdout)
         except (BrokenPipeError, EOFError) as ended:
             code = self._process.wait()
-            raise RuntimeError(
+            raise ChildProcessError(
                 f"the process of {self.name} ended with exit code {code}; if that is -9, it was out of memory: compare "
                 "fewer models at once."
             ) from ended
