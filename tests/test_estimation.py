@@ -392,7 +392,23 @@ def test_a_model_without_an_embedding_of_tokens(tmp_path, capsys):
     model.config.architectures = [type(model).__name__]
     model.config.save_pretrained(tmp_path)
     assert main(["estimate", str(tmp_path)]) == 0
-    assert "ViTForImageClassification" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "ViTForImageClassification" in said
+    assert "calibration: 32 batches of 4 images, or recordings" in said
+    assert main(["estimate", str(tmp_path), "--sequence-length", "64"]) == 1
+    assert "no text is cut" in capsys.readouterr().err
+
+
+def test_hidden_states_of_images_are_those_of_their_patches():
+    vit = cases.build("vit")  # of 8 x 8 pixels, in patches of 4 x 4
+    model = skeleton(vit.config, type(vit))
+    kept = [
+        item.bytes
+        for stage in estimate(model, find_targets(model), GradProbeConfig(num_samples=10)).placements[0].stages
+        for item in stage.items
+        if item.label == "hidden states between two blocks"
+    ]
+    assert kept == [2 * 2 * 10 * 5 * 16 * 4]  # of the model as pruned so far, and of the dense one
 
 
 def test_json_is_the_whole_of_standard_output(tmp_path, capsys):
@@ -571,6 +587,18 @@ def test_a_run_beside_its_estimate(tmp_path, capsys):
     assert "backward passes" in capsys.readouterr().out
     assert main(["estimate", str(tmp_path / "dense"), "--measured", str(out), "--sparsity", "0.6"]) == 1
     assert "--sparsity has no effect with --measured" in capsys.readouterr().err
+    cases.build("gpt2").save_pretrained(tmp_path / "other")
+    assert main(["estimate", str(tmp_path / "other"), "--measured", str(out)]) == 1
+    assert "was pruned from another model" in capsys.readouterr().err
+
+
+def test_a_run_in_another_dtype_is_estimated_in_that(tmp_path, capsys):
+    cases.build("llama", torch.bfloat16).save_pretrained(tmp_path / "dense")
+    given = {"calibration": cases.batches("llama"), "evaluation": False, "progress": False, "dtype": "float32"}
+    config = GradProbeConfig(score="magnitude")
+    prune_pretrained(tmp_path / "dense", config, **given, output_dir=tmp_path / "out")
+    assert main(["estimate", str(tmp_path / "dense"), "--measured", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dtype"] == "float32"
 
 
 def test_the_placement_that_a_run_had():

@@ -20,7 +20,7 @@ from gradprobe_hf.estimation.recovery import Training, recovery_of
 from gradprobe_hf.estimation.sizes import BatchSizes, sizes_of
 from gradprobe_hf.estimation.texts import Measured, Written, measured, written
 from gradprobe_hf.estimation.work import RECOMPUTES, Walk, Work, walk_of, work_of
-from gradprobe_hf.model.families import is_causal
+from gradprobe_hf.model.families import is_causal, tokens_of_an_image
 from gradprobe_hf.model.targets import Target
 
 _NOTHING = PassCost(0, 0, 0)
@@ -36,6 +36,7 @@ class Estimate:
         active_target_weights: target weights that one token passes; fewer in a mixture of experts.
         dtype, device: of the weights, and what they compute on.
         batches, rows, length: passes of `[rows, length]` tokens that make one walk over the calibration set.
+        reads_text: whether these are tokens of a text; else rows are images, or recordings.
         placements, work: by name: memory and disk, passes and operations.
         written: the model's own text, which it is calibrated on by default; an offloaded model writes none.
         measured: the evaluation that is made by default.
@@ -54,6 +55,7 @@ class Estimate:
     batches: int
     rows: int
     length: int
+    reads_text: bool
     placements: tuple[Placement, ...]
     work: dict[PlacementName, Work]
     written: Written | None = None
@@ -88,7 +90,8 @@ def estimate(
         snapshots: whether the run will write snapshots, to be resumed.
     """
     check_estimable(config)
-    config = replace(config, sequence_length=window_length(config.sequence_length, model))
+    length = tokens_of_an_image(model) or window_length(config.sequence_length, model)
+    config = replace(config, sequence_length=length)
     device = device or compute_device()
     base = process_bytes() if base is None else base
     walk = walk_of(config, targets)
@@ -120,6 +123,7 @@ def estimate(
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(device),
         **asdict(walk),
+        reads_text=model.main_input_name == "input_ids",
         placements=placements,
         work=work_of(model, targets, config, costs, walk),
         written=text,

@@ -302,6 +302,15 @@ def longest_text(model: PreTrainedModel) -> int | None:
     return int(positions) - max(unused, default=0)
 
 
+def tokens_of_an_image(model: PreTrainedModel) -> int | None:
+    """What a model that reads images makes of each: patches, and one more; None of any other, or of unlike blocks."""
+    config = getattr(model.config, "vision_config", model.config)
+    side, patch = getattr(config, "image_size", None), getattr(config, "patch_size", None)
+    if model.main_input_name != "pixel_values" or hasattr(config, "depths"):
+        return None
+    return (side // patch) ** 2 + 1 if isinstance(side, int) and isinstance(patch, int) else None
+
+
 def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
     """A batch on the meta device that the model returns a loss for: text, image or speech, with labels."""
     config, name = model.config, model.main_input_name

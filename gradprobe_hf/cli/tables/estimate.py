@@ -51,6 +51,8 @@ def print_expectations(found: Sequence[Expectation]) -> None:
 def _calibration(found: Estimate) -> str:
     if not found.batches:
         return "no pass over calibration data"
+    if not found.reads_text:
+        return f"calibration: {found.batches} batches of {found.rows} images, or recordings"
     tokens = found.batches * found.rows * found.length
     return f"calibration: {found.batches} batches of {found.rows} x {found.length} tokens, {tokens:,} in all"
 
@@ -69,8 +71,8 @@ def _print_texts(out: Console, found: Estimate) -> None:
         )
     if (recovery := found.recovery) is not None:
         out.print(
-            f"recovery: {recovery.steps} steps of {recovery.rows} x {recovery.length} tokens, with the dense model "
-            f"beside, {_scaled(recovery.flops, 'FLOP')}"
+            f"recovery: {recovery.steps} steps of {recovery.rows}{f' x {recovery.length} tokens' * found.reads_text}, "
+            f"with the dense model beside, {_scaled(recovery.flops, 'FLOP')}"
         )
 
 

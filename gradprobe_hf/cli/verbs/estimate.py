@@ -10,6 +10,8 @@ from gradprobe_hf.cli.config_options import add_config_options, configuration, o
 from gradprobe_hf.cli.options import VerbParser, given
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from gradprobe_hf.report.report import Report
 
 
@@ -50,13 +52,18 @@ def run(options: argparse.Namespace) -> None:
     check_paths(options.model, {})
     loaded = load_config(options.model, **given(options, "revision", "trust_remote_code"))
     cls = chosen_class(loaded, auto_classes(config.task))
-    model = skeleton(loaded, cls, dtype=options.dtype, **given(options, "trust_remote_code"))
+    dtype = options.dtype or (measured and measured.model["dtype"])
+    model = skeleton(loaded, cls, dtype=dtype, **given(options, "trust_remote_code"))
     targets = find_targets(model, config.include, config.exclude)
+    if measured is not None:
+        _check_of(measured, model, sum(target.numel for target in targets), options)
     check_shapes(model, targets, config)
     check_length(model, config.sequence_length or 0)
     task = task_for(config.task, type(model).__name__, loaded.is_encoder_decoder)
     if task is not None and config.metric is not None:
         task.metric(config.metric)
+    if task is not None:
+        task.check_length(config.sequence_length, model.main_input_name)
     found = estimate(model, targets, config, snapshots=options.resume)
     beside = () if measured is None else against_estimate(measured, found)
     if measured is not None:  # what a run reads by default, and this one may not have
@@ -67,6 +74,16 @@ def run(options: argparse.Namespace) -> None:
     else:
         print_estimate(found)
         print_expectations(beside)
+
+
+def _check_of(measured: Report, model: PreTrainedModel, weights: int, options: argparse.Namespace) -> None:
+    """Raise ValueError for the run of another model. Args: weights: of MODEL's targets, with the run's options."""
+    own = measured.model["class"], measured.weights + sum(one.weights for one in measured.unreached)
+    if own != (type(model).__name__, weights):
+        raise ValueError(
+            f"--measured {options.measured} was pruned from another model, {measured.model['name']}: {own[0]} with "
+            f"{own[1]:,} weights in its matrices, and {options.model} is {type(model).__name__} with {weights:,}."
+        )
 
 
 def _measured(options: argparse.Namespace) -> Report:
