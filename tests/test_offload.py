@@ -436,6 +436,14 @@ def test_whatever_is_pruned_has_a_plan_or_none(name, options, asked):
     assert limits is None or limits["cpu"] > 0
 
 
+def test_a_run_that_trains_has_its_weights_in_memory(saved, monkeypatch):
+    """An offloaded one is not estimated, for it is refused: where the whole does not fit, nothing is left free."""
+    monkeypatch.setattr("gradprobe_hf.estimation.estimate.available_bytes", lambda _: 1000)
+    monkeypatch.setattr("gradprobe_hf.run.request.weight_limits.process_bytes", lambda: 0)
+    bare = skeleton(load_config(saved("llama")))
+    assert weight_limits(bare, GradProbeConfig(recovery_steps=2))["cpu"] == 1000
+
+
 def test_devices_that_nothing_is_known_of_are_left_to_accelerate(saved, monkeypatch):
     """Limits would leave them out, and the model would go to the CPU."""
     bare = skeleton(load_config(saved("llama")))

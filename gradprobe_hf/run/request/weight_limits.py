@@ -44,10 +44,11 @@ def weight_limits(model: PreTrainedModel, config: GradProbeConfig, processes: in
     found = {one.name: one for one in estimate(model, targets, config, base=process_bytes()).placements}
     whole = found["resident" if config.checkpointing is False else "checkpointed"]
     memories: list[Device] = [device for device in whole.room if device != "disk"]
-    if all(whole.needed(device) <= whole.room[device] // processes for device in memories):
+    offloaded = found.get("offloaded")  # none of a run with a recovery, which trains weights that are in memory
+    if offloaded is None or all(whole.needed(device) <= whole.room[device] // processes for device in memories):
         beside = dict.fromkeys(memories, 0)  # Accelerate keeps room for the largest layer besides
     else:
-        beside = {device: found["offloaded"].beside_weights(device) for device in memories}
+        beside = {device: offloaded.beside_weights(device) for device in memories}
     limits: Limits = {"cpu": max(0, whole.room["host"] // processes - beside["host"])}
     for index in range(torch.cuda.device_count()):
         limits[index] = max(0, available_bytes(torch.device("cuda", index)) - beside["accelerator"])
