@@ -6,6 +6,7 @@ Most cases call `main` in this interpreter; what only a process of its own shows
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import logging
 import os
@@ -74,6 +75,16 @@ def test_prune_inspect_evaluate(checkpoint, text_file, tmp_path, gradprobe):
     assert json.loads(found)["perplexity"] == pytest.approx(report["evaluation"]["pruned"]["perplexity"], rel=1e-6)
     _, shown, _ = gradprobe("evaluate", out, *data)
     assert f"{json.loads(found)['perplexity']:,.4f}" in shown
+
+
+def test_a_name_that_a_pipe_has_no_letters_for_fails_nothing(checkpoint, tmp_path, monkeypatch):
+    """On Windows a pipe has the letters of one language."""
+    out = io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", out)
+    folder = shutil.copytree(checkpoint, tmp_path / "\u6587")
+    assert main(["inspect", str(folder)]) == 0
+    out.flush()
+    assert rb"\u6587: 0 of" in out.buffer.getvalue()
 
 
 def test_prune_from_disk_with_everything_small(checkpoint, tmp_path, gradprobe):

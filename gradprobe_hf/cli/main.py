@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import logging
 import sys
 from collections.abc import Iterator, Sequence
@@ -50,6 +51,10 @@ INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace()
+    if isinstance(
+        sys.stdout, io.TextIOWrapper
+    ):  # a pipe of another encoding: a text or name that it has no letters for
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = read(sys.argv[1:] if arguments is None else arguments)
         with _logging(quiet=getattr(options, "quiet", False)), ended_as_interrupted():
