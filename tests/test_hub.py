@@ -157,6 +157,7 @@ def test_every_kind_of_run_has_a_card(options, said, checkpoint, tmp_path):
     prune_pretrained(str(checkpoint), config, evaluation=False, output_dir=tmp_path / "out", progress=False)
     text = (tmp_path / "out" / "README.md").read_text()
     assert "**not measured**" in text
+    assert "one number on one text" not in text
     assert said in text
     assert (", pruned to 2:4\n" in text) == ("pattern" in options)
     assert ("\nsparsity: 0.5\n" in text) == ("pattern" not in options)
@@ -355,7 +356,6 @@ def test_a_recovery_that_cannot_be_pushed_fails_before_the_work(hub, user, check
     assert not (tmp_path / "again").exists()
 
 
-def test_an_upload_that_fails_says_where_the_checkpoint_is(written, checkpoint, text_file, tmp_path, monkeypatch):
 PUSH_SCRIPT = """
 import sys
 from gradprobe_hf.checkpoint.push import check_push, push_folder
@@ -400,6 +400,7 @@ def test_the_repository_of_the_model_itself_is_refused_before_the_work(written, 
     assert result.push_to_hub("tiny", revision="pruned") == "uploaded"
 
 
+def test_an_upload_that_fails_says_where_the_checkpoint_is(written, checkpoint, text_file, tmp_path, monkeypatch):
     def refused(*_, **__):
         raise OSError("the Hub answered 500.")
 

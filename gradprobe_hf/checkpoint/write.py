@@ -176,7 +176,8 @@ def write_checkpoint(
             made.config.save_pretrained(scratch)
         made.report.save(scratch)
         save_plots(made.report, scratch / "assets")
-        _card(scratch, made, where or path.name).save(scratch / "README.md")
+        # The folder's own name, of `.` too.
+        _card(scratch, made, where or os.path.basename(os.path.abspath(path))).save(scratch / "README.md")
     return made.report
 
 
