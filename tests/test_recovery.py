@@ -24,7 +24,7 @@ from transformers import (
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.cli.output import print_recovery
+from gradprobe_hf.cli.output import print_pruning, print_recovery
 from gradprobe_hf.data.mixture import shares
 from gradprobe_hf.data.windows import load_batches
 from gradprobe_hf.model.loading.load import Loaded
@@ -145,7 +145,7 @@ def test_a_model_in_memory_has_its_bits_when_saving_fails(checkpoint, text_file,
     assert not cases.changed(model, before)
 
 
-def test_pruning_with_recovery(checkpoint, text_file, tmp_path):
+def test_pruning_with_recovery(checkpoint, text_file, tmp_path, capsys):
     model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
     before = cases.bits(model)
     config = GradProbeConfig(
@@ -165,6 +165,10 @@ def test_pruning_with_recovery(checkpoint, text_file, tmp_path):
     assert report.recovery["options"]["learning_rate"] == 5e-3
     assert report.timings["recovery"] == report.recovery["seconds"]
     assert report.evaluation["divergence"]["kl"] < report.recovery["before"]["divergence"]["kl"]
+    print_pruning(report, "out")
+    said = capsys.readouterr().out
+    assert re.search(r"dense +recovered", said)
+    assert f"perplexity as pruned: {report.recovery['before']['pruned']['perplexity']:,.4f}" in said
     dry.save_pretrained(tmp_path / "dry")
     assert not cases.changed(model, before)
     wet = prune_pretrained(model, config, output_dir=tmp_path / "wet", **options)

@@ -34,7 +34,7 @@ def print_json(values: dict[str, Any]) -> None:
 
 
 def print_pruning(report: Report, output: str) -> None:
-    table = table_of("", report.beside.column, "pruned")
+    table = table_of("", report.beside.column, "recovered" if report.recovery else "pruned")
     before = sum(row.zeros_before for row in report.matrices) / report.weights
     if report.structure is None:
         table.add_row("zeros", f"{before:.4%}", f"{report.sparsity:.4%}")
@@ -53,6 +53,8 @@ def print_pruning(report: Report, output: str) -> None:
     out.print(f"{report.model['class']}: {report.weights:,} weights in {len(report.matrices)} matrices")
     out.print(table)
     _print_candidates(out, report)
+    if report.recovery:
+        out.print(_recovered(report.recovery))
     if report.unreached:
         out.print(f"left as they are, not reached by the calibration data: {len(report.unreached)} matrices")
     if report.evaluation:
@@ -350,6 +352,15 @@ def _choice(selection: dict[str, Any]) -> str:
     value = "none that was tried" if selection["value"] is None else f"{selection['value']:,.4g}"
     where = selection["protocol"] if selection["source"] else "the same measurement that is reported"
     return f"sparsity chosen by {selection['metric']} ({value} within {selection['limit']:,.4g}) on {where}"
+
+
+def _recovered(recovery: dict[str, Any]) -> str:
+    """The training behind the pruning, and what was measured in front of it."""
+    said, before = f"recovered in {recovery['steps']} steps, that of {recovery['best_step']} kept", recovery["before"]
+    if before is None:
+        return said
+    key = "loss" if before["dense"]["perplexity"] is None else "perplexity"
+    return f"{said}; {key} as pruned: {before['pruned'][key]:,.4f}"
 
 
 def _cost(report: Report) -> str:
