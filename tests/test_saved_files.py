@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import transformers
 from huggingface_hub import HfApi, ModelCard
-from transformers import ViTImageProcessor, Wav2Vec2Config, Wav2Vec2FeatureExtractor
+from transformers import AutoModelForCausalLM, ViTImageProcessor, Wav2Vec2Config, Wav2Vec2FeatureExtractor
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.companions import copy_companions
@@ -320,6 +320,22 @@ def test_companions_on_the_hub_are_those_of_the_commit_that_was_loaded(source, t
         assert {path.relative_to(tmp_path / folder).as_posix() for path in there} == found
     assert asked == [("user/model", "abc")] * 2
     assert "whether user/model has a licence" in caplog.text
+
+
+def test_a_folder_that_is_not_there_any_more_is_nobody_s_repository(tmp_path, monkeypatch):
+    """Loaded by a relative path, and saved from another working directory."""
+    cases.build("llama").save_pretrained(tmp_path / "runs" / "model")
+    monkeypatch.chdir(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained("runs/model")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    prune(model, QUICK).save_pretrained("out")
+    card = ModelCard.load("out/README.md")
+    assert "base_model" not in card.data.to_dict()
+    assert "huggingface.co/runs" not in card.text
+    model.config._commit_hash = "abc"
+    prune(model, QUICK).save_pretrained("of the Hub")
+    assert ModelCard.load("of the Hub/README.md").data.base_model == "runs/model"
 
 
 def test_a_result_is_a_line_in_a_notebook(source):

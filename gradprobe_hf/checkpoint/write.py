@@ -218,8 +218,11 @@ def _dense_bytes(made: Checkpoint) -> int:
 
 
 def _card(scratch: Path, made: Checkpoint, where: str) -> ModelCard:
+    name = made.model.name_or_path
+    if not Path(name).is_dir() and getattr(made.model.config, "_commit_hash", None) is None:
+        name = ""  # a path from another working directory, say, and no repository: that would be somebody else's
     # With its modules beside it a sentence encoder is used as before.
-    base = base_metadata(made.model.name_or_path, keeps_use=(scratch / MODULES).is_file())
+    base = base_metadata(name, keeps_use=(scratch / MODULES).is_file())
     if made.config is None:
         return build_recovered_card(made.report, base, where)
     return build_card(made.report, made.config, base, where)
