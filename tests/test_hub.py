@@ -21,7 +21,7 @@ from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.report.card.build import set_options
-from tests import cases
+from tests import cases, labelled
 from tests.loopback_hub import TOKEN, Repository
 
 ROOT = Path(__file__).parent.parent
@@ -94,6 +94,21 @@ def test_the_snippet_of_a_model_that_is_talked_to_talks(checkpoint, tmp_path, ca
     monkeypatch.chdir(tmp_path)
     exec(re.search(r"```python\n(.*?)```", card, re.S)[1], {})
     assert '"role": "user"' in card
+    assert capsys.readouterr().out.strip()
+
+
+def test_so_does_that_of_one_that_is_shown_pictures(tmp_path, capsys, monkeypatch):
+    """A text without the mark of an image would have no place for it."""
+    case = labelled.CASES["llava"]
+    model, processor = labelled.build("llava"), case.processor()
+    processor.chat_template = (
+        "{% for m in messages %}{% for c in m.content %}{{ '<image>' if c.type == 'image' else c.text }}{% endfor %}"
+        "{% endfor %}"
+    )
+    cases.prune(model, case.rows(), processing_class=processor, score="magnitude", output_dir=tmp_path / "shown")
+    case.rows()[0]["image"].save(tmp_path / "picture.png")
+    monkeypatch.chdir(tmp_path)
+    exec(re.search(r"```python\n(.*?)```", (tmp_path / "shown" / "README.md").read_text(), re.S)[1], {})
     assert capsys.readouterr().out.strip()
 
 

@@ -177,6 +177,14 @@ _CHAT = (
     'print(pipe(messages, max_new_tokens=40)[0]["generated_text"][-1]["content"])'
 )
 
+_CHAT_ABOUT_AN_IMAGE = (
+    "from transformers import pipeline\n\n"
+    'pipe = pipeline("image-text-to-text", model="{where}")\n'
+    'content = [{"type": "image", "url": "picture.png"}, {"type": "text", "text": "What is in this picture?"}]\n'
+    'written = pipe(text=[{"role": "user", "content": content}], max_new_tokens=40)\n'
+    'print(written[0]["generated_text"][-1]["content"])'
+)
+
 
 def _generation(auto_class: str, text: str) -> str:
     return (
@@ -244,6 +252,7 @@ _ROWS = (
         term="predicted tokens",
         predict=predicted_next,
         snippet=_pipeline("image-text-to-text", 'text="What is in this picture?", images="picture.png"'),
+        chat_snippet=_CHAT_ABOUT_AN_IMAGE,
     ),
     _WRITES,
     replace(_WRITES, name="translation"),
