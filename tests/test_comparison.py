@@ -18,6 +18,8 @@ from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.report.plots import save_comparison
+from gradprobe_hf.report.speed_figure import compared_shapes
 from gradprobe_hf.run.probing import probe_pair, schedule
 from gradprobe_hf.structures.unit_scores import UNIT_SCORES
 from tests import cases
@@ -265,6 +267,15 @@ def test_the_command(checkpoint, tmp_path, capsys):
     assert "a row is called 'mine' already" in capsys.readouterr().err
     assert main(["compare", str(checkpoint), "--methods", "nothing", *SMALL]) == 1
     assert "no method is called 'nothing'" in capsys.readouterr().err
+
+
+def test_a_row_of_infinite_perplexity_is_not_drawn(tmp_path):
+    read = {"model": "dense", "tokens_per_second": None, "prefill_seconds": {"values": [1.0]}}
+    speed = {"new_tokens": 2, "rows": [read]}
+    rows = [{"method": str(value), "removed": {}, "sparsity": 0.5, "perplexity": value} for value in (30.0, None, 20.0)]
+    dense = {"loss": 2.3, "perplexity": 10.0}
+    assert [name for name, _, _ in compared_shapes(rows, dense, speed, "perplexity")] == ["dense", "20.0", "30.0"]
+    assert len(save_comparison(rows, dense, "a text", tmp_path, speed)) == 2
 
 
 def test_no_number_of_a_table_is_cut(monkeypatch, capsys):

@@ -38,7 +38,8 @@ def compared_shapes(
 ) -> list[Point]:
     """The dense model and the rows of a comparison, the best of them first; zeros are as fast as the dense model."""
     faster = {row["model"]: times_as_fast(speed, row) for row in speed["rows"]}
-    found = [(row["method"], faster[shape_words(row["removed"]) or "dense"], row[key]) for row in rows]
+    drawn = [row for row in rows if row[key] is not None]  # an infinite one is nowhere
+    found = [(row["method"], faster[shape_words(row["removed"]) or "dense"], row[key]) for row in drawn]
     return [("dense", 1.0, dense[key]), *sorted(found, key=lambda point: point[2])]
 
 
