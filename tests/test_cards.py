@@ -15,7 +15,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.checkpoint.card_results import _same
 from gradprobe_hf.cli import main
 from gradprobe_hf.cli.output import print_pruning
-from gradprobe_hf.report.card.build import build_card
+from gradprobe_hf.report.card.build import build_card, datasets_read
 from gradprobe_hf.report.card.summary import summary
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.tasks.table import TASKS
@@ -136,6 +136,34 @@ def test_nor_is_one_that_is_sparse_and_does_not_say_so():
 def test_a_card_links_every_model_that_the_base_is_of(twice):
     report = Report.load(twice / "half")
     config = GradProbeConfig.from_pretrained(twice / "half")
+@pytest.mark.parametrize(("dtype", "said"), [("bfloat16", True), ("float32", False), (None, False)])
+def test_a_card_says_that_weights_were_converted(dtype, said, checkpoint):
+    options = {"evaluation": False, "apply": False, "progress": False, **({"dtype": dtype} if dtype else {})}
+    result = prune_pretrained(str(checkpoint), cases.config(score="magnitude"), **options)
+    card = build_card(result.report, result.config, {}, "out").text
+    assert ("Its weights were converted from float32 to bfloat16 before." in card) is said
+
+
+def test_a_card_names_the_data_sets_that_were_trained_on_too(twice):
+    report = Report.load(twice / "half")
+    assert datasets_read(report) is None  # a file
+    read = replace(report, calibration={**report.calibration, "dataset_id": "a/calibrated"})
+    assert datasets_read(read) == ["a/calibrated"]
+    for name, found in {"a/calibrated": ["a/calibrated"], "b/trained": ["a/calibrated", "b/trained"]}.items():
+        assert datasets_read(replace(read, recovery={"text": {"dataset_id": name}})) == found
+
+
+def test_the_memory_of_a_gpu_stands_beside_that_of_the_host(twice, capsys):
+    report = replace(Report.load(twice / "half"), memory={"peak_resident_bytes": 2 * 10**9})
+    print_pruning(report, "half")
+    assert "peak memory 2.00 GB\n" in capsys.readouterr().out
+    report = replace(report, memory={**report.memory, "peak_cuda_bytes": 5 * 10**9})
+    said = "peak memory 2.00 GB, on the GPU 5.00 GB"
+    print_pruning(report, "half")
+    assert f"{said}\n" in capsys.readouterr().out
+    assert f"{said}." in build_card(report, GradProbeConfig.from_pretrained(twice / "half"), {}, "half").text
+
+
     assert "`tiny-llama` (derived from [a/b](https://huggingface.co/a/b)) with" in summary(
         report, config, {"base_model": ["a/b"]}
     )

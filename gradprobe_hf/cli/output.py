@@ -368,7 +368,7 @@ def _cost(report: Report) -> str:
     if report.passes["backward"]:
         passes += f", {report.passes['backward']:.3g} backward"
     slowest = ", ".join(f"{stage}: {seconds:.0f} s" for stage, seconds in report.timings.items() if seconds >= 1)
-    return f"{slowest or 'under a second'}; {passes}; peak memory {report.memory['peak_resident_bytes'] / 1e9:.2f} GB"
+    return f"{slowest or 'under a second'}; {passes}; peak memory {report.peak}"
 
 
 class _Numbers(Table):

@@ -143,6 +143,12 @@ class Report:
         return self.zeros / self.weights
 
     @property
+    def peak(self) -> str:
+        """The highest memory of the process, and what a GPU had allocated, where there is one."""
+        host, gpu = self.memory["peak_resident_bytes"], self.memory.get("peak_cuda_bytes", 0)
+        return f"{host / 1e9:.2f} GB" + (f", on the GPU {gpu / 1e9:.2f} GB" if gpu else "")
+
+    @property
     def in_nats(self) -> bool:
         """Whether a loss is of a probability: a squared error is not, and of a loss of the user's own nobody knows."""
         return bool(self.model.get("loss_in_nats", True))  # not in reports of before

@@ -64,7 +64,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         blocks=block_rows(report),
         versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
         seconds=sum(report.timings.values()),
-        peak_gb=report.memory["peak_resident_bytes"] / 1e9,
+        peak=report.peak,
         warnings=report.warnings,
     )
 
