@@ -53,10 +53,13 @@ def _data_set(dataset_id: str | None, source: str) -> dict[str, Any]:
 
     >>> _data_set("Salesforce/wikitext", "Salesforce/wikitext:wikitext-2-raw-v1:test")["dataset_name"]
     'wikitext (wikitext-2-raw-v1), test'
+    >>> _data_set(None, "a Dataset (sst2)")["dataset_type"], _data_set(None, "pydoc (held out)")["dataset_type"]
+    ('Dataset', 'pydoc')
     """
     rest = source.removeprefix(f"{dataset_id}:").split(":") if dataset_id else []
     if dataset_id is None or not 1 <= len(rest) <= 2 or not source.startswith(f"{dataset_id}:"):
-        return {"dataset_type": dataset_id or source.split(" ")[0], "dataset_name": source}
+        kind = source.removeprefix("a ").split(" ")[0]  # of one in memory, "a Dataset (sst2)"
+        return {"dataset_type": dataset_id or kind, "dataset_name": source}
     *config, split = rest
     return {
         "dataset_type": dataset_id,

@@ -74,6 +74,7 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
     template = files("gradprobe_hf.model_cards").joinpath("recovered.md").read_text(encoding="utf-8")
     metadata = ModelCardData(
         **_described(report, base, ["gradprobe", "pruning", "sparse"]),
+        datasets=datasets_read(report),
         model_name=Path(where).name,
         eval_results=eval_results(report),
     )
@@ -114,7 +115,7 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
     dataset_id = (report.calibration or {}).get("dataset_id")
     return ModelCardData(
         **_described(report, base, ["gradprobe", "pruning", *_kinds(report), *pattern]),
-        datasets=[dataset_id] if dataset_id else None,
+        datasets=datasets_read(report),
         model_name=Path(where).name,
         eval_results=eval_results(report),
     )
@@ -124,6 +125,13 @@ def _described(report: Report, base: dict[str, Any], tags: list[str]) -> dict[st
     """What the base's card says, with what it is used with and for where that does not."""
     use = {"library_name": "transformers", "pipeline_tag": report.model["task"]}
     return {**use, **base, "tags": list(dict.fromkeys([*base.get("tags", ()), *tags]))}
+
+
+def datasets_read(report: Report) -> list[str] | None:
+    """Those of the Hub that it was calibrated on, or trained on afterwards."""
+    texts = (report.calibration, (report.recovery or {}).get("text"))
+    named = [one["dataset_id"] for one in texts if one and one.get("dataset_id")]
+    return list(dict.fromkeys(named)) or None
 
 
 def _kinds(report: Report) -> list[str]:
