@@ -69,6 +69,7 @@ class Loaded:
         processing_name: where its tokenizer or processor is; "": nowhere.
         adapter: that was folded into it.
         stored_as: the quantised type that its weights were stored in.
+        converted_from: the plain type that they were stored in, where they were loaded in another.
         warnings: what a report should say of the load.
     """
 
@@ -76,17 +77,19 @@ class Loaded:
     processing_name: str
     adapter: str | None = None
     stored_as: str | None = None
+    converted_from: str | None = None
     warnings: tuple[str, ...] = ()
 
     @property
     def origin(self) -> dict[str, Any]:
         """What a report says of it, where there is something: the `adapter` folded into it, and the model that is of
-        (`adapter_of`) if it was done before; `stored_as`; and of a pruned one the sparsity that it was `pruned_to`, the
-        `pattern` of its zeros, and the `structure` that went."""
+        (`adapter_of`) if it was done before; `stored_as`, `converted_from`; and of a pruned one the sparsity that it
+        was `pruned_to`, the `pattern` of its zeros, and the `structure` that went."""
         before = _said_before(self.model.config)
         # Reports are published, and paths tell about the machine.
         adapter = Path(self.adapter).name if self.adapter and Path(self.adapter).is_dir() else self.adapter
         found = {"adapter": adapter, "stored_as": self.stored_as, "structure": before.get("structure")}
+        found |= {"converted_from": self.converted_from}
         # What was made smaller since says what it had been pruned to before that, and not what of it is zero now.
         found |= {"pruned_to": before.get("sparsity") or before.get("pruned_to")}
         if before.get("pattern") != "unstructured":
@@ -214,7 +217,7 @@ def _load_checkpoint(
     kwargs = from_pretrained_kwargs | _of_gguf(from_pretrained_kwargs, config)
     bare = partial(skeleton, config, cls, trust_remote_code=kwargs.get("trust_remote_code"))
     kwargs |= _planned(kwargs, bare, limits)
-    stored_as = _stored_as(config, kwargs.get("gguf_file"))
+    stored_as, stored = _stored_as(config, kwargs.get("gguf_file")), getattr(config, "dtype", None)
     reinitialises = kwargs.get("ignore_mismatched_sizes", False)
     with ExitStack() as undo:
         scratch = None
@@ -237,7 +240,14 @@ def _load_checkpoint(
         model.config.__dict__.pop("quantization_config", None)
     keep_dequantized(model)
     forget_false_ties(model)
-    return Loaded(model, model.name_or_path, stored_as=stored_as, warnings=unused)
+    plain = None if stored_as or kwargs.get("dtype") in (None, "auto") or stored in (None, model.dtype) else str(stored)
+    return Loaded(
+        model,
+        model.name_or_path,
+        stored_as=stored_as,
+        converted_from=plain and plain.removeprefix("torch."),
+        warnings=unused,
+    )
 
 
 def _of_gguf(given: Mapping[str, Any], config: PreTrainedConfig) -> dict[str, Any]:

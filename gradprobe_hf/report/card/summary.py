@@ -48,6 +48,8 @@ def origins(model: dict[str, Any]) -> list[str]:
         said.append(f"The model it was made of had been pruned already, to a sparsity of {model['pruned_to']:.1%}.")
     if "structure" in model:
         said.append(f"It had been made smaller before: without {shape_words(model['structure'])}.")
+    if "converted_from" in model:
+        said.append(f"Its weights were converted from {model['converted_from']} to {model['dtype']} before.")
     if "stored_as" in model:
         said.append(f"Its weights were dequantised from {model['stored_as']}, and have that rounding in them.")
     return said
