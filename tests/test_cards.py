@@ -129,13 +129,13 @@ def test_nor_is_one_that_is_sparse_and_does_not_say_so():
     options = {"text": rows, "evaluation": False, "progress": False}
     found = recover_pretrained(again, cases.build("llama"), RecoveryConfig(steps=1, batch_size=2), **options)
     assert found.report.beside.column == "dense"
+    card = build_card(found.report, again.config, {}, "recovered").text
+    assert "| zeros in the pruned matrices | - | 70." in card
+    assert "towards the predictions of the dense model (" in card
     half = {**found.report.recovery["teacher"], "is_sparse": True}
     assert replace(found.report, recovery={"teacher": half}).beside.column == "before"
 
 
-def test_a_card_links_every_model_that_the_base_is_of(twice):
-    report = Report.load(twice / "half")
-    config = GradProbeConfig.from_pretrained(twice / "half")
 @pytest.mark.parametrize(("dtype", "said"), [("bfloat16", True), ("float32", False), (None, False)])
 def test_a_card_says_that_weights_were_converted(dtype, said, checkpoint):
     options = {"evaluation": False, "apply": False, "progress": False, **({"dtype": dtype} if dtype else {})}
@@ -164,6 +164,9 @@ def test_the_memory_of_a_gpu_stands_beside_that_of_the_host(twice, capsys):
     assert f"{said}." in build_card(report, GradProbeConfig.from_pretrained(twice / "half"), {}, "half").text
 
 
+def test_a_card_links_every_model_that_the_base_is_of(twice):
+    report = Report.load(twice / "half")
+    config = GradProbeConfig.from_pretrained(twice / "half")
     assert "`tiny-llama` (derived from [a/b](https://huggingface.co/a/b)) with" in summary(
         report, config, {"base_model": ["a/b"]}
     )

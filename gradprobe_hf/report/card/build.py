@@ -56,7 +56,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         speed=_speed(report),
         config=yaml.safe_dump(set_options(config), sort_keys=False).strip(),
         sparsity=report.sparsity,
-        dense_sparsity=sum(row.zeros_before for row in report.matrices) / report.weights,
+        dense_sparsity=_dense_sparsity(report),
         zeros=report.zeros,
         zeros_before=sum(row.zeros_before for row in report.matrices),
         weights=report.weights,
@@ -98,6 +98,13 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
     )
 
 
+def _dense_sparsity(report: Report) -> str:
+    """Zeros of the model that all is beside; those of another one than was pruned here were not counted."""
+    return (
+        "-" if report.recovered_towards else f"{sum(row.zeros_before for row in report.matrices) / report.weights:.2%}"
+    )
+
+
 def _speed(report: Report) -> dict[str, Any] | None:
     speed = report.speed
     return speed and {"rows": measurements(speed), "protocol": protocol(speed, report.made_of.whose)}
@@ -112,7 +119,6 @@ def _as_decided(report: Report, config: GradProbeConfig) -> GradProbeConfig:
 
 def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], where: str) -> ModelCardData:
     pattern = () if config.group is None else (f"sparsity-{config.pattern.replace(':', '-')}",)
-    dataset_id = (report.calibration or {}).get("dataset_id")
     return ModelCardData(
         **_described(report, base, ["gradprobe", "pruning", *_kinds(report), *pattern]),
         datasets=datasets_read(report),
@@ -121,17 +127,17 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
     )
 
 
-def _described(report: Report, base: dict[str, Any], tags: list[str]) -> dict[str, Any]:
-    """What the base's card says, with what it is used with and for where that does not."""
-    use = {"library_name": "transformers", "pipeline_tag": report.model["task"]}
-    return {**use, **base, "tags": list(dict.fromkeys([*base.get("tags", ()), *tags]))}
-
-
 def datasets_read(report: Report) -> list[str] | None:
     """Those of the Hub that it was calibrated on, or trained on afterwards."""
     texts = (report.calibration, (report.recovery or {}).get("text"))
     named = [one["dataset_id"] for one in texts if one and one.get("dataset_id")]
     return list(dict.fromkeys(named)) or None
+
+
+def _described(report: Report, base: dict[str, Any], tags: list[str]) -> dict[str, Any]:
+    """What the base's card says, with what it is used with and for where that does not."""
+    use = {"library_name": "transformers", "pipeline_tag": report.model["task"]}
+    return {**use, **base, "tags": list(dict.fromkeys([*base.get("tags", ()), *tags]))}
 
 
 def _kinds(report: Report) -> list[str]:

@@ -37,8 +37,9 @@ def _teacher(report: Report) -> str:
     teacher = report.recovered_towards
     if teacher is None:
         return f"{report.made_of.whose} predictions"
+    name = f"`{teacher['name']}`" if teacher["name"] else "the dense model"
     return (
-        f"the predictions of `{teacher['name']}` ({teacher['parameters']:,} parameters), which all that was measured "
+        f"the predictions of {name} ({teacher['parameters']:,} parameters), which all that was measured "
         f"is beside; the model that was pruned here has {report.model['parameters']:,}"
     )
 
