@@ -51,9 +51,8 @@ INTERRUPTED = 130  # what a shell reports for a command stopped by Ctrl-C
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = argparse.Namespace()
-    if isinstance(
-        sys.stdout, io.TextIOWrapper
-    ):  # a pipe of another encoding: a text or name that it has no letters for
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A pipe may have another encoding, without letters for a text or a name that is printed.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         options = read(sys.argv[1:] if arguments is None else arguments)
