@@ -278,6 +278,13 @@ def test_a_row_of_infinite_perplexity_is_not_drawn(tmp_path):
     assert len(save_comparison(rows, dense, "a text", tmp_path, speed)) == 2
 
 
+def test_a_name_with_dollars_in_it_is_no_formula(tmp_path):
+    r"""matplotlib would look for a command \none."""
+    rows = [{"method": r"$\none$", "removed": {}, "sparsity": 0.5, "perplexity": 30.0}]
+    made = save_comparison(rows, {"loss": 2.3, "perplexity": 10.0}, r"$\none$.txt", tmp_path)
+    assert [path.name for path in made] == ["comparison.png"]
+
+
 def test_no_number_of_a_table_is_cut(monkeypatch, capsys):
     """In a pipe or a log, which rich takes to be 80 characters wide, and where the metric has a long name."""
     passes = {"forward": 4.0, "backward": 1.0}

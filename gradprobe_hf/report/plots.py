@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@contextmanager
+def _as_written() -> Iterator[None]:
+    """What stands between two dollars is no formula: names of files and methods are the user's."""
+    from matplotlib import rc_context
+
+    with rc_context({"text.parse_math": False}):
+        yield
+
+
+@_as_written()
 def save_plots(report: Report, directory: Path) -> list[Path]:
     """Write the PNG files that the card shows; returns their paths."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -148,6 +159,7 @@ def perplexity_figure(report: Report) -> Figure:
     return figure
 
 
+@_as_written()
 def save_comparison(
     rows: Sequence[Mapping[str, Any]],
     dense: Mapping[str, Any],
