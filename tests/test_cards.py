@@ -16,6 +16,7 @@ from gradprobe_hf.checkpoint.card_results import _same
 from gradprobe_hf.cli import main
 from gradprobe_hf.cli.output import print_pruning
 from gradprobe_hf.report.card.build import build_card, datasets_read
+from gradprobe_hf.report.card.snippet import loading_snippet
 from gradprobe_hf.report.card.summary import summary
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.tasks.table import TASKS
@@ -347,6 +348,13 @@ def test_code_that_transformers_has_a_class_for_is_not_asked_for(checkpoint, tmp
     card = (tmp_path / "half" / "README.md").read_text()
     assert "plain transformers checkpoint" in " ".join(card.split())
     assert "trust_remote_code" not in card
+
+
+def test_a_class_of_the_user_s_is_not_imported_from_transformers(twice):
+    report = Report.load(twice / "half")
+    for name, shown in {"LlamaForCausalLM": "LlamaForCausalLM", "MineForCausalLM": "AutoModelForCausalLM"}.items():
+        alone = replace(report, model={**report.model, "class": name, "processing_class": "NoneType"})
+        assert f"from transformers import {shown}\n" in loading_snippet(alone, "out")
 
 
 def test_every_snippet_names_the_model_where_it_can_be_told_to_trust():
