@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
     check_paths(options.model, {})
     loaded = load_config(options.model, **given(options, "revision", "trust_remote_code"))
     cls = chosen_class(loaded, auto_classes(config.task))
-    dtype = options.dtype or (measured and measured.model["dtype"])
+    dtype = options.dtype or (None if measured is None else measured.model["dtype"])
     model = skeleton(loaded, cls, dtype=dtype, **given(options, "trust_remote_code"))
     targets = find_targets(model, config.include, config.exclude)
     if measured is not None:
