@@ -69,6 +69,17 @@ def test_masked_adapters_lose_nothing_at_the_merge(name, tmp_path):
     assert not hooks_of(merged)
 
 
+@pytest.mark.parametrize("wrapper", [torch.compile, torch.nn.DataParallel])
+def test_a_model_that_is_wrapped_is_merged_as_the_one_inside(wrapper):
+    model, masks = adapted(init_lora_weights=False)
+    with masked_adapters(wrapper(model), masks):
+        before = logits(model)
+        merged, report = merge_with_masks(wrapper(model), masks)
+    assert zeros(merged, masks) == (0, 0)
+    assert report.total_lost == 0
+    torch.testing.assert_close(logits(merged), before, rtol=1e-4, atol=1e-5)
+
+
 def test_masked_adapters_have_the_gradient_of_the_masked_product():
     model, _ = adapted()
     model = model.double()

@@ -31,6 +31,7 @@ from gradprobe_hf.training.lora_layers import (
     lora_layers,
     other_zeros,
     update,
+    without_containers,
 )
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
     """Merge the active adapters of a PEFT model into its weights, and set pruned weights to zero again.
 
     Args:
-        model: a `PeftModel` with LoRA adapters. Do not use it afterwards, as with `merge_and_unload`.
+        model: a `PeftModel` with LoRA adapters, wrapped or not. Do not use it afterwards, as with `merge_and_unload`.
         masks: weight name (in the model without adapters) -> bool `[out, in]`, True = pruned; a `PruneResult`; or
             `"from-zeros"`, the weights that are zero before the merge. Zeros of matrices without a mask are kept too.
 
@@ -89,6 +90,7 @@ def merge_with_masks(model: Any, masks: AdapterMasks = "from-zeros") -> tuple[nn
         print(report)  # how much of the update the masks dropped
         ```
     """
+    model = without_containers(model)
     layers = lora_layers(model)
     if not hasattr(model, "merge_and_unload"):
         raise TypeError(
@@ -123,7 +125,7 @@ def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[
     Costs a matrix product as large as the weight's own in every layer with an adapter; plain LoRA costs next to none.
 
     Args:
-        model: a `PeftModel` with LoRA adapters.
+        model: a `PeftModel` with LoRA adapters, wrapped or not.
         masks: as for `merge_with_masks`.
 
     Raises:
@@ -138,6 +140,7 @@ def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[
             model, report = merge_with_masks(peft_model)  # report.total_lost == 0
         ```
     """
+    model = without_containers(model)
     layers = lora_layers(model)
     given = given_masks(model, layers, masks)
     of_layers = layer_masks(model, layers, given)

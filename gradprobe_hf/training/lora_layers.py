@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 
 from gradprobe_hf.checkpoint.result import PruneResult
@@ -20,6 +21,11 @@ AdapterMasks = Mapping[str, Tensor] | PruneResult | Literal["from-zeros"]
 REWRITING = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 _WRAPPERS = re.compile(r"(\.token_adapter)?\.(base_layer|original_module)(?=\.)")
+
+
+def without_containers(model: Any) -> Any:
+    """A model without DDP and `torch.compile` around it: in those its parameters have other names than when merged."""
+    return extract_model_from_parallel(model, keep_torch_compile=False) if isinstance(model, nn.Module) else model
 
 
 def lora_layers(model: Any) -> dict[str, Any]:
