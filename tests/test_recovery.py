@@ -273,6 +273,14 @@ def test_what_cannot_work_is_said_before_anything_is_trained(change, said, text_
         recover_pretrained(**given, processing_class=cases.tokenizer(), progress=False)
 
 
+@pytest.mark.parametrize(("launched", "how"), [("FSDP", "sharded by FSDP2"), ("DEEPSPEED", "given to DeepSpeed")])
+def test_what_a_launcher_shards_is_refused_before_any_text_is_written(launched, how, monkeypatch):
+    monkeypatch.setenv(f"ACCELERATE_USE_{launched}", "true")
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.read_text", None)
+    with pytest.raises(ValueError, match=f"recovery trains all weights, and those of this model are {how}"):
+        recover_pretrained(half_pruned()[0], cases.build("llama"), processing_class=cases.tokenizer(), progress=False)
+
+
 def test_each_model_has_a_revision_of_its_own(monkeypatch, tmp_path):
     asked = {}
 

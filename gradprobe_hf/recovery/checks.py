@@ -24,6 +24,9 @@ from gradprobe_hf.run.apply import check_whole
 from gradprobe_hf.run.request.checks import check_paths
 from gradprobe_hf.tasks.table import task_of_class
 
+# What `accelerate launch` tells a Trainer to do with the weights.
+_LAUNCHED = {"ACCELERATE_USE_FSDP": "sharded by FSDP2", "ACCELERATE_USE_DEEPSPEED": "given to DeepSpeed"}
+
 
 def check_models(pruned: Any, teacher: Any, from_pretrained_kwargs: Mapping[str, Any]) -> None:
     """Raise for arguments that cannot be models, paths that are not there, and what loads them in a way unlike ours.
@@ -139,8 +142,9 @@ def check_trainable(model: PreTrainedModel, option: str) -> None:
             f"{option} compares predictions of one token or class out of several, and a {type(model).__name__} makes "
             "others. Fine-tune it with gradprobe_hf.training.SparsityCallback, which keeps its zeros."
         )
-    if is_offloaded(model) or is_sharded(model) or os.environ.get("ACCELERATE_USE_FSDP") == "true":
-        where = "offloaded" if is_offloaded(model) else "sharded by FSDP2"
+    launched = next((how for name, how in _LAUNCHED.items() if os.environ.get(name) == "true"), "")
+    if is_offloaded(model) or is_sharded(model) or launched:
+        where = "offloaded" if is_offloaded(model) else launched or "sharded by FSDP2"
         raise ValueError(
             f"{option} trains all weights, and those of this model are {where}. Prune it first, and train the "
             "checkpoint where a whole model fits on each device, or with adapters alone: `gradprobe recover --lora-r "
