@@ -289,6 +289,23 @@ def test_gradient_spikes(clips):
     assert ProfileReport.from_dict(json.loads(report.json())).markdown() == report.markdown()
 
 
+def test_a_step_that_a_scaler_leaves_out_is_no_spike():
+    """As most runs in float16 begin. A fused optimizer is called for it all the same."""
+    model = planted.Net()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=1e-30)
+    with profiled(schedule=Schedule(3, 1, 1, 3)) as profiler:
+        while not profiler.done:
+            scaler.scale(100 * model(torch.ones(4, planted.WIDTH)).sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    report = profiler.report()
+    assert len(report.observation.gradient_norms) == 5, "of six steps"
+    assert all(map(math.isfinite, report.observation.gradient_norms))
+    assert "gradient spikes" not in kinds(report)
+
+
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
 def test_gradients_that_are_no_numbers_are_found_and_the_report_is_json(factor, tmp_path):
     seen = planted.train().observation

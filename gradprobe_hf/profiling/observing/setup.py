@@ -28,19 +28,22 @@ class SetupWatch:
     _place: Place | None = None
     _stepped: dict[int, Tensor] = field(default_factory=dict)
     _with_gradient: set[int] = field(default_factory=set)
-    _norms: list[Tensor] = field(default_factory=list)
+    _norms: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
 
     def note_norm(self, optimizer: Optimizer) -> None:
-        """Of what an optimizer steps with. It stays on its device: reading it would wait for it."""
+        """Of what an optimizer steps with. It stays on its device: reading it would wait for it.
+
+        A GradScaler calls a fused optimizer for gradients that are no numbers, too, and tells it not to step.
+        """
         gradients = [one.grad for one in parameters_of(optimizer) if one.grad is not None]
         # A sharded one would need a collective.
         if gradients and all(type(one) is Tensor and not one.is_sparse for one in gradients):
             with torch._C.DisableTorchFunction(), torch.no_grad():
-                self._norms.append(torch.nn.utils.get_total_norm(gradients))
+                self._norms.append((torch.nn.utils.get_total_norm(gradients), getattr(optimizer, "found_inf", None)))
 
     def norms(self) -> tuple[float, ...]:
-        """Of each step that was looked at, in order."""
-        return tuple(float(one) for one in self._norms)
+        """Of each step that was looked at, and made, in order."""
+        return tuple(float(norm) for norm, left_out in self._norms if left_out is None or not left_out.any())
 
     def begin_again(self) -> None:
         """What was seen of steps so far is dropped."""
