@@ -6,10 +6,12 @@ import itertools
 import json
 import logging
 import math
+import queue
 import re
 import runpy
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +29,7 @@ from transformers import Trainer
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.profiling import ProfileCallback, ProfileReport, Schedule, profiled
 from gradprobe_hf.profiling.findings import CHECKS, findings_of
+from gradprobe_hf.profiling.fixing.changes import CHANGES
 from gradprobe_hf.profiling.fixing.trial import run_trial
 from gradprobe_hf.profiling.observing import step_trace
 from gradprobe_hf.profiling.observing.observation import Compilation
@@ -93,6 +96,30 @@ def test_a_loader_that_is_waited_for():
     assert found.share == pytest.approx(report.shares["data loading"], abs=0.02)
     assert found.severity == "high"
     assert "Rows; no worker" in found.evidence
+
+
+def test_a_loader_that_another_thread_waits_for():
+    """What it waits is none of the step's."""
+    loader, batches = iter(DataLoader(planted.Rows(sleep=1e-3), 4)), queue.Queue(maxsize=1)
+
+    def fetch():
+        for _ in range(planted.SHORT.steps + 1):
+            batches.put(next(loader))
+
+    model = planted.Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+    with profiled(model, schedule=planted.SHORT) as profiler:
+        threading.Thread(target=fetch, daemon=True).start()
+        while not profiler.done:
+            model(batches.get()).mean().backward()
+            optimizer.step()
+    report = profiler.report()
+    assert report.shares["data loading"] == 0
+    assert "data loading" not in kinds(report)
+    assert report.not_evaluable["data loading"] == report.not_evaluable["padding"]
+    assert report.not_evaluable["padding"] == "a thread of the script's own fetches the batches, beside the steps"
+    assert not report.throughput
+    assert CHANGES["batch-size"].needless(report.observation) == "how many samples a step has is not known"
 
 
 def test_padding_in_a_loop():

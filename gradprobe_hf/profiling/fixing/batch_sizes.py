@@ -14,7 +14,7 @@ from statistics import median
 import torch
 
 from gradprobe_hf.estimation.growth import most_that_fit
-from gradprobe_hf.profiling.fixing.changes import LARGEST, of_batch
+from gradprobe_hf.profiling.fixing.changes import CHANGES, LARGEST, of_batch
 from gradprobe_hf.profiling.fixing.fix import Fix
 from gradprobe_hf.profiling.fixing.fixes import Runs
 from gradprobe_hf.profiling.fixing.trial import Trial
@@ -46,7 +46,7 @@ def unknown_room(seen: Observation) -> str | None:
     kind = torch.device(seen.device).type
     if kind not in ("cpu", "cuda"):
         return f"the free memory of {seen.device} is not known"
-    return None if seen.loaders and seen.contents else "no torch DataLoader was used"
+    return CHANGES[of_batch(2)].needless(seen)
 
 
 def try_batch_sizes(runs: Runs) -> BatchSizes:

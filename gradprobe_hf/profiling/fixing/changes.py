@@ -243,7 +243,9 @@ def _no_copies(seen: Observation) -> str | None:
 
 
 def _no_loader(seen: Observation) -> str | None:
-    return None if seen.loaders and seen.contents else "no torch DataLoader was used"
+    if not seen.loaders:
+        return "no torch DataLoader was used"
+    return None if seen.contents else "how many samples a step has is not known"
 
 
 def _no_eager(seen: Observation) -> str | None:

@@ -47,6 +47,7 @@ from gradprobe_hf.profiling.observing.step_trace import StepTrace
 Phase = Literal["warmup", "timed", "traced", "located"]
 _ORDER: tuple[Phase, ...] = ("warmup", "timed", "traced", "located")
 _PICTURED = 3  # steps of which every stretch is kept
+_BESIDE = "a thread of the script's own fetches the batches, beside the steps"
 
 
 class Recorder:
@@ -317,6 +318,10 @@ class Recorder:
         return None if seconds is None else _share(seconds, self._seconds["traced"])
 
     def _waited(self, wait: Wait, batch: Any, iterator: Any) -> None:
+        if not self.clock.is_mine:  # what a step waits for that thread is "other", and which step has the batch unknown
+            self._missing |= dict.fromkeys(("data loading", "padding"), _BESIDE)
+            self._step_waits.append(replace(wait, seconds=0.0))
+            return
         self._loaders.fetched(iterator, wait.processes)
         self._step_waits.append(wait)
         self.saw(batch)

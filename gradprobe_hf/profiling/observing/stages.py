@@ -39,6 +39,11 @@ class StageClock:
         self._spans: deque[tuple[str, float, float]] = deque(maxlen=_SPANS)
 
     @property
+    def is_mine(self) -> bool:
+        """Whether the thread that asks is the one that is measured."""
+        return threading.get_ident() == self._thread
+
+    @property
     def stage(self) -> str:
         return self._stack[-1]
 
@@ -52,13 +57,13 @@ class StageClock:
         return tuple(Span(stage, a - begin, b - begin) for stage, a, b in self._spans if a >= begin)
 
     def enter(self, stage: str) -> None:
-        if threading.get_ident() == self._thread:
+        if self.is_mine:
             self._turn()
             self._stack.append(stage)
 
     def leave(self, stage: str) -> None:
         """An exception may have left the stages inside of it without a word."""
-        if threading.get_ident() == self._thread and stage in self._stack[1:]:
+        if self.is_mine and stage in self._stack[1:]:
             self._turn()
             while self._stack.pop() != stage:
                 pass
