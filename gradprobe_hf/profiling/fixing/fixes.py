@@ -93,6 +93,9 @@ class _Trials:
             if not changed.done:
                 self.failed[name] = "it found nothing to change"
                 continue
+            if _goes_wrong(changed) and not _goes_wrong(before):
+                self.failed[name] = "a loss is no number with it"  # however fast it is
+                continue
             after = self._unchanged()
             self._beside.setdefault(name, []).append(_Beside(before, changed, after))
             logger.info("%s: %.2f times as fast", name, self._beside[name][-1].gain)
@@ -207,9 +210,13 @@ def _losses(found: list[_Beside]) -> str:
     return f"the same within {changed:.1g}" if changed <= _ROUNDING else f"differs by up to {changed:.2g} (relative)"
 
 
+def _goes_wrong(trial: Trial) -> bool:
+    return not all(map(math.isfinite, trial.losses))
+
+
 def _difference(one: Trial, other: Trial) -> float:
     """Largest relative difference of two losses of one step."""
     pairs: list[Any] = list(zip(one.losses, other.losses, strict=False))
-    if not pairs or any(not (math.isfinite(a) and math.isfinite(b)) for a, b in pairs):
+    if not pairs or _goes_wrong(one) or _goes_wrong(other):
         return math.nan
     return max(abs(a - b) / max(abs(a), abs(b), 1e-12) for a, b in pairs)
