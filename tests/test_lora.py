@@ -80,6 +80,19 @@ def test_a_model_that_is_wrapped_is_merged_as_the_one_inside(wrapper):
     torch.testing.assert_close(logits(merged), before, rtol=1e-4, atol=1e-5)
 
 
+def test_a_model_that_was_compiled_before_is_masked_too():
+    layer = torch.nn.Sequential(torch.nn.Linear(8, 8, bias=False))
+    with torch.no_grad():
+        layer[0].weight[:, ::2] = 0
+    model = peft.get_peft_model(layer, peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights=False))
+    compiled, x = torch.compile(model, backend="eager"), torch.ones(1, 8)
+    plain = compiled(x)
+    with masked_adapters(compiled):
+        assert torch.equal(compiled(x), model(x))
+        assert not torch.allclose(compiled(x), plain)
+    assert torch.equal(compiled(x), plain)
+
+
 def test_masked_adapters_have_the_gradient_of_the_masked_product():
     model, _ = adapted()
     model = model.double()

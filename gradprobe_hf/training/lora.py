@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -153,11 +154,20 @@ def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[
             ", ".join(unmasked[:3]),
         )
     handles = [layer.register_forward_hook(_SubtractPruned(of_layers[name])) for name, layer in layers.items()]
+    _forget_compilations()
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+        _forget_compilations()
+
+
+def _forget_compilations() -> None:
+    """What torch.compile has made so far goes on without a hook that is new, and with one that is gone: by default no
+    guard looks for them (torch._dynamo.config.skip_nnmodule_hook_guards)."""
+    if "torch._dynamo" in sys.modules:  # else nothing was compiled
+        torch.compiler.reset()
 
 
 class _SubtractPruned:
