@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -454,6 +456,34 @@ def test_a_folder_with_other_files_is_refused_and_they_stay(tmp_path):
         prune_pretrained(model, config, resume_dir=state / "in", output_dir=state, progress=False)
     with pytest.raises(ValueError, match=r"^offload_folder=.* is, or is in, .*\(--offload-folder\)"):
         recover_pretrained(model, "dense", offload_folder=state / "in", output_dir=state, progress=False)
+
+
+@pytest.mark.parametrize("resumes", [False, True], ids=["temporary", "resume_dir"])
+def test_a_disk_without_room_for_the_state_is_told_before_the_work(resumes, text_file, tmp_path, monkeypatch):
+    state, dense, (student, _) = (tmp_path / "state") if resumes else None, cases.build(DENSE), half_pruned()
+    needed = (4 + 12 * resumes) * dense.num_parameters()  # of one step there is one checkpoint
+    usage = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
+    monkeypatch.setattr("gradprobe_hf.recovery.resuming.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.evaluation_of", lambda *_: 1 / 0)
+    remedy = r"resume_dir \(--resume-dir\)" if resumes else "TMPDIR"
+    options = {"resume_dir": state, "processing_class": cases.tokenizer(), "progress": False}
+    with pytest.raises(OSError, match=f"state of the training needs about .* are free: .*{remedy}"):
+        recover_pretrained(student, dense, RecoveryConfig(steps=1), **options)
+    with pytest.raises(ZeroDivisionError):  # adapters are small
+        recover_pretrained(student, dense, RecoveryConfig(steps=1, lora_r=1), **options)
+    config = GradProbeConfig(recovery_steps=1, num_samples=4, sequence_length=16)
+    with pytest.raises(OSError, match=remedy):
+        prune_pretrained(dense, config, calibration=str(text_file), evaluation=False, **options)
+
+
+@pytest.mark.parametrize("error", [SafetensorError("No space left"), RuntimeError("inline_container.cc:8] failed")])
+def test_a_disk_that_becomes_full_is_an_os_error(error, monkeypatch):
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr("gradprobe_hf.recovery.trainer.save_file", full)
+    with pytest.raises(OSError, match=r"cannot be written in .*TMPDIR"):
+        trained(half_pruned()[0], cases.build(DENSE))
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path, monkeypatch):

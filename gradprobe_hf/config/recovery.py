@@ -57,8 +57,8 @@ class RecoveryConfig(Options):
             its predictions, made when they are needed.
         lora_r: rank of LoRA adapters that are trained in place of the weights, inside the mask, and folded in. Default:
             all kept weights are trained.
-        bf16: compute in bfloat16 (autocast), with weights and optimizer in float32. `"auto"`: where the dense model is
-            stored so.
+        bf16: compute in bfloat16 (autocast), with weights and optimizer in float32. `"auto"`: where the pruned model
+            is stored so.
         gradient_checkpointing: recompute each block in the backward pass instead of storing its activations.
         task: what both models are for, as the Hub calls it: `"text-generation"`, `"text-classification"`, ... It
             decides how checkpoints are loaded, and how rows of a data set become batches. Default: what the class of

@@ -28,7 +28,7 @@ from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.recovery.adapters import with_adapters
-from gradprobe_hf.recovery.resuming import PREDICTIONS, checkpoint_to_resume, ended_state, seconds_until
+from gradprobe_hf.recovery.resuming import PREDICTIONS, checkpoint_to_resume, disk_errors, ended_state, seconds_until
 from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
 from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.recovery.trainer import (
@@ -174,6 +174,7 @@ def distil(
     best = BestState(place.folder, config.early_stopping_patience)
     with (
         memory_errors(place.stopwatch, remedies(config)),
+        disk_errors(place.folder, place.resumable),
         place.stopwatch("recovery"),
         _training_modes(student, torch.bfloat16 if bf16 else None, frozen),
         _kept_zero(student, targets, masks, config) as (trains, keepers),

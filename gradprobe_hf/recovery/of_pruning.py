@@ -25,6 +25,7 @@ from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.distil import Workplace, distil, teacher_of, weights_of, workplace
 from gradprobe_hf.recovery.result import Taught, described, described_recovery
+from gradprobe_hf.recovery.resuming import check_state_fits
 from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, read_text
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.context import RunContext
@@ -53,7 +54,9 @@ class RecoveredWeights:
     metric: float | None
 
 
-def text_read_before(context: RunContext, calibration: Any) -> RecoveryText | None:
+def text_read_before(
+    context: RunContext, calibration: Any, resume_dir: str | Path | None = None
+) -> RecoveryText | None:
     """The text that is trained on, read before any work; None of what the model has yet to write itself.
 
     Args:
@@ -61,8 +64,10 @@ def text_read_before(context: RunContext, calibration: Any) -> RecoveryText | No
 
     Raises:
         ValueError: it cannot be trained on, or is measured on, too.
+        OSError: the state of the training does not fit on the disk.
     """
     source, config = _source(context, calibration), _config(context)
+    check_state_fits(None if resume_dir is None else Path(resume_dir) / FOLDER, context.model, config)
     check_written(context.model, source)
     if is_written(source):
         return None

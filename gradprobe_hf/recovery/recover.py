@@ -37,7 +37,7 @@ from gradprobe_hf.recovery.result import (
     report_without_pruning,
     timings_of,
 )
-from gradprobe_hf.recovery.resuming import check_begun, check_own
+from gradprobe_hf.recovery.resuming import check_begun, check_own, check_state_fits
 from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, read_text, task_of
 from gradprobe_hf.run.apply import replaced
 from gradprobe_hf.run.request.checks import check_columns, check_names, check_processing_class
@@ -140,6 +140,7 @@ def recover_pretrained(
     if resume_dir is not None:
         of = {"weights": weights_fingerprint(student.model), "teacher": weights_fingerprint(dense.model)}
         check_begun(Path(resume_dir), config, processes, **of)
+    check_state_fits(None if resume_dir is None else Path(resume_dir), student.model, config)
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
     with (
         upcast_products(dense.model, student.model),

@@ -1,17 +1,29 @@
-"""What a recovery keeps in its folder: what it is of, so that another run is refused, and checkpoints to go on from."""
+"""What a recovery keeps in its folder: what it is of, so that another run is refused, and checkpoints to go on from.
+
+The best state is there in any case: it is no folder of the user's where the run is not to be resumed.
+"""
 
 from __future__ import annotations
 
+import errno
 import json
-from collections.abc import Mapping
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
+from torch import nn
 from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.model.files.offload_store import existing_parent
+from gradprobe_hf.model.parameters import parameter_count
 from gradprobe_hf.recovery.trainer import BEST_NAME, SECONDS_NAME, BestState, held_out
 from gradprobe_hf.runtime.option_checks import is_within
 from gradprobe_hf.runtime.processes import Processes
@@ -19,6 +31,50 @@ from gradprobe_hf.runtime.processes import Processes
 IDENTITY_NAME = "recovery.json"
 PREDICTIONS = "teacher"
 _OWN = (IDENTITY_NAME, BEST_NAME, PREDICTIONS, "own_text-*", "checkpoint-*")  # all that a recovery writes in its folder
+
+_BEST_BYTES, _CHECKPOINT_BYTES = 4, 12  # of each parameter: itself in float32, and AdamW's two moments beside it
+_NAMED = "choose another resume_dir (--resume-dir)"
+_TEMPORARY = "name a folder with more room in the environment variable TMPDIR"
+
+
+def check_state_fits(folder: Path | None, model: nn.Module, config: RecoveryConfig) -> None:
+    """Raise OSError, before any text is written, where the state of a training does not fit on the disk.
+
+    Args:
+        folder: to resume from; None: a temporary one.
+        model: that trains.
+    """
+    if config.lora_r is not None:  # adapters are small
+        return
+    where = existing_parent((folder or Path(tempfile.gettempdir())).absolute())
+    each, there = _BEST_BYTES, 0
+    if folder is not None:
+        # An older checkpoint is removed once the next one is whole.
+        each += _CHECKPOINT_BYTES * min(2, math.ceil(config.steps / config.save_steps))
+        kept = [folder / BEST_NAME, *folder.glob("checkpoint-*/*")]
+        there = sum(path.stat().st_size for path in kept if path.is_file())
+    needed, free = each * parameter_count(model) - there, shutil.disk_usage(where).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"the state of the training needs about {needed / 1e6:,.0f} MB there and {free / 1e6:,.0f} MB are free: "
+            f"{_TEMPORARY if folder is None else _NAMED}",
+            str(where),
+        )
+
+
+@contextmanager
+def disk_errors(folder: Path, resumable: bool) -> Iterator[None]:
+    """A disk that is full as an OSError that says what would help: to safetensors and to torch it is another error."""
+    try:
+        yield
+    except (SafetensorError, RuntimeError) as error:
+        if not isinstance(error, SafetensorError) and "inline_container" not in str(error):  # torch.save's file format
+            raise
+        raise OSError(
+            f"the state of the training cannot be written in {folder}: {str(error).splitlines()[0]}. To have more "
+            f"room, {_NAMED if resumable else _TEMPORARY}."
+        ) from error
 
 
 def check_own(folder: Path, output_dir: str | Path | None) -> None:
