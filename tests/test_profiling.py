@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import logging
@@ -146,6 +147,30 @@ def test_shares_are_of_all_of_a_step():
     assert sum(seen.stages.values()) == pytest.approx(sum(seen.timed), rel=0.05)
     assert report.throughput == {"samples_per_second": pytest.approx(64 / report.step_seconds["mean"])}
     assert {"aten::addmm", "aten::mm"} & {one.name for one in seen.operators}
+
+
+def test_a_step_that_fails_has_no_time_of_those_behind_it():
+    """A loop goes on when memory was short, say."""
+
+    class Failing(torch.optim.SGD):
+        fails = True
+
+        def step(self, closure=None):
+            if self.fails:
+                self.fails = False
+                raise RuntimeError("out of memory")
+            return super().step(closure)
+
+    model = planted.Net()
+    optimizer = Failing(model.parameters(), lr=0.1, foreach=True)
+    with profiled(model, schedule=planted.SHORT) as profiler:
+        for rows in DataLoader(planted.Rows(), 4):
+            model(rows).mean().backward()
+            with contextlib.suppress(RuntimeError):
+                optimizer.step()
+            if profiler.done:
+                break
+    assert profiler.report().shares["other"] > 0
 
 
 def test_the_schedule_is_kept_and_the_rest_unobserved():

@@ -193,6 +193,7 @@ def _marked_loaders(clock: StageClock, waited: Waited) -> Iterator[None]:
 
     @functools.wraps(original)
     def following(self: Any) -> Any:
+        clock.leave("optimizer")  # of a step that has failed: no hook is told, and no step fetches a batch
         clock.enter("data loading")
         start = time.perf_counter()
         try:
