@@ -235,6 +235,15 @@ def test_what_is_no_product_is_refused():
         merge_with_masks(model, masks)
 
 
+@pytest.mark.filterwarnings("ignore:.lora_bias")
+def test_a_bias_that_cannot_be_merged_is_refused_before_a_zero_is_filled():
+    model, masks = half_pruned()
+    adapted = wrapped(model, target_modules=["q_proj"], lora_bias=True, init_lora_weights=False)
+    with pytest.raises(ValueError, match=r"q_proj.weight has a bias.*lora_bias=False"):
+        merge_with_masks(adapted, masks)
+    assert zeros(adapted.unload(), masks) == (0, 0)
+
+
 def test_masks_that_are_given_count_for_all_matrices_and_in_place_of_zeros():
     model = cases.build("llama")
     token, embedding = int(Rows().rows[0, 0]), "model.embed_tokens.weight"

@@ -34,7 +34,8 @@ def lora_layers(model: Any) -> dict[str, Any]:
     Raises:
         ImportError: PEFT is not installed.
         TypeError: not a module.
-        ValueError: there is none, one is merged already, or one adds something else than B A (DoRA, ...).
+        ValueError: there is none, one is merged already, or one adds something else than B A (DoRA, ...), or a bias
+            where the layer has none.
     """
     try:
         from peft.tuners.lora import Linear
@@ -177,6 +178,12 @@ def _check_not_merged(model: nn.Module) -> None:
 
 def _check_plain(layers: Mapping[str, Any]) -> None:
     for name, layer in layers.items():
+        # PEFT finds out when it has filled the first weight's zeros.
+        if any(layer.lora_bias[one] for one in active(layer)) and getattr(layer.get_base_layer(), "bias", None) is None:
+            raise ValueError(
+                f"the adapter of {name} has a bias, which cannot be merged into a layer without one. Make it with "
+                "lora_bias=False."
+            )
         variants = [type(layer.lora_variant[one]).__name__ for one in active(layer) if one in layer.lora_variant]
         if variants:
             raise ValueError(
