@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -102,6 +104,21 @@ def test_what_cannot_be_edited_is_refused():
     model.get_parameter(target.name).data = torch.zeros(16, 16, dtype=torch.int8)
     with pytest.raises(ValueError, match="quantized"):
         check_editable(model, (target,))
+
+
+def test_what_a_quantized_model_has_left_as_it_was_is_not_taken_for_all_of_it():
+    class Packed(nn.Linear):
+        def forward(self, input):
+            return super().forward(input)
+
+    model = cases.build("llama")
+    for name, module in model.named_modules():
+        if "self_attn." in name and isinstance(module, nn.Linear):
+            module.__class__ = Packed
+    model.hf_quantizer = SimpleNamespace(quantization_config=SimpleNamespace(quant_method="awq"))
+    with pytest.raises(ValueError, match=r"quantized \(awq\).*made from.*dequantize"):
+        cases.prune(model, cases.batches("llama"))
+    cases.prune(model, cases.batches("llama"), include=["*.mlp.*"])
 
 
 def test_a_weight_that_is_also_used_in_another_way_is_refused():

@@ -23,6 +23,23 @@ from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.shapes import check_legal
 
 
+def check_plain(model: PreTrainedModel, config: GradProbeConfig) -> None:
+    """Raise ValueError for a model that is quantized still, unless what is to be pruned is named.
+
+    Its quantized maps are no targets, whatever they are stored in (GPTQ, AWQ, bitsandbytes, FP8). Those that were left
+    as they were, gates or a vision tower, would be taken for all there is.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None and not config.include:
+        method = quantizer.quantization_config.quant_method
+        method = getattr(method, "value", method)
+        raise ValueError(
+            f"this {type(model).__name__} is quantized ({method}), and quantized weights cannot be pruned. Name the "
+            "model that it was made from, or load it dequantized (model.dequantize(), or its quantization_config with "
+            "dequantize=True)."
+        )
+
+
 def check_targets(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> None:
     """Raise ValueError for the first matrix that cannot be pruned like this."""
     check_editable(model, targets)

@@ -28,7 +28,7 @@ from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
-from gradprobe_hf.run.request.compatibility import check_targets
+from gradprobe_hf.run.request.compatibility import check_plain, check_targets
 from gradprobe_hf.run.request.reading import Reading
 from gradprobe_hf.run.request.weight_limits import weight_limits
 from gradprobe_hf.run.shapes.equality import check_example
@@ -53,6 +53,7 @@ def load_inputs(request: RunRequest) -> RunContext:
         loaded, processing_class = _load(request, processes)
         model = loaded.model
         check_sharding(model)
+        check_plain(model, config)
         targets = find_targets(model, config.include, config.exclude)
         check_targets(model, targets, config)
         if config.structure is not None:
