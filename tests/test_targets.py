@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.request.compatibility import check_editable, check_group
 from tests import cases
+from tests.structure_page import SIZES
 
 
 @pytest.mark.parametrize("name", cases.CASES)
@@ -153,3 +155,22 @@ def test_blocks_of_linear_maps_that_compute_something_else_are_said_to_be_that()
             module.__class__ = Doubled
     with pytest.raises(ValueError, match=r"its blocks have no nn\.Linear.* that compute as these do"):
         find_targets(model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "dense"),
+    [
+        ("qwen2_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, "shared_expert_gate"),
+        ("afmoe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}, "router.gate"),
+        ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "head_dim": 4}, "mlp.gate.wg"),
+        ("gemma3n_text", {"num_kv_shared_layers": 0}, "altup."),
+    ],
+)
+def test_what_chooses_experts_or_streams_is_a_target_only_by_name(kind, sizes, dense):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES | sizes))
+    assert any(dense in name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    found = find_targets(model)
+    assert found
+    assert not [target.name for target in found if dense in target.name]
+    assert find_targets(model, include=[f"*{dense}*"])

@@ -55,6 +55,9 @@ _PAIRED = ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "gro
 _CACHES = ("past_key_values", "cache_params", "state", "cache")
 # What numbers are called that make a model random in training. PhiMoE's `router_jitter_noise` has a part in evaluation.
 _RANDOM = re.compile(r"dropout|layerdrop|_pdrop$|^(input_)?jitter_noise$|jitter_eps$")
+# Parts of the names of what chooses experts, or streams (AltUp's coefficients in Gemma 3n, 4 x 4). Its few rows say
+# where every token goes: no matrix to take half of. Beside experts a "gate" is that, too.
+_CHOOSING = ("router", "modality_router", "shared_expert_gate", "altup")
 _PLAIN = ("FalconLinear",)  # subclasses of nn.Linear whose own forward computes the same, x W^T + b
 
 
@@ -251,6 +254,15 @@ def is_plain(module: nn.Module, cls: type[nn.Module]) -> bool:
     """
     own = type(module)
     return isinstance(module, cls) and (own.forward is cls.forward or own.__name__ in _PLAIN)
+
+
+def is_choosing(model: nn.Module, name: str) -> bool:
+    """Whether a module is, or belongs to, what chooses the experts or streams that a token is sent to."""
+    parts = name.split(".")
+    gates = (model.get_submodule(".".join(parts[:depth])) for depth, part in enumerate(parts) if part == "gate")
+    return any(part in _CHOOSING for part in parts) or any(
+        is_expert(beside) for around in gates for beside, _ in around.named_children()
+    )
 
 
 def is_expert(name: str) -> bool:

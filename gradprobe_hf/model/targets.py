@@ -16,7 +16,7 @@ from math import prod
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import block_of, is_expert
+from gradprobe_hf.model.families import block_of, is_choosing, is_expert
 from gradprobe_hf.model.fsdp import shard_layout
 from gradprobe_hf.model.parameters import read_weight
 from gradprobe_hf.model.sites import Site, Use, plain_uses, uses_by_parameter
@@ -103,7 +103,7 @@ def find_targets(
 
     Args:
         include: patterns of the modules to prune; by default every `nn.Linear`, `Conv1D` and fused expert inside the
-            blocks.
+            blocks, but for routers.
         exclude: patterns of modules to leave out of those, and so of whatever is tied to them.
 
     A pattern is an exact module (or parameter) name, the end of one (`"q_proj"`), a glob, or `"re:"` and a regular
@@ -203,8 +203,13 @@ def _shortest_pattern(name: str, others: set[str]) -> str:
 
 def _inside_blocks(model: nn.Module, uses: list[Use]) -> set[str]:
     """The linear maps inside the blocks."""
-    # No embeddings: T5 has one in a block, its position bias, which is a target only if it is named.
-    return {use.name for use in uses if use.site.kind != "embedding" and block_of(model, use.site.module)}
+    # No embeddings: T5 has one in a block, its position bias, which is a target only if it is named. Nor routers, which
+    # in most families are no linear map of torch's anyway.
+    return {
+        use.name
+        for use in uses
+        if use.site.kind != "embedding" and block_of(model, use.site.module) and not is_choosing(model, use.site.module)
+    }
 
 
 def _matched(patterns: Sequence[str], uses: list[Use], option: str) -> set[str]:
