@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.run.request.compatibility import check_editable, check_group
+from gradprobe_hf.run.request.compatibility import check_editable, check_group, check_shapes
 from tests import cases
 from tests.structure_page import SIZES
 
@@ -174,3 +175,20 @@ def test_what_chooses_experts_or_streams_is_a_target_only_by_name(kind, sizes, d
     assert found
     assert not [target.name for target in found if dense in target.name]
     assert find_targets(model, include=[f"*{dense}*"])
+
+
+def test_half_of_blocks_of_which_most_can_never_go_has_to_be_asked_for_by_name():
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("jetmoe", **SIZES | sizes))
+    targets, config = find_targets(model), GradProbeConfig(update="none")
+    with pytest.raises(ValueError, match=r"9\d% of the.*mlp\.input_linear.*include=\['self_attention\.kv_proj'\]"):
+        check_shapes(model, targets, config)
+    check_shapes(model, targets, GradProbeConfig(update="none", include=["kv_proj"]))
+
+
+def test_a_report_says_which_weights_of_the_blocks_stay():
+    sizes = {"d_model": 16, "n_head": 4, "n_layer": 2, "d_inner": 96}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xlnet", **cases.CAUSAL, **sizes))
+    batches = [{"input_ids": torch.arange(16)[None], "labels": torch.arange(16)[None]}]
+    said = cases.prune(model, batches, score="magnitude", update="none", probes=0).report.warnings
+    assert any(one.startswith("31% of the weights in the blocks (`transformer.layer.0.rel_attn.q`") for one in said)

@@ -16,6 +16,7 @@ from gradprobe_hf.model.loading.checks import COMPUTED
 from gradprobe_hf.model.parameters import aliases, is_offloaded, is_on_disk, offloaded_parameter
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.apply import check_whole
+from gradprobe_hf.run.request.own_maps import check_known
 from gradprobe_hf.run.shapes.budget import check_budget, structures_that_can_go
 from gradprobe_hf.run.shapes.structured import check_hands_on, check_routing
 from gradprobe_hf.selection.published_rule import thresholds
@@ -64,6 +65,7 @@ def check_resumable(config: GradProbeConfig, option: str) -> None:
 
 def check_shapes(model: nn.Module, targets: Sequence[Target], config: GradProbeConfig) -> None:
     """What `check_targets` can tell without any weight."""
+    check_known(model, targets, config)
     if config.group is not None:
         check_group(targets, *config.group)
         check_rows(model, targets, f"pattern={config.pattern!r}")

@@ -16,6 +16,7 @@ from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import labels_of, summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.run.context import RunContext
+from gradprobe_hf.run.request.own_maps import about_own_maps
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,7 @@ APART = 0.01  # relative, of two losses: nearer ones are the same, rounded other
 def foreseen_warnings(context: RunContext) -> list[str]:
     """What a report says of the data and the model; logged, too."""
     found = [*_about_data(context), *_about_tokens(context), *_about_own_loss(context)]
+    found += about_own_maps(context.model, context.config)
     for warning in found:
         logger.warning(warning)
     return [*context.of_loading, *found]  # these were logged as they came up
