@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
     BertConfig,
     BertForSequenceClassification,
     FSMTConfig,
@@ -21,6 +23,7 @@ from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.scores.fisher import estimated_fisher
 from tests import cases
 from tests.reference import naive
+from tests.structure_page import MASKED
 
 TERMS = frozenset({"sequence", "token", "marginals", "peak"})
 ORACLE_CASES = ["llama", "tied", "gpt2", "opt", "gpt_neox", "bert", "t5", "vit"]
@@ -73,6 +76,30 @@ def test_statistics_equal_a_loop_of_autograd(name, shrunk):
             torch.testing.assert_close(
                 value, wanted[target.name][term], rtol=1e-7, atol=1e-18, msg=f"{target.name} {term}"
             )
+
+
+@pytest.mark.parametrize(
+    ("kind", "own"),
+    [
+        ("deberta", {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "max_relative_positions": 8}),
+        ("longformer", {"attention_window": 8}),
+    ],
+)
+def test_what_a_map_returns_may_be_written_into(kind, own):
+    torch.manual_seed(0)
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model(kind, **MASKED, **own)).double().eval()
+    row = {"input_ids": torch.randint(2, 250, (1, 16)), "labels": torch.randint(2, 250, (1, 16))}
+    targets = find_targets(model)
+    statistics, loss = probed(model, targets, [row])
+    model.requires_grad_(True)
+    wanted = naive.sequence_loss(model, row)
+    assert loss.total == pytest.approx(float(wanted.detach()), rel=1e-9)
+    for target in targets:
+        (gradient,) = torch.autograd.grad(
+            wanted, model.get_parameter(target.parameter), retain_graph=True, materialize_grads=True, allow_unused=True
+        )
+        found = 0 * gradient if target.name in statistics.unreached else statistics[target.name].read("sequence")
+        torch.testing.assert_close(found, gradient**2, rtol=1e-7, atol=1e-18, msg=target.name)
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "t5"])

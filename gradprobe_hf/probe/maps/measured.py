@@ -69,7 +69,7 @@ class MeasuredLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, anchor: Tensor, use: MeasuredUse) -> Tensor:
         ctx.save_for_backward(x, *([weight] if use.fetch is None else []))
         ctx.use, ctx.fetch, ctx.bias = use, use.fetch, bias if use.has_gates else None
-        return F.linear(x, use.served.of(use.target, weight), bias)
+        return _own(F.linear(x, use.served.of(use.target, weight), bias))
 
     # Folding is not differentiable, and `once_differentiable` runs backward without recording a graph of its own.
     @staticmethod
@@ -94,7 +94,7 @@ class MeasuredEmbedding(torch.autograd.Function):
     def forward(ctx: Any, ids: Tensor, weight: Tensor, anchor: Tensor, use: MeasuredUse) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.use = use
-        return F.embedding(ids, use.served.of(use.target, weight))
+        return _own(F.embedding(ids, use.served.of(use.target, weight)))
 
     @staticmethod
     @once_differentiable
@@ -102,3 +102,12 @@ class MeasuredEmbedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         ctx.use.fold(ids, output_grad)
         return None, None, None, None
+
+
+def _own(output: Tensor) -> Tensor:
+    """The same values, as no view of what the product was computed in.
+
+    autograd lets nobody write into a view that a Function returns, and some models do: DeBERTa adds biases to what the
+    map of its queries returns, Longformer scales it.
+    """
+    return output.data if output._is_view() else output
