@@ -10,7 +10,18 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
-from transformers import BertForQuestionAnswering, Wav2Vec2ForSequenceClassification
+from tokenizers.processors import TemplateProcessing
+from transformers import (
+    BertForQuestionAnswering,
+    GemmaConfig,
+    PaliGemmaConfig,
+    PaliGemmaForConditionalGeneration,
+    PaliGemmaProcessor,
+    PreTrainedTokenizerFast,
+    SiglipImageProcessorPil,
+    SiglipVisionConfig,
+    Wav2Vec2ForSequenceClassification,
+)
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from gradprobe_hf.data.labelled import TaskOptions
@@ -19,7 +30,7 @@ from gradprobe_hf.tasks.columns import LabelNames
 from gradprobe_hf.tasks.media_batches import as_image
 from gradprobe_hf.tasks.table import task_of_class
 from tests import cases, labelled
-from tests.architectures import ARCHITECTURES
+from tests.architectures import ARCHITECTURES, GROUPED, VISION, byte_tokenizer
 
 CASES = labelled.CASES
 FEW = {"num_samples": 4, "batch_size": 2, "sparsity": 0.5}
@@ -436,6 +447,44 @@ def test_a_template_makes_the_text_beside_an_image():
     (batch,) = batches("llava", rows, samples=2, processor=processor, text_template="{asked} {said}.")
     said = processor.tokenizer.decode(batch["input_ids"][0]).replace("<image>" * 4, "<image>")
     assert said == "<s>[user]<image>What? A cat.</s>"
+
+
+def paligemma():
+    """A model whose processor has what is asked in front, as a prefix that it sees as a whole."""
+    backend = byte_tokenizer().backend_tokenizer
+    backend.post_processor = TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", pad_token="<pad>", image_token="<image>"
+    )
+    images = SiglipImageProcessorPil(size={"height": 8, "width": 8})
+    images.image_seq_length = 4
+    processor = PaliGemmaProcessor(images, words)
+    text = GemmaConfig(**GROUPED | {"vocab_size": len(words)}, head_dim=4)
+    vision = SiglipVisionConfig(**VISION, vision_use_head=False)
+    config = PaliGemmaConfig(
+        text_config=text, vision_config=vision, image_token_id=words.image_token_id, projection_dim=16
+    )
+    torch.manual_seed(0)
+    return PaliGemmaForConditionalGeneration(config).eval(), processor
+
+
+@pytest.mark.parametrize("asked", [{"text": ["A cat", "Two"]}, {"asked": ["What?"] * 2, "said": ["A cat", "Two"]}])
+def test_what_is_predicted_of_an_image_is_not_seen_before(asked):
+    model, processor = paligemma()
+    rows = Dataset.from_dict({"image": CASES["llava"].rows()["image"][:2]} | asked)
+    labels = {"text_column": "asked", "label_column": "said"} if "said" in asked else {}
+    (batch,) = batches("llava", rows, model=model, processor=processor, samples=2, **labels).items
+    told = [ids[ids != -100] for ids in batch["labels"]]
+    assert [processor.tokenizer.decode(ids) for ids in told] == [f"{one}</s>" for one in [*asked.values()][-1]]
+    first = int((batch["labels"][1] != -100).nonzero()[0])
+    other = batch | {"input_ids": batch["input_ids"].clone()}
+    other["input_ids"][1, first:] = 65  # the answer
+    with torch.no_grad():
+        before, after = (model(**one).logits[1, first - 1] for one in (batch, other))
+    torch.testing.assert_close(before, after)
+    seen = batch | {"labels": batch["input_ids"].clone()}
+    with pytest.raises(ValueError, match=r"token_type_ids are 0.*suffix"):
+        cases.prune(model, [seen], processing_class=processor)
 
 
 def test_a_text_of_an_image_begins_once():

@@ -22,6 +22,7 @@ from gradprobe_hf.model.families import (
     sees_ahead,
 )
 from gradprobe_hf.tasks.columns import IGNORED
+from gradprobe_hf.tasks.image_texts import sees_prefix_whole
 
 _INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
 
@@ -61,6 +62,7 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             raise ValueError(f"{part}: labels of a language model are tokens, whole numbers, and these {labels.dtype}.")
         if isinstance(labels, Tensor) and not labels.is_floating_point():
             _check_labels(model, batch, labels, part)
+            _check_predicted(model, batch.get("token_type_ids"), labels, part)
 
 
 def check_text_options(options: TextOptions, *read: Batches) -> None:
@@ -138,6 +140,17 @@ def _check_labels(model: PreTrainedModel, batch: Mapping[str, Any], labels: Tens
         raise ValueError(
             f"{part}: labels hold {lowest if lowest < 0 else highest}, and {type(model).__name__} predicts 0 to "
             f"{classes - 1} (and {ignored}, which is not counted)."
+        )
+
+
+def _check_predicted(model: PreTrainedModel, kinds: Any, labels: Tensor, part: str) -> None:
+    if not sees_prefix_whole(model.config) or not isinstance(kinds, Tensor) or kinds.shape != labels.shape:
+        return
+    if bool(((labels != IGNORED) & (kinds == 0)).any()):
+        raise ValueError(
+            f"{part}: there are labels where token_type_ids are 0, and {type(model).__name__} sees all of these tokens "
+            "at once, so that none of them is predicted: give its processor the answers as suffix, or set these labels "
+            f"to {IGNORED}."
         )
 
 

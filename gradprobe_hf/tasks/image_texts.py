@@ -13,6 +13,24 @@ from gradprobe_hf.tasks.columns import Row, text_of, value_of
 from gradprobe_hf.tasks.conversation import Chat, from_json, is_chat, messages_of
 
 PLACE = "<image>"  # where an image goes, in the data that LLaVA was trained on
+# Types of configuration of which each token of a prefix sees all of it, `token_type_ids` being 0: what is predicted has
+# to be a suffix.
+_PREFIXED = ("paligemma",)
+
+
+def sees_prefix_whole(config: Any) -> bool:
+    """Whether a model sees what comes first, an image and what is asked about it, in both directions."""
+    return getattr(config, "model_type", None) in _PREFIXED
+
+
+def prefix_and_suffix(processor: Any, row: Row, column: str, answer: str | None, images: int) -> tuple[str, str]:
+    """What a model sees whole, and what it predicts: the answer, or the text itself where there is none.
+
+    Raises as `text_with_images`.
+    """
+    token = str(getattr(processor, "image_token", PLACE))
+    text = text_with_images(processor, row, column, None, images).replace(token, "").strip("\n")
+    return (token * images, text) if answer is None else (f"{token * images}{text}", answer)
 
 
 def text_with_images(processor: Any, row: Row, column: str, answer: str | None, images: int) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradprobe_hf.tasks.columns import IGNORED, Row, filled, stacked, text_of, value_of
 from gradprobe_hf.tasks.conversation import shown
-from gradprobe_hf.tasks.image_texts import text_with_images
+from gradprobe_hf.tasks.image_texts import prefix_and_suffix, sees_prefix_whole, text_with_images
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.text_batches import class_labels, target_ids
 
@@ -42,16 +42,16 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
 
 
 def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
-    """Images with a text each, or with a chat; every token of the text is a label, and none of an image's."""
+    """Images with a text each, or with a chat; every token of the text is a label, and none of an image's.
+
+    Of a model that sees what is asked as a whole (PaliGemma) what is answered is, or the text where nothing is asked.
+    """
     processor, (image, text) = reader.processing_class, reader.inputs
     if reader.text_template is not None:
         rows = [{**row, text: filled(row, reader.text_template)} for row in rows]
     images = [_images(value_of(row, image), _mode(reader.config)) for row in rows]
-    texts = [
-        text_with_images(processor, row, text, _answer(row, reader), len(own))
-        for row, own in zip(rows, images, strict=True)
-    ]
-    options: dict[str, Any] = {"padding": True} if len(rows) > 1 else {}
+    texts, suffixes = _texts(rows, [len(own) for own in images], reader)
+    options: dict[str, Any] = ({"padding": True} if len(rows) > 1 else {}) | ({"suffix": suffixes} if suffixes else {})
     begin = getattr(reader.tokenizer, "bos_token", None)
     if begin and all(one.startswith(begin) for one in texts):  # the template has written it
         options["add_special_tokens"] = False
@@ -65,10 +65,23 @@ def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     image_ids = torch.tensor(sorted(_image_token_ids(processor, reader.config)), dtype=ids.dtype)
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
     counts = mask & ~torch.isin(ids, image_ids)
+    if suffixes:
+        counts &= batch["token_type_ids"] == 1
     counts[:, 1:] &= mask[:, :-1]  # with left padding, the last pad would predict the first token
     return {name: value for name, value in batch.items() if name in reader.accepts} | {
         "labels": ids.masked_fill(~counts, IGNORED)
     }
+
+
+def _texts(rows: Sequence[Row], images: Sequence[int], reader: RowReader) -> tuple[list[str], list[str]]:
+    """The text of each row, and what follows on it, where a model wants that apart."""
+    make = prefix_and_suffix if sees_prefix_whole(reader.config) else text_with_images
+    made = [
+        make(reader.processing_class, row, reader.inputs[1], _answer(row, reader), count)
+        for row, count in zip(rows, images, strict=True)
+    ]
+    pairs = [(one, "") if isinstance(one, str) else one for one in made]
+    return [text for text, _ in pairs], [suffix for _, suffix in pairs if suffix]
 
 
 def _images(value: Any, mode: str) -> list[Image]:
