@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
@@ -38,7 +38,7 @@ from gradprobe_hf.report.against_estimate import Expectation, placement_of
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from tests import cases
-from tests.structure_page import FAMILIES
+from tests.structure_page import FAMILIES, SIZES
 from tests.test_reach import llava
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -258,6 +258,17 @@ def real_pass(model, targets, batch):
     with Watch([*own, *kept, *batch.values()]) as watch:
         run_probe(work, ProbePass(targets, statistics))
     return sum(saved.values()), watch.peak, watch.flops
+
+
+def test_experts_chosen_by_a_number_for_each_block_are_counted():
+    sizes = {"num_experts": 4, "moe_topk": [2, 2], "num_hidden_layers": 2, "head_dim": 4}
+    config = HunYuanMoEV1Config(**SIZES | sizes)
+    model = skeleton(config, HunYuanMoEV1ForCausalLM)
+    targets = find_targets(model)
+    experts = [target for target in targets if target.expert is not None]
+    whole, active = (sum(target.numel for target in some) for some in (targets, experts))
+    assert active_weights(model, targets) == whole - active // 2
+    assert estimate(model, targets, cases.config(), device=CPU).work["resident"].flops > 0
 
 
 @pytest.mark.parametrize("name", [name for name in cases.CASES if name != "mixtral"])

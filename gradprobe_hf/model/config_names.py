@@ -27,7 +27,7 @@ _WIDTHS = (
 # two thirds of it, rounded up. A smaller model has the width itself, and the switch off.
 _COMPUTED_WIDTHS = {"block_auto_adjust_ff_dim": "intermediate_size"}
 # Lists in a configuration that have one element for each block.
-_PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size")
+_PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size", "moe_topk")
 # Numbers in a configuration up to which blocks are of another kind: full attention, no experts.
 _LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
 # Lists in a configuration with the numbers of some blocks.
@@ -47,9 +47,10 @@ def text_attribute(config: PreTrainedConfig, name: str, default: Any = None) -> 
 
 
 def chosen_experts(config: PreTrainedConfig) -> int:
-    """How many experts a token is routed to; 1 for a dense model."""
+    """How many experts a token is routed to, at most; 1 for a dense model."""
     text = config.get_text_config()
-    return next((getattr(text, name) for name in _CHOSEN_EXPERTS if getattr(text, name, None)), 1)
+    found = next((getattr(text, name) for name in _CHOSEN_EXPERTS if getattr(text, name, None)), 1)
+    return max(found) if isinstance(found, (list, tuple)) else int(found)  # HunYuan has one for each block
 
 
 def router_counts(router: nn.Module) -> list[str]:
