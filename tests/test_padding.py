@@ -12,6 +12,8 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.probe.padding import BatchLayout
 from tests.architectures import SIZES
 
 PAD, START, END = 0, 2, 1
@@ -131,3 +133,23 @@ def test_source_and_target_that_cannot_be_told_apart_are_refused():
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids}
     with pytest.raises(ValueError, match=r"reads its source and its target with the same maps.*batch_size=1"):
         prune_pretrained(model, GradProbeConfig(score="wanda"), calibration=[batch], evaluation=False, progress=False)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_padding_that_a_model_adds_by_itself_does_not_count(masked):
+    sizes = {**SHORT, "vocab_size": 64, "max_position_embeddings": 64, "attention_window": 8}
+    model, ids = hf.LongformerForMaskedLM(hf.LongformerConfig(**sizes)).eval(), torch.randint(3, 60, (1, 12))
+    row = {"input_ids": ids} | ({"attention_mask": torch.ones_like(ids)} if masked else {})
+    layout, seen = BatchLayout.of(row, model), {}
+    targets = [
+        target for target in find_targets(model) if target.role in ("attention.self.query", "intermediate.dense")
+    ]
+    for target in targets:
+        model.get_submodule(target.sites[0].module).register_forward_pre_hook(
+            lambda _, args, target=target: seen.update({target: args[0].detach()})
+        )
+    model(**row)
+    for target, inputs in seen.items():
+        assert inputs.shape[:2] in ((16, 1), (1, 16)), "of which four are padding"
+        found = layout.unpadded_inputs(target, target.sites[0], inputs)
+        assert torch.equal(found, inputs.reshape(16, -1)[:12])

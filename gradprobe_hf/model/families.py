@@ -50,6 +50,8 @@ _READ_BY_PARENT = {
 _WITH_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _TAKEN_BY_KERNELS = ("out_proj", "conv1d")
 _TIME_FIRST = ("fsmt", "xlnet")  # types of configuration of what is computed on [tokens, sequences, features]
+# Types that pad what they are given on the right, to a multiple of their windows, in front of the first block.
+_WIDENING = ("longformer", "led", "big_bird", "bigbird_pegasus")
 _PAIRED = ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "groupvit")  # of a text beside an image
 # Names by which models take what they keep of a text; from transformers 5.24 on most of them call it "cache".
 _CACHES = ("past_key_values", "cache_params", "state", "cache")
@@ -226,6 +228,16 @@ def frame_mask(model: PreTrainedModel, mask: torch.Tensor, frames: int) -> torch
         return None
     lengths = lengths_of(mask.sum(1)).to(mask.device)
     return torch.arange(frames, device=mask.device) < lengths[:, None]
+
+
+def widens_inputs(model: PreTrainedModel) -> bool:
+    """Whether blocks may see more tokens than the model is given: padding that it adds by itself."""
+    return model.config.model_type in _WIDENING
+
+
+def widened_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """A mask `[sequences, tokens]` with padding behind it, which does not count; None where there are fewer tokens."""
+    return nn.functional.pad(mask, (0, tokens - mask.shape[1])) if tokens > mask.shape[1] else None
 
 
 def sees_patches(module: str) -> bool:

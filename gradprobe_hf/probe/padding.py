@@ -15,7 +15,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import row_count
-from gradprobe_hf.model.families import frame_mask, in_decoder, merges_attention, sees_patches
+from gradprobe_hf.model.families import (
+    frame_mask,
+    in_decoder,
+    merges_attention,
+    sees_patches,
+    widened_mask,
+    widens_inputs,
+)
 from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.model.sites import Site
 from gradprobe_hf.model.targets import Target
@@ -31,8 +38,8 @@ class BatchLayout:
         tokens: columns of `input_ids`; 1 for a batch without them.
         encoder_mask: False at padding of the inputs, bool `[sequences, tokens]`; None: every token counts.
         decoder_mask: the same for the tokens that a decoder is given; of a model without an encoder `encoder_mask`.
-        frames: how many frames a model makes of the inputs -> which of them are of no padding, bool
-            `[sequences, frames]`; None: it makes none, or not so many.
+        frames: how many frames a model makes of the inputs, or tokens with those that it pads them with -> which of
+            them are of no padding, bool `[sequences, frames]`; None: it makes none, or not so many.
     """
 
     sequences: int
@@ -51,6 +58,8 @@ class BatchLayout:
         ids, inputs = batch.get("input_ids"), batch.get("attention_mask")
         # As transformers reads it: what is not 0 counts. Segments of packed texts are numbered 1, 2, ...
         encoder_mask = inputs != 0 if isinstance(inputs, Tensor) and inputs.ndim == 2 else None
+        if encoder_mask is None and isinstance(ids, Tensor) and ids.ndim == 2 and widens_inputs(model):
+            encoder_mask = torch.ones_like(ids, dtype=torch.bool)
         # Decoder-only OPT calls its blocks `decoder` too; its tokens are those of `attention_mask`.
         decoder_mask = _decoder_mask(batch, encoder_mask) if model.config.is_encoder_decoder else encoder_mask
         if merges_attention(model) and _are_confused(encoder_mask, decoder_mask):
@@ -64,8 +73,7 @@ class BatchLayout:
             ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1,
             encoder_mask,
             decoder_mask,
-            # Kept: every map of a batch asks for it.
-            None if encoder_mask is None or ids is not None else cache(partial(frame_mask, model, encoder_mask)),
+            _frames(model, encoder_mask, of_text=ids is not None),
         )
 
     def by_sequence(self, value: Tensor, features: int, name: str) -> Tensor:
@@ -128,6 +136,14 @@ class BatchLayout:
             return counts.index_add_(0, x.flatten(), weights.flatten())
         x_sq = x.to(dtype).square()
         return x_sq if mask is None else x_sq * mask[..., None]
+
+
+def _frames(model: PreTrainedModel, mask: Tensor | None, of_text: bool) -> Callable[[int], Tensor | None] | None:
+    """What tells which are of no padding where a model makes others of its inputs, or adds some."""
+    if mask is None or (of_text and not widens_inputs(model)):
+        return None
+    # Kept: every map of a batch asks for it.
+    return cache(partial(widened_mask, mask) if of_text else partial(frame_mask, model, mask))
 
 
 def _decoder_mask(batch: Batch, encoder_mask: Tensor | None) -> Tensor | None:
