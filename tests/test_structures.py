@@ -23,6 +23,8 @@ from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
+    Gemma4ForCausalLM,
+    Gemma4TextConfig,
     GPT2Config,
     GPT2LMHeadModel,
     JambaConfig,
@@ -65,7 +67,7 @@ from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import smaller_config
 from tests import cases
-from tests.structure_page import BEGINS, TWO_STACKS
+from tests.structure_page import BEGINS, GEMMA4, TWO_STACKS
 
 SIZES = {
     **cases.CAUSAL,
@@ -406,6 +408,7 @@ REFUSED = [
     ("unequal", {"experts": 1}, "those of MixtralForCausalLM have 3, 4 in 2 modules: leave it out"),
     ("t5", {"blocks": 1}, "models of one stack of blocks"),
     ("hidden", {"kv_groups": 1}, "the nearest that it can is 2: set that"),
+    ("reuses", {"experts": 1}, "Leave 'experts' out. There is nothing else that it can do without"),
     ("shared", {"ffn": 8}, "worked on one after the other here: set structure={'blocks': ...} with update='none'"),
 ]
 
@@ -426,6 +429,10 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
     elif name == "shared":
         model = build("llama")
         model.model.layers[2].mlp.down_proj.weight = model.model.layers[1].mlp.down_proj.weight
+    elif name == "reuses":  # the last two blocks take the keys and values of those before
+        sizes = {**SIZES, **GEMMA4, "head_dim": 8, "num_hidden_layers": 4, "num_kv_shared_layers": 2}
+        sizes["hidden_size_per_layer_input"] = 8
+        model = Gemma4ForCausalLM(Gemma4TextConfig(**sizes)).eval()
     elif name == "elsewhere":  # an experts module that does not do what its router says
         model = build("mixtral")
         experts = model.model.layers[0].mlp.experts

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.model.families import shares_keys_across_blocks
 from gradprobe_hf.model.passes.routing import mixtures
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.run.context import RunContext
@@ -90,6 +91,8 @@ def _unavailable(model: PreTrainedModel, targets: Sequence[Target]) -> dict[str,
     for name, row in STRUCTURES.items():
         if row.takes == "blocks" and not hands_on(model, targets):
             found[name] = f"structure {name!r}: a block without weights does not hand on what it is given."
+        if row.takes == "units" and shares_keys_across_blocks(model):
+            found[name] = f"structure {name!r}: blocks read keys and values that others have computed."
         if row.takes == "experts" and mixtures(model):
             with suppress(ValueError):  # not as many from block to block, which `shape_axes` says
                 why = misrouted(model, Plan.of(model, targets, {name: 1}))
