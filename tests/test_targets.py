@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MusicgenDecoderConfig, MusicgenForCausalLM
 
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.model.targets import find_targets
@@ -175,6 +175,14 @@ def test_what_chooses_experts_or_streams_is_a_target_only_by_name(kind, sizes, d
     assert found
     assert not [target.name for target in found if dense in target.name]
     assert find_targets(model, include=[f"*{dense}*"])
+
+
+def test_heads_that_stand_in_a_list_are_no_blocks():
+    sizes = {"hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "num_attention_heads": 4, "num_codebooks": 2}
+    with torch.device("meta"):
+        model = MusicgenForCausalLM(MusicgenDecoderConfig(vocab_size=32, **sizes))
+    assert {target.block.rpartition(".")[0] for target in find_targets(model)} == {"model.decoder.layers"}
+    assert len(find_targets(model, include=["lm_heads.*"])) == 2
 
 
 def test_half_of_blocks_of_which_most_can_never_go_has_to_be_asked_for_by_name():

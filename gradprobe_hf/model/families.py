@@ -277,6 +277,12 @@ def is_choosing(model: nn.Module, name: str) -> bool:
     )
 
 
+def is_head(model: nn.Module, name: str) -> bool:
+    """Whether a module makes logits of tokens. Of several that stand in a list (MusicGen) each looks like a block."""
+    heads = model.get_output_embeddings() if isinstance(model, PreTrainedModel) else None
+    return isinstance(heads, nn.Module) and model.get_submodule(name) in heads.modules()
+
+
 def is_expert(name: str) -> bool:
     """Whether a matrix belongs to an expert, which is sent tokens of any sequence in any order."""
     return any("expert" in part for part in name.split("."))

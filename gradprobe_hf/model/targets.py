@@ -16,7 +16,7 @@ from math import prod
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import block_of, is_choosing, is_expert
+from gradprobe_hf.model.families import block_of, is_choosing, is_expert, is_head
 from gradprobe_hf.model.fsdp import shard_layout
 from gradprobe_hf.model.parameters import read_weight
 from gradprobe_hf.model.sites import Site, Use, plain_uses, uses_by_parameter
@@ -208,7 +208,10 @@ def _inside_blocks(model: nn.Module, uses: list[Use]) -> set[str]:
     return {
         use.name
         for use in uses
-        if use.site.kind != "embedding" and block_of(model, use.site.module) and not is_choosing(model, use.site.module)
+        if use.site.kind != "embedding"
+        and block_of(model, use.site.module)
+        and not is_choosing(model, use.site.module)
+        and not is_head(model, use.site.module)
     }
 
 
