@@ -110,6 +110,17 @@ def test_a_kept_value_is_kept_again_exactly(values):
     assert torch.equal(round_bfloat16(rounded.float(), 99), rounded)
 
 
+@pytest.mark.parametrize("kind", BYTES_PER_WEIGHT)
+@pytest.mark.parametrize("nan", [torch.tensor(torch.nan), torch.tensor(torch.nan).copysign(torch.tensor(-1.0))])
+def test_what_is_no_number_stays_none(kind, nan):
+    """Of either sign: x86 sets that of inf - inf. As zeros they would be the lowest scores of all."""
+    values = torch.ones(SHAPE)
+    values[5, 7] = nan
+    kept = added(made(kind), [values]).read()
+    assert kept[5, 7].isnan()
+    assert not kept[:, 8].isnan().any()
+
+
 def test_rounding_is_unbiased_between_two_levels():
     value = torch.full((400, 64), 1.0 + 0.3 / 16)
     for rounded, step in ((decode_int8(*encode_int8(value.clone())), 1 / 16),):

@@ -29,6 +29,7 @@ from gradprobe_hf.runtime.row_chunks import ROWS_IN_A_BLOCK
 _BFLOAT16_DROPPED = 16  # of the 23 mantissa bits of a float32; bfloat16 is its upper half
 _INT8_DROPPED = 19
 _LARGEST_CODE = 255
+_WITHOUT_SIGN = 0x7FFF_FFFF
 _NOISE = 2**18  # consecutive values of the noise table that one place serves
 _ODD = 2654435769  # 2^32 / golden ratio, as in Knuth's multiplicative hash (TAOCP 3, section 6.4)
 _OTHER_ODD = 2246822507
@@ -44,9 +45,11 @@ def encode_int8(values: Tensor, salt: int = 0) -> tuple[Tensor, Tensor]:
     """Non-negative float32 `[rows, columns]` -> codes uint8 `[rows, columns]` and bases int16 `[blocks, columns]`.
 
     Overwrites `values`. What was decoded is encoded to the same values again, whatever the salt: its dropped bits are
-    zero, and noise alone never carries.
+    zero, and noise alone never carries. NaN stays NaN.
     """
-    levels = _add_noise(values.view(torch.int32), salt, _INT8_DROPPED).bitwise_right_shift_(_INT8_DROPPED)
+    # What x86 makes of inf - inf is a NaN whose sign bit is set: a level below all others, which would become 0.
+    bits = values.view(torch.int32).bitwise_and_(_WITHOUT_SIGN)
+    levels = _add_noise(bits, salt, _INT8_DROPPED).bitwise_right_shift_(_INT8_DROPPED)
     bases = levels.new_empty(-(-len(levels) // ROWS_IN_A_BLOCK), levels.shape[1])
     for block, base in _in_blocks(levels, bases):
         # The block's largest level gets the largest code, unless all of its levels fit into a code as they are.
