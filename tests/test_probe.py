@@ -393,6 +393,30 @@ def test_a_loss_that_is_flat_is_refused(options):
     assert not cases.changed(model, before)
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama", {"fisher": "sequence", "accumulator_dtype": "int8"}),
+        ("llama", {"rule": "threshold", "score": "magnitude"}),
+        ("llama", {"structure": {"ffn": 4}, "importance": "fisher"}),
+        ("mixtral", {"structure": {"experts": 1}}),
+    ],
+)
+def test_gradients_that_are_no_numbers_are_refused(name, options):
+    """As of a float16 model that overflows on the way back alone: its loss is finite."""
+
+    def overflowing(model, batch):
+        logits = model(**batch).logits
+        return logits.sum() + (0 * logits).sum().sqrt()  # the slope of the root at 0 is infinite
+
+    model = cases.build(name)
+    before = cases.bits(model)
+    with pytest.raises(ValueError, match=r"float16.*bfloat16"):
+        cases.prune(model, cases.batches(name), loss_fn=overflowing, **options)
+    assert not cases.changed(model, before)
+
+
 def numbered(mask):
     """A mask of segments, as packed texts have them: transformers takes what is not 0."""
     return mask * (1 + 2 * (torch.arange(mask.shape[1]) % 3 == 0))

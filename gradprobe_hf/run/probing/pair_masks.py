@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from gradprobe_hf.decisions.threshold import no_evidence
@@ -64,6 +65,9 @@ class MeasuredTargets:
         Args:
             second: of probe 1 alone.
             threshold: of the matrix.
+
+        Raises:
+            ValueError: gradients that are not finite.
         """
         filters = self.context.config.decision_row.filters
         assert filters is not None, "a rule that filters its candidates"
@@ -73,6 +77,7 @@ class MeasuredTargets:
         for rows in row_chunks(matrix.shape) if matrix.numel() else [slice(0, matrix.shape[0])]:
             held = slice(offset + rows.start, offset + rows.stop)
             peaks = self.first[target.name].read("peak", held), second[target.name].read("peak", held)
+            _check_finite(target, peaks)
             device = peaks[0].device  # where the matrix is computed with; it may be kept elsewhere
             chosen, weight = candidates.rows(target.name, rows).to(device), matrix[rows].to(device)
             blind += int((chosen & no_evidence(*peaks) & (weight != 0)).sum())
@@ -90,6 +95,15 @@ class MeasuredTargets:
             inputs=target.shape[1],
             fisher=self.context.config.fisher,
             seed=self.context.config.seed,
+        )
+
+
+def _check_finite(target: Target, peaks: tuple[Tensor, Tensor]) -> None:
+    """A comparison with NaN would give everything back, as if the gradient had grown."""
+    if not all(bool(torch.isfinite(peak).all()) for peak in peaks):
+        raise ValueError(
+            f"the gradients of {target.name} are not finite, so they cannot be compared: look for NaN in the model's "
+            "weights, or a dtype that overflows (float16: try bfloat16). Nothing was changed."
         )
 
 

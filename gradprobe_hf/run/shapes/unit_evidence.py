@@ -189,10 +189,22 @@ def _gates(
     with context.stopwatch("probe 0"):
         loss = run_probe(context.workload, one)
         statistics.reduce(context.processes)
+    _check_finite(targets, statistics)
     diagnostics.probe_losses["probe 0"] = loss.mean
     diagnostics.count("forward", 1)
     diagnostics.count("backward", 1)
     return [statistics[reader.name].gates for reader in targets]
+
+
+def _check_finite(targets: Sequence[Target], statistics: Statistics) -> None:
+    """Raise ValueError for the first gates that order nothing: among NaN, the first units would go."""
+    for target in targets:
+        gates = statistics[target.name].gates
+        if not (torch.isfinite(gates.squares).all() and torch.isfinite(gates.total).all()):
+            raise ValueError(
+                f"the gradients of {target.name} are not finite, so its units cannot be ordered: look for NaN in the "
+                "model's weights, or a dtype that overflows (float16: try bfloat16). Nothing was changed."
+            )
 
 
 def _evidence(context: RunContext, units: Units, **measured: Tensor) -> UnitEvidence:
