@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
     AutoConfig,
     AutoModelForMaskedLM,
     BertConfig,
@@ -159,6 +161,22 @@ def test_a_gradient_that_explodes_is_limited(name, batch_size):
             torch.testing.assert_close(fisher_of(statistics[target.name], kind), wanted, rtol=1e-7, atol=1e-18)
     differs = [not torch.equal(free[n]["token"], second[n]["token"]) for n in names]
     assert any(differs), "some were limited"
+
+
+def test_a_matrix_used_by_every_layer_is_limited_in_all_of_them_together():
+    """Each use by itself: compared with the sum over all uses, three of them would have three times the limit."""
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 16, "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 4}
+    config = AlbertConfig(vocab_size=cases.VOCABULARY, num_hidden_layers=3, **sizes)
+    model = AlbertForSequenceClassification(config).double().eval()
+    targets, parts = find_targets(model), [{"input_ids": torch.arange(12)[None], "labels": torch.tensor([1])}]
+    statistics = Statistics(targets, frozenset({"marginals"}), model)
+    folded(statistics, model, targets, parts, spike_limit=0.01)
+    statistics.probe = 1
+    folded(statistics, model, targets, parts, shrunk=candidates(targets), factor=0.1, spike_limit=0.01)
+    for target in targets:
+        before, after = (statistics[target.name].marginals.of[probe, 0].rows.sum() for probe in (0, 1))
+        torch.testing.assert_close(after, 0.01 * before)
 
 
 def test_a_limit_of_zero_is_none():

@@ -48,7 +48,8 @@ class Folding:
         self._layout = BatchLayout(sequences=0, tokens=0)
         self._counted = True
         self._recomputing = False
-        self._uses: Counter[str] = Counter()
+        self._uses: Counter[str] = Counter()  # of each matrix, in forward
+        self._limited_uses: Counter[tuple[str, int]] = Counter()  # of each at each site, in backward
         self._unfinished: dict[str, list[Tensor]] = {}  # of a matrix with several uses, each sequence's gradient so far
 
     def start_batch(self, batch: Batch, counted: bool = True) -> None:
@@ -57,6 +58,7 @@ class Folding:
         self._first_sequence += self._layout.sequences
         self._layout = BatchLayout.of(batch, self._model)
         self._uses.clear()
+        self._limited_uses.clear()
 
     def finish_batch(self) -> None:
         """Fold the matrices that were used more than once."""
@@ -139,10 +141,12 @@ class Folding:
         # `dtype` widens within the reduction: a float16 sum of squares would overflow, and a copy of d take memory.
         energies = torch.linalg.vector_norm(d, dim=(1, 2), dtype=statistics.dtype).square()
         index = target.sites.index(site)
+        use = index, self._limited_uses[target.name, index]
+        self._limited_uses[target.name, index] += 1
         if self.statistics.probe == 0:
-            statistics.energies.add(index, self._first_sequence, energies)
+            statistics.energies.add(use, self._first_sequence, energies)
             return d
-        scale = statistics.energies.scale(index, self._first_sequence, energies, self._spike_limit)
+        scale = statistics.energies.scale(use, self._first_sequence, energies, self._spike_limit)
         return d * scale[:, None, None].to(d.dtype)
 
     def _fold_gradients(self, target: Target, site: Site, statistics: MatrixStatistics, x: Tensor, d: Tensor) -> None:
