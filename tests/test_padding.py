@@ -54,6 +54,11 @@ def bart_classifier() -> PreTrainedModel:
     return hf.BartForSequenceClassification(hf.BartConfig(**sizes, **heads, **WORDS, num_labels=3))
 
 
+def bert_with_choices() -> PreTrainedModel:
+    """It computes on the choices of all rows as on texts of their own."""
+    return hf.BertForMultipleChoice(hf.BertConfig(vocab_size=64, max_position_embeddings=32, **SHORT))
+
+
 def wav2vec2() -> PreTrainedModel:
     """Blocks see frames, and the mask is of samples."""
     convolutions = {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
@@ -77,6 +82,14 @@ def sentences(number: int, generator: torch.Generator) -> Row:
     return {**_masked(ids), "labels": torch.tensor([number % 3])}
 
 
+def questions(number: int, generator: torch.Generator) -> Row:
+    """Three texts, each padded to the longest of them."""
+    lengths = torch.randint(3, 12, (3,), generator=generator)
+    mask = (torch.arange(int(lengths.max())) < lengths[:, None]).long()[None]
+    ids = torch.randint(3, 64, mask.shape, generator=generator)
+    return {"input_ids": ids * mask, "attention_mask": mask, "labels": torch.tensor([number % 3])}
+
+
 def sounds(number: int, generator: torch.Generator) -> Row:
     length = int(torch.randint(150, 900, (), generator=generator))
     sound = torch.randn(1, length, generator=generator, dtype=torch.float64)
@@ -95,7 +108,7 @@ def _padded(rows: list[Row]) -> Row:
         values, filling = [row[name] for row in rows], -100 if name == "labels" else PAD
         longest = max(value.shape[-1] for value in values)
         whole = (
-            values if values[0].ndim == 1 else [pad(one, (0, longest - one.shape[1]), value=filling) for one in values]
+            values if values[0].ndim == 1 else [pad(one, (0, longest - one.shape[-1]), value=filling) for one in values]
         )
         batch[name] = torch.cat(whole)
     return batch
@@ -109,6 +122,8 @@ def _padded(rows: list[Row]) -> Row:
         (switch, translations, {"probes": 1}),
         (bart_classifier, sentences, {}),
         (wav2vec2, sounds, {}),
+        (bert_with_choices, questions, {}),
+        (bert_with_choices, questions, {"score": "wanda"}),
     ],
 )
 def test_padding_has_no_part_in_the_result(make: Callable[[], PreTrainedModel], row, options):

@@ -112,7 +112,7 @@ def _check_mask(mask: Any, ids: Tensor, part: str) -> None:
         raise ValueError(
             f"{part}: attention_mask is {tuple(mask.shape)}, and input_ids {tuple(ids.shape)}: they must be alike."
         )
-    if isinstance(mask, Tensor) and mask.shape == ids.shape and not bool(mask.any(1).all()):
+    if isinstance(mask, Tensor) and mask.shape == ids.shape and not bool(mask.any(-1).all()):
         raise ValueError(f"{part}: a row has an attention_mask of zeros alone, and so no token: leave it out.")
 
 

@@ -1,7 +1,8 @@
 """Padding: which tokens of a batch count, and which sequence each of them belongs to.
 
 Modules see a batch as `[sequences, tokens, features]`, or as `[sequences * tokens, features]` in models that flatten
-it (OPT). Sequences are told apart by their position alone.
+it (OPT). Sequences are told apart by their position alone. A multiple choice is `[sequences, choices, tokens]`, and
+modules see `[sequences * choices, tokens, features]`: the tokens of a sequence are those of all its choices.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ class BatchLayout:
 
     Attributes:
         sequences: rows of the batch.
-        tokens: columns of `input_ids`; 1 for a batch without them.
+        tokens: of each row of `input_ids`; 1 for a batch without them.
         encoder_mask: False at padding of the inputs, bool `[sequences, tokens]`; None: every token counts.
         decoder_mask: the same for the tokens that a decoder is given; of a model without an encoder `encoder_mask`.
         frames: how many frames a model makes of the inputs, or tokens with those that it pads them with -> which of
             them are of no padding, bool `[sequences, frames]`; None: it makes none, or not so many.
+        choices: texts of each row, of which one is to be chosen; 1: a row is one text.
     """
 
     sequences: int
@@ -47,6 +49,7 @@ class BatchLayout:
     encoder_mask: Tensor | None = None
     decoder_mask: Tensor | None = None
     frames: Callable[[int], Tensor | None] | None = None
+    choices: int = 1
 
     @classmethod
     def of(cls, batch: Batch, model: PreTrainedModel) -> BatchLayout:
@@ -56,8 +59,12 @@ class BatchLayout:
             ValueError: the tokens of encoder and decoder cannot be told apart.
         """
         ids, inputs = batch.get("input_ids"), batch.get("attention_mask")
-        # As transformers reads it: what is not 0 counts. Segments of packed texts are numbered 1, 2, ...
-        encoder_mask = inputs != 0 if isinstance(inputs, Tensor) and inputs.ndim == 2 else None
+        choices = ids.shape[1] if isinstance(ids, Tensor) and ids.ndim == 3 else 1
+        encoder_mask = None
+        # A mask of three dimensions beside rows of two is of pairs of tokens.
+        if isinstance(inputs, Tensor) and (inputs.ndim == 2 or (choices > 1 and inputs.ndim == 3)):
+            # As transformers reads it: what is not 0 counts. Segments of packed texts are numbered 1, 2, ...
+            encoder_mask = (inputs != 0).flatten(1)
         if encoder_mask is None and isinstance(ids, Tensor) and ids.ndim == 2 and widens_inputs(model):
             encoder_mask = torch.ones_like(ids, dtype=torch.bool)
         # Decoder-only OPT calls its blocks `decoder` too; its tokens are those of `attention_mask`.
@@ -70,10 +77,11 @@ class BatchLayout:
             )
         return cls(
             row_count(batch),
-            ids.shape[1] if isinstance(ids, Tensor) and ids.ndim > 1 else 1,
+            ids.shape[1:].numel() if isinstance(ids, Tensor) and ids.ndim > 1 else 1,
             encoder_mask,
             decoder_mask,
             _frames(model, encoder_mask, of_text=ids is not None),
+            choices,
         )
 
     def by_sequence(self, value: Tensor, features: int, name: str) -> Tensor:
@@ -87,8 +95,9 @@ class BatchLayout:
             ValueError: a shape in which sequences cannot be told apart.
         """
         leading = value.shape[: value.ndim - features]
-        flattened = len(leading) == 1 and leading[0] in (self.sequences, self.sequences * self.tokens)
-        if self.sequences != 1 and not flattened and not (len(leading) >= 2 and leading[0] == self.sequences):
+        texts = (self.sequences, self.sequences * self.choices)
+        flattened = len(leading) == 1 and leading[0] in (*texts, self.sequences * self.tokens)
+        if self.sequences != 1 and not flattened and not (len(leading) >= 2 and leading[0] in texts):
             raise ValueError(
                 f"{name} is used on a tensor of shape {tuple(value.shape)}, in which the {self.sequences} sequences of "
                 "the batch cannot be told apart; set batch_size=1 (or give batches of one row)."

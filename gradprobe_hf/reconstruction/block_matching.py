@@ -108,10 +108,10 @@ class BlockExamples:
         size = _wide(target).square().sum(-1)
         weight = size.clamp_min(torch.finfo(size.dtype).tiny).reciprocal()
         layout = BatchLayout.of(batch, self._model)
-        mask = layout.token_mask(Site(self._block, "linear"), target)
+        mask = layout.token_mask(Site(self._block, "linear"), layout.by_sequence(target, 1, self._block))
         before = self.examples[-1].arguments if self.examples else None
         arguments = tree_map(partial(_shared, _tensors(before)), self._arguments)
-        self.examples.append(Example(arguments, target, weight if mask is None else weight * mask))
+        self.examples.append(Example(arguments, target, weight if mask is None else weight * mask.view_as(weight)))
 
     def _aimed_at(self, dense: Tensor) -> Tensor:
         return torch.lerp(self._output, dense, self._dense_target)
