@@ -70,3 +70,14 @@ def test_a_random_score_is_the_same_whatever_part_is_drawn():
         assert torch.equal(random_score(rows, 7, "a", seed=3), whole[rows])
     assert not torch.equal(random_score(slice(0, 150), 7, "b", seed=3), whole)
     assert not torch.equal(random_score(slice(0, 150), 7, "a", seed=4), whole)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_a_random_score_is_the_same_whatever_the_caller_s_dtype(default):
+    wanted = random_score(slice(0, 70), 9, "w", 1)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(random_score(slice(0, 70), 9, "w", 1), wanted)
+    finally:
+        torch.set_default_dtype(before)

@@ -18,7 +18,9 @@ def random_score(rows: slice, columns: int, name: str, seed: int) -> Tensor:
     """
     first = rows.start // ROWS
     drawn = [
-        torch.rand(ROWS, columns, generator=_generator(seed, name, n)) for n in range(first, -(-rows.stop // ROWS))
+        # Of a dtype that is named: a caller may have made bfloat16 torch's default, of which 256 values are drawn.
+        torch.rand(ROWS, columns, generator=_generator(seed, name, n), dtype=torch.float32)
+        for n in range(first, -(-rows.stop // ROWS))
     ]
     return torch.cat(drawn)[rows.start - first * ROWS : rows.stop - first * ROWS]
 
