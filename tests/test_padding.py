@@ -139,6 +139,32 @@ def test_padding_has_no_part_in_the_result(make: Callable[[], PreTrainedModel], 
     assert {name: int((alone[name] ^ together[name]).sum()) for name in alone} == dict.fromkeys(alone, 0)
 
 
+def test_what_fills_an_attention_window_is_padding():
+    """Longformer pads by itself, and scales its queries in place."""
+    torch.manual_seed(0)
+    sizes = {**SHORT, "num_hidden_layers": 2, "attention_window": [8, 8], "max_position_embeddings": 32}
+    model = hf.LongformerForSequenceClassification(hf.LongformerConfig(**sizes, **WORDS)).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    rows = [{"input_ids": torch.randint(3, 64, (1, 5), generator=generator)} for _ in range(6)]
+    rows = [{**row, "labels": torch.tensor([number % 2])} for number, row in enumerate(rows)]
+    filled = [
+        {
+            "input_ids": pad(row["input_ids"], (0, 3)),
+            "attention_mask": pad(torch.ones_like(row["input_ids"]), (0, 3)),
+            "labels": row["labels"],
+        }
+        for row in rows
+    ]
+    for options in ({"score": "wanda"}, {}):
+        alone, together = (
+            prune_pretrained(
+                model, GradProbeConfig(**options), calibration=given, evaluation=False, apply=False, progress=False
+            ).masks
+            for given in (rows, filled)
+        )
+        assert {name: int((alone[name] ^ together[name]).sum()) for name in alone} == dict.fromkeys(alone, 0)
+
+
 def test_source_and_target_that_cannot_be_told_apart_are_refused():
     """One map makes keys and values of both: where both are as long, nothing says whose tokens they are."""
     side = {**SIDE, "layer_types": ["full_attention"]}

@@ -117,9 +117,10 @@ def _check_mask(mask: Any, ids: Tensor, part: str) -> None:
 
 
 def _check_layout(model: PreTrainedModel, ids: Tensor, part: str) -> None:
-    if computes_time_first(model) and len(ids) > 1:
+    texts = ids.shape[:-1].numel()  # of a multiple choice each of a row's
+    if computes_time_first(model) and texts > 1:
         raise ValueError(
-            f"{part}: {type(model).__name__} computes on [tokens, sequences], in which a batch of {len(ids)} sequences "
+            f"{part}: {type(model).__name__} computes on [tokens, sequences], in which a batch of {texts} sequences "
             "cannot be told apart: set batch_size=1 (or give batches of one row)."
         )
 

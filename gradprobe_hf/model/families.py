@@ -49,7 +49,8 @@ _READ_BY_PARENT = {
 # Types of configuration of whose maps fused kernels take the weight, so that the module itself never runs.
 _WITH_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 _TAKEN_BY_KERNELS = ("out_proj", "conv1d")
-_TIME_FIRST = ("fsmt", "xlnet")  # types of configuration of what is computed on [tokens, sequences, features]
+# Types of configuration of what is computed on [tokens, sequences, features].
+_TIME_FIRST = ("fsmt", "xlnet", "longformer", "led")
 # Types that pad what they are given on the right, to a multiple of their windows, in front of the first block.
 _WIDENING = ("longformer", "led", "big_bird", "bigbird_pegasus")
 _PAIRED = ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "groupvit")  # of a text beside an image
