@@ -545,7 +545,7 @@ def test_one_token_has_one_gradient():
 
 
 def xlnet():
-    config = XLNetConfig(vocab_size=260, d_model=16, n_layer=2, n_head=4, d_inner=24, num_labels=2)
+    config = XLNetConfig(vocab_size=260, d_model=16, n_layer=2, n_head=4, d_inner=64, num_labels=2)
     return XLNetForSequenceClassification(config).eval()
 
 
