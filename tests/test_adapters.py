@@ -62,7 +62,7 @@ def run(model, **options):
 
 @pytest.mark.parametrize("make", [wrapped, injected, mixed])
 def test_adapters_in_memory_are_refused_before_any_work(make, monkeypatch):
-    monkeypatch.setattr("gradprobe_hf.run.request.inputs.load_batches", lambda *_, **__: pytest.fail("work began"))
+    monkeypatch.setattr("gradprobe_hf.run.request.reading.load_batches", lambda *_, **__: pytest.fail("work began"))
     model = make()
     before = cases.bits(model)
     with pytest.raises(ValueError, match=r"has adapters \(default\), which are not pruned.*merge_adapters=True"):

@@ -375,7 +375,7 @@ def test_a_budget_that_is_wrong_by_itself_is_refused(options, message):
 
 
 def test_a_budget_that_the_model_cannot_meet_is_refused_before_any_work(monkeypatch):
-    monkeypatch.setattr("gradprobe_hf.run.request.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
+    monkeypatch.setattr("gradprobe_hf.run.request.reading.load_batches", lambda *_, **__: pytest.fail("text was read"))
     model = deep()
     count = model.num_parameters()
     for given, message in (

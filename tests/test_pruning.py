@@ -17,7 +17,7 @@ from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.run import decide
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.probing import pair_masks, probe_pair
-from gradprobe_hf.run.request import inputs
+from gradprobe_hf.run.request import reading
 from tests import cases
 
 
@@ -143,7 +143,7 @@ def test_text_on_both_sides_is_pointed_out(text_file):
 
 # Every stage, at each of the calls a run makes of it: where it is looked up, what else it takes to come there.
 CALLS = {
-    "load_batches": (inputs, 2, {}),
+    "load_batches": (reading, 2, {}),
     "observe_inputs": (probe_pair, 1, {"score": "wanda"}),
     "run_probe": (probe_pair, 2, {}),
     "select_masks": (pair_masks, 2, {}),

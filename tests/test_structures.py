@@ -439,7 +439,7 @@ def test_what_a_family_cannot_do_is_refused_before_any_work(name, amounts, messa
         experts.register_forward_pre_hook(lambda _, args: (args[0], torch.zeros_like(args[1]), args[2]))
     else:
         model = build(name)
-    monkeypatch.setattr("gradprobe_hf.run.request.inputs.load_batches", lambda *_, **__: pytest.fail("text was read"))
+    monkeypatch.setattr("gradprobe_hf.run.request.reading.load_batches", lambda *_, **__: pytest.fail("text was read"))
     with pytest.raises(ValueError, match=re.escape(message)):
         prune_pretrained(model, GradProbeConfig(structure=amounts), calibration=cases.batches("llama"), progress=False)
 
@@ -496,7 +496,7 @@ def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(
     dense = cases.bits(model)
     if example:
         monkeypatch.setattr(
-            "gradprobe_hf.run.request.inputs.load_batches", lambda *_, **__: pytest.fail("text was read")
+            "gradprobe_hf.run.request.reading.load_batches", lambda *_, **__: pytest.fail("text was read")
         )
     else:
         monkeypatch.setattr("gradprobe_hf.run.request.inputs.check_example", lambda *_: None)

@@ -68,8 +68,8 @@ class Pieces:
 def _pieces(text: str, least: int) -> Iterator[str]:
     """A text in parts, cut between lines, or between words where a line is longer.
 
-    >>> list(_pieces("one two\\nthree four\\nfive", 5))
-    ['one two', 'three four', 'five']
+    >>> list(_pieces("one two\\nthree four\\nfive six", 6))
+    ['one two', 'three four', 'five six']
     """
     begin = 0
     while begin < len(text):
