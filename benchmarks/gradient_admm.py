@@ -28,7 +28,7 @@ from benchmarks.quality_texts import TextSpec
 from benchmarks.resumed_rows import made_rows, row_parser, windows_of
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.text_options import SELF
+from gradprobe_hf.data.text.text_options import SELF
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.model.loading.load import load_model

@@ -25,8 +25,8 @@ from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.comparison.rows import Comparison
 from gradprobe_hf.config.presets import Preset
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.mixture import shares
-from gradprobe_hf.data.self_generated import KeptText
+from gradprobe_hf.data.text.mixture import shares
+from gradprobe_hf.data.text.self_generated import KeptText
 from gradprobe_hf.data.windows import WindowSpec, Writing, load_batches
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.upcast import upcast_products

@@ -23,7 +23,7 @@ from benchmarks.quality_texts import TextSpec
 from benchmarks.rivals import register
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
+from gradprobe_hf.data.text.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair

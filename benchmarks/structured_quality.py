@@ -31,9 +31,9 @@ from benchmarks.structured_table import structured_table
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, recover_pretrained
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.packing import WindowSpec
-from gradprobe_hf.data.self_generated import KeptText
-from gradprobe_hf.data.text_options import SELF
+from gradprobe_hf.data.text.packing import WindowSpec
+from gradprobe_hf.data.text.self_generated import KeptText
+from gradprobe_hf.data.text.text_options import SELF
 from gradprobe_hf.data.windows import Writing, load_batches
 from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair

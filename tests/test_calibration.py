@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from transformers import ViTImageProcessorPil
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
-from gradprobe_hf.data import pieces, sources
+from gradprobe_hf.data import sources
 from gradprobe_hf.data.batches import from_iterable, from_windows, shared_passages, shared_rows
-from gradprobe_hf.data.pydoc_text import manual_text
+from gradprobe_hf.data.text import pieces
+from gradprobe_hf.data.text.pydoc_text import manual_text
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
 from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.model.passes.loss import summed_loss

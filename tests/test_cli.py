@@ -25,7 +25,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig
 from gradprobe_hf.cli.config_options import HEADINGS, configuration, help_of
 from gradprobe_hf.cli.main import VERBS, main, parser, read
 from gradprobe_hf.cli.options import OPTIONS
-from gradprobe_hf.data.text_options import TEXT_OPTIONS
+from gradprobe_hf.data.text.text_options import TEXT_OPTIONS
 from gradprobe_hf.model.loading import load as loading
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.scores.table import SCORES

@@ -29,7 +29,7 @@ from transformers import (
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.mixture import shares
+from gradprobe_hf.data.text.mixture import shares
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, TopPredictions, WholePredictions
 from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE

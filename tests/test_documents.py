@@ -13,7 +13,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.values import mixture
 from gradprobe_hf.data import sources
-from gradprobe_hf.data.chat import ChatTemplate
+from gradprobe_hf.data.text.chat import ChatTemplate
 from gradprobe_hf.tasks.conversation import Chat
 from tests import cases
 from tests.test_calibration import TOKENIZER, ids, load

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.cli import main
-from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
+from gradprobe_hf.data.text.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.evaluation import harness
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.report.eval_results import task_results

@@ -10,8 +10,8 @@ import torch
 from datasets import Dataset
 from transformers import BertForQuestionAnswering
 
-from gradprobe_hf.data import pieces
 from gradprobe_hf.data.batches import shared_rows
+from gradprobe_hf.data.text import pieces
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.request.inputs import load_inputs, written
 from tests import cases, labelled

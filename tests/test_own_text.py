@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gradprobe_hf import GradProbeConfig
-from gradprobe_hf.data import self_generated
-from gradprobe_hf.data.self_generated import KeptText, own_text
+from gradprobe_hf.data.text import self_generated
+from gradprobe_hf.data.text.self_generated import KeptText, own_text
 from gradprobe_hf.model.passes import decoding
 from gradprobe_hf.run.request.inputs import default_calibration
 from gradprobe_hf.runtime.processes import Processes

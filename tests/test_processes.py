@@ -17,7 +17,7 @@ import gradprobe_hf.runtime.processes as processes
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.batches import Batches, from_iterable, row_count
-from gradprobe_hf.data.self_generated import KeptText
+from gradprobe_hf.data.text.self_generated import KeptText
 from gradprobe_hf.memory import measured_passes
 from gradprobe_hf.memory.memory_plan import plan_memory
 from gradprobe_hf.model.passes.loss import summed_loss

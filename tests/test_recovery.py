@@ -25,7 +25,7 @@ from transformers import (
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.output import print_pruning, print_recovery
-from gradprobe_hf.data.mixture import shares
+from gradprobe_hf.data.text.mixture import shares
 from gradprobe_hf.data.windows import load_batches
 from gradprobe_hf.model.loading.load import Loaded
 from gradprobe_hf.model.targets import find_targets

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.data.self_generated import own_text
+from gradprobe_hf.data.text.self_generated import own_text
 from gradprobe_hf.estimation.passes import cost_of_batch
 from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.passes import upcast

@@ -16,7 +16,7 @@ from gradprobe_hf.checkpoint.inspect import Inspection
 from gradprobe_hf.cli.flags import in_flags
 from gradprobe_hf.comparison.rows import ComparedRow
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.data.text_options import OWN_TEXT, PYDOC
+from gradprobe_hf.data.text.text_options import OWN_TEXT, PYDOC
 from gradprobe_hf.evaluation.divergence import Divergence
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.report.next_choice import next_choices

@@ -22,7 +22,7 @@ from gradprobe_hf.comparison.baselines import (
 )
 from gradprobe_hf.comparison.rows import ComparedRow, Comparison
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
-from gradprobe_hf.data.text_options import TEXT_OPTIONS
+from gradprobe_hf.data.text.text_options import TEXT_OPTIONS
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.passes.loss import LossFunction

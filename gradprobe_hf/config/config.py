@@ -20,7 +20,7 @@ from gradprobe_hf.config.derived import ResolvedOptions
 from gradprobe_hf.config.fields import PruningOptions, named
 from gradprobe_hf.config.together import BELONGS, check_together
 from gradprobe_hf.config.values import check_values
-from gradprobe_hf.data.text_options import TextOptions
+from gradprobe_hf.data.text.text_options import TextOptions
 from gradprobe_hf.runtime.option_checks import patterns, rounds, threshold
 from gradprobe_hf.runtime.paths import looks_like_path
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
 from gradprobe_hf.config.fields import PruningOptions
-from gradprobe_hf.data.text_options import DEFAULT_LENGTH
+from gradprobe_hf.data.text.text_options import DEFAULT_LENGTH
 from gradprobe_hf.decisions.needs import Needs, needs_of, uses_fisher
 from gradprobe_hf.decisions.table import DECISIONS, Decision
 from gradprobe_hf.scores.budget import Budget, Scope

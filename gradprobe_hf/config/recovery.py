@@ -10,7 +10,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.options import Options
 from gradprobe_hf.config.together import check_task
 from gradprobe_hf.config.values import CHOICES, LARGEST_SEED
-from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
+from gradprobe_hf.data.text.text_options import TEXT_OPTIONS, TextOptions
 from gradprobe_hf.runtime.names_elsewhere import RECOVERY, NamesElsewhere
 from gradprobe_hf.runtime.option_checks import number, one_of, whole
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import AS_GIVEN, BESIDE, Batches
-from gradprobe_hf.data.text_options import TextOptions
+from gradprobe_hf.data.text.text_options import TextOptions
 from gradprobe_hf.model.families import (
     computes_time_first,
     forward_arguments,

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.mixture import is_mixture, shares
-from gradprobe_hf.data.packing import WindowSpec
-from gradprobe_hf.data.pydoc_text import Part
-from gradprobe_hf.data.text_options import PYDOC, SELF
+from gradprobe_hf.data.text.mixture import is_mixture, shares
+from gradprobe_hf.data.text.packing import WindowSpec
+from gradprobe_hf.data.text.pydoc_text import Part
+from gradprobe_hf.data.text.text_options import PYDOC, SELF
 from gradprobe_hf.data.windows import EVALUATION_SEED, open_rows
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count, token_count
-from gradprobe_hf.data.packing import WindowSpec, held_out_words
 from gradprobe_hf.data.sources import Source, columns_of
-from gradprobe_hf.data.text_options import TextOptions, template_columns
+from gradprobe_hf.data.text.packing import WindowSpec, held_out_words
+from gradprobe_hf.data.text.text_options import TextOptions, template_columns
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from gradprobe_hf.data.text_options import PYDOC, SELF
+from gradprobe_hf.data.text.text_options import PYDOC, SELF
 from gradprobe_hf.runtime.paths import looks_like_path
 
 # `datasets` imports pandas and pyarrow, 90 MB of memory: it is imported where a file or a dataset is opened.

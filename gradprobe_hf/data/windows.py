@@ -19,15 +19,15 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batch_checks import check_reads_text
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
-from gradprobe_hf.data.documents import holds_chats
 from gradprobe_hf.data.labelled import Labels, TaskOptions
-from gradprobe_hf.data.mixture import in_proportion, is_mixture, mixed, shares
-from gradprobe_hf.data.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of
-from gradprobe_hf.data.pydoc_text import Part, manual_text
-from gradprobe_hf.data.self_generated import KeptText, own_text
 from gradprobe_hf.data.sources import Source, columns_of, is_dataset, is_tokenised, open_source, rows_from, text_rows
-from gradprobe_hf.data.special_tokens import is_tokenizer, special_tokens, tokenizer_of
-from gradprobe_hf.data.text_options import DEFAULT_LENGTH, OWN_TEXT, PYDOC, SELF, TextOptions
+from gradprobe_hf.data.text.documents import holds_chats
+from gradprobe_hf.data.text.mixture import in_proportion, is_mixture, mixed, shares
+from gradprobe_hf.data.text.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of
+from gradprobe_hf.data.text.pydoc_text import Part, manual_text
+from gradprobe_hf.data.text.self_generated import KeptText, own_text
+from gradprobe_hf.data.text.special_tokens import is_tokenizer, special_tokens, tokenizer_of
+from gradprobe_hf.data.text.text_options import DEFAULT_LENGTH, OWN_TEXT, PYDOC, SELF, TextOptions
 from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.runtime.processes import Processes
 

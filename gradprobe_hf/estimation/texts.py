@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.data.self_generated import window_bytes, written_at_once
+from gradprobe_hf.data.text.self_generated import window_bytes, written_at_once
 from gradprobe_hf.data.windows import WINDOWS_MEASURED
 from gradprobe_hf.estimation.expected_passes import attempts_of
 from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, loss_bytes

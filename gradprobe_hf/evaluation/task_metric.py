@@ -11,7 +11,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.special_tokens import is_tokenizer, tokenizer_of
+from gradprobe_hf.data.text.special_tokens import is_tokenizer, tokenizer_of
 from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.patches import eval_mode, seen_on

@@ -14,7 +14,7 @@ from gradprobe_hf.data.batch_checks import check_batches
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.labelled import ROWS_MEASURED
-from gradprobe_hf.data.text_options import PYDOC, TextOptions
+from gradprobe_hf.data.text.text_options import PYDOC, TextOptions
 from gradprobe_hf.data.windows import WINDOWS_MEASURED, WindowSpec, load_batches, window_length
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.task_metric import TaskMetric, measure_metric

@@ -15,8 +15,8 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.recovery import RecoveryConfig
-from gradprobe_hf.data.self_generated import KeptText
-from gradprobe_hf.data.text_options import is_written
+from gradprobe_hf.data.text.self_generated import KeptText
+from gradprobe_hf.data.text.text_options import is_written
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.task_metric import measure_metric
 from gradprobe_hf.model.fingerprint import weights_fingerprint

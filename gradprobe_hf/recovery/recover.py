@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from gradprobe_hf.checkpoint.destination import Destination
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.config.recovery import RecoveryConfig, resolve_recovery
-from gradprobe_hf.data.self_generated import KeptText
-from gradprobe_hf.data.text_options import SELF, TextOptions, is_written
+from gradprobe_hf.data.text.self_generated import KeptText
+from gradprobe_hf.data.text.text_options import SELF, TextOptions, is_written
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loading.load import name_of

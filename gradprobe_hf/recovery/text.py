@@ -29,10 +29,10 @@ from gradprobe_hf.data.batches import (
 )
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.labelled import TaskOptions
-from gradprobe_hf.data.self_generated import KeptText
 from gradprobe_hf.data.sources import is_plain_text
-from gradprobe_hf.data.special_tokens import tokenizer_of
-from gradprobe_hf.data.text_options import SELF, is_written
+from gradprobe_hf.data.text.self_generated import KeptText
+from gradprobe_hf.data.text.special_tokens import tokenizer_of
+from gradprobe_hf.data.text.text_options import SELF, is_written
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, Writing, load_batches, window_length
 from gradprobe_hf.model.families import forward_arguments, is_causal, without_cache
 from gradprobe_hf.model.passes.loss import next_token_labels

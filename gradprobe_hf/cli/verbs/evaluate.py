@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from gradprobe_hf.cli.config_options import add_fields
 from gradprobe_hf.cli.options import PLACEMENT, SOURCE, VerbParser, given, shows_progress
 from gradprobe_hf.cli.values import at_least, names
-from gradprobe_hf.data.text_options import TEXT_OPTIONS, TextOptions
+from gradprobe_hf.data.text.text_options import TEXT_OPTIONS, TextOptions
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -229,8 +229,8 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
 def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) -> Batches:
     from gradprobe_hf.data.batch_checks import check_batches, check_reads_text
     from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
-    from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
     from gradprobe_hf.data.sources import is_plain_text
+    from gradprobe_hf.data.text.paper_protocol import PaperSpec, paper_batches
     from gradprobe_hf.data.windows import WindowSpec, load_batches, window_length
     from gradprobe_hf.run.request.checks import check_columns
 

@@ -10,9 +10,9 @@ from typing import Any
 
 from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.config.options import Options
-from gradprobe_hf.data.mixture import is_mixture
 from gradprobe_hf.data.sources import is_path, is_plain_text
-from gradprobe_hf.data.text_options import SELF, TextOptions
+from gradprobe_hf.data.text.mixture import is_mixture
+from gradprobe_hf.data.text.text_options import SELF, TextOptions
 from gradprobe_hf.model.loading.processing import is_empty
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.runtime.names_elsewhere import unknown_argument

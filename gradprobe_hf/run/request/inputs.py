@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batch_checks import check_text_options
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.data.paper_protocol import WIKITEXT
-from gradprobe_hf.data.self_generated import KeptText
-from gradprobe_hf.data.text_options import DEFAULT_LENGTH, PYDOC, SELF, is_written
+from gradprobe_hf.data.text.paper_protocol import WIKITEXT
+from gradprobe_hf.data.text.self_generated import KeptText
+from gradprobe_hf.data.text.text_options import DEFAULT_LENGTH, PYDOC, SELF, is_written
 from gradprobe_hf.data.windows import EVALUATION_SEED, TextOptions, Writing, window_length
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.families import is_causal

@@ -14,9 +14,9 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.evidence import check_evidence
 from gradprobe_hf.data.held_out import HeldOut
 from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
-from gradprobe_hf.data.paper_protocol import PaperSpec, paper_batches
-from gradprobe_hf.data.pydoc_text import Part
 from gradprobe_hf.data.sources import is_plain_text
+from gradprobe_hf.data.text.paper_protocol import PaperSpec, paper_batches
+from gradprobe_hf.data.text.pydoc_text import Part
 from gradprobe_hf.data.windows import WINDOWS_MEASURED, TextOptions, WindowSpec, Writing, load_batches, window_length
 from gradprobe_hf.tasks.table import Task
 

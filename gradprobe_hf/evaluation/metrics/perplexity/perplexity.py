@@ -5,8 +5,8 @@ import evaluate
 import torch
 
 from gradprobe_hf.data.batches import from_rows
-from gradprobe_hf.data.packing import rows_of
-from gradprobe_hf.data.special_tokens import special_tokens
+from gradprobe_hf.data.text.packing import rows_of
+from gradprobe_hf.data.text.special_tokens import special_tokens
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.probe.engine import Workload

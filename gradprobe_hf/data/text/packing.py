@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradprobe_hf.data.chat import ChatTemplate, RenderedChat
-from gradprobe_hf.data.documents import documents, holds_chats, named_columns
-from gradprobe_hf.data.pieces import ENDED, Pieces, is_large, read_of_stream
 from gradprobe_hf.data.sources import Source, is_streamed
-from gradprobe_hf.data.special_tokens import SpecialTokens, tokenizer_of
-from gradprobe_hf.data.text_options import BLANK_LINE, EOS, TextOptions
+from gradprobe_hf.data.text.chat import ChatTemplate, RenderedChat
+from gradprobe_hf.data.text.documents import documents, holds_chats, named_columns
+from gradprobe_hf.data.text.pieces import ENDED, Pieces, is_large, read_of_stream
+from gradprobe_hf.data.text.special_tokens import SpecialTokens, tokenizer_of
+from gradprobe_hf.data.text.text_options import BLANK_LINE, EOS, TextOptions
 from gradprobe_hf.runtime.option_checks import whole
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.conversation import Chat

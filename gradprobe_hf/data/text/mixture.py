@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gradprobe_hf.data.packing import Drawn
+from gradprobe_hf.data.text.packing import Drawn
 from gradprobe_hf.runtime.option_checks import number
 
 

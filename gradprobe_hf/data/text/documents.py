@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from gradprobe_hf.data.sources import Source
-from gradprobe_hf.data.text_options import TextOptions, template_columns
+from gradprobe_hf.data.text.text_options import TextOptions, template_columns
 from gradprobe_hf.tasks.columns import filled, is_beside
 from gradprobe_hf.tasks.conversation import CHAT_COLUMNS, Chat, Message, Row, from_json, is_chat, messages_of, shown
 
