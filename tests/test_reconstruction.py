@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, SwitchTransformersConfig, SwitchT
 from gradprobe_hf.data.batches import Batches, from_iterable
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets, is_routed
+from gradprobe_hf.reconstruction import reconstruct as blockwise
 from gradprobe_hf.reconstruction.hessians import WIDE, BlockHessians, lower_gram, mirrored_
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.reconstruction.reconstruct import reconstruct
@@ -342,3 +343,39 @@ def test_damping_that_was_raised_is_in_the_report():
     text = [{"input_ids": torch.arange(8)[None]}]
     result = cases.prune(cases.build("llama"), text, update="obs", score="magnitude", damping=1e-12)
     assert any("could not be inverted with damping=1e-12" in warning for warning in result.report.warnings)
+
+
+def _older():
+    torch.set_float32_matmul_precision("high")
+
+
+def _newer():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+@pytest.fixture
+def own_precision():
+    """The setting of the process as it was, which the older interface reads again once both say the same."""
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "ieee"
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize("allow", [_older, _newer])
+@pytest.mark.parametrize("options", [{"update": "obs"}, {"structure": {"ffn": 8}}], ids=["zeros", "channels"])
+def test_matrices_are_solved_in_float32_though_the_caller_computes_in_tf32(allow, options, monkeypatch, own_precision):
+    allow()
+    seen, solve = [], blockwise.solve_block
+
+    def solved(*args):
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return solve(*args)
+
+    monkeypatch.setattr(blockwise, "solve_block", solved)
+    cases.prune(cases.build("llama"), cases.batches("llama"), **options)
+    assert set(seen) == {"ieee"}
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+    monkeypatch.setattr(blockwise, "solve_block", lambda *_: pytest.fail("in the middle of it"))
+    with pytest.raises(pytest.fail.Exception):
+        cases.prune(cases.build("llama"), cases.batches("llama"), **options)
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"

@@ -28,6 +28,7 @@ from gradprobe_hf.run.probing.sequential import decide_in_order
 from gradprobe_hf.run.shapes.search import choose_shape, with_shape
 from gradprobe_hf.run.shapes.structured import decide_structures, removal_of
 from gradprobe_hf.run.snapshots import Snapshots, Step
+from gradprobe_hf.runtime.plain_computation import exact_products
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.structures.removal import Removal
 
@@ -90,7 +91,8 @@ def decide_masks(context: RunContext, diagnostics: Diagnostics, judge: Judge | N
     if config.update_row.chooses_mask:
         return None
     if config.structure is not None:
-        masks = decide_structures(context, diagnostics)
+        with exact_products():
+            masks = decide_structures(context, diagnostics)
     elif config.order == "sequential":
         masks = decide_in_order(context, diagnostics)
     elif config.max_metric_drop is not None:
@@ -119,7 +121,7 @@ def conclude(
     if masks is not None and not context.config.reconstructs:
         biases = silenced(context.model, sorted(gone))
         return PruningDecision(masks, diagnostics, _unreached(context, diagnostics), biases, removal=removal)
-    with context.stopwatch("reconstruction"):
+    with context.stopwatch("reconstruction"), exact_products():
         task = Reconstruction(
             work=context.workload,
             targets=context.targets,

@@ -22,3 +22,27 @@ def plain_computation() -> Iterator[None]:
         for device in {"cpu", "cpu" if accelerator is None else accelerator.type}:
             stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Products of float32 in float32, whatever the caller has allowed for its own.
+
+    In TF32 H has three digits, and what is solved with it fewer. The setting is one of the whole process, with two
+    interfaces, of which torch refuses the older one where the newer one was used.
+    """
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:
+        products = torch.backends.cuda.matmul
+        by_backend, products.fp32_precision = products.fp32_precision, "ieee"
+        try:
+            yield
+        finally:
+            products.fp32_precision = by_backend
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
