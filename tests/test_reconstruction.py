@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from functools import partial
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,6 +33,8 @@ from gradprobe_hf.updates.least_squares import LeastSquares
 from gradprobe_hf.updates.sweep import by_saliency, fixed, inverse_factor, sweep
 from tests import cases
 from tests.reference.least_squares import normal_equations
+
+MAPS = Path("/proc/self/maps")
 
 
 def keep_inputs(kept, module, args):
@@ -231,6 +234,20 @@ def test_updates_reach_the_model_wherever_it_is(place, keep, tmp_path):
     with pytest.raises(RuntimeError, match="on purpose"), applied(model, targets, masks, new_weights=new_weights):
         raise RuntimeError("on purpose")
     assert all(torch.equal(t.matrix(model), wanted[t.name] if keep else t.view(before[t.parameter])) for t in targets)
+
+
+@pytest.mark.skipif(not MAPS.exists(), reason="no proc(5) says what is mapped")
+def test_files_of_new_weights_are_mapped_while_they_are_used_and_no_longer(tmp_path):
+    """Else the pages of all blocks would be resident in the end: a whole model of which one block has room."""
+    new_weights, matrix = NewWeights(tmp_path, on_disk=True), torch.zeros(64, 64)
+    new_weights.add("a", torch.ones(64, 64))
+    values = new_weights["a"]
+    assert str(tmp_path) in MAPS.read_text()
+    del values
+    new_weights.install("a", matrix)
+    assert str(tmp_path) not in MAPS.read_text()
+    assert matrix.all()
+    assert not new_weights["a"].any()
 
 
 @pytest.mark.parametrize("kind", ["obs", "admm"])

@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -15,8 +16,33 @@ from gradprobe_hf.model.targets import Target
 from gradprobe_hf.runtime.interrupts import uninterrupted
 
 
+@dataclass(frozen=True)
+class _File:
+    """Values in a file, which is mapped into memory where they are used, and no longer.
+
+    The pages of a mapping count as resident memory of the process as long as it is there: those of all blocks would be
+    a whole model's in the end.
+    """
+
+    path: Path
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, values: Tensor, path: Path) -> _File:
+        # Written, then mapped: on a full disk a write raises, and writing through a mapping ends the process (SIGBUS).
+        with open(path, "wb") as file:
+            file.write(values.contiguous().cpu().view(torch.uint8).numpy().data)
+        return cls(path, values.shape, values.dtype)
+
+    def mapped(self) -> Tensor:
+        """What is written into it is written into the file."""
+        flat = torch.from_file(str(self.path), shared=True, size=self.shape.numel(), dtype=self.dtype)
+        return flat.view(self.shape)
+
+
 class NewWeights(Mapping[str, Tensor]):
-    """Matrix name -> its new values `[out, in]`, in memory or in files that are mapped into it.
+    """Matrix name -> its new values `[out, in]`, in memory or in files that are mapped into it while they are used.
 
     Attributes:
         vectors: the gains and biases among them.
@@ -26,7 +52,7 @@ class NewWeights(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: str | Path | None = None, *, on_disk: bool = False) -> None:
-        self._kept: dict[str, Tensor] = {}
+        self._kept: dict[str, Tensor | _File] = {}
         self._installed: set[str] = set()
         self.vectors: list[Target] = []
         self._folder: Path | None = None
@@ -45,12 +71,7 @@ class NewWeights(Mapping[str, Tensor]):
         if self._folder is None:
             self._kept[name] = values
             return
-        path = self._folder / f"{len(self._kept):05d}"
-        # Written, then mapped: on a full disk a write raises, and writing through a mapping ends the process (SIGBUS).
-        with open(path, "wb") as file:
-            file.write(values.contiguous().cpu().view(torch.uint8).numpy().data)
-        mapped = torch.from_file(str(path), shared=True, size=values.numel(), dtype=values.dtype)
-        self._kept[name] = mapped.view(values.shape)
+        self._kept[name] = _File.of(values, self._folder / f"{len(self._kept):05d}")
 
     def add_vector(self, target: Target, values: Tensor) -> None:
         """Keep `values [n]` of a gain or a bias, which is no target of the run: it stands in `vectors` from now on."""
@@ -72,7 +93,7 @@ class NewWeights(Mapping[str, Tensor]):
                 self._installed.discard(name)
 
     def _exchange(self, name: str, matrix: Tensor) -> None:
-        kept, now = self._kept[name], matrix.clone()
+        kept, now = self[name], matrix.clone()
         matrix.copy_(kept)
         kept.copy_(now)
 
@@ -90,7 +111,8 @@ class NewWeights(Mapping[str, Tensor]):
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._kept[name]
+        kept = self._kept[name]
+        return kept.mapped() if isinstance(kept, _File) else kept
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._kept)
