@@ -89,12 +89,13 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
     dense = BlockOutputCache(model, own, blocks) if config.dense_target or refinement.dense_target else None
     walk = _Walk(task, steps, pruned, dense)
     found = Reconstructed(PackedMasks(), NewWeights(task.folder, on_disk=is_offloaded(model)), {})
+    finished = iter(task.finished)
     bar = tqdm(blocks.names, desc="reconstruction", unit="block", disable=not work.progress, leave=False)
     for number, block in enumerate(bar):
         inside = [target for target in task.targets if target.block == block]
-        is_finished = number < len(task.finished)
-        if is_finished or block in task.silenced:
-            made = task.finished[number] if is_finished else _silent(task, block, inside)
+        before = next(finished, None)
+        if before is not None or block in task.silenced:
+            made = _silent(task, block, inside) if before is None else before
             if dense is not None:
                 # Through the same maps as when it was collected, so that its outputs have the same bits.
                 with instrumented(model, inside, ServedWeights()):
@@ -102,11 +103,11 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
         else:
             made = walk.made(block, inside)
             return_free_memory()
-        if not is_finished and task.after_block is not None:
+        if before is None and task.after_block is not None:
             task.after_block(number, made)
         vectors = [vector for vector in block_vectors(model, block) if vector.name in made.vectors]
         work.processes.in_all(partial(found.take, block, made, vectors))  # each has a disk of its own
-        del made
+        del made, before
         # Routers first: vectors of theirs are served around what is put there.
         with routed(model, task.routes), serving(model, [*inside, *vectors], {}, new_weights=found.new_weights):
             pruned.advance([block])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,7 +42,7 @@ class Reconstruction:
         masks: which weights go; None: the weight update chooses them.
         row_fisher: of each matrix, the mean Fisher information of the weights of a row, `[out]`, where it is known.
         folder: for the new weights of a model that is offloaded.
-        finished: blocks that an earlier run has finished, in their order.
+        finished: blocks that an earlier run has finished, in their order; gone through once, a block at a time.
         after_block: called with every further one and its number.
         silenced: blocks that go whole: nothing in them is left to change.
         routes: name of a router -> which of its experts go, bool `[experts]`: the pruned model sends them no token.
@@ -54,7 +54,7 @@ class Reconstruction:
     masks: PackedMasks | None
     row_fisher: Mapping[str, Sequence[float]] = field(default_factory=dict)
     folder: Path | None = None
-    finished: Sequence[FinishedBlock] = ()
+    finished: Iterable[FinishedBlock] = ()
     after_block: Callable[[int, FinishedBlock], None] | None = None
     silenced: frozenset[str] = frozenset()
     routes: Mapping[str, Tensor] = field(default_factory=dict)

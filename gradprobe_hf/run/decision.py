@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
 from torch import Tensor
@@ -66,16 +66,13 @@ class BlockSaver:
         self.snapshots.record(Step.of("block", number), values, parts)
 
 
-def blocks_before(snapshots: Snapshots | None) -> list[FinishedBlock]:
-    """The blocks that an earlier run has finished, in all processes."""
+def blocks_before(snapshots: Snapshots | None) -> Iterator[FinishedBlock]:
+    """The blocks that an earlier run has finished, in all processes; each is read when its turn has come."""
     latest = snapshots.latest() if snapshots else None
     if snapshots is None or latest is None or latest.stage != "block":
-        return []
-    found = []
+        return
     for number in range(latest.number + 1):
         kept = snapshots.read(Step.of("block", number))
-        masks = PackedMasks.from_packed(kept.part("masks"), kept.values["columns"])
-        values = kept.values
+        values, masks = kept.values, PackedMasks.from_packed(kept.part("masks"), kept.values["columns"])
         matched = Matched(**values["matched"]) if values["matched"] else None
-        found.append(FinishedBlock(kept.part("weights"), masks, values["damping"], kept.part("vectors"), matched))
-    return found
+        yield FinishedBlock(kept.part("weights"), masks, values["damping"], kept.part("vectors"), matched)
