@@ -21,6 +21,7 @@ from gradprobe_hf import prune_pretrained
 from gradprobe_hf.memory import batch_size, measured_passes
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.reconstruction.reconstruct import Reconstructed
 from gradprobe_hf.run import snapshots
 from gradprobe_hf.run.shapes import search
 from tests import cases
@@ -258,6 +259,17 @@ def test_what_a_search_for_a_shape_has_measured_is_not_measured_again(moment, sa
     assert again["passes"] == wanted["passes"]
     assert (len(amounts), len(solved)) == left
     assert not folder.exists()
+
+
+def test_finished_blocks_are_read_one_at_a_time(tmp_path, monkeypatch):
+    """All of them would be a whole model in memory, which may have room for one block."""
+    options, folder, order = OPTIONS["sparsegpt"], tmp_path / "state", []
+    assert killed(folder, "block", 3, **options) == -signal.SIGKILL
+    read, take = snapshots.Snapshots.read, Reconstructed.take
+    monkeypatch.setattr(snapshots.Snapshots, "read", lambda self, step: order.append(step.stage) or read(self, step))
+    monkeypatch.setattr(Reconstructed, "take", lambda *args: order.append("take") or take(*args))
+    assert_same(run(folder, **options), whole("sparsegpt"))
+    assert order == ["decision", "block", "take", "block", "take", "take"]
 
 
 def test_a_block_half_written_is_not_a_block(tmp_path):
