@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -12,6 +11,7 @@ import time
 import zlib
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from statistics import median
 from types import ModuleType, SimpleNamespace
 
@@ -36,6 +36,7 @@ from tests.conftest import Here
 
 WORK = Workload(prompt_length=8, new_tokens=4)
 PAUSE = 0.005  # seconds
+MAPS = Path("/proc/self/maps")
 
 
 def calls_of(model):
@@ -384,21 +385,15 @@ def test_the_command_measures_two_checkpoints(tmp_path, capsys):
     assert "damaged" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="there is no page cache to leave")
-def test_all_models_begin_outside_the_page_cache(tmp_path, monkeypatch):
-    """Where one is cached in other pieces than another, its passes take longer."""
-    dropped, names = [], [tmp_path / "one", tmp_path / "other"]
-    for name in names:
-        cases.build("llama").save_pretrained(name)
-    monkeypatch.setattr("gradprobe_hf.bench.bench.drop_pages", dropped.extend)
-
-    def started(*_):
-        assert dropped == [name / "model.safetensors" for name in names]
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("gradprobe_hf.bench.bench.started", started)
-    with pytest.raises(KeyboardInterrupt):
-        bench_pretrained(names)
+@pytest.mark.skipif(not MAPS.exists(), reason="no proc(5) says what is mapped")
+def test_no_weight_stays_mapped_to_its_file(tmp_path):
+    """Where one file is cached in other pieces than another, its passes take longer."""
+    model = cases.build("tied")
+    model.save_pretrained(tmp_path)
+    subject = Subject.load(tmp_path)
+    assert "model.safetensors" not in MAPS.read_text()
+    assert subject.facts.parameters == model.num_parameters(), "tied weights are one"
+    assert cases.changed(subject.model, model.state_dict()) == []
 
 
 def test_files_are_those_of_the_subfolder(tmp_path, monkeypatch):

@@ -6,9 +6,8 @@ them; a ratio is the median of those of the rounds.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +20,6 @@ from gradprobe_hf.bench.subject import Facts, Workload
 from gradprobe_hf.bench.worker import Worker
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.model.loading.checks import check_dtype, check_placement, check_source
-from gradprobe_hf.probe.accumulation.page_cache import drop_pages
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.runtime.option_checks import one_of, whole
 from gradprobe_hf.tasks.table import TASKS
@@ -79,8 +77,6 @@ def bench_pretrained(
     if torch.cuda.is_available():
         from_pretrained_kwargs.setdefault("device_map", "cuda")
     source = {key: value for key, value in from_pretrained_kwargs.items() if key in SOURCE}
-    for name in names:
-        _leave_cache(_files(name, source))
     with started(names, [("load", name, task, from_pretrained_kwargs) for name in names]) as workers:
         found = measured(names, workers, prompt_length, new_tokens, repeats, progress)
     return found.with_sizes([_sizes(name, source) for name in names])
@@ -193,32 +189,17 @@ def _generate(worker: Asked, facts: Facts, work: Workload) -> dict[str, float]:
 
 
 def _sizes(name: str, source: Mapping[str, Any]) -> FileSizes | None:
-    files = _files(name, source)
-    return FileSizes.of(files) if files else None
-
-
-def _files(name: str, source: Mapping[str, Any]) -> list[Path]:
-    """Those of the model's weights; none where there are none on this machine."""
+    """Of the model's files; None where there are none on this machine."""
     options = dict(source)
     subfolder = options.pop("subfolder", None)
     if subfolder and Path(name).is_dir():
-        return checkpoint_files(Path(name, subfolder))
-    if subfolder:
+        files = checkpoint_files(Path(name, subfolder))
+    elif subfolder:
         config = try_to_load_from_cache(name, f"{subfolder}/config.json", **options)
-        return checkpoint_files(Path(config).parent) if isinstance(config, str) else []
-    return checkpoint_files(name, **options)
-
-
-def _leave_cache(files: Sequence[Path]) -> None:
-    """Drop files from the page cache, so that all models are read into it in the same way.
-
-    Weights stay mapped to their files, and how these came into the cache matters: of two checkpoints of the same shapes
-    one took 1.15 times as long as the other, in either order, until the pages of both were dropped.
-    """
-    for path in files:
-        with suppress(OSError), open(path, "rb") as file:
-            os.fsync(file.fileno())  # a page that is not on the disk yet is kept
-    drop_pages(files)
+        files = checkpoint_files(Path(config).parent) if isinstance(config, str) else []
+    else:
+        files = checkpoint_files(name, **options)
+    return FileSizes.of(files) if files else None
 
 
 def _row(name: str, facts: Facts, memory: int, rounds: Mapping[str, list[float]]) -> BenchRow:

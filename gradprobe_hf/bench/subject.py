@@ -82,7 +82,9 @@ class Subject:
     @classmethod
     def load(cls, name: str | Path, task: str | None = None, **from_pretrained_kwargs: Any) -> Subject:
         before = psutil.Process().memory_info().rss
-        return cls(load_model(name, auto_classes=auto_classes(task), **from_pretrained_kwargs), before)
+        model = load_model(name, auto_classes=auto_classes(task), **from_pretrained_kwargs)
+        _leave_files(model)
+        return cls(model, before)
 
     @classmethod
     def of_config(cls, model_class: type[PreTrainedModel], config: Any, dtype: torch.dtype, device: str) -> Subject:
@@ -191,3 +193,14 @@ class _Ticks(StoppingCriteria):
 
 def _named(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
+
+
+def _leave_files(model: PreTrainedModel) -> None:
+    """Copy weights out of the files that they are mapped to, into memory that is the process's own.
+
+    How a file came into the page cache matters: of two checkpoints of the same shapes one took 0.85 to 1.15 times as
+    long as the other, differently from run to run.
+    """
+    for parameter in model.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
