@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
-from gradprobe_hf.estimation.peak import peak_memory
+from gradprobe_hf.estimation.peak import begin_peak, peak_bytes
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text, random_batch, without_cache
 from gradprobe_hf.model.loading.load import load_model
-from gradprobe_hf.model.parameters import input_device
+from gradprobe_hf.model.parameters import input_device, parameter_bytes
 from gradprobe_hf.tasks.table import auto_classes
 
 
@@ -84,6 +84,7 @@ class Subject:
         before = psutil.Process().memory_info().rss
         model = load_model(name, auto_classes=auto_classes(task), **from_pretrained_kwargs)
         _leave_files(model)
+        begin_peak(torch.device("cpu"))  # for a moment weights were there twice
         return cls(model, before)
 
     @classmethod
@@ -140,8 +141,9 @@ class Subject:
     @property
     def peak_bytes(self) -> int:
         """The most memory there was, weights included: of the device, or what this process has grown by."""
-        peak = peak_memory()
-        return peak["peak_cuda_bytes"] if self._device.type == "cuda" else peak["peak_resident_bytes"] - self._before
+        found = peak_bytes(self._device)
+        # What was freed since then may be more than a small model takes.
+        return found if self._device.type == "cuda" else max(found - self._before, parameter_bytes(self.model))
 
     @property
     def _device(self) -> torch.device:
