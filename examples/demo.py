@@ -69,7 +69,8 @@ def written(results: dict[str, PruneResult], bench: BenchResult | None, seconds:
     return {
         "model": first.model["name"],
         "zeros": first.sparsity,
-        "calibration": first.calibration,
+        # Without the sketch, by which the text is known again: 512 numbers.
+        "calibration": {name: value for name, value in (first.calibration or {}).items() if name != "sketch"},
         "evaluation": {name: first.evaluation[name] for name in ("source", "protocol")},
         "rows": rows,
         "bench": None if bench is None else {**bench.to_dict(), "models": list(names)},
