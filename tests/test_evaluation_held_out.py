@@ -100,6 +100,15 @@ def test_of_a_mixture_each_text_of_the_users_is_measured(tmp_path):
     assert "own text" in found.calibration.source
 
 
+def test_so_is_a_text_of_which_there_is_little(tmp_path):
+    """A window that calibrates is enough to have one that is measured."""
+    for name, text in {"one": TEXT, "two": TEXT[::-1]}.items():
+        (tmp_path / f"{name}.txt").write_text(text)
+    found = read({str(tmp_path / "one.txt"): 49, str(tmp_path / "two.txt"): 1}, num_samples=50)
+    assert [part[0] for part in found.evaluation.protocol.split(".txt: ")[1:]] == ["2", "1"]
+    assert found.evaluation.samples == 21
+
+
 @pytest.mark.parametrize("test", ["another text", "no labels that are known"])
 def test_the_split_for_it_where_there_is_one(test, tmp_path):
     rows = [{"sentence": text, "label": n % 3} for n, text in enumerate(labelled.texts(12))]

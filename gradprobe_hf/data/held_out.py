@@ -49,10 +49,12 @@ class HeldOut:
             found = self._of_one(source, most)
         else:
             own = {name: weight for name, weight in source.items() if name not in (PYDOC, SELF)}
-            calibrating, measured = shares(source, self.windows.samples), shares(own, most)
+            calibrating, whole = shares(source, self.windows.samples), sum(own.values())
             parts = (
-                replace(self, windows=replace(self.windows, samples=calibrating[name]))._of_one(name, measured[name])
-                for name in own
+                replace(self, windows=replace(self.windows, samples=calibrating[name]))._of_one(
+                    name, max(1, round(most * weight / whole))
+                )
+                for name, weight in own.items()
             )
             found = _joined([part for part in parts if part])
         return found if found.samples >= LEAST else Batches.none()
