@@ -46,6 +46,7 @@ from benchmarks.upcast import upcast_table
 from gradprobe_hf.config.values import AccumulatorDtype
 from gradprobe_hf.probe.accumulation.accumulators import BYTES_PER_WEIGHT
 
+LARGE_BLOCKS = 32  # of Mistral-7B
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -107,7 +108,7 @@ def memory_table(results: dict[str, Any]) -> str:
         if "peak_bytes" not in row:
             continue
         cells = (
-            "Mistral-7B's shape" if row["large"] else "SmolLM2-135M",
+            _shape(row),
             row["row"],
             f"{row['peak_bytes'] / 1e6:,.0f} MB",
             f"{row['estimated_bytes'] / 1e6:,.0f} MB" if row.get("estimated_bytes") else "",
@@ -128,9 +129,20 @@ def memory_table(results: dict[str, Any]) -> str:
     return "\n".join([*lines, "", note])
 
 
+def _shape(row: dict[str, Any]) -> str:
+    """What a row's model is; a large one may have its first blocks alone."""
+    if not row["large"]:
+        return "SmolLM2-135M"
+    blocks = row.get("blocks", LARGE_BLOCKS)
+    return "Mistral-7B's shape" + (f", {blocks} of {LARGE_BLOCKS} blocks" if blocks < LARGE_BLOCKS else "")
+
+
 def _of_best(results: dict[str, Any]) -> str:
-    is_there = any("best" in row["row"] and "peak_bytes" in row for row in results["rows"])
-    return " `best` probes once, and updates weights." if is_there else ""
+    best = next((row for row in results["rows"] if "best" in row["row"] and "peak_bytes" in row), None)
+    if best is None:
+        return ""
+    seconds = best["seconds"]["reconstruction"] / best["blocks"]
+    return f" `best` probes once, and updates weights, which takes {seconds:.0f} s a block ({best['cpu']})."
 
 
 def _probes(row: dict[str, Any]) -> list[float]:
@@ -152,7 +164,7 @@ def _against_bare(results: dict[str, Any]) -> str:
     ratios = ", ".join(
         f"{statistics.fmean(_probes(row)) / bare:.2f} ({row['row']})"
         for row in results["rows"]
-        if row["large"] and "peak_bytes" in row
+        if row["large"] and "peak_bytes" in row and row.get("blocks", LARGE_BLOCKS) == LARGE_BLOCKS
     )
     return (
         f" In bare passes from disk, forward and backward with the weights' gradients ({bare:.0f} s), a "

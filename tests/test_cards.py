@@ -152,6 +152,8 @@ def test_a_card_names_the_data_sets_that_were_trained_on_too(twice):
     assert datasets_read(read) == ["a/calibrated"]
     for name, found in {"a/calibrated": ["a/calibrated"], "b/trained": ["a/calibrated", "b/trained"]}.items():
         assert datasets_read(replace(read, recovery={"text": {"dataset_id": name}})) == found
+    mixed = replace(report, calibration={**report.calibration, "mixed_ids": ["a/calibrated", "c/too"]})
+    assert datasets_read(mixed) == ["a/calibrated", "c/too"]
 
 
 def test_the_memory_of_a_gpu_stands_beside_that_of_the_host(twice, capsys):

@@ -245,6 +245,8 @@ def test_the_command_shows_the_speed_of_structures(checkpoint, tmp_path, capsys)
     assert [row["model"] for row in kept["speed"]["rows"]] == ["dense", "8 FFN channels of every block"]  # one shape
     assert kept["rows"][0]["parameters"] == kept["speed"]["rows"][1]["parameters"]
     assert (out / "speed.png").stat().st_size > 10_000
+    assert main([*line, *SMALL, "--overwrite"]) == 0
+    assert {path.name for path in out.iterdir()} == {"comparison.json", "comparison.png"}, "no speed of other rows"
 
 
 def test_the_command(checkpoint, tmp_path, capsys):

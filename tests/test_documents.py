@@ -13,7 +13,10 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.values import mixture
 from gradprobe_hf.data import sources
+from gradprobe_hf.data.batches import from_rows
 from gradprobe_hf.data.text.chat import ChatTemplate
+from gradprobe_hf.data.text.mixture import mixed
+from gradprobe_hf.data.text.packing import Drawn
 from gradprobe_hf.tasks.conversation import Chat
 from tests import cases
 from tests.test_calibration import TOKENIZER, ids, load
@@ -474,6 +477,14 @@ def test_a_mixture_has_exact_shares_in_a_seeded_order(text_file, tmp_path):
     assert f"5 of rows.jsonl, 2 of {text_file.name}, 2 of the model's own text" in found.source
     assert f"weights {Path(rows).name}=2, {Path(text_file).name}=1, self=1" in found.protocol
     assert str(tmp_path) not in found.protocol
+
+
+def test_a_mixture_names_the_data_sets_of_the_hub_in_it():
+    row = {"input_ids": torch.arange(4)}
+    parts = {name: Drawn([row], name, "", dataset_id=of) for name, of in (("a", "x/a"), ("b", None), ("c", "x/a"))}
+    drawn = mixed(parts, dict.fromkeys(parts, 1), seed=0)
+    read = from_rows(drawn.rows, 1, 0, **drawn.described()).describe()
+    assert (read["dataset_id"], read["mixed_ids"]) == (None, ["x/a"])
 
 
 def test_a_mixture_of_chats_and_text_counts_all_of_the_text(text_file):

@@ -138,8 +138,19 @@ class Compared:
             (scratch / RESULT_NAME).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
             measured, name = self.dense.to_dict(), self.original.column
             save_comparison(rows, measured, self.evaluation["source"], scratch, self.speed, name)
+            # An earlier comparison's picture of speed would stand beside rows that it does not show.
+            if self.speed is None and _has_speed(folder / RESULT_NAME):
+                (folder / "speed.png").unlink(missing_ok=True)
             for made in scratch.iterdir():
                 made.replace(folder / made.name)
+
+
+def _has_speed(result: Path) -> bool:
+    """Whether a comparison was written here that measured speed."""
+    try:
+        return json.loads(result.read_text(encoding="utf-8")).get("speed") is not None
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 @plain_computation()

@@ -34,6 +34,7 @@ class Batches:
         tokens: tokens without padding; rows where there are no `input_ids`.
         protocol: how windows were cut and drawn, in words.
         dataset_id: the Hub dataset, if it is one.
+        mixed_ids: the Hub datasets in a mixture.
         example: the first text, where a template has rendered it.
     """
 
@@ -44,6 +45,7 @@ class Batches:
     protocol: str
     dataset_id: str | None = None
     example: str | None = None
+    mixed_ids: tuple[str, ...] = ()
 
     @classmethod
     def none(cls) -> Batches:
@@ -141,6 +143,7 @@ class Batches:
             "protocol": self.protocol,
             "dataset_id": self.dataset_id,
             "fingerprint": self.fingerprint,
+            **({"mixed_ids": list(self.mixed_ids)} if self.mixed_ids else {}),
             **({"example": self.example} if self.example is not None else {}),
         }
 

@@ -74,4 +74,10 @@ def mixed(parts: Mapping[str, Drawn], weights: Mapping[str, float], seed: int) -
     given = ", ".join(f"{names[name]}={weights[name]:g}" for name in parts)
     protocol = f"weights {given}; " + "; ".join(f"{part.source}: {part.protocol}" for part in parts.values())
     example = next((part.example for part in parts.values() if part.example is not None), None)
-    return Drawn([rows[i] for i in order], source, f"{protocol}; mixed with seed {seed}", example=example)
+    return Drawn(
+        [rows[i] for i in order],
+        source,
+        f"{protocol}; mixed with seed {seed}",
+        example=example,
+        mixed_ids=tuple(dict.fromkeys(part.dataset_id for part in parts.values() if part.dataset_id)),
+    )

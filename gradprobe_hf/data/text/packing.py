@@ -75,6 +75,8 @@ class Drawn:
 
     Attributes:
         rows: `input_ids` `[tokens]` of each, and what else belongs to its tokens.
+        dataset_id: of the data set of the Hub that all rows are from; None of any other text, and of a mixture.
+        mixed_ids: of the data sets of the Hub in a mixture.
         example: the first document as a template has rendered it; None where there is none.
     """
 
@@ -83,6 +85,7 @@ class Drawn:
     protocol: str
     dataset_id: str | None = None
     example: str | None = None
+    mixed_ids: tuple[str, ...] = ()
 
     def described(self) -> dict[str, Any]:
         return {
@@ -90,6 +93,7 @@ class Drawn:
             "protocol": self.protocol,
             "dataset_id": self.dataset_id,
             "example": self.example,
+            "mixed_ids": self.mixed_ids,
         }
 
 

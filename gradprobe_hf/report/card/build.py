@@ -130,7 +130,8 @@ def _metadata(report: Report, config: GradProbeConfig, base: dict[str, Any], whe
 def datasets_read(report: Report) -> list[str] | None:
     """Those of the Hub that it was calibrated on, or trained on afterwards."""
     texts = (report.calibration, (report.recovery or {}).get("text"))
-    named = [one["dataset_id"] for one in texts if one and one.get("dataset_id")]
+    known = [one for one in texts if one]
+    named = [name for one in known for name in one.get("mixed_ids") or [one.get("dataset_id")] if name]
     return list(dict.fromkeys(named)) or None
 
 
