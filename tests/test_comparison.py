@@ -230,6 +230,15 @@ def test_wrong_input_is_refused_before_any_pass(options, message, monkeypatch):
         compared(cases.build("llama"), **options)
 
 
+def test_a_model_that_something_else_made_sparse_is_not_called_dense():
+    model = cases.build("llama")
+    assert compared(model, configs={"random": cases.config(score="random")}).original.column == "dense"
+    for target in find_targets(model):
+        target.matrix(model)[:, ::2] = 0
+    found = compared(model, configs={"random": cases.config(score="random", sparsity=0.75)})
+    assert (found.original.column, found.origin) == ("before", {"pruned_to": 0.5})
+
+
 SMALL = ["--num-samples", "4", "--sequence-length", "16", "--evaluation-samples", "2", "--quiet"]
 
 

@@ -238,6 +238,7 @@ def compare_pretrained(
             if row is None:
                 continue
             found.rows.append(row)
+            found.origin.update(comparison.origin)
             if on_row is not None:
                 on_row(found)
         if measures_speed:

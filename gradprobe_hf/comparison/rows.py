@@ -22,7 +22,7 @@ from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.report.build import matrix_rows
+from gradprobe_hf.report.build import matrix_rows, pruned_before
 from gradprobe_hf.report.report import finite
 from gradprobe_hf.run.context import RunContext, SharedProbe
 from gradprobe_hf.run.decide import conclude, decide_masks, decide_pruning
@@ -80,6 +80,7 @@ class Comparison:
 
     Attributes:
         removals: of the rows so far, by the words for what goes whole.
+        origin: what the rows so far found out about what the model was before, as a report says it.
     """
 
     def __init__(self, context: RunContext, configs: Sequence[GradProbeConfig] = ()) -> None:
@@ -87,6 +88,7 @@ class Comparison:
         self._context = replace(context, keeps_row_fisher=weighs_rows)
         self._terms = shared_terms(configs)
         self.removals: dict[str, Removal] = {}
+        self.origin: dict[str, Any] = {}
         self._decided: dict[str, tuple[PackedMasks | None, Diagnostics, float]] = {}
 
     def context(self, config: GradProbeConfig, stopwatch: Stopwatch | None = None) -> RunContext:
@@ -141,6 +143,7 @@ class Comparison:
     ) -> ComparedRow:
         """The row of a decision and its measurement."""
         rows = matrix_rows(replace(self._context, config=config), decision)
+        self.origin |= pruned_before(self._context, rows)
         model, removal = self._context.model, decision.removal
         # Of what goes whole that alone: a weight that stays may be zero, and is in the file all the same.
         zeros = sum(row.zeros_after if removal is None else row.pruned for row in rows)

@@ -52,7 +52,7 @@ def build_report(
     evaluation = _data(context, context.evaluation)
     diagnostics = decision.diagnostics
     return Report(
-        model=_describe(context) | _pruned_before(context, rows),
+        model=_describe(context) | pruned_before(context, rows),
         config=config.to_dict(),
         matrices=rows,
         unreached=[LeftOut(one.name, one.block, one.role, one.numel) for one in context.unreached],
@@ -126,7 +126,7 @@ def _describe(context: RunContext) -> dict[str, Any]:
     }
 
 
-def _pruned_before(context: RunContext, rows: Sequence[MatrixRow]) -> dict[str, float]:
+def pruned_before(context: RunContext, rows: Sequence[MatrixRow]) -> dict[str, float]:
     """The sparsity of a model that is sparse and says nothing of it: pruned in memory, or by something else."""
     zeros, weights = sum(row.zeros_before for row in rows), sum(row.weights for row in rows)
     return {"pruned_to": zeros / weights} if zeros >= SPARSE * weights and "pruned_to" not in context.origin else {}
