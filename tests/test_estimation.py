@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM, LlamaConfig, LlamaForCausalLM
 
@@ -527,6 +528,18 @@ def test_a_step_of_recovery_is_the_real_one(name, tmp_path, monkeypatch):
     for one in found.placements:
         (stage,) = [stage for stage in one.stages if stage.name == "recover"]
         assert stage.bytes_on("host") >= step.sizes.step + step.sizes.states
+
+
+@pytest.mark.parametrize("structure", [{"ffn": 8}, {"kv_groups": 1}, {"ffn": 8, "blocks": 1}])
+def test_a_structure_leaves_a_smaller_checkpoint(structure, checkpoint, tmp_path):
+    options = {"structure": structure, "update": "none"}
+    meta = skeleton(load_config(str(checkpoint)))
+    found = estimate(meta, find_targets(meta), GradProbeConfig(**options))
+    cases.prune(str(checkpoint), cases.batches("llama"), **options, output_dir=tmp_path / "made")
+    written = sum(one.nbytes for one in load_file(tmp_path / "made" / "model.safetensors").values())
+    for placement in found.placements:
+        (item,) = [item for item in placement.stages[-1].items if item.label == "checkpoint"]
+        assert item.bytes == written < meta.num_parameters() * 4
 
 
 def test_without_recovery_none_is_counted():

@@ -211,7 +211,7 @@ class _Stages:
             own = Item("originals of what is pruned", self.where, pruned * model.itemsize)
         statistics = self._accumulators()
         on_disk = (statistics,) if statistics.device == "disk" else ()
-        compared = Item("the smaller model, compared", self.where, 0 if self.offloaded else self.sizes.compared)
+        compared = Item("the smaller model, compared", self.where, 0 if self.offloaded else self.sizes.smaller or 0)
         items = (*self._model(), self._masks(), *self._new_weights(), own, compared, *self._written(), *on_disk)
         return Stage("save", items)
 
@@ -241,7 +241,8 @@ class _Stages:
     def _written(self) -> tuple[Item, ...]:
         """What a run has written by its end; the model's own files are there already."""
         model, masks = self.sizes.model, self._masks().bytes
-        items = [Item("checkpoint", "disk", model.weights)]
+        smaller = self.sizes.smaller
+        items = [Item("checkpoint", "disk", model.weights if smaller is None else smaller)]
         if self.offloaded:  # the user's files are never written to: pruned matrices go to a store of their own
             items.append(Item("offload store of pruned matrices", "disk", model.targets * model.itemsize))
         if self.sizes.snapshots:

@@ -17,7 +17,9 @@ from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulation.accumulators import BYTES_PER_WEIGHT
 from gradprobe_hf.scores.terms import matrix_terms
+from gradprobe_hf.structures.legal_shapes import smallest_first
 from gradprobe_hf.structures.plan import Plan
+from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.updates.sweep import FACTORED
 
 FLOAT32_BYTES = 4
@@ -99,7 +101,7 @@ class Sizes:
         reconstruction: None without a weight update.
         weighing: of the walk that chooses whole structures; None where single weights go.
         training: of the recovery; None without one.
-        compared: bytes of the smaller model that is loaded beside the other once it is written.
+        smaller: bytes of the model without what goes whole; None where single weights go.
         sparsity: fraction of the targets to prune.
         snapshots: whether the run writes snapshots, to be resumed.
         writing, measuring: bytes beside the model while it writes text of its own, and while it is measured.
@@ -115,7 +117,7 @@ class Sizes:
     measuring: int = 0
     weighing: ReconstructionSizes | None = None
     training: TrainingSizes | None = None
-    compared: int = 0
+    smaller: int | None = None
 
 
 @dataclass(frozen=True)
@@ -155,7 +157,7 @@ def sizes_of(
         accumulators=AccumulatorSizes(accumulator_bytes(config, measured.targets), config.accumulator_device),
         reconstruction=reconstruction_sizes(model, targets, config) if config.reconstructs else None,
         weighing=weighing_sizes(model, targets, config) if config.weighs_inputs else None,
-        compared=measured.weights if config.structure is not None else 0,
+        smaller=None if config.structure is None else smaller_bytes(model, targets, config),
         sparsity=config.sparsity or 0.0,
         snapshots=snapshots,
     )
@@ -212,6 +214,12 @@ def weighing_sizes(model: PreTrainedModel, targets: Sequence[Target], config: Gr
         hidden=tokens * text_attribute(model.config, "hidden_size", 0) * model.dtype.itemsize,
         trained=0,
     )
+
+
+def smaller_bytes(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> int:
+    """Bytes of the model without as many units as the configuration says: without which ones, the run finds out."""
+    plan = Plan.of(model, targets, config.amounts)
+    return Removal.example(plan, smallest_first(model, targets)).bytes(model)
 
 
 def unit_readers(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> list[Target]:
