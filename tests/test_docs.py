@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 import shlex
 from importlib import import_module
@@ -12,6 +13,11 @@ import pytest
 
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.cli.main import parser
+from gradprobe_hf.model.loading import report as loading_report
+from gradprobe_hf.recovery import distil
+from gradprobe_hf.report import warnings
+from gradprobe_hf.run import reach
+from gradprobe_hf.run.request import foreseen, own_maps
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -65,6 +71,29 @@ def test_links_lead_to_files_and_headings(page):
         there = page.parent / file if file else page
         assert there.exists(), link
         assert not heading or heading in anchors(there), link
+
+
+def sentences(module):
+    """Every text of a module that is long enough to be told, what is filled in left out; no docstrings."""
+    tree = ast.parse(inspect.getsource(module))
+    of_f = {id(part) for one in ast.walk(tree) if isinstance(one, ast.JoinedStr) for part in one.values}
+    docs = {id(one.value) for one in ast.walk(tree) if isinstance(one, ast.Expr)}
+    for node in ast.walk(tree):
+        parts = node.values if isinstance(node, ast.JoinedStr) else [node] if id(node) not in of_f | docs else []
+        said = "{}".join(part.value for part in parts if isinstance(part, ast.Constant) and isinstance(part.value, str))
+        if len(said) > 30:
+            yield said
+
+
+def test_the_page_of_warnings_has_all_of_a_run_and_no_others():
+    page = (ROOT / "docs" / "guides" / "warnings.md").read_text(encoding="utf-8")
+    quoted = [" ".join(one.split()) for one in re.findall(r"(?<![*\w])\*([^*]+)\*(?![*\w])", page)]
+    # Those of a report; what is only logged is told where it happens.
+    of_reports = [said for module in (warnings, foreseen) for said in sentences(module)]
+    assert [said for said in of_reports if not any(one in said for one in quoted)] == []
+    modules = (warnings, foreseen, own_maps, loading_report, reach, distil)
+    every = [said for module in modules for said in sentences(module)]
+    assert [one for one in quoted if not any(one in said for said in every)] == []
 
 
 def test_make_has_every_target_that_is_named():
