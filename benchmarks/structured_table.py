@@ -55,14 +55,14 @@ def _drawn(cells: Cells) -> str:
 
 def _notes(methods: list[str], cells: Cells) -> str:
     """What the names of rows stand for, where there are such."""
-    notes = ""
-    if any("half own text" in name for name in methods):
+    notes, own = "", any("half own text" in name for name in methods)
+    if own:
         notes += " Half own text: every second calibration window is of text that the model writes."
     steps = {row["options"]["recovery_steps"] for (name, _), rows in cells.items() if _trained(name) for row in rows}
     if steps:
         taken = " or ".join(map(str, sorted(steps)))
         notes += f" Recovered: trained for {taken} steps of 8 windows towards the dense model, on the calibration text"
-        notes += f"{_rates(cells)}."
+        notes += (", without any of the model's own" if own else "") + f"{_rates(cells)}."
     return notes
 
 

@@ -121,7 +121,7 @@ def upcast_table(results: Mapping[str, Any]) -> str:
     """A row for each way to compute; seconds are medians."""
     lines = [
         f"| | {' | '.join(PASSES)} | logits from float32 | gradients from float32 |",
-        "|---|---:|---:|---:|---:|---:|",
+        "|---|---:|---:|---:|---:|",
     ]
     for row in results["rows"]:
         seconds = " | ".join(f"{_median(row, name):.2f} s" for name in PASSES)

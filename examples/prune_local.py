@@ -13,6 +13,7 @@ if __name__ == "__main__":
     if len(sys.argv) != 4:
         sys.exit(__doc__)
     model, text, output = sys.argv[1:]
+    # So few and short windows are enough to try it: leave the options for them out for a model that will be used.
     config = GradProbeConfig(
         sparsity=0.4, num_samples=16, sequence_length=64, evaluation_samples=8, exclude=["down_proj"]
     )

@@ -16,7 +16,10 @@ logger = logging.getLogger(__name__)
 
 # Weights of an earlier push, of another name: a model in one file is loaded before one in shards, and some libraries go
 # by an index that is there.
-_OLD_WEIGHTS = ["model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"]
+_OLD_WEIGHTS = [
+    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"),
+]
 _ADAPTER = "adapter_config.json"
 
 
