@@ -386,7 +386,7 @@ def test_weights_of_an_earlier_push_are_not_there_beside_the_new_ones(hub, user,
         hub.repositories["me/again"] = Repository()
         files = hub.repositories["me/again"].revisions["main"]
         files |= dict.fromkeys([*old[before], "notes.txt"], b"old")
-        files |= {name: b"old" for name in ("pytorch_model.bin", "pytorch_model-00001-of-00001.bin")}
+        files |= dict.fromkeys(("pytorch_model.bin", "pytorch_model-00001-of-00001.bin"), b"old")
         (tmp_path / after).mkdir()
         for name in old[after]:
             (tmp_path / after / name).write_text("new")
