@@ -192,7 +192,7 @@ def prune_pretrained(
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
     with result.applied(keep=apply):
         report = out.write(result, context.stopwatch)
-        context.processes.barrier()  # none keeps its zeros if the main one could not save them
+        context.processes.wait_for_main()  # none keeps its zeros if the main one could not save them
     if context.snapshots is not None:
         context.snapshots.finish()
     report = replace(report, timings=dict(context.stopwatch.seconds))

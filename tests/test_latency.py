@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -185,3 +186,17 @@ def test_what_keeps_nothing_of_a_text_is_refused_before_text_is_read():
     config = GradProbeConfig(structure="auto", latency=0.8)
     with pytest.raises(ValueError, match=r"OpenAIGPTLMHeadModel cannot be given .* params=0\.75"):
         prune_pretrained(model, config, calibration=text(), evaluation=False, progress=False)
+
+
+def test_the_dense_model_is_timed_in_memory_of_its_own_where_there_is_room(monkeypatch):
+    model = cases.build("llama")
+    context = SimpleNamespace(model=model, targets=find_targets(model))
+    other = latency._own_memory(context)
+    assert other is not model
+    assert shapes_of(other) == shapes_of(model)
+    monkeypatch.setattr(latency, "available_bytes", lambda _: 0)
+    assert latency._own_memory(context) is model
+
+
+def shapes_of(model):
+    return {name: one.shape for name, one in model.state_dict().items()}

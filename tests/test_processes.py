@@ -7,6 +7,7 @@ import errno
 import os
 import re
 import time
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -398,6 +399,26 @@ def different_models():
 
 def test_processes_with_different_models_are_told_so():
     assert together(different_models) == [True, True]
+
+
+def main_is_late():
+    """The others wait longer than the group of all else would."""
+    limit = timedelta(seconds=1)
+    short, long = join_processes(limit), join_processes(limit * 60)
+    assert join_processes(limit * 60).patient is long.patient, "one group, however many runs"
+    if long.is_main:
+        time.sleep(3)
+    long.wait_for_main()
+    if short.is_main:
+        time.sleep(3)
+        return "late"
+    with pytest.raises(ConnectionError, match="lost the others"):
+        short.wait_for_main()
+    return "gave up"
+
+
+def test_the_others_wait_as_long_as_the_main_process_writes():
+    assert together(main_is_late) == ["late", "gave up"]
 
 
 def ends(how):

@@ -44,7 +44,7 @@ from gradprobe_hf.run.request.checks import check_columns, check_names, check_pr
 from gradprobe_hf.runtime.option_checks import check_outside
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
 from gradprobe_hf.runtime.plain_computation import plain_computation
-from gradprobe_hf.runtime.processes import join_processes
+from gradprobe_hf.runtime.processes import PATIENCE, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.tasks.table import auto_classes
 
@@ -111,7 +111,7 @@ def recover_pretrained(
         TypeError: an option or argument by another name.
         OSError: no such model, no network or login, or a full disk.
     """
-    config, processes, stopwatch = resolve_recovery(config), join_processes(), Stopwatch()
+    config, processes, stopwatch = resolve_recovery(config), join_processes(PATIENCE), Stopwatch()
     pruned, teacher = expanded_model(pruned), expanded_model(teacher)
     output_dir, resume_dir = expanded(output_dir), expanded(resume_dir)
     from_pretrained_kwargs = expanded_folder(from_pretrained_kwargs)
@@ -186,7 +186,7 @@ def recover_pretrained(
             )
             report = out.write(result, stopwatch)
             result = replace(result, report=replace(report, timings=timings_of(report, stopwatch.seconds)))
-            processes.barrier()  # none keeps the new weights if the main one could not save them
+            processes.wait_for_main()  # none keeps the new weights if the main one could not save them
     return replace(result, weights=result.handed_back())
 
 

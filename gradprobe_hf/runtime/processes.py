@@ -11,6 +11,7 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -19,6 +20,9 @@ from accelerate import PartialState
 from torch import Tensor
 
 Item = TypeVar("Item")
+
+PATIENCE = timedelta(days=7)  # with the main process, while it writes and uploads; should it end, all are told at once
+_PATIENT: dict[tuple[Any, timedelta], Any] = {}
 
 
 @dataclass
@@ -31,11 +35,13 @@ class Processes:
         rank: of this process, from 0; 0 is the main process, which writes files.
         count: how many there are.
         collectives: how many were made so far.
+        patient: a group of the same processes in which to wait for what has no time limit; None: that of all else.
     """
 
     rank: int = 0
     count: int = 1
     collectives: int = field(default=0, compare=False)
+    patient: Any = field(default=None, compare=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -134,6 +140,15 @@ class Processes:
             with self._collective():
                 dist.barrier()
 
+    def wait_for_main(self) -> None:
+        """A barrier to which the main process may come hours late: it writes files, and uploads them.
+
+        In the group of all else the wait would end with an error after 10 minutes (NCCL) or 30 (gloo).
+        """
+        if self.count > 1:
+            with self._collective():
+                dist.barrier(group=self.patient)
+
     def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.count > 1:
             sent = _on_backend_device(tensor)
@@ -151,7 +166,7 @@ class Processes:
         except RuntimeError as error:  # what gloo and nccl raise when a peer is gone or a timeout has passed
             raise ConnectionError(
                 f"process {self.rank} of {self.count} lost the others: {error}. One of them ended or hangs; its own "
-                "message says why. Nothing was written, and the weights of this process are as they were."
+                "message says why. This process wrote nothing more, and its weights are as they were."
             ) from error
 
 
@@ -185,11 +200,24 @@ def _on_backend_device(tensor: Tensor) -> Tensor:
     return tensor.to(torch.accelerator.current_accelerator())
 
 
-def join_processes() -> Processes:
-    """The processes this one was launched with. Starts the process group if nothing has yet."""
+def join_processes(patience: timedelta | None = None) -> Processes:
+    """The processes this one was launched with. Starts the process group if nothing has yet.
+
+    Args:
+        patience: how long `wait_for_main` waits; a collective then.
+    """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Without `cpu=True` PartialState ignores the launcher's variables on a machine that has no accelerator.
         PartialState(cpu=not torch.accelerator.is_available())
     if not dist.is_initialized():
         return Processes()
-    return Processes(dist.get_rank(), dist.get_world_size())
+    patient = None if patience is None or dist.get_world_size() == 1 else _patient_group(patience)
+    return Processes(dist.get_rank(), dist.get_world_size(), patient=patient)
+
+
+def _patient_group(patience: timedelta) -> Any:
+    """A group of all processes with a time limit of its own, the same for every run of a program; a collective."""
+    key = dist.group.WORLD, patience
+    if key not in _PATIENT:
+        _PATIENT[key] = dist.new_group(backend="gloo", timeout=patience) if dist.is_gloo_available() else None
+    return _PATIENT[key]

@@ -33,7 +33,7 @@ from gradprobe_hf.run.request.reading import Reading
 from gradprobe_hf.run.request.weight_limits import weight_limits
 from gradprobe_hf.run.shapes.equality import check_example
 from gradprobe_hf.run.snapshots import folder_of
-from gradprobe_hf.runtime.processes import Processes, join_processes
+from gradprobe_hf.runtime.processes import PATIENCE, Processes, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.tasks.table import auto_classes, task_for
 
@@ -47,7 +47,7 @@ def load_inputs(request: RunRequest) -> RunContext:
         ValueError: matrices that cannot be pruned as configured, or data of which nothing can be made.
         OSError: no such model or text.
     """
-    config, processes, stopwatch = request.config, join_processes(), Stopwatch()
+    config, processes, stopwatch = request.config, join_processes(PATIENCE), Stopwatch()
     progress = request.progress and processes.is_main
     with stopwatch("load"):
         loaded, processing_class = _load(request, processes)

@@ -21,8 +21,9 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
+from gradprobe_hf.estimation.machine import available_bytes
 from gradprobe_hf.model.families import cache_name, longest_text, random_batch, stack_of, without_cache
-from gradprobe_hf.model.parameters import input_device, is_offloaded
+from gradprobe_hf.model.parameters import input_device, is_offloaded, parameter_bytes
 from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.model.passes.upcast import native_products
 from gradprobe_hf.model.targets import Target
@@ -95,13 +96,22 @@ def measured_latency(context: RunContext, going: Mapping[str, int]) -> dict[str,
 def _measured(context: RunContext, going: Mapping[str, int]) -> dict[str, float]:
     model = context.model
     made = _random(model, Removal.example(Plan.of(model, context.targets, going)))
-    dense, smaller = _rounds([_Subject(model, length_of(model)), _Subject(made, length_of(model))])
+    dense, smaller = _rounds([_Subject(_own_memory(context), length_of(model)), _Subject(made, length_of(model))])
     ratios = [own.whole / its.whole for own, its in zip(smaller, dense, strict=True)]
     return {
         "dense": statistics.median(one.whole for one in dense),
         "smaller": statistics.median(one.whole for one in smaller),
         "ratio": statistics.median(ratios),
     }
+
+
+def _own_memory(context: RunContext) -> PreTrainedModel:
+    """The dense model in memory of its own, as the smaller one is, if there is room: weights that are mapped from a
+    file take more or less time (see `bench/subject.py`)."""
+    model = context.model
+    if input_device(model).type != "cpu" or available_bytes(torch.device("cpu")) < 2 * parameter_bytes(model):
+        return model
+    return _random(model, Removal(Plan.of(model, context.targets, {})))
 
 
 def length_of(model: PreTrainedModel) -> int:
