@@ -4,7 +4,7 @@ SmolLM2-135M in memory, with blocks recomputed, and read from disk, with every k
 Mistral-7B's shape (its configuration, random weights) read from disk, pruned to 50%, saved, and inspected. Beside each
 stands what `gradprobe estimate` says. `--gpu` runs the large model resident on a GPU instead (see `memory_gpu.py`).
 
-The row `from disk, best` takes 6 to 14 minutes a block of two cores, for which it has few blocks: what they take is
+The row `from disk, best` takes 6 to 17 minutes a block of two cores, for which it has few blocks: what they take is
 theirs, whatever stands beside them. Ended early, it goes on where it was when it is called again; its seconds are the
 sum.
 

@@ -104,7 +104,7 @@ def memory_table(results: dict[str, Any]) -> str:
         "| model | weights, statistics | peak memory | estimated | probes | the whole run |",
         "|---|---|---:|---:|---:|---:|",
     ]
-    for row in results["rows"]:
+    for row in sorted(results["rows"], key=lambda row: not row["large"]):
         if "peak_bytes" not in row:
             continue
         cells = (
@@ -113,7 +113,7 @@ def memory_table(results: dict[str, Any]) -> str:
             f"{row['peak_bytes'] / 1e6:,.0f} MB",
             f"{row['estimated_bytes'] / 1e6:,.0f} MB" if row.get("estimated_bytes") else "",
             f"{sum(_probes(row)):.0f} s",
-            f"{sum(row['seconds'].values()):.0f} s",
+            f"{sum(row['seconds'].values()):,.0f} s",
         )
         lines.append(f"| {' | '.join(cells)} |")
     small, large = results["settings"]["small"], results["settings"]["large"]
@@ -142,7 +142,7 @@ def _of_best(results: dict[str, Any]) -> str:
     if best is None:
         return ""
     seconds = best["seconds"]["reconstruction"] / best["blocks"]
-    return f" `best` probes once, and updates weights, which takes {seconds:.0f} s a block ({best['cpu']})."
+    return f" `best` probes once, and updates weights, which takes {seconds:,.0f} s a block ({best['cpu']})."
 
 
 def _probes(row: dict[str, Any]) -> list[float]:
@@ -151,8 +151,9 @@ def _probes(row: dict[str, Any]) -> list[float]:
 
 
 def _with_inspection(results: dict[str, Any]) -> float:
-    """The largest peak when the checkpoint was read back too, in MB."""
-    return max(row.get("peak_with_inspection_bytes", 0) for row in results["rows"]) / 1e6
+    """The largest peak of those that grew when the checkpoint was read back, in MB."""
+    found = [(row.get("peak_with_inspection_bytes", 0), row.get("peak_bytes", 0)) for row in results["rows"]]
+    return max(read for read, before in found if read > before) / 1e6
 
 
 def _against_bare(results: dict[str, Any]) -> str:
