@@ -76,8 +76,10 @@ class Destination:
 
         Raises:
             OSError: no room on the disk, or the Hub refuses.
-            ValueError: a configuration of the model cannot be saved, or the repository is of a model that is read.
+            ValueError: a configuration of the model cannot be saved, or folder or repository are of a model that is
+                read.
         """
+        self.check(model.name_or_path, *also_read)  # the base of an adapter is known now
         if self.output_dir is not None:
             processes.on_main(partial(check_room, self.output_dir, model, is_smaller))
         if self.output_dir is not None or self.repo_id is not None:
