@@ -194,7 +194,8 @@ def prune_pretrained(
         report = out.write(result, context.stopwatch)
         context.processes.barrier()  # none keeps its zeros if the main one could not save them
     if context.snapshots is not None:
-        context.snapshots.finish()
+        # What was trained is saved by now: had that failed, the same call would go on from its last step.
+        context.snapshots.finish(*([FOLDER] if config.recovery_steps else []))
     report = replace(report, timings=dict(context.stopwatch.seconds))
     return replace(result, report=report, weights=result.handed_back())
 
