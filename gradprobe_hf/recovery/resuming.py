@@ -50,10 +50,10 @@ def check_state_fits(folder: Path | None, model: nn.Module, config: RecoveryConf
     if config.lora_r is not None:  # adapters are small
         return
     where = existing_parent((folder or Path(tempfile.gettempdir())).absolute())
-    each, there = _BEST_BYTES, 0
+    each, there = 2 * _BEST_BYTES, 0  # the best state is there until a better one is whole
     if folder is not None:
-        # An older checkpoint is removed once the next one is whole.
-        each += _CHECKPOINT_BYTES * min(2, math.ceil(config.steps / config.save_steps))
+        # So is an older checkpoint until the next one is. One is written behind a better state, and takes more.
+        each = _BEST_BYTES + _CHECKPOINT_BYTES * min(2, math.ceil(config.steps / config.save_steps))
         kept = [folder / BEST_NAME, *folder.glob(_UNFINISHED), *folder.glob("checkpoint-*/*")]
         there = sum(path.stat().st_size for path in kept if path.is_file())
     needed, free = each * parameter_count(model) - there, shutil.disk_usage(where).free
