@@ -509,9 +509,12 @@ def test_pruning_with_recovery_goes_on_where_it_was_killed(checkpoint, text_file
     assert not (tmp_path / "run").exists()
 
 
-def test_a_checkpoint_that_could_not_be_written_takes_no_second_training(checkpoint, text_file, tmp_path, monkeypatch):
+@pytest.mark.parametrize("score", [None, "magnitude", "wanda"])
+def test_a_checkpoint_that_could_not_be_written_takes_no_second_training(
+    score, checkpoint, text_file, tmp_path, monkeypatch
+):
     config = GradProbeConfig(
-        sparsity=0.5, probes=1, update="none", num_samples=4, sequence_length=16, recovery_steps=2, save_every=1
+        sparsity=0.5, score=score, update="none", num_samples=4, sequence_length=16, recovery_steps=2
     )
     options = {"calibration": str(text_file), "evaluation": False, "progress": False}
 

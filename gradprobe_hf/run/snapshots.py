@@ -247,8 +247,8 @@ def _called(function: Callable[..., Any] | None) -> str | None:
 
 
 def batch_identity(batches: Batches) -> dict[str, Any]:
-    """What else a state belongs to: how the text is batched."""
-    return {"batches": len(batches), "rows at once": max(map(row_count, batches))}
+    """What else a state belongs to: how the text is batched, where any is read."""
+    return {"batches": len(batches), "rows at once": max(map(row_count, batches), default=0)}
 
 
 def check_begun(folder: str | Path, identity: Mapping[str, Any], processes: Processes) -> None:
