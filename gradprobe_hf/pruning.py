@@ -91,8 +91,8 @@ def prune_pretrained(
         push_to_hub: upload it: to this repository, or with True to one of the name of `output_dir`.
         hub_private_repo: whether a repository that is created is private.
         resume_dir: a folder to save the state of the run in: every `save_every` batches of a probe, what a search for
-            structures has measured, and every block that is reconstructed. Called again with the same arguments, a run
-            that was killed goes on from there, to the same bits.
+            structures has measured, every block that is reconstructed, and checkpoints of a recovery. Called again with
+            the same arguments, a run that was killed goes on from there, to the same bits.
         progress: show progress bars.
         from_pretrained_kwargs: for loading by name: `device_map` (default: the accelerator, if there is one; also
             `"disk"`: weights are read when they are needed, and the checkpoint itself is never written to),
@@ -194,7 +194,8 @@ def prune_pretrained(
         report = out.write(result, context.stopwatch)
         context.processes.wait_for_main()  # none keeps its zeros if the main one could not save them
     if context.snapshots is not None:
-        context.snapshots.finish()
+        # What was trained is saved by now: had that failed, the same call would go on from its last step.
+        context.snapshots.finish(*([FOLDER] if config.recovery_steps else []))
     report = replace(report, timings=dict(context.stopwatch.seconds))
     return replace(result, report=report, weights=result.handed_back())
 

@@ -239,6 +239,16 @@ def test_the_teacher_of_what_an_adapter_made_is_the_adapter(stored, half):
     assert named["dense"]["loss"] == pytest.approx(loss.item(), abs=1e-5)
 
 
+def test_its_base_is_not_replaced_and_that_is_said_before_the_work(stored, half, monkeypatch):
+    base, folder, _ = stored
+    for work in ("gradprobe_hf.pruning.decide_pruning", "gradprobe_hf.recovery.recover.measure_both"):
+        monkeypatch.setattr(work, lambda *_: pytest.fail("work was done"))
+    with pytest.raises(ValueError, match="base is a model that is read"):
+        run(folder, merge_adapters=True, output_dir=base, overwrite=True)
+    with pytest.raises(ValueError, match="base is a model that is read"):
+        recovered(half, folder, output_dir=base, overwrite=True)
+
+
 def test_its_base_alone_is_no_teacher(stored, half, capsys, text_file):
     base, folder, _ = stored
     said = "'base' with the adapter 'adapter' folded in.*without it: give the adapter"

@@ -35,6 +35,7 @@ from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, TopPredict
 from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil, teacher_of
+from gradprobe_hf.recovery.resuming import check_own
 from gradprobe_hf.recovery.teacher import LiveTeacher
 from gradprobe_hf.recovery.text import Reading, RecoveryText, collated, read_text
 from gradprobe_hf.recovery.trainer import BestState, evaluating, without_dropout
@@ -349,6 +350,40 @@ def test_a_run_that_was_killed_ends_with_the_same_weights(tmp_path, monkeypatch,
     assert not (tmp_path / "run").exists()
 
 
+def test_one_killed_while_it_writes_its_best_state_goes_on(tmp_path, monkeypatch):
+    """safetensors writes a file of another name and renames it: a kill leaves that, as large as the model."""
+    dense, folder, measured = cases.build(DENSE), tmp_path / "run", []
+    student, _ = half_pruned()
+    first, second = copy.deepcopy(student), copy.deepcopy(student)
+    options = {"steps": 6, "eval_steps": 2, "save_steps": 2}
+    whole = trained(student, dense, folder=tmp_path / "whole", **options)
+
+    def killed(values, path):
+        measured.append(path)
+        if len(measured) == 3:
+            path.with_name(".tmpH5DjUv").write_bytes(b"half of it")
+            raise KilledError
+        save_file(values, path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gradprobe_hf.recovery.trainer.save_file", killed)
+        with pytest.raises(KilledError):
+            trained(first, dense, folder=folder, **options)
+    check_own(folder, None)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            Trainer, "train", lambda *_, **__: pytest.fail("left" if list(folder.glob(".tmp*")) else "gone")
+        )
+        with pytest.raises(pytest.fail.Exception, match="gone"):
+            trained(copy.deepcopy(second), dense, folder=folder, **options)
+    assert trained(second, dense, folder=folder, **options).held_out == whole.held_out
+    assert all(torch.equal(value, weights(student)[name]) for name, value in weights(second).items())
+    (folder / "of").mkdir(parents=True)
+    (folder / "of" / ".tmpH5DjUv").write_bytes(b"somebody else")
+    with pytest.raises(ValueError, match=r"holds \.tmpH5DjUv, which no recovery wrote"):
+        check_own(folder / "of", None)
+
+
 def test_a_checkpoint_that_lacks_parameters_is_not_gone_on_from(tmp_path, monkeypatch):
     dense, (student, _) = cases.build(DENSE), half_pruned()
     options = {"steps": 6, "eval_steps": 2, "save_steps": 2}
@@ -461,7 +496,8 @@ def test_a_folder_with_other_files_is_refused_and_they_stay(tmp_path):
 @pytest.mark.parametrize("resumes", [False, True], ids=["temporary", "resume_dir"])
 def test_a_disk_without_room_for_the_state_is_told_before_the_work(resumes, text_file, tmp_path, monkeypatch):
     state, dense, (student, _) = (tmp_path / "state") if resumes else None, cases.build(DENSE), half_pruned()
-    needed = (4 + 12 * resumes) * dense.num_parameters()  # of one step there is one checkpoint
+    # A best state beside one that is better, or one checkpoint, that of the one step.
+    needed = (4 + 12 if resumes else 2 * 4) * dense.num_parameters()
     usage = shutil.disk_usage(tmp_path)._replace(free=needed - 1)
     monkeypatch.setattr("gradprobe_hf.recovery.resuming.shutil.disk_usage", lambda _: usage)
     monkeypatch.setattr("gradprobe_hf.recovery.recover.evaluation_of", lambda *_: 1 / 0)

@@ -416,6 +416,22 @@ def test_the_repository_of_the_model_itself_is_refused_before_the_work(written, 
     assert result.push_to_hub("tiny", revision="pruned") == "uploaded"
 
 
+def test_the_repository_of_a_teacher_is_refused_before_the_work(written, checkpoint, text_file, monkeypatch):
+    for module in ("destination", "saving"):
+        monkeypatch.setattr(f"gradprobe_hf.checkpoint.{module}.check_push", lambda name, *_: f"me/{name}")
+    _, pruned = written
+    teacher = AutoModelForCausalLM.from_pretrained(checkpoint)
+    teacher.name_or_path = "me/dense"
+    config = RecoveryConfig(steps=1, batch_size=2, sequence_length=16)
+    options = {"text": str(text_file), "evaluation": False, "progress": False}
+    result = recover_pretrained(pruned, teacher, config, **options)
+    with pytest.raises(ValueError, match="push_to_hub='me/dense' is a model that is read"):
+        result.push_to_hub("dense")
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.distil", lambda *_: pytest.fail("it was trained"))
+    with pytest.raises(ValueError, match="push_to_hub='me/dense' is a model that is read"):
+        recover_pretrained(pruned, teacher, config, push_to_hub="dense", **options)
+
+
 def test_an_upload_that_fails_says_where_the_checkpoint_is(written, checkpoint, text_file, tmp_path, monkeypatch):
     def refused(*_, **__):
         raise OSError("the Hub answered 500.")

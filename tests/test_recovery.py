@@ -509,6 +509,29 @@ def test_pruning_with_recovery_goes_on_where_it_was_killed(checkpoint, text_file
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("score", [None, "magnitude", "wanda"])
+def test_a_checkpoint_that_could_not_be_written_takes_no_second_training(
+    score, checkpoint, text_file, tmp_path, monkeypatch
+):
+    config = GradProbeConfig(
+        sparsity=0.5, score=score, update="none", num_samples=4, sequence_length=16, recovery_steps=2
+    )
+    options = {"calibration": str(text_file), "evaluation": False, "progress": False}
+
+    def pruned():
+        model, state = AutoModelForCausalLM.from_pretrained(checkpoint), tmp_path / "state"
+        given = {"processing_class": cases.tokenizer(), "output_dir": tmp_path / "out", "resume_dir": state}
+        return prune_pretrained(model, config, **given, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr("gradprobe_hf.checkpoint.destination.write_checkpoint", lambda *_, **__: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pruned()
+    monkeypatch.setattr(Trainer, "train", lambda *_, **__: pytest.fail("it was trained again"))
+    assert pruned().report.recovery["steps"] == 2
+    assert not (tmp_path / "state").exists()
+
+
 def test_a_text_that_is_measured_on_in_other_windows_is_refused_before_any_work(text_file, tmp_path, monkeypatch):
     (tmp_path / "shifted.txt").write_text("One sentence before. " + text_file.read_text())
     monkeypatch.setattr("gradprobe_hf.pruning.decide_pruning", lambda *_: pytest.fail("work was done"))

@@ -523,6 +523,20 @@ def test_the_largest_batch_is_not_looked_for_again(tmp_path, monkeypatch):
     assert all(torch.equal(found["masks"][name], mask) for name, mask in wanted["masks"].items())
 
 
+def test_batches_of_unlike_sizes_stay_so_where_none_is_looked_for(tmp_path):
+    options = {"sparsity": 0.5, "update": "sparsegpt", "batch_size": "auto"}
+    parts = [one for seed, rows in ((1, 2), (2, 8), (3, 2)) for one in cases.batches("llama", rows, 12, rows, seed)]
+    wanted = run(parts=parts, **options)
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), watched("block", 2, interrupt):
+        run(tmp_path / "state", parts=parts, **options)
+    with going_on():
+        assert_same(run(tmp_path / "state", parts=parts, **options), wanted)
+
+
 def test_a_search_on_another_text_is_another_run(tmp_path):
     def search(evaluation):
         return prune_pretrained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -64,16 +65,21 @@ class Destination:
         for name in model_names:
             join_processes().on_main(partial(check_destination, self.output_dir, name, self.overwrite))
 
-    def checked(self, model: PreTrainedModel, processes: Processes, is_smaller: bool = False) -> Destination:
+    def checked(
+        self, model: PreTrainedModel, processes: Processes, *, is_smaller: bool = False, also_read: Sequence[str] = ()
+    ) -> Destination:
         """The same with its repository, which is created: before any work.
 
         Args:
             is_smaller: whether structures are cut out as it is written.
+            also_read: names of other models that are read, and are not replaced either.
 
         Raises:
             OSError: no room on the disk, or the Hub refuses.
-            ValueError: a configuration of the model cannot be saved, or the repository is the model's own.
+            ValueError: a configuration of the model cannot be saved, or folder or repository are of a model that is
+                read.
         """
+        self.check(model.name_or_path, *also_read)  # the base of an adapter is known now
         if self.output_dir is not None:
             processes.on_main(partial(check_room, self.output_dir, model, is_smaller))
         if self.output_dir is not None or self.repo_id is not None:
@@ -82,7 +88,7 @@ class Destination:
         if self.repo_id is None:
             return self
         full_name = processes.on_main(partial(check_push, self.repo_id, self.private))
-        check_not_read(full_name, model.name_or_path)
+        check_not_read(full_name, model.name_or_path, *also_read)
         return replace(self, repo_id=full_name)
 
     def write(self, result: Savable, stopwatch: Stopwatch) -> Report:

@@ -31,14 +31,14 @@ def check_repository_name(repo_id: str) -> None:
         raise ValueError(f"push_to_hub={repo_id!r} is not a repository name like 'user/model': {error}") from error
 
 
-def check_not_read(repo_id: str, model_name: str) -> None:
+def check_not_read(repo_id: str, *model_names: str) -> None:
     """Raise ValueError for the repository that a model was loaded from, whose weights would be replaced.
 
     Args:
         repo_id: its full name.
-        model_name: the model's `name_or_path`.
+        model_names: the `name_or_path` of the models that are read.
     """
-    if repo_id == model_name and not Path(model_name).is_dir():
+    if repo_id in model_names and not Path(repo_id).is_dir():
         raise ValueError(f"push_to_hub={repo_id!r} is a model that is read: push the result to another repository.")
 
 

@@ -103,14 +103,16 @@ class Savable(ABC):
 
         Raises:
             OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
-            ValueError: the repository is the one that the model was loaded from, and no other branch of it.
+            ValueError: the repository is the one that the model, or its teacher, was loaded from, and no other branch
+                of it.
         """
         if not self.processes.is_main:
             self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
             return ""
         full_name = check_push(repo_id, private, token)
         if revision is None and not create_pr:  # a branch of the model's own repository is another place
-            check_not_read(full_name, self.model.name_or_path)
+            teacher = (self.report.recovery or {}).get("teacher", {})
+            check_not_read(full_name, self.model.name_or_path, teacher.get("name", ""))
         scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
         folder = scratch / full_name.split("/")[-1]
         try:

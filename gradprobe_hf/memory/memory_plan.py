@@ -111,10 +111,10 @@ def plan_memory(context: RunContext, rows: int | None = None, shares_probe: bool
 
 
 def _portioned(context: RunContext, place: ChosenPlace, rows: int | None, shares_probe: bool) -> ChosenBatch:
+    if not context.config.needs.probes:  # batches stay as they came, in a run that goes on, too
+        return ChosenBatch(context.calibration, "")
     if rows is not None:
         return ChosenBatch(context.calibration.in_batches_of(rows), f"{rows} (as before)")
-    if not context.config.needs.probes:
-        return ChosenBatch(context.calibration, "")
     if context.config.batch_size != "auto":
         return ChosenBatch(context.calibration, "", passes_that_tell(context, place, shares_probe))
     with context.stopwatch("batch size"):

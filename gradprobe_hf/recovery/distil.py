@@ -94,16 +94,20 @@ class Trained:
 
 @contextmanager
 def workplace(
-    resume_dir: Path | None, processes: Processes, stopwatch: Stopwatch, progress: bool
+    resume_dir: Path | None, processes: Processes, stopwatch: Stopwatch, progress: bool, *, keeps: bool = False
 ) -> Iterator[Workplace]:
-    """A folder for one training: the one that is given, or a temporary one. It is removed if the body succeeds."""
+    """A folder for one training: the one that is given, or a temporary one. It is removed if the body succeeds.
+
+    Args:
+        keeps: whether one that is given stays: what was trained is yet to be saved, and the caller removes it then.
+    """
     folder = resume_dir or Path(processes.on_main(lambda: tempfile.mkdtemp(prefix="gradprobe-recovery-")))
     folder.mkdir(parents=True, exist_ok=True)
     finished = False
     try:
         yield Workplace(folder, resume_dir is not None, processes, stopwatch, progress and processes.is_main)
         processes.barrier()
-        finished = True
+        finished = not keeps
     finally:
         if (finished or resume_dir is None) and processes.is_main:
             shutil.rmtree(folder, ignore_errors=True)

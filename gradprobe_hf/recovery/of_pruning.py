@@ -86,7 +86,7 @@ def recovered_weights(
     resume_dir: str | Path | None,
     text: RecoveryText | None = None,
 ) -> RecoveredWeights:
-    """Train what a decision leaves; the model itself stays as it is.
+    """Train what a decision leaves; the model itself stays as it is, and so does the state in `resume_dir`.
 
     Args:
         calibration: as the caller named it: more of it is read.
@@ -102,7 +102,7 @@ def recovered_weights(
     stopwatch = Stopwatch()  # of its own: the state of the run has the seconds of what came before
     with (
         upcast_products(dense),
-        workplace(folder, context.processes, stopwatch, context.progress) as place,
+        workplace(folder, context.processes, stopwatch, context.progress, keeps=True) as place,
     ):
         if text is None:
             with stopwatch("read data"):

@@ -152,7 +152,8 @@ def recover_pretrained(
             metric = metric_of(task, config.metric, measured_on, student.processing_class)
             # A text that is too short comes before a repository is created, and one that is yet to be written after.
             given = None if is_written(text) else _read(text, config, dense, student, place)
-        out = out.checked(student.model, processes)
+        # Of an adapter by its name the model is the base that it was folded into.
+        out = out.checked(student.model, processes, also_read=(name_of(teacher), dense.model.name_or_path))
         with stopwatch("read data"):
             trained_on = given or _read(text, config, dense, student, place)
             trained_on.check_apart(measured_on)

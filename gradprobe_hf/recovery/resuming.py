@@ -30,7 +30,10 @@ from gradprobe_hf.runtime.processes import Processes
 
 IDENTITY_NAME = "recovery.json"
 PREDICTIONS = "teacher"
-_OWN = (IDENTITY_NAME, BEST_NAME, PREDICTIONS, "own_text-*", "checkpoint-*")  # all that a recovery writes in its folder
+# What safetensors writes and then renames: a kill leaves it, as large as the best state.
+_UNFINISHED = ".tmp??????"
+# All that a recovery writes in its folder; what others write by such names, too, is ours with our identity beside it.
+_OWN, _SHARED = (IDENTITY_NAME, BEST_NAME, PREDICTIONS, "own_text-*"), ("checkpoint-*", _UNFINISHED)
 
 _BEST_BYTES, _CHECKPOINT_BYTES = 4, 12  # of each parameter: itself in float32, and AdamW's two moments beside it
 _NAMED = "choose another resume_dir (--resume-dir)"
@@ -47,11 +50,11 @@ def check_state_fits(folder: Path | None, model: nn.Module, config: RecoveryConf
     if config.lora_r is not None:  # adapters are small
         return
     where = existing_parent((folder or Path(tempfile.gettempdir())).absolute())
-    each, there = _BEST_BYTES, 0
+    each, there = 2 * _BEST_BYTES, 0  # the best state is there until a better one is whole
     if folder is not None:
-        # An older checkpoint is removed once the next one is whole.
-        each += _CHECKPOINT_BYTES * min(2, math.ceil(config.steps / config.save_steps))
-        kept = [folder / BEST_NAME, *folder.glob("checkpoint-*/*")]
+        # So is an older checkpoint until the next one is. One is written behind a better state, and takes more.
+        each = _BEST_BYTES + _CHECKPOINT_BYTES * min(2, math.ceil(config.steps / config.save_steps))
+        kept = [folder / BEST_NAME, *folder.glob(_UNFINISHED), *folder.glob("checkpoint-*/*")]
         there = sum(path.stat().st_size for path in kept if path.is_file())
     needed, free = each * parameter_count(model) - there, shutil.disk_usage(where).free
     if free < needed:
@@ -83,7 +86,7 @@ def check_own(folder: Path, output_dir: str | Path | None) -> None:
     A Trainer's own checkpoints have the names of ours: those without our identity beside them are not.
     """
     inside = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-    own = [pattern for pattern in _OWN if pattern != "checkpoint-*" or IDENTITY_NAME in inside]
+    own = (*_OWN, *_SHARED) if IDENTITY_NAME in inside else _OWN
     if others := sorted(name for name in inside if not any(fnmatch(name, pattern) for pattern in own)):
         shown = ", ".join(others[:3]) + (", ..." if len(others) > 3 else "")
         raise ValueError(
@@ -138,7 +141,9 @@ def ended_state(checkpoint: str | None, config: RecoveryConfig, best: BestState)
 
 
 def _begun(folder: Path, identity: Mapping[str, Any]) -> Path | None:
-    """The last whole checkpoint of a run that is begun here, if it has not been before."""
+    """The last whole checkpoint of a run that is begun here, if it has not been before; half a best state goes."""
+    for unfinished in folder.glob(_UNFINISHED):
+        unfinished.unlink()
     path = folder / IDENTITY_NAME
     if not path.exists():
         path.write_text(json.dumps(identity), encoding="utf-8")

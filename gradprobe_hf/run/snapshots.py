@@ -191,10 +191,17 @@ class Snapshots:
             if _step_of(state) < step:
                 _drop(state)
 
-    def finish(self) -> None:
-        """The run is done, in all processes: its state is of no more use. Nothing fails any more."""
+    def finish(self, *shared: str) -> None:
+        """The run is done, in all processes: its state is of no more use. Nothing fails any more.
+
+        Args:
+            shared: names of folders beside the states of the processes, which all of them see; the main one removes
+                them.
+        """
+        common = [self.folder / name for name in shared] if self.processes.is_main else []
         with uninterrupted(), suppress(OSError):
-            shutil.rmtree(self.own, ignore_errors=True)
+            for one in (*common, self.own):
+                shutil.rmtree(one, ignore_errors=True)
             self.folder.rmdir()  # not where others are not done with theirs, or have just done this
 
     def _write(self, scratch: Path, values: Mapping[str, Any], parts: Parts) -> None:
@@ -240,8 +247,8 @@ def _called(function: Callable[..., Any] | None) -> str | None:
 
 
 def batch_identity(batches: Batches) -> dict[str, Any]:
-    """What else a state belongs to: how the text is batched."""
-    return {"batches": len(batches), "rows at once": max(map(row_count, batches))}
+    """What else a state belongs to: how the text is batched, where any is read."""
+    return {"batches": len(batches), "rows at once": max(map(row_count, batches), default=0)}
 
 
 def check_begun(folder: str | Path, identity: Mapping[str, Any], processes: Processes) -> None:

@@ -56,10 +56,11 @@ def check_targets(model: PreTrainedModel, targets: Sequence[Target], config: Gra
 
 def check_resumable(config: GradProbeConfig, option: str) -> None:
     """Raise ValueError where a run saves no state that another could go on from."""
-    if not (config.needs.accumulates or config.reconstructs or config.structure is not None):
+    decides = config.needs.accumulates or config.reconstructs or config.structure is not None
+    if not (decides or config.recovery_steps):
         raise ValueError(
-            f"{option} has no effect here: only probes, weight updates and the choice of structures are resumed, and "
-            "this configuration has none of them. Leave it out."
+            f"{option} has no effect here: only probes, weight updates, the choice of structures and recoveries are "
+            "resumed, and this configuration has none of them. Leave it out."
         )
 
 
