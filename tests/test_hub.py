@@ -486,6 +486,19 @@ def test_a_repository_that_can_only_be_read_is_refused_before_the_work(hub, user
     assert not (tmp_path / "out").exists()
 
 
+def test_a_pull_request_takes_no_right_to_write(hub, user, checkpoint, tmp_path):
+    hub.repositories["them/public"] = Repository()
+    script = """
+import sys
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+result = prune_pretrained(sys.argv[1], GradProbeConfig(score="magnitude"), evaluation=False, progress=False)
+print(result.push_to_hub("them/public", create_pr=True))
+"""
+    ran = user.run(script, checkpoint, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
+    assert ran.returncode == 0, ran.stderr
+    assert "/them/public/discussions/1" in ran.stdout
+
+
 def test_a_gated_model_says_what_to_do(hub, user, tmp_path):
     hub.repositories["them/gated"] = Repository(gated=True)
     command = "import sys; from gradprobe_hf.cli import main; sys.exit(main(sys.argv[1:]))"

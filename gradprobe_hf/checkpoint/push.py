@@ -42,8 +42,11 @@ def check_not_read(repo_id: str, *model_names: str) -> None:
         raise ValueError(f"push_to_hub={repo_id!r} is a model that is read: push the result to another repository.")
 
 
-def check_push(repo_id: str, private: bool | None = None, token: str | None = None) -> str:
+def check_push(repo_id: str, private: bool | None = None, token: str | None = None, only_asks: bool = False) -> str:
     """Make sure, before any work, that the repository exists and can be written to; returns its full name.
+
+    Args:
+        only_asks: whether a pull request is opened, which takes no right to write.
 
     Raises:
         ValueError: not a repository name, or the repository holds an adapter.
@@ -53,7 +56,8 @@ def check_push(repo_id: str, private: bool | None = None, token: str | None = No
     api = HfApi(token=token)
     with _hub_errors(repo_id):
         full_name = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        api.auth_check(full_name, write=True)  # `exist_ok` is content with a repository that can only be read
+        if not only_asks:
+            api.auth_check(full_name, write=True)  # `exist_ok` is content with a repository that can only be read
         if private and not api.repo_info(full_name).private:
             raise OSError(f"{full_name} exists and is public: make it private in its settings, or choose another name.")
         if api.file_exists(full_name, _ADAPTER):

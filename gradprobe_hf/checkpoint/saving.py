@@ -109,7 +109,7 @@ class Savable(ABC):
         if not self.processes.is_main:
             self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
             return ""
-        full_name = check_push(repo_id, private, token)
+        full_name = check_push(repo_id, private, token, create_pr)
         if revision is None and not create_pr:  # a branch of the model's own repository is another place
             teacher = (self.report.recovery or {}).get("teacher", {})
             check_not_read(full_name, self.model.name_or_path, teacher.get("name", ""))
