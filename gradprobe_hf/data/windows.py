@@ -138,7 +138,7 @@ class _Reader:
             return None
         if is_tokenised(opened.rows):
             drawn = _tokenised(opened, windows)
-            check_length(self.model, max(len(row["input_ids"]) for row in drawn.rows))
+            check_length(self.model, max((len(row["input_ids"]) for row in drawn.rows), default=0))
             return drawn
         check_reads_text(self.model, self.part)
         check_length(self.model, windows.sequence_length)
