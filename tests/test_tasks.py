@@ -592,6 +592,29 @@ def test_paths_of_images_beside_texts_are_images(tmp_path):
         batches("llava", [{"image": "b.png", "text": "<image> a cat"}] * 2, samples=2)
 
 
+@pytest.mark.parametrize("layout", [None, "numpy", "torch"])
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_arrays_beside_texts_are_images(column, layout):
+    """A table has them as lists in lists, which nothing but the name of their column tells from other numbers."""
+    rows = CASES["llava"].rows()
+    arrays = [np.asarray(image) for image in rows["image"]]
+    arrays = [[one] for one in arrays] if column == "images" else arrays
+    given = Dataset.from_dict({column: arrays, "text": rows["text"]}).with_format(layout)
+    assert batches("llava", given).fingerprint == batches("llava", rows).fingerprint
+
+
+@pytest.mark.parametrize(("column", "nothing"), [("image", None), ("images", []), ("images", None)])
+def test_texts_without_images_stand_among_those_with_one(column, nothing):
+    """The first row is one of them: it does not make a text of all others."""
+    rows = CASES["llava"].rows()
+    pictures = [[image] if column == "images" else image for image in rows["image"]]
+    given = Dataset.from_dict({column: [nothing, nothing, *pictures[2:]], "text": rows["text"]})
+    found = batches("llava", given, samples=8, batch_size=1)
+    assert sum("pixel_values" in batch for batch in found) == 6
+    said = [CASES["llava"].processor().tokenizer.decode(batch["input_ids"][0]) for batch in found]
+    assert sorted(one for one in said if "<image>" not in one) == rows["text"][:2]
+
+
 def test_a_processor_without_tokens_of_the_text_is_refused():
     processor = CASES["llava"].processor()
 
