@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from gradprobe_hf.data import sources
 from gradprobe_hf.data.labelled import TaskOptions
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
 from gradprobe_hf.tasks.columns import LabelNames
@@ -311,6 +312,24 @@ def test_the_tokens_of_a_stream_that_was_mapped_win_over_its_text():
     (batch, _) = batches("bert", mapped)
     assert words.decode(batch["input_ids"][0]).startswith("prefix: ")
     assert "tokenised rows" in batches("bert", mapped).protocol
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_stream_that_is_sorted_by_class_is_mixed_or_warned_of(prepared, monkeypatch, caplog):
+    columns = {"sentence": ["a text"] * 5000, "label": [0] * 2500 + [1] * 2500}
+    columns |= {"input_ids": [[1, 2, 3]] * 5000} if prepared else {}
+    stream = Dataset.from_dict(columns).to_iterable_dataset()
+    found = batches("bert", stream, samples=64)
+    assert 16 < sum(int(batch["labels"].sum()) for batch in found) < 48
+    assert "drawn with seed 0 from 10,000 rows at a time of a stream" in found.protocol
+    assert not caplog.text
+    monkeypatch.setattr(sources, "SHUFFLE_BUFFER", 100)
+    batches("bert", stream, samples=64)
+    assert "all 64 rows that were drawn of this stream have the label 0, as if it were sorted" in caplog.text
+    caplog.clear()
+    batches("bert", stream, samples=8)
+    batches("bert", Dataset.from_dict({name: values[:64] for name, values in columns.items()}), samples=64)
+    assert not caplog.text
 
 
 def test_the_first_token_of_each_word_has_its_label():
