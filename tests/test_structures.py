@@ -76,7 +76,7 @@ from gradprobe_hf.run.shapes.structured import check_hands_on, hands_on, packed
 from gradprobe_hf.structures.importance import least_missed, unit_errors
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
-from gradprobe_hf.structures.shapes import smaller_config
+from gradprobe_hf.structures.shapes import random_smaller, smaller_config
 from tests import cases
 from tests.structure_page import BEGINS, GEMMA4, TWO_STACKS
 
@@ -199,6 +199,17 @@ def test_a_count_of_leading_blocks_is_of_those_that_stay():
     assert model.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     made = smaller_config(model.config, removal)
     assert (made.layer_types, made.max_window_layers) == (["full_attention"] + ["sliding_attention"] * 2, 1)
+
+
+def test_the_smaller_model_computes_as_the_dense_one_does():
+    """It is timed against it."""
+    model = build("mixtral")
+    removal = Removal.example(Plan.of(model, find_targets(model), {"experts": 1}))
+    for implementation in ("eager", "batched_mm"):
+        model.set_experts_implementation(implementation)
+        model.set_attn_implementation("eager")
+        made = random_smaller(model, removal, torch.float32).config
+        assert (made._experts_implementation, made._attn_implementation) == (implementation, "eager")
 
 
 def test_a_classifier_without_a_padding_token_is_looked_at(tmp_path):
