@@ -286,6 +286,17 @@ def test_tokenised_rows_are_padded_and_masked():
         load(rows, samples=9)
 
 
+def test_tokenised_rows_of_a_stream_are_drawn_from_more_than_its_beginning(tmp_path, monkeypatch):
+    rows = Dataset.from_dict({"input_ids": [[0, number % 250, number // 250] for number in range(5000)]})
+    found = load(rows.to_iterable_dataset(), samples=16, length=3)
+    assert int(ids(found)[:, 2].max()) >= 10
+    assert "drawn with seed 0 from 10,000 rows at a time of a stream" in found.protocol
+    monkeypatch.setattr(sources, "STREAMED_FROM_BYTES", 1)
+    rows.to_json(tmp_path / "rows.jsonl")
+    opened = sources.open_source(str(tmp_path / "rows.jsonl"), "calibration", 0)
+    assert sources.shuffled(opened, 0)[0] is opened.rows, "it was shuffled when it was opened"
+
+
 def test_a_loader_that_shuffles_gives_the_same_batches_twice():
     loader = DataLoader([{"input_ids": torch.tensor([i, i + 1])} for i in range(8)], batch_size=2, shuffle=True)
     found = load(loader)

@@ -382,6 +382,14 @@ def test_the_template_is_told_of_the_tools_and_options_of_a_row(tmp_path, writte
     assert sorted(TOKENIZER.decode(batch["input_ids"][0]) for batch in found) == sorted(wanted)
 
 
+def test_a_null_that_is_written_as_json_is_meant():
+    schema = {"type": "function", "function": {"name": "f", "parameters": {"a": {"default": None, "enum": [None, 1]}}}}
+    row = {"tools": json.dumps([schema]), "chat_template_kwargs": json.dumps({"mood": None})}
+    chat = Chat.of_row(CHAT, row)
+    assert (chat.tools, chat.template_options) == ([schema], {"mood": None})
+    assert "default" not in str(Chat.of_row(CHAT, {"tools": [schema]}).tools), "a table fills what a row has not"
+
+
 def test_only_what_the_assistant_says_counts_where_there_are_tools():
     row = {"messages": CALLING, "tools": [ADD]}
     options = {"tokenizer": chatting(WITH_TOOLS), "assistant_only_loss": True, "packing": False, "model": LONG}

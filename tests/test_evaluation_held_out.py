@@ -140,6 +140,7 @@ def test_nothing_where_too_little_is_left():
     assert not read(cases.batches("llama")).evaluation, "batches come as they are"
     assert not read([TEXT], recovery_steps=2).evaluation, "a recovery trains on the rest"
     assert not read([TEXT], False).evaluation
+    assert not read(tokenised().select(range(8))).evaluation, "all rows calibrate"
 
 
 def test_text_without_labels_is_no_error_where_none_are_needed():

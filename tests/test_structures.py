@@ -19,6 +19,7 @@ from transformers import (
     DeepseekV3ForCausalLM,
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
+    DonutSwinConfig,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -35,6 +36,8 @@ from transformers import (
     MistralForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
+    ParakeetEncoder,
+    ParakeetEncoderConfig,
     Phi3Config,
     Phi3ForCausalLM,
     Qwen2Config,
@@ -45,15 +48,23 @@ from transformers import (
     Qwen3ForCausalLM,
     RecurrentGemmaConfig,
     RecurrentGemmaForCausalLM,
+    Speech2TextConfig,
+    Speech2TextForConditionalGeneration,
+    TrOCRConfig,
+    VisionEncoderDecoderConfig,
+    VisionEncoderDecoderModel,
+    ViTConfig,
     ViTMAEConfig,
     ViTMAEModel,
+    Wav2Vec2BertConfig,
+    Wav2Vec2BertForCTC,
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.model.families import random_batch
+from gradprobe_hf.model.families import random_batch, sample_batch
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
@@ -65,7 +76,7 @@ from gradprobe_hf.run.shapes.structured import check_hands_on, hands_on, packed
 from gradprobe_hf.structures.importance import least_missed, unit_errors
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
-from gradprobe_hf.structures.shapes import smaller_config
+from gradprobe_hf.structures.shapes import random_smaller, smaller_config
 from tests import cases
 from tests.structure_page import BEGINS, GEMMA4, TWO_STACKS
 
@@ -188,6 +199,17 @@ def test_a_count_of_leading_blocks_is_of_those_that_stay():
     assert model.config.layer_types == ["full_attention"] * 2 + ["sliding_attention"] * 2
     made = smaller_config(model.config, removal)
     assert (made.layer_types, made.max_window_layers) == (["full_attention"] + ["sliding_attention"] * 2, 1)
+
+
+def test_the_smaller_model_computes_as_the_dense_one_does():
+    """It is timed against it."""
+    model = build("mixtral")
+    removal = Removal.example(Plan.of(model, find_targets(model), {"experts": 1}))
+    for implementation in ("eager", "batched_mm"):
+        model.set_experts_implementation(implementation)
+        model.set_attn_implementation("eager")
+        made = random_smaller(model, removal, torch.float32).config
+        assert (made._experts_implementation, made._attn_implementation) == (implementation, "eager")
 
 
 def test_a_classifier_without_a_padding_token_is_looked_at(tmp_path):
@@ -620,6 +642,51 @@ def test_what_is_predicted_is_compared_and_not_what_routers_lose():
     masked = equality.MaskedOutputs.of(model)
     assert masked.difference(model) is None
     assert "does not compute what the masked one does" in masked.difference(other)
+
+
+def _reader(encoder):
+    sizes = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16, "max_position_embeddings": 32}
+    decoder = TrOCRConfig(**TINY, **sizes, cross_attention_hidden_size=encoder.hidden_size)
+    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.pad_token_id, config.decoder_start_token_id = 1, 2
+    return VisionEncoderDecoderModel(config)
+
+
+TINY = {"vocab_size": 64, "d_model": 16}
+LAYER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+OF_MANY_KINDS = {
+    "trocr": lambda: _reader(ViTConfig(**LAYER, image_size=8, patch_size=4)),
+    "donut": lambda: _reader(
+        DonutSwinConfig(image_size=[32, 64], embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2)
+    ),
+    "speech_to_text": lambda: Speech2TextForConditionalGeneration(
+        Speech2TextConfig(
+            **TINY,
+            encoder_layers=1,
+            decoder_layers=1,
+            conv_channels=8,
+            input_feat_per_channel=8,
+            max_target_positions=32,
+        )
+    ),
+    "wav2vec2_bert": lambda: Wav2Vec2BertForCTC(
+        Wav2Vec2BertConfig(**LAYER, vocab_size=64, feature_projection_input_dim=8)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_MANY_KINDS)
+def test_a_batch_is_made_up_for_models_of_images_and_speech(name):
+    model = OF_MANY_KINDS[name]().eval()
+    assert model(**random_batch(model, 2, 12))[0].shape == (2, 12, 64)
+    drawn = {key: torch.zeros(one.shape, dtype=one.dtype) for key, one in sample_batch(model, 2, 12).items()}
+    drawn["labels"] += 3
+    assert model(**drawn).loss > 0
+
+
+def test_speech_in_a_form_that_is_not_known_is_refused():
+    with pytest.raises(ValueError, match="no batch can be made up for a ParakeetEncoder"):
+        random_batch(ParakeetEncoder(ParakeetEncoderConfig(**LAYER)), 1, 8)
 
 
 def test_experts_go_of_a_mixture_that_returns_the_loss_of_its_routers(tmp_path):

@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from accelerate import disk_offload
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import MarianConfig, MarianMTModel
 
 from gradprobe_hf import GradProbeConfig, compare_pretrained
 from gradprobe_hf.tasks.metrics import METRICS, accuracy, f1, word_error_rate
-from gradprobe_hf.tasks.predictions import predicted_next
+from gradprobe_hf.tasks.predictions import predicted_next, written_texts
 from tests import cases, labelled
 from tests.launch import together
 
@@ -201,6 +202,19 @@ def test_two_processes_have_the_metric_of_one(name):
     alone = before_and_after(name)
     for one in together(before_and_after, name):
         assert one == alone
+
+
+def test_no_more_is_written_than_there_are_positions_for():
+    """Marian's, BART's and Pegasus' encoder and decoder have as many as one number says, Whisper's decoder another."""
+    torch.manual_seed(0)
+    small = {"d_model": 16, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16, "encoder_layers": 1, "decoder_layers": 1}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    ends = {"pad_token_id": 258, "decoder_start_token_id": 258, "eos_token_id": None, "forced_eos_token_id": None}
+    size = {"vocab_size": cases.VOCABULARY, "max_position_embeddings": 32}
+    model = MarianMTModel(MarianConfig(**small, **heads, **ends, **size)).eval()
+    ids = torch.arange(25)[None]
+    written, _ = written_texts(model, {"input_ids": ids, "labels": ids}, cases.tokenizer())
+    assert len(written) == 1
 
 
 def test_a_mask_of_pairs_of_tokens_hides_no_token_from_the_metric():

@@ -24,6 +24,7 @@ from transformers import (
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from gradprobe_hf.data import sources
 from gradprobe_hf.data.labelled import TaskOptions
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
 from gradprobe_hf.tasks.columns import LabelNames
@@ -313,6 +314,24 @@ def test_the_tokens_of_a_stream_that_was_mapped_win_over_its_text():
     assert "tokenised rows" in batches("bert", mapped).protocol
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_a_stream_that_is_sorted_by_class_is_mixed_or_warned_of(prepared, monkeypatch, caplog):
+    columns = {"sentence": ["a text"] * 5000, "label": [0] * 2500 + [1] * 2500}
+    columns |= {"input_ids": [[1, 2, 3]] * 5000} if prepared else {}
+    stream = Dataset.from_dict(columns).to_iterable_dataset()
+    found = batches("bert", stream, samples=64)
+    assert 16 < sum(int(batch["labels"].sum()) for batch in found) < 48
+    assert "drawn with seed 0 from 10,000 rows at a time of a stream" in found.protocol
+    assert not caplog.text
+    monkeypatch.setattr(sources, "SHUFFLE_BUFFER", 100)
+    batches("bert", stream, samples=64)
+    assert "all 64 rows that were drawn of this stream have the label 0, as if it were sorted" in caplog.text
+    caplog.clear()
+    batches("bert", stream, samples=8)
+    batches("bert", Dataset.from_dict({name: values[:64] for name, values in columns.items()}), samples=64)
+    assert not caplog.text
+
+
 def test_the_first_token_of_each_word_has_its_label():
     rows = Dataset.from_dict({"tokens": [["Ada", "in", "Rome"]], "labels": [["B-PER", "O", "B-LOC"]]})
     (batch,) = batches("tags", rows, samples=1)
@@ -590,6 +609,29 @@ def test_paths_of_images_beside_texts_are_images(tmp_path):
     assert all("pixel_values" in batch for batch in batches("llava", rows, samples=2))
     with pytest.raises(ValueError, match=r"b\.png' is no image: .*No such file"):
         batches("llava", [{"image": "b.png", "text": "<image> a cat"}] * 2, samples=2)
+
+
+@pytest.mark.parametrize("layout", [None, "numpy", "torch"])
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_arrays_beside_texts_are_images(column, layout):
+    """A table has them as lists in lists, which nothing but the name of their column tells from other numbers."""
+    rows = CASES["llava"].rows()
+    arrays = [np.asarray(image) for image in rows["image"]]
+    arrays = [[one] for one in arrays] if column == "images" else arrays
+    given = Dataset.from_dict({column: arrays, "text": rows["text"]}).with_format(layout)
+    assert batches("llava", given).fingerprint == batches("llava", rows).fingerprint
+
+
+@pytest.mark.parametrize(("column", "nothing"), [("image", None), ("images", []), ("images", None)])
+def test_texts_without_images_stand_among_those_with_one(column, nothing):
+    """The first row is one of them: it does not make a text of all others."""
+    rows = CASES["llava"].rows()
+    pictures = [[image] if column == "images" else image for image in rows["image"]]
+    given = Dataset.from_dict({column: [nothing, nothing, *pictures[2:]], "text": rows["text"]})
+    found = batches("llava", given, samples=8, batch_size=1)
+    assert sum("pixel_values" in batch for batch in found) == 6
+    said = [CASES["llava"].processor().tokenizer.decode(batch["input_ids"][0]) for batch in found]
+    assert sorted(one for one in said if "<image>" not in one) == rows["text"][:2]
 
 
 def test_a_processor_without_tokens_of_the_text_is_refused():

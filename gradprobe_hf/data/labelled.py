@@ -17,12 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count, token_count
-from gradprobe_hf.data.sources import Source, columns_of
+from gradprobe_hf.data.sources import Source, columns_of, is_streamed, shuffled
 from gradprobe_hf.data.text.packing import WindowSpec, held_out_words
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text
-from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column
+from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column, value_of
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import Task
 from gradprobe_hf.tasks.text_batches import glues_words, multi_hot
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 SPEECH = ("input_values", "input_features")
+FEWEST_OF_ONE_LABEL = 16  # rows: of fewer, chance has all of one label now and then
 ROWS_MEASURED = 1000  # at most, where no number was asked for: it takes 1,000 to tell accuracies apart by 3%
 
 
@@ -153,12 +154,14 @@ class Labels:
                 f"{opened.name} is plain text, and {spec.task.name} needs rows with labels: give a data set with a "
                 "column of them (calibration, evaluation), or batches with 'labels'."
             )
-        rows = _taken(opened, spec)
+        rows, order = _taken(opened, spec)
         if not rows:
             return Batches.none()
         inputs, label = _columns(spec, rows[0])
         reader = self._reader(inputs, label, _stored_names(opened.rows, label))
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
+        if label:
+            _warn_of_one_label(opened, spec.task, [value_of(row, label) for row in rows])
         if spec.task.inputs == (WORDS,) and glues_words(reader.tokenizer):
             logger.warning(
                 "the tokenizer joins the words of a row without a blank, unlike those of a text: unless the model was "
@@ -166,16 +169,17 @@ class Labels:
             )
         columns = ", ".join(filter(None, (*inputs, label)))
         by_name = ", labels matched to the model's by name" if label and reader.label_names.renumbered else ""
-        protocol = f"{len(rows)} {spec.task.row} ({columns}{by_name}), shuffled with seed {spec.seed}{spec.words}"
+        protocol = f"{len(rows)} {spec.task.row} ({columns}{by_name}), {order}{spec.words}"
         return _described(items, opened, protocol + _cut(items, reader))
 
     def _prepared(self, opened: Source) -> Batches:
         """Rows that hold what the model is called with: tokens, or pixels. Padded on the right within each batch."""
         spec = self.spec
-        rows = _taken(opened, spec)
+        rows, order = _taken(opened, spec)
         if not rows:
             return Batches.none()
-        names = _stored_names(opened.rows, next((name for name in ("label", "labels") if name in rows[0]), None))
+        label = next((name for name in ("label", "labels") if name in rows[0]), None)
+        names = _stored_names(opened.rows, label)
         reader = self._reader((), None, names)
         keep = [name for name in rows[0] if name in reader.accepts and name != "labels"]
         values = [{name: torch.as_tensor(row[name]) for name in keep} for row in rows]
@@ -184,8 +188,10 @@ class Labels:
             if labels is not None:
                 one["labels"] = labels
         items = [_stacked(part, reader) for part in _parts(_masked(values, reader), spec.batch_size)]
+        if label:
+            _warn_of_one_label(opened, spec.task, [row.get(label) for row in rows])
         kind = "tokenised rows" if "input_ids" in keep else spec.task.row
-        return _described(items, opened, f"{len(rows)} {kind}, shuffled with seed {spec.seed}{spec.words}")
+        return _described(items, opened, f"{len(rows)} {kind}, {order}{spec.words}")
 
     def _is_prepared(self, opened: Source) -> bool:
         """Whether rows hold what the model is called with already."""
@@ -258,10 +264,10 @@ def _columns(spec: RowSpec, first: Row) -> tuple[tuple[str, ...], str | None]:
     return found if len(spec.task.inputs) > 1 else named, label
 
 
-def _taken(opened: Source, spec: RowSpec) -> list[Row]:
-    """Rows in the seeded order; none where all of them are left out."""
-    assert not isinstance(opened.rows, list), "plain texts are not rows"
-    taken = list(islice(opened.rows.shuffle(seed=spec.seed), spec.behind, spec.behind + spec.samples))
+def _taken(opened: Source, spec: RowSpec) -> tuple[list[Row], str]:
+    """Rows in the seeded order, and that in words; none where all of them are left out."""
+    rows, order = shuffled(opened, spec.seed)
+    taken = list(islice(rows, spec.behind, spec.behind + spec.samples))
     if not taken and not spec.behind:
         raise ValueError(f"{opened.name} is empty: it holds no rows.")
     if spec.exactly and len(taken) < spec.samples:
@@ -269,7 +275,20 @@ def _taken(opened: Source, spec: RowSpec) -> list[Row]:
             f"{opened.name} holds {len(taken)} rows and {spec.samples} were asked for: give more rows, or ask for at "
             f"most {len(taken)} samples."
         )
-    return taken
+    return taken, order
+
+
+def _warn_of_one_label(opened: Source, task: Task, labels: Sequence[Any]) -> None:
+    """Rows that are sorted by their class leave those of one together, wider apart than a stream is mixed."""
+    alike = len(labels) >= FEWEST_OF_ONE_LABEL and len(set(map(str, labels))) == 1  # some are lists, or tensors
+    if alike and task.one_label and is_streamed(opened.rows):
+        logger.warning(
+            "%s: all %d rows that were drawn of this stream have the label %s, as if it were sorted by them. Shuffle "
+            "it before, or give a data set that is no stream",
+            opened.name,
+            len(labels),
+            labels[0],
+        )
 
 
 def _length(asked: int, model: PreTrainedModel, processing_class: Any) -> int:

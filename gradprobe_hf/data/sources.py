@@ -140,6 +140,20 @@ def is_streamed(rows: Rows) -> bool:
     return is_dataset(rows) and isinstance(rows, sys.modules["datasets"].IterableDataset)
 
 
+def shuffled(opened: Source, seed: int) -> tuple[Dataset | IterableDataset, str]:
+    """Rows in an order that a seed draws, and what a protocol says of it: of a stream only so many are mixed at a time.
+
+    What was opened here as a stream is shuffled already, with the seed that it was opened with.
+    """
+    rows: Any = opened.rows
+    assert not isinstance(rows, list), "plain texts are not rows"
+    if not is_streamed(rows):
+        return rows.shuffle(seed=seed), f"shuffled with seed {seed}"
+    if opened.in_order is None:
+        rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
+    return rows, f"drawn with seed {seed} from {SHUFFLE_BUFFER:,} rows at a time of a stream"
+
+
 def is_tokenised(rows: Rows) -> bool:
     """Whether rows hold token ids already."""
     return not isinstance(rows, list) and "input_ids" in columns_of(rows)

@@ -20,7 +20,16 @@ from transformers import PreTrainedModel
 from gradprobe_hf.data.batch_checks import check_reads_text
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
 from gradprobe_hf.data.labelled import Labels, TaskOptions
-from gradprobe_hf.data.sources import Source, columns_of, is_dataset, is_tokenised, open_source, rows_from, text_rows
+from gradprobe_hf.data.sources import (
+    Source,
+    columns_of,
+    is_dataset,
+    is_tokenised,
+    open_source,
+    rows_from,
+    shuffled,
+    text_rows,
+)
 from gradprobe_hf.data.text.documents import holds_chats
 from gradprobe_hf.data.text.mixture import in_proportion, is_mixture, mixed, shares
 from gradprobe_hf.data.text.packing import Drawn, WindowSpec, draw_documents, draw_packed, rows_of
@@ -138,7 +147,7 @@ class _Reader:
             return None
         if is_tokenised(opened.rows):
             drawn = _tokenised(opened, windows)
-            check_length(self.model, max(len(row["input_ids"]) for row in drawn.rows))
+            check_length(self.model, max((len(row["input_ids"]) for row in drawn.rows), default=0))
             return drawn
         check_reads_text(self.model, self.part)
         check_length(self.model, windows.sequence_length)
@@ -247,8 +256,9 @@ def _holding(opened: Any) -> str:
 def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
     """Rows of a dataset that has `input_ids`: shuffled, and neither cut nor joined."""
     assert not isinstance(opened.rows, list), "plain texts are not tokenised"
-    rows = opened.rows.shuffle(seed=windows.seed)
-    keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids") if name in columns_of(rows)]
+    there = columns_of(opened.rows)
+    keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids") if name in there]
+    rows, order = shuffled(opened, windows.seed)
     taken: list[dict[str, torch.Tensor]] = [
         {name: torch.as_tensor(row[name]) for name in keep}
         for row in islice(rows, windows.drawn.start, windows.drawn.stop)
@@ -256,7 +266,7 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
     if len(taken) < windows.samples and not windows.held_out and not (windows.at_most and taken):
         raise ValueError(f"{opened.name} holds {len(taken)} tokenised rows and {windows.samples} were asked for.")
     taken = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in taken]
-    protocol = f"{len(taken)} tokenised rows, shuffled with seed {windows.seed}{windows.words}"
+    protocol = f"{len(taken)} tokenised rows, {order}{windows.words}"
     return Drawn(taken, opened.name, protocol, opened.dataset_id)
 
 

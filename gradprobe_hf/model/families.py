@@ -343,18 +343,23 @@ def tokens_of_an_image(model: PreTrainedModel) -> int | None:
 
 
 def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:
-    """A batch on the meta device that the model returns a loss for: text, image or speech, with labels."""
+    """A batch on the meta device that the model returns a loss for: text, image or speech, with labels.
+
+    Raises:
+        ValueError: speech in a form that is not known here.
+    """
     config, name = model.config, model.main_input_name
     if name == "pixel_values":
-        vision = getattr(config, "vision_config", config)
+        vision = getattr(config, "vision_config", None) or getattr(config, "encoder", config)
         side = getattr(vision, "image_size", ANY_SIZE)
         size = side if isinstance(side, (list, tuple)) else (side, side)
         per_pixel = type(model).__name__.endswith("ForSemanticSegmentation")
-        labels = _ids(rows, *size) if per_pixel else _ids(rows)
-        return {name: _values(model, rows, vision.num_channels, *size), "labels": labels}
-    if name == "input_features":  # speech: as many frames as the encoder has positions, after a stride of two
-        frames = 2 * config.max_source_positions
-        return {name: _values(model, rows, config.num_mel_bins, frames), "labels": _ids(rows, length)}
+        written = (length,) if config.is_encoder_decoder else ()
+        labels = _ids(rows, *size) if per_pixel else _ids(rows, *written)
+        return {name: _values(model, rows, getattr(vision, "num_channels", 3), *size), "labels": labels}
+    if name == "input_features":
+        labels = _ids(rows) if _is_classifier(model) else _ids(rows, length if config.is_encoder_decoder else 2)
+        return {name: _values(model, rows, *_features_of_speech(model, length)), "labels": labels}
     if name == "input_values" and hasattr(config, "conv_stride"):  # sound as it is, of which convolutions make tokens
         samples = math.prod(config.conv_stride) * length + sum(config.conv_kernel)
         return {name: _values(model, rows, samples), "labels": _ids(rows) if _is_classifier(model) else _ids(rows, 2)}
@@ -364,6 +369,21 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
         return {"input_ids": _ids(rows, length)}
     labels = _ids(rows) if labels_whole_sequences(model) else _ids(rows, length)
     return {"input_ids": _ids(rows, length), "labels": labels}
+
+
+def _features_of_speech(model: PreTrainedModel, length: int) -> tuple[int, int]:
+    """The shape of what an extractor makes of one recording, of which an encoder makes `length` tokens."""
+    config = model.config
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_source_positions"):  # Whisper: all that it can hear
+        return config.num_mel_bins, 2 * config.max_source_positions  # its convolutions have a stride of two
+    if hasattr(config, "input_feat_per_channel"):  # Speech2Text: as many convolutions of that stride
+        return 2**config.num_conv_layers * length, config.input_feat_per_channel * config.input_channels
+    if hasattr(config, "feature_projection_input_dim"):  # Wav2Vec2-BERT, SeamlessM4T
+        return length, config.feature_projection_input_dim
+    raise ValueError(
+        f"no batch can be made up for a {type(model).__name__}: which shape the features have that it takes of speech "
+        "is not known."
+    )
 
 
 def random_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, torch.Tensor]:

@@ -33,7 +33,9 @@ def smaller_config(config: PreTrainedConfig, removal: Removal) -> PreTrainedConf
         Exception: whatever the family's own checks raise for a shape that it does not take.
     """
     made = type(config).from_dict({**config.to_dict(), **shape_values(config, removal)})
+    # Neither is in a dict of a configuration, and the two models are timed against each other.
     made._attn_implementation = config._attn_implementation
+    made._experts_implementation = config._experts_implementation
     return made
 
 

@@ -34,10 +34,13 @@ class ColumnKind:
     holds: Callable[[Any], bool]
     what: str
 
-    def is_named(self, row: Row) -> bool:
-        """Whether a column of a usual name holds the names of files, one or several."""
-        named = [row[name] for name in self.names if name in row]
-        return any(isinstance(one, str) or (_is_words(one) and len(one) > 0) for one in named)
+    def is_in(self, row: Row) -> bool:
+        """Whether a row has such a column: of a usual name, whatever is in it, or one that holds such a value.
+
+        The first row may hold nothing there, the name of a file, or an array, which no value by itself tells from
+        other numbers.
+        """
+        return any(name in row for name in self.names) or any(map(self.holds, row.values()))
 
 
 def _is_words(value: Any) -> bool:

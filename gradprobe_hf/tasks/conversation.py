@@ -125,16 +125,16 @@ def _with_plain_argument(call: Any) -> Any:
 
 def _parsed(row: Row, column: str, kind: type) -> Any:
     """What a column holds, which may be written as JSON: rows with different schemas fit into no table otherwise."""
-    value = row.get(column)
+    value = without_nulls(row.get(column))
     if isinstance(value, str) and value:
         with suppress(json.JSONDecodeError):
-            value = json.loads(value)
+            value = json.loads(value)  # no table fills what is written: a null in there is meant
     if value and not isinstance(value, kind):
         raise ValueError(
             f"the column {column!r} beside the messages is for the chat template, and must hold a {kind.__name__}, or "
             f"one as JSON: it holds {shown(value)}. Leave out a column that is something else."
         )
-    return without_nulls(value)
+    return value
 
 
 def without_nulls(value: Any) -> Any:

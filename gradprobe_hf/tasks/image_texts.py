@@ -62,7 +62,7 @@ def text_with_images(processor: Any, row: Row, column: str, answer: str | None, 
         if not getattr(processor, "chat_template", None):
             whole = text if answer is None else f"{text}\n{answer}"
             _check_places(whole.count(token), images)
-            return whole if token in whole else f"{token * images}\n{whole}"
+            return whole if token in whole or not images else f"{token * images}\n{whole}"
         answered = [] if answer is None else [{"role": "assistant", "content": answer}]
         chat = Chat([{"role": "user", "content": text}, *answered])
     return _rendered(processor, chat, images, re.compile(f"{PLACE}|{re.escape(token)}"))

@@ -43,6 +43,7 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
 
 def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     """Images with a text each, or with a chat; every token of the text is a label, and none of an image's.
+    A row may be a text alone.
 
     Of a model that sees what is asked as a whole (PaliGemma) what is answered is, or the text where nothing is asked.
     """
@@ -55,7 +56,9 @@ def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     begin = getattr(reader.tokenizer, "bos_token", None)
     if begin and all(one.startswith(begin) for one in texts):  # the template has written it
         options["add_special_tokens"] = False
-    batch = dict(processor(images=images, text=texts, return_tensors="pt", **options))
+    if any(images):  # to a processor a batch of texts alone has no images, not some lists without any
+        options["images"] = images
+    batch = dict(processor(text=texts, return_tensors="pt", **options))
     if (ids := batch.get("input_ids")) is None:  # of an encoder-decoder, TrOCR's say
         raise ValueError(
             f"a {type(processor).__name__} makes {', '.join(batch)} of images with texts, and no 'input_ids' that the "
@@ -85,7 +88,18 @@ def _texts(rows: Sequence[Row], images: Sequence[int], reader: RowReader) -> tup
 
 
 def _images(value: Any, mode: str) -> list[Image]:
-    return [as_image(one, mode) for one in (value if isinstance(value, list) else [value])]
+    """One image or several; none of a text that has none."""
+    if value is None:
+        return []
+    are_several = isinstance(value, (list, np.ndarray, Tensor)) and _dimensions(value) not in (2, 3)
+    return [as_image(one, mode) for one in (value if are_several else [value])]
+
+
+def _dimensions(value: Any) -> int:
+    """Those of an array, or of the lists in lists that a table has one as."""
+    if isinstance(value, list):
+        return 1 + (_dimensions(value[0]) if value and isinstance(value[0], list) else 0)
+    return int(value.ndim)
 
 
 def _mode(config: Any) -> str:

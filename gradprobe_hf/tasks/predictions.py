@@ -6,7 +6,7 @@ would wait for it in every batch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from gradprobe_hf.tasks.languages import begun_in
 
 # Tokens that a text may be longer than its reference.
 SLACK = 16
+# What configurations call the positions of a decoder -> tokens that it begins with: Whisper's has a few of its own.
+_POSITIONS = {"max_target_positions": 8, "max_decoder_position_embeddings": 1, "max_position_embeddings": 1}
 Predicted = tuple[Any, Any]
 
 
@@ -41,9 +43,7 @@ def predicted_next(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
 def written_texts(model: Any, batch: Mapping[str, Any], processing_class: Any) -> Predicted:
     """What the model writes, token after token the most likely one, and the texts that it should write."""
     labels = batch["labels"]
-    room = labels.shape[1] + SLACK
-    if (limit := getattr(model.config, "max_target_positions", None)) is not None:
-        room = min(room, limit - 8)  # Whisper's decoder begins with a few tokens of its own
+    room = min((labels.shape[1] + SLACK, *_room(model.config.get_text_config(decoder=True))))
     # Processes that share a model gather its weights at every token: all go on until the last one has finished.
     ids = model.generate(
         **_inputs(batch),
@@ -67,6 +67,13 @@ def transcribed(model: Any, batch: Mapping[str, Any], processing_class: Any) -> 
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
     heard, said = tokenizer.batch_decode(found), tokenizer.batch_decode(labels, group_tokens=False)
     return heard, said
+
+
+def _room(config: Any) -> Iterator[int]:
+    """Tokens that a decoder has positions for, by each name that these have, less those that it begins with."""
+    for name, begun in _POSITIONS.items():
+        if limit := getattr(config, name, None):
+            yield limit - begun
 
 
 def _inputs(batch: Mapping[str, Any]) -> dict[str, Any]:

@@ -115,7 +115,7 @@ class Task:
             return False
         # A model that takes images and text can be given text alone.
         apart = [kind for kind in self.inputs if kind is not TEXT] if len(self.inputs) > 1 else []
-        return all(any(kind.holds(value) for value in first.values()) or kind.is_named(first) for kind in apart)
+        return all(kind.is_in(first) for kind in apart)
 
     def columns(
         self, first: Row, text_column: str | None = None, label_column: str | None = None
