@@ -195,6 +195,48 @@ def test_windows_of_a_stream_are_of_rows_that_stand_together(tmp_path, monkeypat
     assert read_to_its_end.fingerprint == whole.fingerprint, "it has less than what pieces are drawn of"
 
 
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_large_data_set_is_read_only_as_far_as_needed(transformed, monkeypatch):
+    """As the package would read it, if it had opened it: in parts of rows that stand together."""
+    texts, read = [f"{number:05} so" for number in range(30_000)], []
+    rows = Dataset.from_dict({"text": texts})
+    whole = load(rows, samples=4, length=32)
+    monkeypatch.setattr(sources, "STREAMED_FROM_BYTES", 2**18)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 2**10)
+    few = load(rows.select(range(0, 3_000, 2)), samples=4, length=32)
+    assert "parts of the rows" not in few.protocol, "the table is large, and what was selected is not"
+
+    class Watching(Dataset):
+        def __getitem__(self, number):
+            read.append(number)
+            return super().__getitem__(number)
+
+        def __iter__(self):
+            return (self[number] for number in range(len(self)))
+
+    watched = Watching(rows.data, rows.info, rows.split)
+    if transformed:
+        watched.set_transform(lambda batch: {"text": [text.upper() for text in batch["text"]]})
+    found = load(watched, samples=4, length=32)
+    assert len(read) < 3_000
+    assert max(read) > 10_000, "not of its beginning alone"
+    windows = [TOKENIZER.decode(row).strip() for row in ids(found)]
+    joined = "\n\n".join(texts)
+    assert all(window in (joined.upper() if transformed else joined) for window in windows)
+    assert "(parts of the rows drawn; documents separated by a blank line" in found.protocol
+    assert "parts of the rows" not in whole.protocol
+    assert found.fingerprint == load(watched, samples=4, length=32).fingerprint
+    assert found.fingerprint != load(watched, samples=4, length=32, seed=1).fingerprint
+
+
+def test_a_large_data_set_of_little_text_is_read_in_its_order(monkeypatch):
+    rows = Dataset.from_dict({"text": [f"{number:05} so" for number in range(300)]})
+    whole = load(rows, samples=16, length=32)
+    monkeypatch.setattr(sources, "STREAMED_FROM_BYTES", 1)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 100)
+    assert load(rows, samples=16, length=32).fingerprint == whole.fingerprint
+
+
 def test_too_little_text_says_how_much_there_is_and_how_much_is_needed():
     with pytest.raises(ValueError, match=r"holds 22 tokens.*1 full windows of 16; 4 windows need 64"):
         load(["only twenty-two letters"[:22]])

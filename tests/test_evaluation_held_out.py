@@ -10,6 +10,7 @@ import torch
 from datasets import Dataset
 from transformers import BertForQuestionAnswering
 
+from gradprobe_hf.data import sources
 from gradprobe_hf.data.batches import shared_rows
 from gradprobe_hf.data.text import pieces
 from gradprobe_hf.run.context import RunRequest
@@ -77,6 +78,17 @@ def test_what_is_measured_of_a_large_text_begins_other_pieces(monkeypatch):
     assert found.calibration.fingerprint == read([TEXT], False).calibration.fingerprint
     assert found.evaluation.samples == 6
     assert all("pieces of the text" in part.protocol for part in (found.calibration, found.evaluation))
+    assert shared_rows(found.calibration, found.evaluation) == 0
+
+
+def test_what_is_measured_of_a_large_data_set_is_not_what_calibrates(monkeypatch):
+    monkeypatch.setattr(sources, "STREAMED_FROM_BYTES", 1)
+    monkeypatch.setattr(sources, "PIECE_BYTES", 1_000)
+    rows = Dataset.from_dict({"text": ["".join(LETTERS.choices("abcdefgh", k=40)) for _ in range(2_000)]})
+    found = read(rows, evaluation_samples=6)
+    assert found.calibration.fingerprint == read(rows, False).calibration.fingerprint
+    assert found.evaluation.samples == 6
+    assert all("parts of the rows drawn" in part.protocol for part in (found.calibration, found.evaluation))
     assert shared_rows(found.calibration, found.evaluation) == 0
 
 

@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 STREAMED_FROM_BYTES = 256 * 2**20
 SHUFFLE_BUFFER = 10_000
-PIECE_BYTES = 2**18  # of a text that is too large to read whole: a document
+PIECE_BYTES = 2**18  # of what is too large to read whole: of a text a document, of a table rows that stay together
 WORDS_OF_A_TEXT = 6  # columns have shorter names
 WORDS_OF_A_NAME = 2  # at most, in a first line that a semicolon, say, parts into names
 
@@ -152,6 +152,23 @@ def shuffled(opened: Source, seed: int) -> tuple[Dataset | IterableDataset, str]
     if opened.in_order is None:
         rows = rows.shuffle(seed=seed, buffer_size=SHUFFLE_BUFFER)
     return rows, f"drawn with seed {seed} from {SHUFFLE_BUFFER:,} rows at a time of a stream"
+
+
+def order_of_parts(rows: Rows, seed: int) -> Iterator[int] | None:
+    """Numbers of rows of a data set that is too large to read whole; None of any other, and of a stream.
+
+    Those of `PIECE_BYTES` stand together, as they do in the data set, and such parts come in a seeded order.
+    """
+    if not is_dataset(rows) or is_streamed(rows):
+        return None
+    data: Any = rows
+    # Rows that were selected are numbers of those in the table.
+    size = data.data.nbytes * len(data) // max(1, data.data.num_rows)
+    if size < STREAMED_FROM_BYTES:
+        return None
+    many = max(1, len(data) * PIECE_BYTES // size)
+    order = torch.randperm(-(-len(data) // many), generator=torch.Generator().manual_seed(seed)).tolist()
+    return (number for part in order for number in range(part * many, min(len(data), (part + 1) * many)))
 
 
 def is_tokenised(rows: Rows) -> bool:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gradprobe_hf.data.sources import Source, is_streamed
+from gradprobe_hf.data.sources import Source, is_streamed, order_of_parts
 from gradprobe_hf.data.text.chat import ChatTemplate, RenderedChat
 from gradprobe_hf.data.text.documents import documents, holds_chats, named_columns
 from gradprobe_hf.data.text.pieces import ENDED, Pieces, is_large, read_of_stream
@@ -245,11 +245,12 @@ def _chat_rows(
 def _text_stream(opened: Source, spec: WindowSpec, processing_class: Any, special: SpecialTokens) -> _Stream:
     """The tokens of texts, joined; of a stream at least as many as are needed, if it has them."""
     separator = BLANK_LINE if spec.text.document_separator is None else spec.text.document_separator
-    texts, is_part = _enough(opened, spec)
+    texts, is_part, rows_drawn = _enough(opened, spec)
     if not any(text.strip() for text in texts):
         raise ValueError(f"there is no text in {opened.name}{', only white space' if texts else ''}.")
     tokenizer = tokenizer_of(processing_class)
     joined = f"documents separated by {separator_words(separator, tokenizer)}; " if len(texts) > 1 else ""
+    joined = rows_drawn + joined
     example = _shortened(texts[0]) if spec.text.text_template else None
     end = [eos_token_id(tokenizer)] if separator == EOS else []
     border = ENDED if end else separator
@@ -312,20 +313,26 @@ def _order(opened: Source, seed: int) -> Sequence[int] | None:
     return torch.randperm(len(opened.rows), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
-def _enough(opened: Source, spec: WindowSpec) -> tuple[list[str], bool]:
-    """The texts, and whether pieces of them are drawn; of a stream no more are read than that takes."""
+def _enough(opened: Source, spec: WindowSpec) -> tuple[list[str], bool, str]:
+    """The texts, whether pieces of them are drawn, and how their rows were, in the words of a protocol.
+
+    Of a stream, and of a data set that is as large as one, no more are read than that takes.
+    """
     needed = spec.samples * spec.sequence_length * CHARACTERS_PER_TOKEN
-    if not is_streamed(opened.rows):
-        texts = [str(text) for text in documents(opened, spec.text)]
-        return texts, is_large(sum(map(len, texts)), needed)
-    opened = opened if opened.in_order is None else replace(opened, rows=opened.in_order)
-    texts, left = [], read_of_stream(needed)
-    for text in documents(opened, spec.text):
-        texts.append(str(text))
-        left -= len(texts[-1])
-        if left <= 0:
-            return texts, True
-    return texts, False
+    order = order_of_parts(opened.rows, spec.seed)
+    if order is not None or is_streamed(opened.rows):
+        read = opened if opened.in_order is None else replace(opened, rows=opened.in_order)
+        texts, left = [], read_of_stream(needed)
+        for text in documents(read, spec.text, order):
+            texts.append(str(text))
+            left -= len(texts[-1])
+            if left <= 0:
+                return texts, True, "" if order is None else "parts of the rows drawn; "
+        if order is None:
+            return texts, False, ""
+    # A large data set of little text is read once more, for its own order.
+    texts = [str(text) for text in documents(opened, spec.text)]
+    return texts, is_large(sum(map(len, texts)), needed), ""
 
 
 def predicts(row: Row) -> bool:
