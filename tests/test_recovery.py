@@ -321,7 +321,7 @@ def test_a_teachers_tokenizer_has_the_teachers_revision(monkeypatch):
 
 
 def test_windows_that_cannot_be_dealt_are_refused_before_a_model_is_loaded(monkeypatch):
-    monkeypatch.setattr("gradprobe_hf.recovery.recover.join_processes", lambda: Processes(0, 3))
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.join_processes", lambda *_: Processes(0, 3))
     config = RecoveryConfig(batch_size=8, gradient_accumulation_steps=2)
     with pytest.raises(ValueError, match=r"dealt to 3 processes .*: choose a multiple of 6 \(--batch-size 12\)"):
         recover_pretrained("me/pruned", "me/dense", config, progress=False)

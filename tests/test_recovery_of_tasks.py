@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -88,7 +89,11 @@ def test_half_precision(name):
     case = labelled.CASES[name]
     given = {"text": case.rows(), "processing_class": case.processor(), "progress": False}
     found = recover_pretrained(pruned, dense, OF_IMAGES if name == "vit" else CONFIG, **given)
-    assert min(found.report.recovery["held_out"].values()) < found.report.recovery["held_out"]["0"]
+    measured = [*found.report.recovery["held_out"].values()]
+    assert all(map(math.isfinite, measured))
+    assert len(set(measured)) > 1, "something is trained"
+    if name == "bert":  # random images tell nothing about others: whether they help is chance, in float32, too
+        assert min(measured) < measured[0]
     assert pruned.dtype == torch.bfloat16
     assert zeros(pruned, masks)[0] == 0
 
