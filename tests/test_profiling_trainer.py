@@ -116,7 +116,7 @@ def test_all_faults_in_a_trainer(tmp_path, capsys):
 def test_a_clean_trainer_is_silent(tmp_path):
     report = run(Trainer, tmp_path, llama(), Batches(), Schedule(1, 5, 1, 3))
     told = [one for one in report.findings if one.severity != "low"]
-    # Rows are made in the same process: on a busy machine, to wait for them is a few per cent of a step of milliseconds.
+    # Rows are made in this process: on a busy machine that is a few per cent of a step of milliseconds.
     assert not [one for one in told if one.kind != "data loading" or one.share > 0.05]
     assert report.observation.setup.attention == {"sdpa": 2}
     assert report.observation.setup.steps_by == "fused"
