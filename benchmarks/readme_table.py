@@ -38,6 +38,7 @@ from benchmarks.quality_tables import (
     variants_table,
     whole_columns,
 )
+from benchmarks.random_checkpoint import mistral_config
 from benchmarks.structured_speed import speed_of_shapes
 from benchmarks.structured_table import structured_table
 from benchmarks.text_table import texts_table
@@ -46,7 +47,7 @@ from benchmarks.upcast import upcast_table
 from gradprobe_hf.config.values import AccumulatorDtype
 from gradprobe_hf.probe.accumulation.accumulators import BYTES_PER_WEIGHT
 
-LARGE_BLOCKS = 32  # of Mistral-7B
+LARGE_BLOCKS = mistral_config().num_hidden_layers
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -153,7 +154,7 @@ def _probes(row: dict[str, Any]) -> list[float]:
 def _with_inspection(results: dict[str, Any]) -> float:
     """The largest peak of those that grew when the checkpoint was read back, in MB."""
     found = [(row.get("peak_with_inspection_bytes", 0), row.get("peak_bytes", 0)) for row in results["rows"]]
-    return max(read for read, before in found if read > before) / 1e6
+    return max((read for read, before in found if read > before), default=0) / 1e6
 
 
 def _against_bare(results: dict[str, Any]) -> str:

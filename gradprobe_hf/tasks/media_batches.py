@@ -43,9 +43,9 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
 
 def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     """Images with a text each, or with a chat; every token of the text is a label, and none of an image's.
-    A row may be a text alone.
 
-    Of a model that sees what is asked as a whole (PaliGemma) what is answered is, or the text where nothing is asked.
+    A row may be a text alone. Of a model that sees what is asked as a whole (PaliGemma) what is answered is a label, or
+    the text where nothing is asked.
     """
     processor, (image, text) = reader.processing_class, reader.inputs
     if reader.text_template is not None:

@@ -106,8 +106,10 @@ def _measured(context: RunContext, going: Mapping[str, int]) -> dict[str, float]
 
 
 def _own_memory(context: RunContext) -> PreTrainedModel:
-    """The dense model in memory of its own, as the smaller one is, if there is room: weights that are mapped from a
-    file take more or less time (see `bench/subject.py`)."""
+    """The dense model in memory of its own, as the smaller one is, if there is room.
+
+    Weights that are mapped from a file take more or less time: see `bench/subject.py`.
+    """
     model = context.model
     if input_device(model).type != "cpu" or available_bytes(torch.device("cpu")) < 2 * parameter_bytes(model):
         return model
