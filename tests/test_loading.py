@@ -8,13 +8,13 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer, BertForSequenceClassification, LlamaForCausalLM
+from transformers import AutoTokenizer, BertForSequenceClassification, LlamaForCausalLM, PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
-from gradprobe_hf.model.loading.load import _stored_as, load_model
+from gradprobe_hf.model.loading.load import _stored_as, load, load_model
 from gradprobe_hf.model.loading.processing import is_empty, load_processing_class
-from tests import cases, labelled
+from tests import architectures, cases, labelled
 
 
 def changed_checkpoint(model, folder, change):
@@ -91,6 +91,32 @@ def test_weights_that_have_no_place_are_said(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         assert isinstance(load_model(folder), LlamaForCausalLM)
     assert any("will not be in the result: value_head.weight" in record.message for record in caplog.records)
+
+
+@pytest.mark.parametrize(
+    ("model", "left", "told"),
+    [
+        # Layers that predict further tokens: DeepSeek-V3's class is told to ignore this one, and says nothing of it.
+        ("DeepSeek-V3", "model.layers.61.eh_proj.weight", True),
+        ("DeepSeek-V3", "model.layers.61.mlp.experts.gate_up_proj", True),
+        # What older versions of transformers kept beside the weights.
+        ("gpt2", "transformer.h.0.attn.bias", False),
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", False),
+        ("t5", "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight", False),
+    ],
+)
+def test_of_what_a_class_ignores_whole_parts_are_said(model, left, told, tmp_path, caplog):
+    def more(tensors):
+        tensors[left] = torch.ones(2, 2)
+
+    by_name = {one.name: one for one in architectures.ARCHITECTURES}
+    whole = cases.build(model) if model in cases.CASES else by_name[model].build()
+    adjust = PreTrainedModel._adjust_missing_and_unexpected_keys
+    with caplog.at_level(logging.WARNING):
+        loaded = load(changed_checkpoint(whole, tmp_path, more))
+    assert [left in warning for warning in loaded.warnings] == [True] * told
+    assert (left in caplog.text) is told
+    assert PreTrainedModel._adjust_missing_and_unexpected_keys is adjust
 
 
 def test_options_of_loading_mean_nothing_for_a_loaded_model():

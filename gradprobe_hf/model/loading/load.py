@@ -47,7 +47,7 @@ from gradprobe_hf.model.loading.checks import (
     load_errors,
 )
 from gradprobe_hf.model.loading.dequantized import keep_dequantized
-from gradprobe_hf.model.loading.report import about_unused, check_complete
+from gradprobe_hf.model.loading.report import about_unused, check_complete, ignored_names
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.runtime.paths import expanded_model
 
@@ -228,10 +228,11 @@ def _load_checkpoint(
         with load_errors(name, WEIGHTS):
             # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
             kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-            model, loading = cls.from_pretrained(name, **kwargs)
+            with ignored_names() as ignored:
+                model, loading = cls.from_pretrained(name, **kwargs)
         if not allow_missing:
             check_complete(model, name, loading, reinitialises, brought)
-        unused = about_unused(model, name, loading)
+        unused = about_unused(model, name, loading, ignored)
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
         weakref.finalize(model, shutil.rmtree, scratch, True)

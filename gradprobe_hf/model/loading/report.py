@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from transformers import PreTrainedModel
 logger = logging.getLogger(__name__)
 
 _NAMED = 5  # of a list of weights
+_ADJUST = "_adjust_missing_and_unexpected_keys"
+_WEIGHTS = (".weight", "_proj")  # fused experts have no `.weight`
 
 
 def check_complete(
@@ -43,12 +46,45 @@ def check_complete(
         raise ValueError(f"{what} are not all there, {len(missing)} are missing: {_listed(missing)}.{others} {remedy}")
 
 
-def about_unused(model: PreTrainedModel, name: str, loading: Mapping[str, Any]) -> tuple[str, ...]:
+@contextmanager
+def ignored_names() -> Iterator[set[str]]:
+    """Names of a checkpoint that have no place in the model that the body of the `with` loads.
+
+    The loading report has those without which a class is told to ignore, among them the whole layers by which Qwen3.5
+    and DeepSeek-V3 predict further tokens (`mtp.*`, `model.layers.61.*`).
+    """
+    found: set[str] = set()
+    # transformers' own step, in which names are taken out of the report. Without it they are left out in silence again.
+    adjust = getattr(PreTrainedModel, _ADJUST, None)
+    if adjust is None:
+        yield found
+        return
+
+    def keeping(model: PreTrainedModel, info: Any) -> None:
+        found.update(info.unexpected_keys)
+        adjust(model, info)
+
+    setattr(PreTrainedModel, _ADJUST, keeping)
+    try:
+        yield found
+    finally:
+        setattr(PreTrainedModel, _ADJUST, adjust)
+
+
+def about_unused(
+    model: PreTrainedModel, name: str, loading: Mapping[str, Any], ignored: Collection[str] = ()
+) -> tuple[str, ...]:
     """What to say of weights that are none of the model's, if there are any; logged, too.
 
     No error: a head that was only needed in training, or layers that predict further tokens, are left out on purpose.
+
+    Args:
+        ignored: names that the report may not have. What is told of them are parts that the model has not, and not
+            what older versions of its code kept in a part that it has: masks, a table of positions.
     """
-    unused = sorted(loading["unexpected_keys"])
+    modules = {path for path, _ in model.named_modules()}
+    parts = {one for one in ignored if one.endswith(_WEIGHTS) and one.rsplit(".", 2)[0] not in modules}
+    unused = sorted({*loading["unexpected_keys"], *parts})
     if not unused:
         return ()
     where = Path(name).name if Path(name).is_dir() else name  # reports are published
