@@ -363,11 +363,50 @@ def _paired(rows: int) -> dict[str, Any]:
 MIXTURE = {"kind": "mixture of experts"}
 VLM = {"kind": "vision-language", "auto": hf.AutoModelForImageTextToText, "task": "image-text-to-text"}
 
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "head_dim": 8,
+}
+# With heads of other sizes, and fewer, where attention is full.
+GEMMA4 = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "head_dim": 4,
+    "global_head_dim": 8,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": TOKENS,
+}
+GRANITE4 = {
+    "layer_types": ["mamba", "attention"],
+    "mamba_n_heads": 4,
+    "mamba_d_head": 8,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "shared_intermediate_size": 24,
+}
+
 ARCHITECTURES = [
     _decoder("Llama", hf.LlamaConfig(**GROUPED), hf.LlamaForCausalLM),
     _decoder("Mistral", hf.MistralConfig(**GROUPED, sliding_window=8), hf.MistralForCausalLM),
     _decoder("Qwen3", hf.Qwen3Config(**GROUPED, head_dim=4), hf.Qwen3ForCausalLM),
+    _decoder("Qwen3.5", hf.Qwen3_5TextConfig(**GROUPED, **LINEAR), hf.Qwen3_5ForCausalLM),
     _decoder("Gemma 3 (text)", _gemma3_text(), hf.Gemma3ForCausalLM),
+    _decoder("Gemma 4 (text)", hf.Gemma4TextConfig(**GROUPED, **GEMMA4), hf.Gemma4ForCausalLM),
+    _decoder("SmolLM3", hf.SmolLM3Config(**GROUPED), hf.SmolLM3ForCausalLM),
+    _decoder(
+        "LFM2",
+        hf.Lfm2Config(**GROUPED, block_auto_adjust_ff_dim=False, layer_types=["conv", "full_attention"]),
+        hf.Lfm2ForCausalLM,
+    ),
     _decoder(
         "GPT-2",
         hf.GPT2Config(vocab_size=TOKENS, n_embd=16, n_layer=2, n_head=4, n_positions=64, **IDS),
@@ -401,6 +440,20 @@ ARCHITECTURES = [
         hf.Qwen3MoeForCausalLM,
         **MIXTURE,
     ),
+    _decoder(
+        "Qwen3-Next",
+        hf.Qwen3NextConfig(
+            **GROUPED,
+            **LINEAR,
+            moe_intermediate_size=8,
+            shared_expert_intermediate_size=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+        ),
+        hf.Qwen3NextForCausalLM,
+        **MIXTURE,
+    ),
+    _decoder("Granite 4", hf.GraniteMoeHybridConfig(**GROUPED, **GRANITE4), hf.GraniteMoeHybridForCausalLM, **MIXTURE),
     _decoder(
         "GPT-OSS",
         hf.GptOssConfig(**GROUPED, head_dim=4, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),

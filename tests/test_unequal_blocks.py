@@ -8,6 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, Wav2Vec2Config, Wav2V
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.data.text.self_generated import own_text, window_bytes
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.shapes.budget import budget_shapes
 from tests import cases
@@ -42,6 +43,18 @@ LINEAR = {
 }
 QWEN3_5 = {**LINEAR, "intermediate_size": 192, "num_hidden_layers": 8, "tie_word_embeddings": True}
 QWEN3_NEXT = {**LINEAR, **MIXTURE, "shared_expert_intermediate_size": 8}
+# Where attention is full, heads are wider, and there are fewer of them.
+GEMMA4 = {
+    "intermediate_size": 64,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+    "sliding_window": 8,
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 260,
+}
 PARTS = cases.batches("llama", rows=8)
 
 
@@ -85,6 +98,30 @@ def test_a_budget_of_parameters_is_met_whichever_blocks_go(kind, options, share,
         }
         first = [one["block"] for one in made["blocks_without"]] if "blocks_without" in made else made["blocks"]
         assert dense - sum(sizes[block] for block in first[:-1]) > share * dense
+
+
+def test_what_a_configuration_says_of_some_blocks_follows_them(tmp_path):
+    model = built("gemma4_text", **GEMMA4)
+    result = pruned(model, structure={"blocks": 2})
+    result.save_pretrained(tmp_path / "smaller")
+    smaller = AutoModelForCausalLM.from_pretrained(tmp_path / "smaller")
+    kept = [number for number in range(6) if f"model.layers.{number}" not in result.report.structure["blocks"]]
+    widths = [layer.self_attn.head_dim for layer in smaller.model.layers]
+    assert widths == [model.model.layers[number].self_attn.head_dim for number in kept]
+    with torch.no_grad():
+        assert torch.allclose(smaller(**PARTS[0]).logits, result.model(**PARTS[0]).logits, atol=1e-4)
+
+
+def test_heads_of_blocks_that_have_fewer_than_others_stay():
+    with pytest.raises(ValueError, match=r"'kv_groups' wants as many .* have 1, 2 of them .* 'blocks' and of 'ffn'"):
+        pruned(built("gemma4_text", **GEMMA4), structure={"kv_groups": 1})
+
+
+def test_own_text_takes_the_room_of_keys_and_values_of_unlike_blocks():
+    model = built("gemma4_text", **GEMMA4)
+    numbers = sum(layer.self_attn.k_proj.out_features for layer in model.model.layers)
+    assert window_bytes(model, 10) == 2 * numbers * 10 * 4
+    assert own_text(model, 2, 10, 0, progress=False).shape == (2, 10)
 
 
 def test_a_budget_of_bytes_is_met_by_the_file(tmp_path):

@@ -6,7 +6,7 @@ are made of these, before anything is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,8 @@ _PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_
 _LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
 # Lists in a configuration with the numbers of some blocks.
 _BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
+# What a configuration says of some blocks alone: number -> values.
+_BY_BLOCK = "per_layer_config"
 # What blocks do by their own numbers, which change when one before them goes: attention is scaled by it (GPT-2), every
 # n-th has experts.
 _BY_NUMBER = (
@@ -44,6 +46,22 @@ _BY_NUMBER = (
 def text_attribute(config: PreTrainedConfig, name: str, default: Any = None) -> Any:
     """A value of the language model's configuration (`hidden_size`, `max_position_embeddings`, ...), if it has it."""
     return getattr(config.get_text_config(), name, None) or default
+
+
+def of_each_block(config: PreTrainedConfig, name: str, default: Any = None) -> list[Any]:
+    """A value of the language model's configuration that may differ from block to block, for each of them."""
+    text = config.get_text_config()
+    if name in _unlike(text):
+        return [getattr(one, name, None) or default for one in text.per_layer_config]
+    return [getattr(text, name, None) or default] * (getattr(text, "num_hidden_layers", None) or 1)
+
+
+def _unlike(config: PreTrainedConfig) -> Collection[str]:
+    """Values that a configuration has for each block: Gemma 4's heads are wider where attention is full.
+
+    To ask it for one of them is an error of transformers', also with a default.
+    """
+    return getattr(config, "per_layer_attributes", None) or ()  # None too: of a configuration without any
 
 
 def chosen_experts(config: PreTrainedConfig) -> int:
@@ -59,7 +77,10 @@ def router_counts(router: nn.Module) -> list[str]:
 
 
 def key_value_heads(config: PreTrainedConfig) -> int:
-    """Heads with keys and values of their own; all, where several queries share none."""
+    """Heads with keys and values of their own; all, where several queries share none. Raises: ValueError."""
+    if "num_key_value_heads" in _unlike(config):
+        counts = sorted(set(of_each_block(config, "num_key_value_heads")))
+        raise ValueError(f"its blocks have {', '.join(map(str, counts))} of them by its configuration")
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
 
@@ -94,11 +115,13 @@ def narrower(config: PreTrainedConfig, left: Left) -> dict[str, Any]:
 def with_fewer_heads(config: PreTrainedConfig, left: Left) -> dict[str, Any]:
     """With fewer key-value heads, each with its query heads. How wide one is has to be said: it was a share of all."""
     heads = config.num_attention_heads
-    return {
+    found = {
         _key(config, "num_attention_heads"): heads // left.there * len(left.kept),
         _key(config, "num_key_value_heads"): len(left.kept),
-        _key(config, "head_dim"): left.columns // heads,
     }
+    if "head_dim" in _unlike(config):  # it is said of each block
+        return found
+    return found | {_key(config, "head_dim"): left.columns // heads}
 
 
 def with_fewer_experts(config: PreTrainedConfig, left: Left) -> dict[str, Any]:
@@ -119,6 +142,9 @@ def with_fewer_blocks(config: PreTrainedConfig, left: Left) -> dict[str, Any]:
     for key in _BLOCK_NUMBERS:
         if values.get(key):
             found[key] = [new for new, number in enumerate(left.kept) if number in values[key]]
+    if values.get(_BY_BLOCK):
+        of_block = {int(number): own for number, own in values[_BY_BLOCK].items()}
+        found[_BY_BLOCK] = {new: of_block[number] for new, number in enumerate(left.kept) if number in of_block}
     return found
 
 

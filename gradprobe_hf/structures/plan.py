@@ -264,7 +264,13 @@ def _units(model: PreTrainedModel, name: str, block: str, roles: Mapping[str, Ta
             f"{', '.join(roles)}. Leave {name!r} out."
         )
     reader, makers = roles[found[0]], tuple((roles[role], parts) for role, parts in found[1].items())
-    return Units(reader, makers, row.counted(model.config) if row.counted else reader.shape[1])
+    try:
+        return Units(reader, makers, row.counted(model.config) if row.counted else reader.shape[1])
+    except ValueError as error:
+        raise ValueError(
+            f"structure {name!r} wants as many {row.units} in every block of {type(model).__name__}, and {error}: leave "
+            "it out."
+        ) from error
 
 
 def zero_units(count: int) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from gradprobe_hf.model.config_names import text_attribute
+from gradprobe_hf.model.config_names import of_each_block, text_attribute
 from gradprobe_hf.model.families import cache_name, is_causal
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device
@@ -182,11 +182,13 @@ def written_at_once(model: PreTrainedModel, length: int) -> int:
 
 def window_bytes(model: PreTrainedModel, length: int) -> int:
     """Bytes of the keys and values of a window."""
-    heads = text_attribute(model.config, "num_attention_heads", 1)
-    width = text_attribute(model.config, "head_dim") or text_attribute(model.config, "hidden_size", 1) // heads
-    kept = text_attribute(model.config, "num_key_value_heads", heads)
-    layers = text_attribute(model.config, "num_hidden_layers", 1)
-    return int(2 * layers * kept * width * length * model.dtype.itemsize)
+    config = model.config
+    heads = of_each_block(config, "num_attention_heads", 1)
+    share = [text_attribute(config, "hidden_size", 1) // count for count in heads]
+    widths = [width or rest for width, rest in zip(of_each_block(config, "head_dim"), share, strict=True)]
+    kept = [own or count for own, count in zip(of_each_block(config, "num_key_value_heads"), heads, strict=True)]
+    numbers = sum(count * width for count, width in zip(kept, widths, strict=True))
+    return int(2 * numbers * length * model.dtype.itemsize)
 
 
 def _first_tokens(model: PreTrainedModel, count: int, begins: Sequence[int], generator: torch.Generator) -> Tensor:
