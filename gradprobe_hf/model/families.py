@@ -17,10 +17,15 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+)
 
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.tasks.columns import IGNORED
+from gradprobe_hf.tasks.image_texts import sees_prefix_whole
 
 CAUSAL = "ForCausalLM"
 ANY_SIZE = 512  # what is assumed of images where a model takes any, in pixels
@@ -68,9 +73,22 @@ def objective(model: PreTrainedModel) -> str | None:
     """What the model is trained for, as transformers names its losses: "ForCausalLM", "ForMaskedLM", ..."""
     # `loss_type` is derived from the class name, which says nothing for GPT-2's `GPT2LMHeadModel`; the auto mapping
     # knows it. FSDP2 prefixes the class name of what it shards.
-    if type(model).__name__.removeprefix("FSDP") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values():
+    name = type(model).__name__.removeprefix("FSDP")
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or _reads_images_or_none(model, name):
         return CAUSAL
     return getattr(model, "loss_type", None)
+
+
+def _reads_images_or_none(model: PreTrainedModel, name: str) -> bool:
+    """Whether it is a language model that has been given eyes: Qwen3.5, Mistral 3, LLaVA. It reads text as others do.
+
+    Not BLIP-2, which wants an image, nor PaliGemma, which without labels takes all it reads for a question.
+    """
+    if name not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values() or sees_prefix_whole(model.config):
+        return False
+    takes = inspect.signature(type(model).forward).parameters
+    needs_image = "pixel_values" not in takes or takes["pixel_values"].default is inspect.Parameter.empty
+    return not needs_image and "labels" in takes and not model.config.is_encoder_decoder
 
 
 def is_causal(model: PreTrainedModel) -> bool:

@@ -15,7 +15,7 @@ from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.estimation.peak import higher, peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
-from gradprobe_hf.model.families import is_causal, objective
+from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import Trained
@@ -23,7 +23,7 @@ from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.report.build import published_name, versions
 from gradprobe_hf.report.report import SPARSE, MatrixRow, Report
 from gradprobe_hf.runtime.processes import Processes
-from gradprobe_hf.tasks.table import task_for
+from gradprobe_hf.tasks.table import counted_as, task_for
 
 
 @dataclass(frozen=True, repr=False)
@@ -123,7 +123,7 @@ def recovered_report(
     measured = None
     if after is not None:
         task = task_for(report.model.get("task"), type(model).__name__, model.config.is_encoder_decoder)
-        row, term = ("windows", "tokens") if task is None or is_causal(model) else (task.row, task.term)
+        row, term = ("windows", "tokens") if task is None else counted_as(task, evaluation)
         measured = {**evaluation.describe(), "rows": row, "term": term, **after}
     return replace(
         report,

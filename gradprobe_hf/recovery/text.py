@@ -221,7 +221,7 @@ class RecoveryText:
 
 
 def task_options(model: PreTrainedModel, config: RecoveryConfig, most: int) -> TaskOptions | None:
-    """How rows with labels are read; None for a causal language model, whose text is cut into windows.
+    """How rows with labels, or images, are read; None for a model of text alone, which is cut into windows.
 
     Args:
         most: rows at most.
@@ -230,7 +230,8 @@ def task_options(model: PreTrainedModel, config: RecoveryConfig, most: int) -> T
         ValueError: the model is for another task than was said.
     """
     task = task_of(model, config)
-    return None if is_causal(model) else TaskOptions(task, config.label_column, most)
+    is_of_windows = is_causal(model) and (task is None or task.batch_of is None)
+    return None if is_of_windows else TaskOptions(task, config.label_column, most)
 
 
 def task_of(model: PreTrainedModel, config: RecoveryConfig) -> Task | None:

@@ -29,6 +29,7 @@ from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.selection.packed_masks import rows_of
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import shape_values
+from gradprobe_hf.tasks.table import counted_as
 
 PACKAGES = ("gradprobe_hf", "torch", "transformers", "accelerate", "datasets", "huggingface_hub", "safetensors")
 
@@ -96,8 +97,7 @@ def _data(context: RunContext, batches: Batches) -> dict[str, Any] | None:
     """What the batches are, and what the task calls their rows and the terms of their loss; None of none."""
     if not batches:
         return None
-    task = context.task
-    row, term = (task.row, task.term) if task else ("rows", "terms")
+    row, term = counted_as(context.task, batches)
     # A loss of the user's own is a mean over rows.
     return {**batches.describe(), "rows": row, "term": row if context.loss_fn else term}
 

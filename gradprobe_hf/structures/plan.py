@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gradprobe_hf.model.config_names import chosen_experts
 from gradprobe_hf.model.families import stack_of
@@ -175,9 +176,11 @@ def _check_stack(model: PreTrainedModel, blocks: Sequence[str], amounts: Mapping
     stacks = sorted({stack_of(block) for block in blocks})
     inside = all(STRUCTURES[name].takes == "units" for name in amounts)
     if "" in stacks or (len(stacks) > 1 and not (inside and model.config.is_encoder_decoder)):
-        remedy = (
-            "give channels alone, {'ffn': ...}" if model.config.is_encoder_decoder else "prune it without structure"
-        )
+        remedy = "prune it without structure"
+        if model.config.is_encoder_decoder:
+            remedy = "give channels alone, {'ffn': ...}"
+        elif MODEL_FOR_CAUSAL_LM_MAPPING.get(type(model.config), type(model)) is not type(model):
+            remedy += ", or its language model alone, loaded with task='text-generation' (--task text-generation)"
         raise ValueError(
             f"structure is for models of one stack of blocks, and {type(model).__name__} has "
             f"{', '.join(stack or 'matrices outside of blocks' for stack in stacks)}: {remedy}."
@@ -268,8 +271,8 @@ def _units(model: PreTrainedModel, name: str, block: str, roles: Mapping[str, Ta
         return Units(reader, makers, row.counted(model.config) if row.counted else reader.shape[1])
     except ValueError as error:
         raise ValueError(
-            f"structure {name!r} wants as many {row.units} in every block of {type(model).__name__}, and {error}: leave "
-            "it out."
+            f"structure {name!r} wants as many {row.units} in every block of {type(model).__name__}, and {error}: "
+            "leave it out."
         ) from error
 
 

@@ -5,7 +5,7 @@ Nothing of transformers is imported before it is asked for: the configuration an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -376,6 +376,7 @@ _ROWS = (
         term="images",
     ),
 )
+_OF_IMAGES = ("pixel", "image", "video")  # what the names begin with of what a batch has of images
 # Task -> its rows: two where models of two kinds are for it.
 TASKS: dict[str, tuple[Task, ...]] = {row.name: tuple(one for one in _ROWS if one.name == row.name) for row in _ROWS}
 
@@ -400,6 +401,21 @@ def task_of_class(class_name: str, is_encoder_decoder: bool = False) -> Task | N
     if is_encoder_decoder and _WRITES in alike:
         return _WRITES
     return next((row for row in alike if row.objective != _WRITES.objective), None)
+
+
+def counted_as(task: Task | None, batches: Iterable[Mapping[str, Any]]) -> tuple[str, str]:
+    """What rows of these batches, and the terms of their loss, are called."""
+    if task is None:
+        return "rows", "terms"
+    if is_text_alone(task, batches):
+        task = TASKS["text-generation"][0]  # it is cut into windows
+    return task.row, task.term
+
+
+def is_text_alone(task: Task, batches: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether a model of images and text is given no image with any text."""
+    takes_both = IMAGE in task.inputs and TEXT in task.inputs
+    return takes_both and not any(name.startswith(_OF_IMAGES) for batch in batches for name in batch)
 
 
 def task_for(name: str | None, class_name: str, is_encoder_decoder: bool = False) -> Task | None:

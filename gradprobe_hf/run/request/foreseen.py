@@ -17,6 +17,7 @@ from gradprobe_hf.model.passes.loss import labels_of, summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.request.own_maps import about_own_maps
+from gradprobe_hf.tasks.table import counted_as, is_text_alone
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +31,7 @@ APART = 0.01  # relative, of two losses: nearer ones are the same, rounded other
 
 def foreseen_warnings(context: RunContext) -> list[str]:
     """What a report says of the data and the model; logged, too."""
-    found = [*_about_data(context), *_about_tokens(context), *_about_own_loss(context)]
+    found = [*_about_data(context), *_about_images(context), *_about_tokens(context), *_about_own_loss(context)]
     found += about_own_maps(context.model, context.config)
     for warning in found:
         logger.warning(warning)
@@ -40,13 +41,23 @@ def foreseen_warnings(context: RunContext) -> list[str]:
 def _about_data(context: RunContext) -> list[str]:
     evaluation = context.evaluation
     if shared := shared_rows(context.calibration, evaluation):
-        rows = context.task.row if context.task else "rows"
+        rows, _ = counted_as(context.task, evaluation)
         return [f"{shared} of the {evaluation.samples} evaluation {rows} were also calibrated on; evaluate on others."]
     share = shared_passages(context.calibration, evaluation)
     if share < SHARED:
         return []
     return [
         f"{share:.0%} of the evaluation text was also calibrated on, in windows cut otherwise; evaluate on another."
+    ]
+
+
+def _about_images(context: RunContext) -> list[str]:
+    """Where a model of images and text is calibrated on text: what that can do without, an answer may need."""
+    if not context.calibration or context.task is None or not is_text_alone(context.task, context.calibration):
+        return []
+    return [
+        f"The calibration is text alone, and a {type(context.model).__name__} reads images, too: what it loses there "
+        "is neither calibrated on nor measured on text. Calibrate on images with text, if it is for those."
     ]
 
 

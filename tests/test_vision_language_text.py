@@ -1,0 +1,174 @@
+"""Vision-language models on text alone: most language models that are released since 2025 have eyes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.cli import main
+from gradprobe_hf.model.families import is_causal, objective
+from gradprobe_hf.model.passes.loss import summed_loss
+from tests.architectures import ARCHITECTURES, BEGIN_IMAGE, END_IMAGE, GROUPED, IMAGE, LINEAR, byte_tokenizer
+
+BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
+SMALL = {"num_samples": 4, "sequence_length": 16}
+# Its vision tower is small, as in released ones.
+VISION = {
+    "depth": 1,
+    "hidden_size": 8,
+    "num_heads": 2,
+    "intermediate_size": 8,
+    "patch_size": 4,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 1,
+    "out_hidden_size": 16,
+    "num_position_embeddings": 16,
+}
+TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN_IMAGE, "vision_end_token_id": END_IMAGE}
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory):
+    """A folder with a tiny Qwen3.5, as its checkpoints are: with a vision tower and a tokenizer."""
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(0)
+    config = hf.Qwen3_5Config(text_config={**GROUPED, **LINEAR}, vision_config=VISION, video_token_id=271, **TOKENS)
+    model = hf.Qwen3_5ForConditionalGeneration(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    generator = torch.Generator().manual_seed(0)
+    words = [chr(97 + n) * 3 for n in torch.randint(26, (1200,), generator=generator).tolist()]
+    (folder / "some.txt").write_text(" ".join(words[:600]))
+    (folder / "others.txt").write_text(" ".join(words[600:]))
+    return folder
+
+
+def test_it_is_pruned_on_text_and_keeps_its_eyes(qwen, texts, tmp_path, capsys):
+    result = prune_pretrained(
+        qwen,
+        GradProbeConfig(sparsity=0.5, **SMALL),
+        calibration=texts / "some.txt",
+        evaluation=texts / "others.txt",
+        output_dir=tmp_path / "out",
+        progress=False,
+    )
+    report = result.report
+    assert report.sparsity == 0.5
+    assert {one.block.split(".")[1] for one in report.matrices} == {"language_model"}
+    assert {one.name.split(".")[1] for one in report.unreached} == {"visual"}
+    assert report.evaluation["dense"]["perplexity"] > 1
+    assert (report.evaluation["rows"], report.evaluation["term"]) == ("windows", "predicted tokens")
+    assert any("The calibration is text alone, and a Qwen3_5ForConditionalGeneration" in w for w in report.warnings)
+    assert "pipeline_tag: image-text-to-text" in (tmp_path / "out" / "README.md").read_text()
+    dense, pruned = (hf.AutoModelForImageTextToText.from_pretrained(one) for one in (qwen, tmp_path / "out"))
+    for name, weight in dense.model.visual.state_dict().items():
+        assert torch.equal(pruned.model.visual.state_dict()[name], weight)
+    capsys.readouterr()
+    asked = [
+        "evaluate",
+        str(tmp_path / "out"),
+        "--data",
+        str(texts / "others.txt"),
+        "--sequence-length",
+        "16",
+        "--json",
+    ]
+    assert main(asked) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["perplexity"] == pytest.approx(report.evaluation["pruned"]["perplexity"], rel=1e-4)
+
+
+def test_it_writes_its_own_text(qwen):
+    config = GradProbeConfig(sparsity=0.5, **SMALL)
+    result = prune_pretrained(qwen, config, calibration="self", evaluation=False, progress=False)
+    assert "sampled from the model" in result.report.calibration["protocol"]
+
+
+def test_it_is_pruned_on_chats(qwen, texts, tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    rows = [
+        {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
+        for n in range(40)
+    ]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    config = GradProbeConfig(sparsity=0.5, **SMALL)
+    chats = tmp_path / "chats.jsonl"
+    result = prune_pretrained(
+        qwen, config, calibration=chats, evaluation=False, processing_class=tokenizer, progress=False
+    )
+    assert "chat template" in result.report.calibration["protocol"]
+
+
+def test_it_is_recovered_on_text(qwen, texts, tmp_path):
+    pruned = prune_pretrained(
+        qwen, GradProbeConfig(sparsity=0.5, **SMALL), calibration=texts / "some.txt", evaluation=False, progress=False
+    )
+    recovered = recover_pretrained(
+        pruned,
+        str(qwen),
+        RecoveryConfig(steps=2, sequence_length=16, num_samples=20),
+        text=texts / "some.txt",
+        evaluation=texts / "others.txt",
+        progress=False,
+    )
+    assert recovered.report.evaluation["term"] == "predicted tokens"
+    assert recovered.report.sparsity == 0.5
+
+
+def test_whole_structures_go_of_its_language_model_alone(qwen, texts, tmp_path, capsys):
+    asked = ["prune", str(qwen), "--structure", "ffn=8", "--calibration", str(texts / "some.txt"), "--quiet"]
+    asked += [
+        "--num-samples",
+        "4",
+        "--sequence-length",
+        "16",
+        "--evaluation",
+        "none",
+        "--output",
+        str(tmp_path / "out"),
+    ]
+    assert main(asked) != 0
+    assert "its language model alone, loaded with --task text-generation" in capsys.readouterr().err
+    assert main([*asked, "--task", "text-generation"]) == 0
+    smaller = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert smaller.config.get_text_config().intermediate_size == 16
+    assert "and will not be in the result: model.visual" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", ["LLaVA", "SmolVLM", "Gemma 3 (vision)"])
+def test_the_loss_is_the_models_own_with_images_and_without(name):
+    model, batch = BY_NAME[name].build(), BY_NAME[name].batches()[0]
+    assert is_causal(model)
+    text = {"input_ids": batch["input_ids"].masked_fill(batch["input_ids"] == IMAGE, 0)}
+    for given, labels in ((batch, batch["labels"]), (text, text["input_ids"])):
+        with torch.no_grad():
+            loss, terms = summed_loss(model, given)
+            own = model(**{**given, "labels": labels}).loss
+        torch.testing.assert_close(loss / terms, own)
+        shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+        assert int(terms) == int((shifted != -100).sum())
+
+
+def test_what_wants_an_image_or_sees_ahead_is_none_of_these():
+    with torch.device("meta"):
+        for cls, config in (
+            (hf.Blip2ForConditionalGeneration, hf.Blip2Config()),
+            (hf.PaliGemmaForConditionalGeneration, hf.PaliGemmaConfig()),
+        ):
+            assert objective(cls._from_config(config)) != "ForCausalLM", cls
