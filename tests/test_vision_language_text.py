@@ -1,4 +1,4 @@
-"""Vision-language models on text alone: most language models that are released since 2025 have eyes."""
+"""Vision-language models on text, alone or beside some images: most language models released since 2025 have eyes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
+from datasets import Dataset
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.model.families import is_causal, objective
 from gradprobe_hf.model.passes.loss import summed_loss
-from tests.architectures import ARCHITECTURES, BEGIN_IMAGE, END_IMAGE, GROUPED, IMAGE, LINEAR, byte_tokenizer
+from tests.architectures import ARCHITECTURES, BEGIN_IMAGE, END_IMAGE, GROUPED, IMAGE, LINEAR, byte_tokenizer, image
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 SMALL = {"num_samples": 4, "sequence_length": 16}
@@ -172,3 +173,21 @@ def test_what_wants_an_image_or_sees_ahead_is_none_of_these():
             (hf.PaliGemmaForConditionalGeneration, hf.PaliGemmaConfig()),
         ):
             assert objective(cls._from_config(config)) != "ForCausalLM", cls
+
+
+def test_images_of_some_rows_alone_are_told_apart(tmp_path):
+    """Patches of all images may come one after the other, Qwen-VL's always do: such rows are read one by one."""
+    llava = BY_NAME["LLaVA"]
+    llava.save(tmp_path / "model")
+    rows = [{"image": None if n == 2 else image(), "text": f"What is in picture {n}?"} for n in range(8)]
+    result = prune_pretrained(
+        tmp_path / "model",
+        GradProbeConfig(sparsity=0.5, num_samples=8),
+        calibration=Dataset.from_list(rows),
+        evaluation=False,
+        progress=False,
+    )
+    assert "8 images with text (image, text)" in result.report.calibration["protocol"]
+    towers = {one.block.split(".")[1] for one in result.report.matrices}
+    assert towers == {"vision_tower", "language_model"}, "both are pruned"
+    assert not any("text alone" in warning for warning in result.report.warnings)

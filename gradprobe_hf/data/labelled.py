@@ -160,6 +160,8 @@ class Labels:
         inputs, label = _columns(spec, rows[0])
         reader = self._reader(inputs, label, _stored_names(opened.rows, label))
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
+        if any(map(_mixes_rows, items)):
+            items = [spec.task.batch_of([row], reader) for row in rows]
         if label:
             _warn_of_one_label(opened, spec.task, [value_of(row, label) for row in rows])
         if spec.task.inputs == (WORDS,) and glues_words(reader.tokenizer):
@@ -385,6 +387,11 @@ def _described(items: Sequence[Mapping[str, Any]], opened: Source, protocol: str
 
 def _parts(rows: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _mixes_rows(item: Mapping[str, Any]) -> bool:
+    """Whether a batch has the patches of all images one after the other (Qwen-VL), or images of some rows alone."""
+    return len({len(value) for value in item.values() if isinstance(value, Tensor)}) > 1
 
 
 def _cut(items: Sequence[Mapping[str, Any]], reader: RowReader) -> str:

@@ -84,7 +84,7 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
     steps = own_steps(task, batches)
     own = [step.batch for step in steps]
     with resharded(model):
-        blocks = blocks_in_order(model, task.targets, own[0])
+        blocks = blocks_in_order(model, task.targets, batches)
     pruned = BlockOutputCache(model, own, blocks)
     dense = BlockOutputCache(model, own, blocks) if config.dense_target or refinement.dense_target else None
     walk = _Walk(task, steps, pruned, dense)

@@ -87,7 +87,7 @@ def decide_masks(context: RunContext, diagnostics: Diagnostics, judge: Judge | N
     config = context.config
     if config.reconstructs or config.weighs_units:
         # One batch tells whether blocks run one after the other; better before the probes than after them.
-        blocks_in_order(context.model, context.targets, next(iter(context.calibration)))
+        blocks_in_order(context.model, context.targets, context.calibration)
     if config.update_row.chooses_mask:
         return None
     if config.structure is not None:

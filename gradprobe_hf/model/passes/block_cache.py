@@ -191,6 +191,7 @@ class BlockOutputCache:
         outputs: list[dict[str, Any]] = []
         with self._capturing({*ends.values(), *self.blocks.read_later.intersection(blocks)}, blocks[-1]) as captured:
             for number in range(len(self.batches)):
+                captured.clear()  # not every batch runs every block: a text without an image has no vision tower
                 self._forward(number)
                 outputs.append(self._stored(captured))
         self.finish(blocks, outputs)

@@ -7,7 +7,7 @@ lets it go after them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -58,10 +58,14 @@ def serving(
         yield
 
 
-def blocks_in_order(model: PreTrainedModel, targets: Sequence[Target], batch: Batch) -> BlockSequence:
-    """As `BlockSequence.of`, through measured maps: transformers' own products of experts take no float64."""
+def blocks_in_order(model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch]) -> BlockSequence:
+    """As `BlockSequence.of`, through measured maps: transformers' own products of experts take no float64.
+
+    Args:
+        batches: of which that one tells which has most inputs: a text without an image runs no vision tower.
+    """
     with serving(model, targets, {}):
-        return BlockSequence.of(model, targets, batch)
+        return BlockSequence.of(model, targets, max(batches, key=len))
 
 
 @contextmanager

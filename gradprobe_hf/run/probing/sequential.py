@@ -31,7 +31,7 @@ def decide_in_order(context: RunContext, diagnostics: Diagnostics) -> PackedMask
     """
     model, config = context.model, context.config
     own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
-    sequence = blocks_in_order(model, context.targets, own[0])
+    sequence = blocks_in_order(model, context.targets, context.calibration)
     order = sequence.names
     begun = begun_in(context.snapshots)
     decided, candidates = PackedMasks(), None

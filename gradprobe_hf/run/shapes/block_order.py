@@ -111,7 +111,7 @@ def _outputs_before(context: RunContext) -> BlockOutputCache | None:
     model = context.model
     batches = few_rows(context)
     try:
-        sequence = blocks_in_order(model, context.targets, batches[0])
+        sequence = blocks_in_order(model, context.targets, batches)
     except ValueError:
         return None
     return BlockOutputCache(model, [batch for batch, _ in share(batches, context.processes, in_step=False)], sequence)

@@ -101,7 +101,7 @@ def _by_inputs(context: RunContext, removal: Removal, structures: Set[str]) -> I
     # Inputs are those of a model without the blocks and experts that went, but with all of its units: which of these go
     # is decided for every block alike, and least squares follow on the stream of what is left.
     own = [batch for batch, _ in own_steps(model, context.targets, context.calibration, context.processes)]
-    cache = BlockOutputCache(model, own, blocks_in_order(model, context.targets, own[0]))
+    cache = BlockOutputCache(model, own, blocks_in_order(model, context.targets, own))
     gone, masks, biases = removed_blocks(context, removal)
     staying = units_that_stay(removal)
     for block in tqdm(cache.blocks.names, desc="units", unit="block", disable=not context.progress, leave=False):
