@@ -7,8 +7,9 @@ import re
 
 import pytest
 import torch
+import transformers as hf
 
-from gradprobe_hf import prune_pretrained
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.data.batches import Batches, from_iterable
 from gradprobe_hf.memory import accumulator_files, accumulator_place, batch_size, measured_passes
 from gradprobe_hf.memory import checkpointing as checkpointing_choice
@@ -17,7 +18,7 @@ from gradprobe_hf.memory.batch_size import largest_batch
 from gradprobe_hf.memory.checkpointing import choose_checkpointing
 from gradprobe_hf.memory.measured_passes import MeasuredPass
 from gradprobe_hf.memory.memory_errors import remedies_for
-from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE, SummedCrossEntropy
+from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE, SummedCrossEntropy, forward_only
 from gradprobe_hf.model.passes.patches import checkpointed, checkpointed_layers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
@@ -107,6 +108,40 @@ def test_a_model_without_layers_to_recompute_says_so():
     on, why = choose_checkpointing(model, cases.config(), 1, 8)
     assert not on
     assert "no layer" in why
+
+
+SMALL = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 1}
+GROUPED = {**SMALL, "intermediate_size": 24, "num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("cls", "config"),
+    [
+        (hf.FalconForSequenceClassification, hf.FalconConfig(**SMALL)),
+        (hf.BloomForSequenceClassification, hf.BloomConfig(**SMALL)),
+        (hf.MistralForSequenceClassification, hf.MistralConfig(**GROUPED, sliding_window=8)),
+        (hf.Exaone4ForSequenceClassification, hf.Exaone4Config(**GROUPED, sliding_window=8)),
+        # Its forward hands on what it is given, without an argument of this name.
+        (hf.Gemma3TextForSequenceClassification, hf.Gemma3TextConfig(**GROUPED, head_dim=8)),
+    ],
+)
+def test_a_decoder_that_classifies_keeps_no_cache_that_a_recomputed_block_would_add_to(cls, config):
+    torch.manual_seed(0)
+    model = cls(config).eval()
+    batch = {"input_ids": torch.randint(2, 64, (2, 12)), "labels": torch.tensor([0, 1])}
+    assert forward_only(model, batch).past_key_values is None
+    masks = [
+        prune_pretrained(
+            model,
+            GradProbeConfig(preset="fast", checkpointing=checkpointing),
+            calibration=[batch],
+            evaluation=False,
+            apply=False,
+            progress=False,
+        ).masks
+        for checkpointing in (False, True)
+    ]
+    assert all(torch.equal(masks[0][name], masks[1][name]) for name in masks[0])
 
 
 @pytest.mark.parametrize("checkpointing", [True, False, "auto"])

@@ -138,8 +138,14 @@ def sums_own_loss(model: PreTrainedModel) -> bool:
 
 
 def without_cache(model: PreTrainedModel) -> dict[str, bool]:
-    """The argument that keeps a model from making a key-value cache; none for a model that has no such argument."""
-    return {"use_cache": False} if model.config.is_encoder_decoder or model.can_generate() else {}
+    """The argument that keeps a model from making a key-value cache; none for a model that has no such argument.
+
+    A decoder that classifies makes one, too, and blocks that are recomputed append to it once more.
+    """
+    takes = inspect.signature(type(model).forward).parameters
+    hands_on = "past_key_values" in takes and any(one.kind is one.VAR_KEYWORD for one in takes.values())
+    has_one = "use_cache" in takes or hands_on or model.config.is_encoder_decoder or model.can_generate()
+    return {"use_cache": False} if has_one else {}
 
 
 def cache_name(model: PreTrainedModel) -> str | None:
