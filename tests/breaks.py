@@ -39,6 +39,41 @@ class Break:
 
 BREAKS = [
     Break(
+        "decoders that classify keep a cache",
+        "model/families.py",
+        '"use_cache" in takes or hands_on or',
+        "",
+        "test_execution.py",
+    ),
+    Break(
+        "language models that can see have no loss of text",
+        "model/families.py",
+        'return not needs_image and "labels" in takes and',
+        'return needs_image and "labels" in takes and',
+        "test_vision_language_text.py",
+    ),
+    Break(
+        "a text without an image tells which blocks there are",
+        "probe/maps/attachment.py",
+        "max(batches, key=len)",
+        "next(iter(batches))",
+        "test_vision_language_text.py",
+    ),
+    Break(
+        "what a configuration says of some blocks stays where it was",
+        "model/config_names.py",
+        "{new: of_block[number] for new, number",
+        "{number: of_block[number] for new, number",
+        "test_unequal_blocks.py",
+    ),
+    Break(
+        "layers that a class ignores are left out in silence",
+        "model/loading/report.py",
+        "found.update(info.unexpected_keys)",
+        "found.update(())",
+        "test_loading.py",
+    ),
+    Break(
         "statistics that are placed as if one process made passes",
         "memory/accumulator_place.py",
         "taken * _sharing(context, device))",
