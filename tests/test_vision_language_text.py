@@ -116,6 +116,18 @@ def test_it_is_pruned_on_chats(qwen, texts, tmp_path):
     assert "chat template" in result.report.calibration["protocol"]
 
 
+def test_a_mixture_is_of_texts_without_images(qwen, texts, tmp_path):
+    config = GradProbeConfig(sparsity=0.5, **SMALL)
+    mixture = {str(texts / "some.txt"): 1, "self": 1}
+    result = prune_pretrained(qwen, config, calibration=mixture, evaluation=False, progress=False)
+    assert "sampled from the model" in result.report.calibration["protocol"]
+    drawn = Dataset.from_list([{"image": image(), "text": f"Picture {n}."} for n in range(8)])
+    drawn.to_parquet(tmp_path / "drawn.parquet")
+    mixture = {str(texts / "some.txt"): 1, str(tmp_path / "drawn.parquet"): 1}
+    with pytest.raises(ValueError, match=r"a mixture is of texts, and drawn\.parquet holds more than that"):
+        prune_pretrained(qwen, config, calibration=mixture, evaluation=False, progress=False)
+
+
 def test_it_is_recovered_on_text(qwen, texts, tmp_path):
     pruned = prune_pretrained(
         qwen, GradProbeConfig(sparsity=0.5, **SMALL), calibration=texts / "some.txt", evaluation=False, progress=False

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -109,6 +109,15 @@ class Labels:
             label_column=options.label_column,
         )
         return cls(spec, model, processing_class)
+
+    def check_texts(self, opened: Iterable[Source]) -> None:
+        """Raise ValueError for a source of a mixture that holds more than text."""
+        for one in opened:
+            if self.spec.task.reads(_first_row(one)):
+                raise ValueError(
+                    f"a mixture is of texts, and {one.name} holds more than that, of which nothing would be read: give "
+                    "it alone."
+                )
 
     def batches(self, opened: Source) -> Batches | None:
         """The rows of a source as batches; None if it is text to cut into windows.

@@ -81,7 +81,7 @@ def load_batches(
         windows = replace(windows, seed=EVALUATION_SEED)
     source = str(source) if isinstance(source, Path) else source
     labels = None if task is None else Labels.of(task, windows, model, processing_class)
-    if labels is not None and is_mixture(source) and not labels.spec.task.cuts_windows:
+    if labels is not None and is_mixture(source) and not labels.spec.task.takes_text_alone:
         raise ValueError(
             f"a mixture is of texts, and {labels.spec.task.name} reads rows with labels: give one data set of them."
         )
@@ -92,7 +92,7 @@ def load_batches(
     reader = _Reader(part, model, processing_class, writing or Writing(), progress)
     has_to_be_chats = windows.text.assistant_only_loss and (is_alone or part == "calibration") and not windows.held_out
     if is_mixture(source):
-        drawn: Drawn | None = reader.mixed(source, windows, has_to_be_chats)
+        drawn: Drawn | None = reader.mixed(source, windows, has_to_be_chats, labels)
     else:
         source = reader.opened(source, windows.seed)
         if has_to_be_chats:
@@ -161,14 +161,22 @@ class _Reader:
         draw = draw_packed if windows.text.packing else draw_documents
         return draw(opened, windows, self.processing_class, special)
 
-    def mixed(self, weights: Mapping[str, float], windows: WindowSpec, has_to_be_chats: bool) -> Drawn:
+    def mixed(
+        self, weights: Mapping[str, float], windows: WindowSpec, has_to_be_chats: bool, labels: Labels | None
+    ) -> Drawn:
         """Rows of several sources, as many of each as its weight says.
 
         Args:
             has_to_be_chats: whether one of them has to be.
+            labels: what would read the rows of one of them by itself.
+
+        Raises:
+            ValueError: images in one of them, of which the texts alone would be read.
         """
         counts = shares(weights, windows.samples)
         opened = {name: self.opened(name, windows.seed) for name in counts}
+        if labels is not None:
+            labels.check_texts(one for one in opened.values() if isinstance(one, Source))
         if has_to_be_chats:
             _check_chats(list(opened.values()), windows.text)
         parts = {}

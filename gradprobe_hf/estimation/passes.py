@@ -22,7 +22,7 @@ from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights,
 from gradprobe_hf.estimation.machine import compute_device
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, gradients_required, recomputed_blocks
 from gradprobe_hf.estimation.watch import Watch
-from gradprobe_hf.model.families import is_causal, sample_batch
+from gradprobe_hf.model.families import sample_batch, without_cache
 from gradprobe_hf.model.fsdp import plain_class
 from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.parameters import input_device
@@ -178,7 +178,7 @@ def _simulated(
         stack.enter_context(upcast_products(model, device=device))
         if not backward:
             with torch.no_grad():
-                model(**batch, **({"use_cache": False} if is_causal(model) else {}))
+                model(**batch, **without_cache(model))
             return PassCost(0, watch.peak, watch.flops, watch.heap_peak)
         with torch.enable_grad():
             loss, _ = summed_loss(model, batch)

@@ -27,7 +27,7 @@ from gradprobe_hf.estimation.sizes import FLOAT32_BYTES, TrainingSizes
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, WholePredictions
-from gradprobe_hf.model.families import is_causal, sample_batch
+from gradprobe_hf.model.families import sample_batch, without_cache
 from gradprobe_hf.model.fsdp import plain_class
 from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.passes.patches import eval_mode, frozen
@@ -113,7 +113,7 @@ class _Step:
         batch = sample_batch(model, rows, length)
         beside = {} if model.config.is_encoder_decoder else {"labels"}
         called: dict[str, Any] = {name: value for name, value in batch.items() if name not in beside}
-        called |= {"use_cache": False} if is_causal(model) else {}
+        called |= without_cache(model)
         known = [value for one in (model, student) for value in (*one.parameters(), *one.buffers())]
         with ExitStack() as stack:
             stack.enter_context(native_products())

@@ -109,6 +109,11 @@ class Task:
         """Whether text alone is its data, cut into windows."""
         return self.batch_of is None and self.inputs == (TEXT,)
 
+    @property
+    def takes_text_alone(self) -> bool:
+        """Whether text without anything beside it can be its data, cut into windows."""
+        return self.cuts_windows or (IMAGE in self.inputs and TEXT in self.inputs)
+
     def reads(self, first: Row) -> bool:
         """Whether a data set with such rows is made into batches here, and not cut into windows of text."""
         if self.batch_of is None:
