@@ -288,6 +288,34 @@ def _llava() -> PreTrainedModel:
     return hf.LlavaForConditionalGeneration(config)
 
 
+def _qwen() -> PreTrainedModel:
+    vision = {"depth": 1, "hidden_size": 8, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 16}
+    patches = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 1, "num_position_embeddings": 16}
+    config = hf.Qwen3_5Config(
+        text_config={**GROUPED, **LINEAR},
+        vision_config={**vision, **patches},
+        image_token_id=IMAGE,
+        vision_start_token_id=BEGIN_IMAGE,
+        vision_end_token_id=END_IMAGE,
+        video_token_id=TOKENS - 1,
+    )
+    return hf.Qwen3_5ForConditionalGeneration(config)
+
+
+def _patched(rows: int) -> dict[str, Any]:
+    """Each picture is four patches, one behind the other, and one token."""
+    begin, end = torch.full((rows, 1), BEGIN_IMAGE), torch.full((rows, 1), END_IMAGE)
+    found = described(rows, 1)
+    ids = torch.cat([begin, found["input_ids"][:, 1:2], end, found["input_ids"][:, 2:]], dim=1)
+    return {
+        "input_ids": ids,
+        "labels": ids.masked_fill(ids >= IMAGE, -100),
+        "mm_token_type_ids": (ids == IMAGE).long(),
+        "pixel_values": torch.randn(4 * rows, 3 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 2, 2]] * rows),
+    }
+
+
 def _llava_processor() -> hf.LlavaProcessor:
     return hf.LlavaProcessor(
         _clip_images(),
@@ -621,6 +649,15 @@ ARCHITECTURES = [
         make=_smolvlm,
         batch=lambda rows: described(rows, 4) | {"pixel_values": pixels(rows)[:, None]},
         process=None,
+        **VLM,
+    ),
+    Architecture(
+        name="Qwen3.5 (vision)",
+        make=_qwen,
+        batch=_patched,
+        process=None,
+        note="batches of one row, whose patches cannot be told from another's",
+        rows=1,
         **VLM,
     ),
     Architecture(
