@@ -80,7 +80,7 @@ def objective(model: PreTrainedModel) -> str | None:
 
 
 def _reads_images_or_none(model: PreTrainedModel, name: str) -> bool:
-    """Whether it is a language model that has been given eyes: Qwen3.5, Mistral 3, LLaVA. It reads text as others do.
+    """Whether it is a language model that also reads images, and text alone as others do: Qwen3.5, Mistral 3, LLaVA.
 
     Not BLIP-2, which wants an image, nor PaliGemma, which without labels takes all it reads for a question.
     """
