@@ -67,6 +67,7 @@ DEEPSEEK = MIXTURE | {
 DEEPSEEK |= {"n_routed_experts": 6, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4}
 GEMMA4 = {"sliding_window": 8, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 260}
 GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
+GEMMA4_MIXTURE = {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 8}
 FALCON = {name: size for name, size in SIZES.items() if name not in ("intermediate_size", "num_key_value_heads")}
 FALCON |= {"ffn_hidden_size": 24, "new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}
 GPT_NEO = {"attention_types": [[["global", "local"], 2]], "num_layers": 4, "num_heads": 4, "window_size": 8}
@@ -91,13 +92,17 @@ class Family:
     sizes: dict[str, Any]
 
     def make(self) -> PreTrainedModel:
-        """A model with gains that are not one, and biases that are not zero."""
+        """A model with gains that are not one, and biases that are not zero, buffers of routers among them."""
         torch.manual_seed(0)
         model = self.auto.from_config(AutoConfig.for_model(self.kind, **self.sizes)).eval()
         with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
+            for tensor in (*model.parameters(), *_corrections(model)):
+                tensor.add_(0.1 * torch.randn_like(tensor))
         return model
+
+
+def _corrections(model: PreTrainedModel) -> list[torch.Tensor]:
+    return [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
 
 
 def _decoder(name: str, kind: str, **sizes: Any) -> Family:
@@ -117,6 +122,7 @@ FAMILIES = (
     _decoder("Gemma 2", "gemma2", **WIDE, query_pre_attn_scalar=4, sliding_window=8),
     _decoder("Gemma 3", "gemma3_text", **WIDE, query_pre_attn_scalar=4, sliding_window=8),
     _decoder("Gemma 4", "gemma4_text", **WIDE, **GEMMA4),
+    _decoder("Gemma 4 MoE", "gemma4_text", **WIDE, **GEMMA4, **GEMMA4_MIXTURE),
     _decoder("VaultGemma", "vaultgemma", **WIDE),
     _decoder("Phi", "phi"),
     _decoder("Phi-3", "phi3"),
@@ -154,6 +160,8 @@ FAMILIES = (
     _decoder("DeepSeek-V3", "deepseek_v3", **DEEPSEEK),
     _decoder("ERNIE 4.5 MoE", "ernie4_5_moe", moe_num_experts=6, moe_intermediate_size=8, moe_k=2),
     _decoder("MiniMax", "minimax", **WIDE, num_local_experts=6),
+    _decoder("MiniMax-M2", "minimax_m2", **WIDE, num_local_experts=6, num_experts_per_tok=2),
+    _decoder("AFMoE", "afmoe", **WIDE, **MIXTURE, num_experts=6, num_dense_layers=1, sliding_window=8),
     _decoder("Hunyuan MoE", "hunyuan_v1_moe", **WIDE, num_experts=6, moe_topk=2),
     _decoder("StableLM", "stablelm"),
     _decoder("GPT-2", "gpt2"),

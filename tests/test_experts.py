@@ -12,14 +12,16 @@ from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.model.passes.loss import summed_loss
-from gradprobe_hf.model.passes.routing import routed
+from gradprobe_hf.model.passes.routing import mixtures, routed
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, Workload, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.probe.steps import single_rows
+from gradprobe_hf.structures.table import shape_words
 from tests import cases
 from tests.launch import together
 from tests.reference import naive
+from tests.structure_page import FAMILIES
 from tests.test_processes import pruned
 
 
@@ -187,7 +189,7 @@ def test_a_whole_run(options, tmp_path):
     assert cases.changed(again, cases.bits(loaded)) == []
     batch = {"input_ids": batches[0]["input_ids"]}
     assert loaded.generate(**batch, max_new_tokens=3, min_new_tokens=3, do_sample=False).shape == (2, 15)
-    assert "2 experts of every block" in (tmp_path / "made" / "README.md").read_text()
+    assert shape_words({"experts": removed["experts"]}) in (tmp_path / "made" / "README.md").read_text()
 
 
 @pytest.mark.parametrize("apply", [False, True])
@@ -209,21 +211,48 @@ def test_a_dry_run_and_one_that_fails_leave_routers_as_they_were(apply, tmp_path
     assert all("forward" not in module.__dict__ for module in model.modules())
 
 
-@pytest.mark.slow
-def test_a_mixture_on_disk_ends_as_one_in_memory(tmp_path):
-    mixture().save_pretrained(tmp_path / "dense")
+# Where a family keeps what its router has of each expert: in the router alone, in a map inside of it, in the module
+# around it, which hands it over, and as one row of all experts.
+ROUTERS = ["Mixtral", "Gemma 4 MoE", "MiniMax-M2", "AFMoE", "ERNIE 4.5 MoE"]
+
+
+def of_family(name):
+    return next(one for one in FAMILIES if one.name == name).make()
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_knows_which_experts_are_gone_wherever_its_rows_are(name):
+    model, batch = of_family(name), cases.batches("mixtral")[0]
+    found = mixtures(model)
+    dense, _ = summed_loss(model, batch)
+    gone = {one.router: torch.arange(one.count) < one.count - 2 for one in found}  # each token is sent to two
+    chosen = []
+    for one in found:
+        model.get_submodule(one.experts).register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
+    with routed(model, gone):
+        few, _ = summed_loss(model, batch)
+    assert len(chosen) == len(found) > 0
+    assert all({*experts.flatten().tolist()} == {4, 5} for experts in chosen)
+    assert few != dense
+    assert summed_loss(model, batch)[0] == dense
+    assert all("forward" not in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("name", [*ROUTERS[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in ROUTERS[2:])])
+def test_a_mixture_on_disk_ends_as_one_in_memory(name, tmp_path):
+    of_family(name).save_pretrained(tmp_path / "dense")
     found = []
-    for name, placed in (("memory", {}), ("disk", {"device_map": "disk", "offload_folder": tmp_path / "offload"})):
+    for place, placed in (("memory", {}), ("disk", {"device_map": "disk", "offload_folder": tmp_path / "offload"})):
         prune_pretrained(
             tmp_path / "dense",
-            GradProbeConfig(structure={"experts": 2, "kv_groups": 1}),
+            GradProbeConfig(structure={"experts": 2, "blocks": 1}),
             calibration=cases.batches("mixtral"),
             evaluation=False,
-            output_dir=tmp_path / name,
+            output_dir=tmp_path / place,
             progress=False,
             **placed,
         )
-        found.append(AutoModelForCausalLM.from_pretrained(tmp_path / name))
+        found.append(AutoModelForCausalLM.from_pretrained(tmp_path / place))
     assert cases.changed(found[0], cases.bits(found[1])) == []
 
 

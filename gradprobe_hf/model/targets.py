@@ -8,7 +8,7 @@ mixture are fused in tensors `[experts, out, in]` (gpt-oss: `[experts, in, out]`
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from math import prod
@@ -137,14 +137,21 @@ def find_targets(
 
 def block_vectors(model: PreTrainedModel, block: str) -> list[Target]:
     """The one-dimensional parameters of a block, `[n]`, as targets that are trained and never pruned."""
-    found = []
+    return [vector for vector in _vectors(model, block) if model.get_parameter(vector.parameter).ndim == 1]
+
+
+def block_biases(model: PreTrainedModel, block: str) -> list[Target]:
+    """The biases of a block, `[n]`, or `[experts, n]` of experts that are stored together; never pruned."""
+    return [vector for vector in _vectors(model, block) if vector.name.endswith("bias")]
+
+
+def _vectors(model: PreTrainedModel, block: str) -> Iterator[Target]:
+    """The parameters of a block that are one vector, or several of one kind as biases of experts are."""
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         for leaf, parameter in module.named_parameters(recurse=False):
-            if parameter.ndim == 1 and parameter.is_floating_point():
+            if (parameter.ndim == 1 or leaf.endswith("bias")) and parameter.is_floating_point():
                 full, shape = f"{name}.{leaf}", (parameter.numel(), 1)
-                role = full.removeprefix(f"{block}.")
-                found.append(Target(full, full, shape, False, (Site(name, "vector"),), block, role))
-    return found
+                yield Target(full, full, shape, False, (Site(name, "vector"),), block, full.removeprefix(f"{block}."))
 
 
 def other_targets(model: nn.Module, targets: Sequence[Target]) -> list[Target]:

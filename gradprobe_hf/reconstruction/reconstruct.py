@@ -25,7 +25,7 @@ from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.passes.routing import routed
-from gradprobe_hf.model.targets import Target, block_vectors
+from gradprobe_hf.model.targets import Target, block_biases, block_vectors
 from gradprobe_hf.probe.maps.attachment import blocks_in_order, instrumented, serving
 from gradprobe_hf.probe.maps.serving import ServedWeights
 from gradprobe_hf.reconstruction.block_matching import (
@@ -105,7 +105,8 @@ def reconstruct(task: Reconstruction) -> Reconstructed:
             return_free_memory()
         if before is None and task.after_block is not None:
             task.after_block(number, made)
-        vectors = [vector for vector in block_vectors(model, block) if vector.name in made.vectors]
+        given = {vector.name: vector for vector in (*block_vectors(model, block), *block_biases(model, block))}
+        vectors = [given[name] for name in made.vectors]
         work.processes.in_all(partial(found.take, block, made, vectors))  # each has a disk of its own
         del made, before
         # Routers first: vectors of theirs are served around what is put there.

@@ -8,22 +8,17 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.targets import Target, block_vectors
+from gradprobe_hf.model.targets import block_biases
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 
 
 def silent_biases(model: PreTrainedModel, block: str) -> dict[str, Tensor]:
-    """Zeros for every bias of a block, `[n]`, by parameter."""
+    """Zeros for every bias of a block, by parameter and of its shape."""
     found = {}
-    for vector in bias_vectors(model, block):
-        stored = model.get_parameter(vector.parameter)
-        found[vector.name] = torch.zeros(stored.shape, dtype=stored.dtype)
+    for bias in block_biases(model, block):
+        stored = model.get_parameter(bias.parameter)
+        found[bias.name] = torch.zeros(stored.shape, dtype=stored.dtype)
     return found
-
-
-def bias_vectors(model: PreTrainedModel, block: str) -> list[Target]:
-    """The biases of a block."""
-    return [vector for vector in block_vectors(model, block) if vector.name.endswith("bias")]
 
 
 def silenced(model: PreTrainedModel, blocks: Iterable[str]) -> NewWeights:
@@ -31,6 +26,6 @@ def silenced(model: PreTrainedModel, blocks: Iterable[str]) -> NewWeights:
     found = NewWeights()
     for block in blocks:
         zeros = silent_biases(model, block)
-        for vector in bias_vectors(model, block):
-            found.add_vector(vector, zeros[vector.name])
+        for bias in block_biases(model, block):
+            found.add_vector(bias, zeros[bias.name])
     return found

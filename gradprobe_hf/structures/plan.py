@@ -30,11 +30,13 @@ class Units:
         reader: the matrix that reads what the units make; without its columns a unit has no part in the model.
         makers: the matrices that make it, each with how many rows side by side it has for a unit.
         count: how many units there are.
+        vectors: parameters beside these with as many values for each unit, and their lengths: sinks of query heads.
     """
 
     reader: Target
     makers: tuple[tuple[Target, int], ...]
     count: int
+    vectors: tuple[tuple[str, int], ...] = ()
 
     @property
     def width(self) -> int:
@@ -267,8 +269,11 @@ def _units(model: PreTrainedModel, name: str, block: str, roles: Mapping[str, Ta
             f"{', '.join(roles)}. Leave {name!r} out."
         )
     reader, makers = roles[found[0]], tuple((roles[role], parts) for role, parts in found[1].items())
+    around = reader.parameter.rsplit(".", 2)[0]
+    own = dict(model.get_submodule(around).named_parameters(recurse=False))
+    vectors = tuple((f"{around}.{leaf}", len(own[leaf])) for leaf in row.vectors if leaf in own)
     try:
-        return Units(reader, makers, row.counted(model.config) if row.counted else reader.shape[1])
+        return Units(reader, makers, row.counted(model.config) if row.counted else reader.shape[1], vectors)
     except ValueError as error:
         raise ValueError(
             f"structure {name!r} wants as many {row.units} in every block of {type(model).__name__}, and {error}: "

@@ -180,9 +180,12 @@ class Removal:
                 # Makers lose outputs, with their biases; the reader loses inputs, and its bias stays whole.
                 found.setdefault(maker.parameter, []).append((1 if maker.transposed else 0, rows))
                 found.setdefault(f"{maker.parameter.rpartition('.')[0]}.bias", []).append((0, rows))
+            for vector, length in one.vectors:
+                values = kept.repeat_interleave(length // one.count).nonzero()[:, 0]
+                found.setdefault(vector, []).append((0, values))
         routes = self.routes
         for mixture in (one.mixture for one in self.plan.experts if one.mixture.router in routes):
             stay = (~routes[mixture.router]).nonzero()[:, 0]
-            for tensor in mixture.tensors:
-                found.setdefault(tensor, []).append((0, stay))
+            for tensor, dimension in mixture.tensors.items():
+                found.setdefault(tensor, []).append((dimension, stay))
         return found

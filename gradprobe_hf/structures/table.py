@@ -46,6 +46,7 @@ class Structure:
             each with how many rows side by side it has for a unit (gate and up in one matrix: 2); None where a block
             has no such units. For what is no units: None.
         counted: how many units a block has, by the configuration; None: as many as the reader has columns.
+        vectors: what families call parameters beside these matrices that have as many values for each unit.
         normed_together: whether a norm may go over all that a block's units make, with a gain for each row of a maker.
         importance: of units, which of `UNIT_SCORES` tells which of them go where none is asked for.
         rounded_to: of what is kept where the amount is a share; None: only counts are taken.
@@ -58,6 +59,7 @@ class Structure:
     configured: Callable[[Any, Left], dict[str, Any]]
     matrices: Callable[[frozenset[str]], tuple[str, dict[str, int]] | None] | None = None
     counted: Callable[[Any], int] | None = None
+    vectors: tuple[str, ...] = ()
     normed_together: bool = False
     importance: str | None = None
     rounded_to: int | None = None
@@ -134,6 +136,7 @@ STRUCTURES: dict[str, Structure] = {
         matrices=attention_matrices,
         # The query heads of a group are side by side in what `o_proj` reads: a group is a stretch of its columns.
         counted=key_value_heads,
+        vectors=("sinks",),  # GPT-OSS, Granite with a window
         normed_together=True,
         importance="obs",
         included="the query heads that read it",

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradprobe_hf.model.config_names import router_counts
-from gradprobe_hf.model.families import block_of, is_fused_experts
+from gradprobe_hf.model.families import block_of, is_choosing, is_fused_experts
 from gradprobe_hf.model.passes.patches import restore_slot
 
 
@@ -29,14 +29,15 @@ class Mixture:
         block: the transformer block around them.
         experts, router: names of the two modules.
         count: of experts.
-        tensors: parameters and buffers of both that have a slice, or a row, for each expert.
+        tensors: parameters and buffers that have a slice for each expert, with the dimension that counts them: of both
+            modules, of what is inside of the router, and of the module around them, which may hand its router a bias.
     """
 
     block: str
     experts: str
     router: str
     count: int
-    tensors: tuple[str, ...]
+    tensors: Mapping[str, int]
 
 
 def mixtures(model: nn.Module) -> list[Mixture]:
@@ -46,18 +47,38 @@ def mixtures(model: nn.Module) -> list[Mixture]:
         if not is_fused_experts(module):
             continue
         parent, count = name.rpartition(".")[0], int(module.num_experts)
-        beside = {f"{parent}.{child}": other for child, other in model.get_submodule(parent).named_children()}
-        routers = [one for one, other in beside.items() if one != name and _rows(other, count)]
+        beside = [f"{parent}.{child}" for child, _ in model.get_submodule(parent).named_children()]
+        beside.remove(name)
+        routers = [one for one in beside if _has_rows(model.get_submodule(one), count)]
+        # Only of what is called a router: a shared expert may be as wide as there are experts.
+        routers = routers or [one for one in beside if is_choosing(model, one) and _holders(model, one, count)]
         if len(routers) == 1:
-            tensors = [f"{one}.{leaf}" for one in (name, *routers) for leaf in _rows(beside[one], count)]
-            found.append(Mixture(block_of(model, name), name, routers[0], count, tuple(tensors)))
+            owners = (parent, name, *_holders(model, routers[0], count))
+            tensors = {
+                f"{owner}.{leaf}": dimension
+                for owner in owners
+                for leaf, dimension in _slices(model.get_submodule(owner), count).items()
+            }
+            found.append(Mixture(block_of(model, name), name, routers[0], count, tensors))
     return found
 
 
-def _rows(module: nn.Module, count: int) -> list[str]:
-    """The module's own parameters and buffers that have a slice for each of so many experts."""
+def _holders(model: nn.Module, router: str, count: int) -> list[str]:
+    """Names of the modules in a router, itself among them, with tensors that have a slice for each expert."""
+    inside = model.get_submodule(router).named_modules(prefix=router)
+    return [name for name, module in inside if _slices(module, count)]
+
+
+def _has_rows(module: nn.Module, count: int) -> bool:
+    return 0 in _slices(module, count).values()
+
+
+def _slices(module: nn.Module, count: int) -> dict[str, int]:
+    """The module's own parameters and buffers that have a slice for each of so many experts -> their dimension."""
     own = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
-    return [leaf for leaf, tensor in own if tensor.ndim and len(tensor) == count]
+    found = {leaf: 0 for leaf, tensor in own if tensor.ndim and len(tensor) == count}
+    # A bias of one group of experts, `[1, experts]`: ERNIE.
+    return found | {leaf: 1 for leaf, tensor in own if tensor.shape == (1, count)}
 
 
 @contextmanager
@@ -71,19 +92,22 @@ def routed(model: nn.Module, gone: Mapping[str, Tensor], keep: bool = False) -> 
     """
     with ExitStack() as undo:
         for name, experts in gone.items():
-            module: Any = model.get_submodule(name)
-            # Inside of Accelerate's hook, which loads an offloaded weight; see `probe/maps/attachment.py`.
-            slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-            before = module.__dict__.get(slot)
-            undo.callback(restore_slot, module, slot, before)
-            module.__dict__[slot] = RouterWithout(module, experts, before)
+            # What is inside before what is around it: Accelerate loads the weights of each module for itself.
+            for holder in {**dict.fromkeys(reversed(_holders(model, name, len(experts)))), name: None}:
+                module: Any = model.get_submodule(holder)
+                # Inside of Accelerate's hook, which loads an offloaded weight; see `probe/maps/attachment.py`.
+                slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+                before = module.__dict__.get(slot)
+                undo.callback(restore_slot, module, slot, before)
+                without = RouterWithout if holder == name else ModuleWithout
+                module.__dict__[slot] = without(module, experts, before)
         yield
         if keep:
             undo.pop_all()
 
 
-class RouterWithout:
-    """A router's forward with some of its experts gone. An object, so that a model that has it can be copied.
+class ModuleWithout:
+    """A module's forward with some experts gone. An object, so that a model that has it can be copied.
 
     Args:
         gone: bool `[experts]`.
@@ -93,34 +117,32 @@ class RouterWithout:
     def __init__(self, module: nn.Module, gone: Tensor, inner: Callable[..., Any] | None) -> None:
         self.module, self.gone = module, gone.cpu()
         # Those that went before are among them.
-        self.inner: Callable[..., Any] | None = inner.inner if isinstance(inner, RouterWithout) else inner
+        self.inner: Callable[..., Any] | None = inner.inner if isinstance(inner, ModuleWithout) else inner
 
-    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        kept = (~self.gone).nonzero()[:, 0]
-        with self._without(kept):
-            output = (
-                type(self.module).forward(self.module, *args, **kwargs)
-                if self.inner is None
-                else self.inner(*args, **kwargs)
-            )
-        logits, scores, chosen = output  # as all routers of transformers have returned them since 5.0
-        kept = kept.to(logits.device)
-        every = logits.new_full((*logits.shape[:-1], len(self.gone)), -torch.inf)
-        return every.index_copy(-1, kept, logits), scores, kept[chosen]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._without(self.kept):
+            if self.inner is None:
+                return type(self.module).forward(self.module, *args, **kwargs)
+            return self.inner(*args, **kwargs)
+
+    @property
+    def kept(self) -> Tensor:
+        """Numbers of the experts that stay."""
+        return (~self.gone).nonzero()[:, 0]
 
     @contextmanager
     def _without(self, kept: Tensor) -> Iterator[None]:
-        """The module has the rows of the experts that stay, and says that there are as many."""
+        """The module has the slices of the experts that stay, and says that there are as many."""
         module, count = self.module, len(self.gone)
-        leaves = _rows(module, count)
+        leaves = _slices(module, count)
         # Past `__setattr__`, which takes nothing but a Parameter, and for one call: Accelerate puts others there.
         owners = [module._parameters if leaf in module._parameters else module._buffers for leaf in leaves]
         tensors = [owner[leaf] for owner, leaf in zip(owners, leaves, strict=True)]
         counts = [name for name in router_counts(module) if getattr(module, name) == count]
         try:
-            for owner, leaf, tensor in zip(owners, leaves, tensors, strict=True):
-                assert tensor is not None, "it has rows"
-                owner[leaf] = tensor[kept.to(tensor.device)]  # type: ignore[assignment]  # a plain tensor, see above
+            for owner, (leaf, dimension), tensor in zip(owners, leaves.items(), tensors, strict=True):
+                assert tensor is not None, "it has slices"
+                owner[leaf] = tensor.index_select(dimension, kept.to(tensor.device))  # type: ignore[assignment]
             for name in counts:
                 setattr(module, name, len(kept))
             yield
@@ -129,6 +151,23 @@ class RouterWithout:
                 owner[leaf] = tensor  # type: ignore[assignment]
             for name in counts:
                 setattr(module, name, count)
+
+
+class RouterWithout(ModuleWithout):
+    """The router's: it is handed a bias of those that stay, and what it has chosen gets its old numbers again."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+        kept, every = self.kept, (len(self.gone),)
+
+        def narrowed(value: Any) -> Any:
+            is_bias = isinstance(value, Tensor) and value.shape == every
+            return value[kept.to(value.device)] if is_bias else value
+
+        output = super().__call__(*map(narrowed, args), **{name: narrowed(value) for name, value in kwargs.items()})
+        logits, scores, chosen = output  # as all routers of transformers have returned them since 5.0
+        kept = kept.to(logits.device)
+        whole = logits.new_full((*logits.shape[:-1], *every), -torch.inf)
+        return whole.index_copy(-1, kept, logits), scores, kept[chosen]
 
 
 def wrongly_routed(model: nn.Module, gone: Mapping[str, Tensor], run: Callable[[], Any]) -> str | None:
