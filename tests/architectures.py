@@ -363,6 +363,23 @@ def _gemma3_processor() -> hf.Gemma3Processor:
     return hf.Gemma3Processor(images, tokenizer, image_seq_length=4)
 
 
+def _voxtral() -> PreTrainedModel:
+    # Of 16 frames at half of their rate each four are a token.
+    tower = {"hidden_size": 16, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = hf.VoxtralConfig(
+        audio_config={**tower, "num_mel_bins": 8, "max_source_positions": 16},
+        text_config=dict(hf.LlamaConfig(**GROUPED).to_dict()),
+        audio_token_id=IMAGE,
+    )
+    return hf.VoxtralForConditionalGeneration(config)
+
+
+def _heard(rows: int) -> dict[str, Tensor]:
+    found = described(rows, 4)
+    del found["pixel_values"]
+    return found | {"input_features": torch.randn(rows, 8, 32)}
+
+
 def _transcribed(rows: int) -> dict[str, Tensor]:
     return {"input_features": torch.randn(rows, 8, 100), "labels": _uneven(torch.randint(256, (rows, 6)))}
 
@@ -667,5 +684,16 @@ ARCHITECTURES = [
         process=_gemma3_processor,
         ask={"images": image(), "text": "<begin> What is it?", "max_new_tokens": 4},
         **VLM,
+    ),
+    Architecture(
+        name="Voxtral",
+        kind="audio-language",
+        auto=hf.AutoModelForMultimodalLM,
+        task="audio-text-to-text",
+        make=_voxtral,
+        batch=_heard,
+        process=None,
+        note="with recordings not from disk: the tower reads its positions past the hook that loads them",
+        offloads=False,
     ),
 ]

@@ -1,4 +1,4 @@
-"""Vision-language models on text, alone or beside some images: most language models released since 2025 have eyes."""
+"""Models that also see or hear, on text alone or beside some images: most language models released since 2025 do."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_whole_structures_go_of_its_language_model_alone(qwen, texts, tmp_path, 
     assert "and will not be in the result: model.visual" in (tmp_path / "out" / "README.md").read_text()
 
 
-@pytest.mark.parametrize("name", ["LLaVA", "SmolVLM", "Gemma 3 (vision)"])
+@pytest.mark.parametrize("name", ["LLaVA", "SmolVLM", "Gemma 3 (vision)", "Voxtral"])
 def test_the_loss_is_the_models_own_with_images_and_without(name):
     model, batch = BY_NAME[name].build(), BY_NAME[name].batches()[0]
     assert is_causal(model)
@@ -178,11 +178,12 @@ def test_the_loss_is_the_models_own_with_images_and_without(name):
         assert int(terms) == int((shifted != -100).sum())
 
 
-def test_what_wants_an_image_or_sees_ahead_is_none_of_these():
+def test_what_wants_its_medium_or_sees_ahead_is_none_of_these():
     with torch.device("meta"):
         for cls, config in (
             (hf.Blip2ForConditionalGeneration, hf.Blip2Config()),
             (hf.PaliGemmaForConditionalGeneration, hf.PaliGemmaConfig()),
+            (hf.VoxtralRealtimeForConditionalGeneration, hf.VoxtralRealtimeConfig()),
         ):
             assert objective(cls._from_config(config)) != "ForCausalLM", cls
 
@@ -203,3 +204,25 @@ def test_images_of_some_rows_alone_are_told_apart(tmp_path):
     towers = {one.block.split(".")[1] for one in result.report.matrices}
     assert towers == {"vision_tower", "language_model"}, "both are pruned"
     assert not any("text alone" in warning for warning in result.report.warnings)
+
+
+def test_one_that_hears_is_pruned_on_text_and_of_recordings_takes_prepared_rows(texts, tmp_path):
+    voxtral = BY_NAME["Voxtral"]
+    voxtral.save(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    few = {"evaluation": False, "progress": False, "apply": False}
+    include = {"include": ["model.language_model.layers.*"]}  # its tower is not small, as that of a released one is
+    report = prune_pretrained(
+        tmp_path / "model", GradProbeConfig(**SMALL, **include), calibration=texts / "some.txt", **few
+    ).report
+    assert (report.calibration["rows"], report.calibration["term"]) == ("windows", "predicted tokens")
+    assert any("VoxtralForConditionalGeneration reads audio, too" in warning for warning in report.warnings)
+    spoken = Dataset.from_list([{"audio": {"array": [0.1] * 9, "sampling_rate": 16000}, "text": "a word"}] * 9)
+    with pytest.raises(ValueError, match="'audio', 'text', and for audio-text-to-text no batches are made"):
+        prune_pretrained(tmp_path / "model", GradProbeConfig(), calibration=spoken, **few)
+    batches = voxtral.batches()
+    rows = {name: [row for batch in batches for row in batch[name].tolist()] for name in batches[0]}
+    config = GradProbeConfig(num_samples=len(rows["labels"]))
+    report = prune_pretrained(tmp_path / "model", config, calibration=Dataset.from_dict(rows), **few).report
+    assert (report.calibration["rows"], report.unreached) == ("recordings with text", [])
+    assert not any("text alone" in warning for warning in report.warnings)

@@ -129,7 +129,8 @@ class Labels:
         if not task.cuts_windows and self._is_prepared(opened):
             return self._prepared(opened)
         first = _first_row(opened)
-        if task.prepared and not self._reads_text(opened, first):
+        would_be_left_out = task.medium is not None and task.medium.is_in(first)
+        if task.prepared and (would_be_left_out or not self._reads_text(opened, first)):
             raise ValueError(
                 f"{opened.name} has the columns {', '.join(map(repr, first))}, and for {task.name} no batches are made "
                 f"of such rows: prepare rows that hold {task.prepared} (dataset.map), or give batches of that."

@@ -10,7 +10,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.footprint import Placement
 from gradprobe_hf.estimation.passes import PassCost
 from gradprobe_hf.estimation.sizes import BatchSizes, Sizes
-from gradprobe_hf.model.families import sees_patches
+from gradprobe_hf.model.families import is_in_tower
 from gradprobe_hf.model.targets import Target, is_routed
 
 
@@ -35,10 +35,10 @@ def notes_on(
         notes.append("experts mix the tokens of a batch: one sequence at a time, tokens shared evenly by the experts")
     if 2 * batch.loss > batch.peak > 0:
         notes.append("the logits and their loss are the larger part of a batch; a smaller batch size shrinks them")
-    unseen = [target for target in targets if any(sees_patches(site.module) for site in target.sites)]
+    unseen = [target for target in targets if any(is_in_tower(site.module) for site in target.sites)]
     if unseen and model.main_input_name == "input_ids":
         notes.append(
-            "passes are counted of text alone: every image adds those of its own part and its tokens; calibrated on "
+            "passes are counted of text alone: an image or a recording adds those of its own part and its tokens; on "
             f"text alone, {len(unseen)} matrices of that part are left out of the budget"
         )
     if not any(one.fits for one in placements):

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from gradprobe_hf.model.config_names import text_attribute
@@ -41,8 +42,8 @@ _TOWERS = {
     "decoder": "decoder",
 }
 _KEYS_AND_VALUES = ("k", "v", "k_proj", "v_proj", "key", "value", "key_proj", "value_proj", "c_attn")
-# Where the tokens of a multimodal model are patches of images, whatever mask there is for its text.
-_VISION = ("vision_model", "vision_tower", "vision_encoder", "visual")
+# Where the tokens of a multimodal model are patches of images or frames of sound, whatever mask there is for its text.
+_WITHOUT_TEXT = ("vision_model", "vision_tower", "vision_encoder", "visual", "audio_tower")
 # Linear maps that the module around them multiplies with by itself: class of that module -> their names in it.
 _READ_BY_PARENT = {
     "MambaMixer": ("dt_proj",),
@@ -66,6 +67,9 @@ _RANDOM = re.compile(r"dropout|layerdrop|_pdrop$|^(input_)?jitter_noise$|jitter_
 # Parts of the names of what chooses experts, or streams (AltUp's coefficients in Gemma 3n, 4 x 4). Its few rows say
 # where every token goes: no matrix to take half of. Beside experts a "gate" is that, too.
 _CHOOSING = ("router", "modality_router", "shared_expert_gate", "altup")
+_WITH_MEDIA = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(), *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()}
+_NEVER_WITHOUT = ("VoxtralRealtimeForConditionalGeneration",)  # of these, what want their medium with every token
+_MEDIA = ("pixel_values", "input_features", "input_values")  # what images and recordings are called
 _PLAIN = ("FalconLinear",)  # subclasses of nn.Linear whose own forward computes the same, x W^T + b
 
 
@@ -74,21 +78,21 @@ def objective(model: PreTrainedModel) -> str | None:
     # `loss_type` is derived from the class name, which says nothing for GPT-2's `GPT2LMHeadModel`; the auto mapping
     # knows it. FSDP2 prefixes the class name of what it shards.
     name = type(model).__name__.removeprefix("FSDP")
-    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or _reads_images_or_none(model, name):
+    if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or _reads_media_or_none(model, name):
         return CAUSAL
     return getattr(model, "loss_type", None)
 
 
-def _reads_images_or_none(model: PreTrainedModel, name: str) -> bool:
-    """Whether it is a language model that also reads images, and text alone as others do: Qwen3.5, Mistral 3, LLaVA.
+def _reads_media_or_none(model: PreTrainedModel, name: str) -> bool:
+    """Whether it is a language model that also sees or hears, and reads text alone as others do: Qwen3.5, Voxtral.
 
     Not BLIP-2, which wants an image, nor PaliGemma, which without labels takes all it reads for a question.
     """
-    if name not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values() or sees_prefix_whole(model.config):
+    if name not in _WITH_MEDIA or name in _NEVER_WITHOUT or sees_prefix_whole(model.config):
         return False
     takes = inspect.signature(type(model).forward).parameters
-    needs_image = "pixel_values" not in takes or takes["pixel_values"].default is inspect.Parameter.empty
-    return not needs_image and "labels" in takes and not model.config.is_encoder_decoder
+    may_do_without = any(name in takes and takes[name].default is None for name in _MEDIA)
+    return may_do_without and "labels" in takes and not model.config.is_encoder_decoder
 
 
 def is_causal(model: PreTrainedModel) -> bool:
@@ -265,9 +269,9 @@ def widened_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
     return nn.functional.pad(mask, (0, tokens - mask.shape[1])) if tokens > mask.shape[1] else None
 
 
-def sees_patches(module: str) -> bool:
-    """Whether a module of a multimodal model sees an image, not text."""
-    return any(part in _VISION for part in module.split("."))
+def is_in_tower(module: str) -> bool:
+    """Whether a module of a multimodal model sees an image, or hears a recording, and reads no text."""
+    return any(part in _WITHOUT_TEXT for part in module.split("."))
 
 
 def is_read_by_parent(model: nn.Module, name: str) -> bool:

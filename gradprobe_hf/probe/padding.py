@@ -19,8 +19,8 @@ from gradprobe_hf.data.batches import row_count
 from gradprobe_hf.model.families import (
     frame_mask,
     in_decoder,
+    is_in_tower,
     merges_attention,
-    sees_patches,
     widened_mask,
     widens_inputs,
 )
@@ -108,8 +108,8 @@ class BatchLayout:
         """False at padding of `x [sequences, tokens, ...]`, bool `[sequences, tokens]`; None: every token counts."""
         in_its_decoder = in_decoder(site.module)
         mask = self.decoder_mask if in_its_decoder else self.encoder_mask
-        # Of patches of an image there may be as many as there are tokens of text.
-        if mask is None or sees_patches(site.module):
+        # Of patches of an image, or frames, there may be as many as there are tokens of text.
+        if mask is None or is_in_tower(site.module):
             return None
         if mask.shape != x.shape[:2]:
             # A mask of another shape is not about these tokens. They may be the encoder's, of which a decoder makes

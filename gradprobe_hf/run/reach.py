@@ -63,7 +63,7 @@ def left_out(reached: Sequence[Target], unreached: Sequence[Target]) -> str:
     return (
         f"{len(unreached)} matrices ({_sample(unreached)}), {share:.1%} of the weights that were asked about, are not "
         "pruned and not part of the budget: the calibration data does not reach them. To prune them, calibrate on what "
-        "does: images with the text of a vision-language model, say."
+        "does: images or audio beside the text, say."
     )
 
 

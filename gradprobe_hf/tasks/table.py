@@ -110,9 +110,14 @@ class Task:
         return self.batch_of is None and self.inputs == (TEXT,)
 
     @property
+    def medium(self) -> ColumnKind | None:
+        """What it reads beside text, which it may also be given alone."""
+        return next((kind for kind in self.inputs if kind is not TEXT), None) if TEXT in self.inputs else None
+
+    @property
     def takes_text_alone(self) -> bool:
         """Whether text without anything beside it can be its data, cut into windows."""
-        return self.cuts_windows or (IMAGE in self.inputs and TEXT in self.inputs)
+        return self.cuts_windows or self.medium is not None
 
     def reads(self, first: Row) -> bool:
         """Whether a data set with such rows is made into batches here, and not cut into windows of text."""
@@ -234,16 +239,6 @@ _HEARS = Task(
 
 # A class that several tasks know belongs to the first of them.
 _ROWS = (
-    _HEARS,
-    replace(
-        _HEARS,
-        auto_class="AutoModelForCTC",
-        mapping="MODEL_FOR_CTC_MAPPING_NAMES",
-        objective="ForCTC",
-        term="recordings",
-        predict=transcribed,
-        has_classes=False,  # which label is where is for the loss to find
-    ),
     Task(
         name="image-text-to-text",
         auto_class="AutoModelForImageTextToText",
@@ -258,6 +253,27 @@ _ROWS = (
         predict=predicted_next,
         snippet=_pipeline("image-text-to-text", 'text="What is in this picture?", images="picture.png"'),
         chat_snippet=_CHAT_ABOUT_AN_IMAGE,
+    ),
+    Task(
+        name="audio-text-to-text",
+        auto_class="AutoModelForMultimodalLM",
+        mapping="MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+        objective="ForConditionalGeneration",
+        inputs=(AUDIO, TEXT),
+        prepared="'input_ids', 'input_features' and 'labels', as the processor makes them",
+        row="recordings with text",
+        term="predicted tokens",
+        predict=predicted_next,
+    ),
+    _HEARS,
+    replace(
+        _HEARS,
+        auto_class="AutoModelForCTC",
+        mapping="MODEL_FOR_CTC_MAPPING_NAMES",
+        objective="ForCTC",
+        term="recordings",
+        predict=transcribed,
+        has_classes=False,  # which label is where is for the loss to find
     ),
     _WRITES,
     replace(_WRITES, name="translation"),
@@ -381,7 +397,8 @@ _ROWS = (
         term="images",
     ),
 )
-_OF_IMAGES = ("pixel", "image", "video")  # what the names begin with of what a batch has of images
+# What the names begin with of what a batch has of images and recordings.
+_OF_MEDIA = ("pixel", "image", "video", "input_features", "input_values", "audio")
 # Task -> its rows: two where models of two kinds are for it.
 TASKS: dict[str, tuple[Task, ...]] = {row.name: tuple(one for one in _ROWS if one.name == row.name) for row in _ROWS}
 
@@ -418,9 +435,8 @@ def counted_as(task: Task | None, batches: Iterable[Mapping[str, Any]]) -> tuple
 
 
 def is_text_alone(task: Task, batches: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether a model of images and text is given no image with any text."""
-    takes_both = IMAGE in task.inputs and TEXT in task.inputs
-    return takes_both and not any(name.startswith(_OF_IMAGES) for batch in batches for name in batch)
+    """Whether a model that also sees or hears is given no image or recording with any text."""
+    return task.medium is not None and not any(name.startswith(_OF_MEDIA) for batch in batches for name in batch)
 
 
 def task_for(name: str | None, class_name: str, is_encoder_decoder: bool = False) -> Task | None:

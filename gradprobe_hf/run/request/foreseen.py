@@ -31,7 +31,7 @@ APART = 0.01  # relative, of two losses: nearer ones are the same, rounded other
 
 def foreseen_warnings(context: RunContext) -> list[str]:
     """What a report says of the data and the model; logged, too."""
-    found = [*_about_data(context), *_about_images(context), *_about_tokens(context), *_about_own_loss(context)]
+    found = [*_about_data(context), *_about_media(context), *_about_tokens(context), *_about_own_loss(context)]
     found += about_own_maps(context.model, context.config)
     for warning in found:
         logger.warning(warning)
@@ -51,13 +51,15 @@ def _about_data(context: RunContext) -> list[str]:
     ]
 
 
-def _about_images(context: RunContext) -> list[str]:
-    """Where a model of images and text is calibrated on text: what that can do without, an answer may need."""
-    if not context.calibration or context.task is None or not is_text_alone(context.task, context.calibration):
+def _about_media(context: RunContext) -> list[str]:
+    """Where a model that also sees or hears is calibrated on text: what that can do without, an answer may need."""
+    task = context.task
+    if not context.calibration or task is None or task.medium is None or not is_text_alone(task, context.calibration):
         return []
+    media = task.medium.what
     return [
-        f"The calibration is text alone, and a {type(context.model).__name__} reads images, too: what it loses there "
-        "is neither calibrated on nor measured on text. Calibrate on images with text, if it is for those."
+        f"The calibration is text alone, and a {type(context.model).__name__} reads {media}, too: what it loses there "
+        f"is neither calibrated on nor measured on text. Calibrate on {media} with text, if it is for those."
     ]
 
 
