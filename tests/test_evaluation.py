@@ -109,5 +109,6 @@ def test_it_agrees_with_the_independent_scorer():
     found = evaluate.load(metrics.path("perplexity")).compute(
         input_ids=windows.tolist(), model=model, add_special_tokens=False
     )
-    assert found["perplexity"] == pytest.approx(wanted["perplexity"], abs=1e-4)
+    # The scorer adds the losses of a batch in float32, which is 1e-5 from the sum in float64 on some CPUs.
+    assert found["perplexity"] == pytest.approx(wanted["perplexity"], rel=5e-5)
     assert found["tokens"] == wanted["tokens"]
