@@ -149,7 +149,7 @@ def prune_pretrained(
     if config.recovery_steps:
         check_trainable(context.model, f"recovery_steps={config.recovery_steps}")
         with context.stopwatch("read data"):
-            trained_on = text_read_before(context, calibration, resume_dir)
+            trained_on = text_read_before(context, calibration, resume_dir, output_dir)
     if config.measure_speed:
         check_measurable(context.model)
     rows = None

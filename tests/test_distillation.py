@@ -32,6 +32,7 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.text.mixture import shares
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, TopPredictions, WholePredictions
+from gradprobe_hf.model.parameters import parameter_bytes
 from gradprobe_hf.model.passes.loss import LOGITS_AT_ONCE
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil, teacher_of
@@ -491,6 +492,26 @@ def test_a_folder_with_other_files_is_refused_and_they_stay(tmp_path):
         prune_pretrained(model, config, resume_dir=state / "in", output_dir=state, progress=False)
     with pytest.raises(ValueError, match=r"^offload_folder=.* is, or is in, .*\(--offload-folder\)"):
         recover_pretrained(model, "dense", offload_folder=state / "in", output_dir=state, progress=False)
+
+
+@pytest.mark.parametrize("free", [0, 1], ids=["a byte short", "enough"])
+def test_a_state_that_is_kept_until_the_checkpoint_is_written_wants_room_for_both(free, tmp_path, monkeypatch):
+    student, dense = half_pruned()[0], cases.build(DENSE)
+    needed = (4 + 12) * dense.num_parameters() + parameter_bytes(dense)
+    usage = shutil.disk_usage(tmp_path)._replace(free=needed - 1 + free)
+    monkeypatch.setattr("gradprobe_hf.recovery.resuming.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("gradprobe_hf.recovery.recover.evaluation_of", lambda *_: 1 / 0)
+    told = pytest.raises(ZeroDivisionError) if free else pytest.raises(OSError, match="and the checkpoint need about")
+    with told:
+        recover_pretrained(
+            student,
+            dense,
+            RecoveryConfig(steps=1),
+            processing_class=cases.tokenizer(),
+            resume_dir=tmp_path / "state",
+            output_dir=tmp_path / "out",
+            progress=False,
+        )
 
 
 @pytest.mark.parametrize("resumes", [False, True], ids=["temporary", "resume_dir"])

@@ -55,19 +55,23 @@ class RecoveredWeights:
 
 
 def text_read_before(
-    context: RunContext, calibration: Any, resume_dir: str | Path | None = None
+    context: RunContext,
+    calibration: Any,
+    resume_dir: str | Path | None = None,
+    output_dir: str | Path | None = None,
 ) -> RecoveryText | None:
     """The text that is trained on, read before any work; None of what the model has yet to write itself.
 
     Args:
         calibration: as the caller named it: more of it is read.
+        output_dir: as of `check_state_fits`.
 
     Raises:
         ValueError: it cannot be trained on, or is measured on, too.
         OSError: the state of the training does not fit on the disk.
     """
     source, config = _source(context, calibration), _config(context)
-    check_state_fits(None if resume_dir is None else Path(resume_dir) / FOLDER, context.model, config)
+    check_state_fits(None if resume_dir is None else Path(resume_dir) / FOLDER, context.model, config, output_dir)
     check_written(context.model, source)
     if is_written(source):
         return None

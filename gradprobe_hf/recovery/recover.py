@@ -140,7 +140,7 @@ def recover_pretrained(
     if resume_dir is not None:
         of = {"weights": weights_fingerprint(student.model), "teacher": weights_fingerprint(dense.model)}
         check_begun(Path(resume_dir), config, processes, **of)
-    check_state_fits(None if resume_dir is None else Path(resume_dir), student.model, config)
+    check_state_fits(None if resume_dir is None else Path(resume_dir), student.model, config, output_dir)
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
     with (
         upcast_products(dense.model, student.model),

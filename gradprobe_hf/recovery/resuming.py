@@ -23,7 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.model.files.offload_store import existing_parent
-from gradprobe_hf.model.parameters import parameter_count
+from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
 from gradprobe_hf.recovery.trainer import BEST_NAME, SECONDS_NAME, BestState, held_out
 from gradprobe_hf.runtime.option_checks import is_within
 from gradprobe_hf.runtime.processes import Processes
@@ -40,12 +40,15 @@ _NAMED = "choose another resume_dir (--resume-dir)"
 _TEMPORARY = "name a folder with more room in the environment variable TMPDIR"
 
 
-def check_state_fits(folder: Path | None, model: nn.Module, config: RecoveryConfig) -> None:
+def check_state_fits(
+    folder: Path | None, model: nn.Module, config: RecoveryConfig, output_dir: str | Path | None = None
+) -> None:
     """Raise OSError, before any text is written, where the state of a training does not fit on the disk.
 
     Args:
         folder: to resume from; None: a temporary one.
         model: that trains.
+        output_dir: where it is written while the state in `folder` is still there.
     """
     if config.lora_r is not None:  # adapters are small
         return
@@ -57,13 +60,20 @@ def check_state_fits(folder: Path | None, model: nn.Module, config: RecoveryConf
         kept = [folder / BEST_NAME, *folder.glob(_UNFINISHED), *folder.glob("checkpoint-*/*")]
         there = sum(path.stat().st_size for path in kept if path.is_file())
     needed, free = each * parameter_count(model) - there, shutil.disk_usage(where).free
+    beside = folder is not None and output_dir is not None and _on_one_disk(where, output_dir)
+    needed += parameter_bytes(model) if beside else 0
     if free < needed:
+        needs = " and the checkpoint need" if beside else " needs"
         raise OSError(
             errno.ENOSPC,
-            f"the state of the training needs about {needed / 1e6:,.0f} MB there and {free / 1e6:,.0f} MB are free: "
+            f"the state of the training{needs} about {needed / 1e6:,.0f} MB there and {free / 1e6:,.0f} MB are free: "
             f"{_TEMPORARY if folder is None else _NAMED}",
             str(where),
         )
+
+
+def _on_one_disk(where: Path, output_dir: str | Path) -> bool:
+    return existing_parent(Path(output_dir).absolute()).stat().st_dev == where.stat().st_dev
 
 
 @contextmanager
