@@ -436,17 +436,20 @@ def test_what_trained_in_bfloat16_computes_as_what_was_saved(launched, bf16, tmp
     assert not {"forward", "_original_forward", "_is_accelerate_prepared"} & vars(found.model).keys()
 
 
-def test_a_run_that_was_killed_behind_its_last_step_takes_no_more(tmp_path, monkeypatch):
+@pytest.mark.parametrize("save_steps", [1, 9])
+def test_a_run_that_was_killed_behind_its_last_step_takes_no_more(save_steps, tmp_path, monkeypatch):
     dense = cases.build(DENSE)
     student, _ = half_pruned()
     first, second = copy.deepcopy(student), copy.deepcopy(student)
-    options = {"steps": 9, "learning_rate": 0.05, "eval_steps": 1, "save_steps": 1, "early_stopping_patience": 2}
+    options = {"steps": 9, "learning_rate": 0.05, "eval_steps": 1, "early_stopping_patience": 2}
+    options |= {"save_steps": save_steps}
     whole = trained(student, dense, folder=tmp_path / "whole", **options)
     assert whole.steps < 9, "it stops early"
     with monkeypatch.context() as patched:
         patched.setattr(BestState, "load", None)
         with pytest.raises(TypeError):
             trained(first, dense, folder=tmp_path / "run", **options)
+    monkeypatch.setattr(Trainer, "training_step", None)
     resumed = trained(second, dense, folder=tmp_path / "run", **options)
     assert (resumed.steps, resumed.held_out) == (whole.steps, whole.held_out)
     assert all(torch.equal(value, weights(student)[name]) for name, value in weights(second).items())

@@ -38,7 +38,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence
@@ -224,6 +224,8 @@ class BestState(TrainerCallback):
                 save_file(_trainable(kwargs["model"]), self.path)
         if self.has_waited(measured):
             control.should_training_stop = True
+            # What comes behind the training may fail, and a resumed run has no step to repeat then.
+            control.should_save = args.save_strategy != SaveStrategy.NO
 
     def has_waited(self, measured: Mapping[int, float]) -> bool:
         """Whether the latest measurements, as many as patience has, are none better than the one before.
