@@ -91,7 +91,7 @@ def _reads_media_or_none(model: PreTrainedModel, name: str) -> bool:
     if name not in _WITH_MEDIA or name in _NEVER_WITHOUT or sees_prefix_whole(model.config):
         return False
     takes = inspect.signature(type(model).forward).parameters
-    may_do_without = any(name in takes and takes[name].default is None for name in _MEDIA)
+    may_do_without = any(medium in takes and takes[medium].default is None for medium in _MEDIA)
     return may_do_without and "labels" in takes and not model.config.is_encoder_decoder
 
 
