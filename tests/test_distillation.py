@@ -436,6 +436,16 @@ def test_what_trained_in_bfloat16_computes_as_what_was_saved(launched, bf16, tmp
     assert not {"forward", "_original_forward", "_is_accelerate_prepared"} & vars(found.model).keys()
 
 
+def test_steps_in_bfloat16_are_of_the_weights_as_they_are_then():
+    """Autocast keeps rounded weights for as long as another one is around it: those of before the first step."""
+    dense, options = cases.build(DENSE), {"steps": 6, "eval_steps": 3, "learning_rate": 0.02, "warmup_steps": 0}
+    with torch.autocast("cpu", torch.bfloat16):
+        found = trained(half_pruned()[0], dense, bf16=True, **options).held_out
+    wanted = trained(half_pruned()[0], dense, bf16=False, **options).held_out
+    assert found == pytest.approx(wanted, rel=0.05)
+    assert abs(wanted[6] - wanted[0]) > 0.2 * wanted[0], "it is another model than it was"
+
+
 @pytest.mark.parametrize("save_steps", [1, 9])
 def test_a_run_that_was_killed_behind_its_last_step_takes_no_more(save_steps, tmp_path, monkeypatch):
     dense = cases.build(DENSE)

@@ -149,7 +149,9 @@ class RecoveryTrainer(Trainer):
             predicted = self.teacher.predictions(inputs)
         # Not by `bf16` of the arguments: Accelerate would make float32 of all logits, which are the largest tensor of a
         # step, and the loss does so of a few at a time.
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.bf16):
+        # Without its cache of rounded weights, which would outlive a step where another autocast is around this one:
+        # what is computed would then be of the weights before the first step.
+        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             logits = model(**self.layout.inputs(inputs), **self.layout.call).logits
             logits = self.layout.flat(logits, inputs[COUNTED])
         summed = SummedDivergence.apply(logits, predicted, counted)
