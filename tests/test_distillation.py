@@ -38,6 +38,7 @@ from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil, teacher_of
 from gradprobe_hf.recovery.resuming import check_own
 from gradprobe_hf.recovery.teacher import LiveTeacher
+from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.recovery.text import Reading, RecoveryText, collated, read_text
 from gradprobe_hf.recovery.trainer import BestState, evaluating, without_dropout
 from gradprobe_hf.runtime.processes import Processes, join_processes
@@ -439,7 +440,7 @@ def test_what_trained_in_bfloat16_computes_as_what_was_saved(launched, bf16, tmp
 def test_steps_in_bfloat16_are_of_the_weights_as_they_are_then():
     """Autocast keeps rounded weights for as long as another one is around it: those of before the first step."""
     dense, options = cases.build(DENSE), {"steps": 6, "eval_steps": 3, "learning_rate": 0.02, "warmup_steps": 0}
-    with torch.autocast("cpu", torch.bfloat16):
+    with plain_computation():
         found = trained(half_pruned()[0], dense, bf16=True, **options).held_out
     wanted = trained(half_pruned()[0], dense, bf16=False, **options).held_out
     assert found == pytest.approx(wanted, rel=0.05)

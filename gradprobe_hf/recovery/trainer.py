@@ -149,8 +149,8 @@ class RecoveryTrainer(Trainer):
             predicted = self.teacher.predictions(inputs)
         # Not by `bf16` of the arguments: Accelerate would make float32 of all logits, which are the largest tensor of a
         # step, and the loss does so of a few at a time.
-        # Without its cache of rounded weights, which would outlive a step where another autocast is around this one:
-        # what is computed would then be of the weights before the first step.
+        # Without its cache of rounded weights. It is cleared where the outermost autocast ends, and there is one around
+        # all steps, `plain_computation`: every step would compute with the weights of before the first.
         with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
             logits = model(**self.layout.inputs(inputs), **self.layout.call).logits
             logits = self.layout.flat(logits, inputs[COUNTED])
