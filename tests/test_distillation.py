@@ -38,9 +38,9 @@ from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil, teacher_of
 from gradprobe_hf.recovery.resuming import check_own
 from gradprobe_hf.recovery.teacher import LiveTeacher
-from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.recovery.text import Reading, RecoveryText, collated, read_text
 from gradprobe_hf.recovery.trainer import BestState, evaluating, without_dropout
+from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from tests import cases
 from tests.distillation import DENSE, KilledError, kl_of, place, text, trained
