@@ -92,8 +92,9 @@ def routed(model: nn.Module, gone: Mapping[str, Tensor], keep: bool = False) -> 
     """
     with ExitStack() as undo:
         for name, experts in gone.items():
-            # What is inside before what is around it: Accelerate loads the weights of each module for itself.
-            for holder in {**dict.fromkeys(reversed(_holders(model, name, len(experts)))), name: None}:
+            # Each module for itself, as Accelerate loads their weights.
+            inside = [one for one in _holders(model, name, len(experts)) if one != name]
+            for holder in (*inside, name):
                 module: Any = model.get_submodule(holder)
                 # Inside of Accelerate's hook, which loads an offloaded weight; see `probe/maps/attachment.py`.
                 slot = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
