@@ -23,6 +23,7 @@ from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
 from gradprobe_hf.recovery.of_pruning import FOLDER, recovered_weights, text_read_before
+from gradprobe_hf.recovery.result import told_if_worse
 from gradprobe_hf.recovery.resuming import check_own
 from gradprobe_hf.report.build import build_report
 from gradprobe_hf.run.context import RunContext, RunRequest
@@ -174,7 +175,9 @@ def prune_pretrained(
         recovered = recovered_weights(context, decision, calibration, measured, resume_dir, trained_on)
         measured, metric = recovered.measured, metric and {**metric, "pruned": recovered.metric}
     report = build_report(context, decision, measured, metric, foreseen)
-    report = replace(report, speed=speed, recovery=None if recovered is None else recovered.described)
+    report = replace(report, speed=speed)
+    if recovered is not None:
+        report = told_if_worse(replace(report, recovery=recovered.described))
     for warning in report.warnings[len(foreseen) :]:
         logger.warning(warning)
     result = PruneResult(

@@ -40,9 +40,9 @@ class Break:
 BREAKS = [
     Break(
         "autocast's copies of the first weights serve every step",
-        "recovery/trainer.py",
-        "enabled=self.bf16, cache_enabled=False)",
-        "enabled=self.bf16)",
+        "recovery/divergence.py",
+        "enabled=bf16, cache_enabled=False)",
+        "enabled=bf16)",
         "test_distillation.py",
     ),
     Break(

@@ -38,7 +38,7 @@ def kl_of(dense, pruned, batch):
     found, count = 0, 0
     for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
         ids = row[: int(mask.sum())][None]
-        log_p, log_q = (model(input_ids=ids).logits[:, :-1].log_softmax(-1) for model in (dense, pruned))
+        log_p, log_q = (model(input_ids=ids).logits[:, :-1].double().log_softmax(-1) for model in (dense, pruned))
         found = found + F.kl_div(log_q, log_p, log_target=True, reduction="sum")
         count += ids.shape[1] - 1
     return found / count, count

@@ -164,6 +164,20 @@ def test_what_is_held_out_is_measured_by_token_however_it_is_batched(parts):
     assert found.held_out[0] == pytest.approx(wanted.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("options", [{}, {"lora_r": 2}], ids=["whole", "adapters"])
+@pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-3), (torch.bfloat16, 1e-4)])
+def test_what_rounding_takes_of_a_recovery_is_told(dtype, rate, options, caplog):
+    dense, (student, _) = cases.build(DENSE, dtype), half_pruned(DENSE, dtype)
+    rows = text((12, 3, 3, 12, 5, 4) * 9, held_out=5)
+    found = trained(student, dense, rows, steps=12, learning_rate=rate, eval_steps=4, bf16=False, **options)
+    wanted, _ = kl_of(dense, student, collated(rows.kept_back))
+    assert found.held_out_as_left == pytest.approx(wanted.item(), rel=1e-5 if dtype == torch.float32 else 2e-3)
+    # Steps of a ten-thousandth are lost in eight bits, and so is what they gained.
+    is_lost = dtype == torch.bfloat16 and rate == 1e-4
+    assert (found.held_out_as_left > found.held_out[found.best_step] + 1e-4) == is_lost
+    assert ("With dtype=float32 (--dtype float32) less is lost by rounding" in caplog.text) == is_lost
+
+
 def test_windows_without_a_token_that_counts_are_left_out():
     whole = text(held_out=1).rows
     silent = {3, len(whole) - 1}  # one of those that are trained on, and one that would be held out
@@ -412,9 +426,14 @@ def test_what_trained_in_bfloat16_computes_as_what_was_saved(launched, bf16, tmp
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", launched)
     compared = set()
     apply = SummedDivergence.apply
+
+    def trains(logits):
+        if logits.requires_grad:
+            compared.add(logits.dtype)
+
     AcceleratorState._reset_state()
     accelerator = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=4)
-    monkeypatch.setattr(SummedDivergence, "apply", lambda z, *given: compared.add(z.dtype) or apply(z, *given))
+    monkeypatch.setattr(SummedDivergence, "apply", lambda z, *given: trains(z) or apply(z, *given))
     (student, _), dense, ids = half_pruned(), cases.build(DENSE), torch.arange(12)[None]
     found = recover_pretrained(
         student,

@@ -214,6 +214,33 @@ def test_models_are_loaded_for_a_task(text_file, tmp_path):
         recover_pretrained(half_pruned("gpt2")[0], dense, config, text=str(text_file), progress=False)
 
 
+@pytest.mark.parametrize("beside", [False, True], ids=["recover", "prune"])
+def test_a_recovery_that_leads_away_from_the_dense_model_is_told(beside, text_file, tmp_path, caplog):
+    """On what is measured: of the text that it is trained on each step may be better than the one before."""
+    ids = torch.full((4, 16), 7)  # nothing like the text
+    given = {"evaluation": [{"input_ids": ids}], "processing_class": cases.tokenizer(), "progress": False}
+    shape = {"num_samples": 16, "sequence_length": 16}
+    if beside:
+        training = {"recovery_steps": 30, "recovery_learning_rate": 0.01}
+        config = GradProbeConfig(sparsity=0.5, score="magnitude", **training, **shape)
+        result = prune_pretrained(cases.build(DENSE), config, calibration=str(text_file), **given)
+    else:
+        config = RecoveryConfig(steps=30, batch_size=4, learning_rate=0.01, held_out_samples=2, **shape)
+        result = recover_pretrained(half_pruned()[0], cases.build(DENSE), config, text=str(text_file), **given)
+    report = result.report
+    then, now = (found["divergence"]["kl"] for found in (report.recovery["before"], report.evaluation))
+    assert report.recovery["best_step"] > 0
+    assert now > then
+    (said,) = [one for one in report.warnings if "worse" in one]
+    assert said.endswith(
+        f"KL from the dense model {then:.4f} before, and {now:.4f} after. Train it on text that is like that, or on "
+        "more, or leave the recovery out."
+    )
+    assert said in caplog.text
+    result.save_pretrained(tmp_path / "out")
+    assert f"\n- {said}" in (tmp_path / "out" / "README.md").read_text()
+
+
 def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):
     options = {"sparsity": 0.5, "score": "magnitude", "num_samples": 4, "sequence_length": 16}
     recovery = {"recovery_steps": 4, "recovery_learning_rate": 5e-3}

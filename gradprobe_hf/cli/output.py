@@ -104,7 +104,7 @@ def print_recovery(report: Report, output: str) -> None:
         if metric := after["metric"]:
             scores = (metric["dense"], before["metric"]["pruned"], metric["pruned"])
             table.add_row(metric["title"], *(f"{one:.4f}" for one in scores))
-    held_out = [recovery["held_out"][str(step)] for step in (0, recovery["best_step"])]
+    held_out = recovery["held_out"]["0"], recovery["held_out_as_left"]
     kept_back = "text" if recovery["rows"] == "windows" else "rows"
     table.add_row(f"KL on held-out {kept_back}", "0", *(f"{value:.4f}" for value in held_out))
     _add_files(table, report.files, between=[""])

@@ -73,7 +73,8 @@ def recovery_of(
     rows, length = recovery.batch_size, config.window_length
     step = _Step.of(model, targets, rows, length, device)
     # Held-out rows are read by both models, which is half of what they take in training. There may be fewer of them.
-    measurements = 1 + -(-recovery.steps // recovery.distance)
+    # Before the training, in it, and of the model as it is left.
+    measurements = 2 + -(-recovery.steps // recovery.distance)
     held_out = measurements * recovery.held_out_samples / rows / 2
     return Training(
         recovery.steps,

@@ -28,6 +28,7 @@ from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.recovery.adapters import with_adapters
+from gradprobe_hf.recovery.divergence import divergence_as_left
 from gradprobe_hf.recovery.resuming import PREDICTIONS, checkpoint_to_resume, disk_errors, ended_state, seconds_until
 from gradprobe_hf.recovery.teacher import LiveTeacher, Teacher, Writing, written
 from gradprobe_hf.recovery.text import RecoveryText
@@ -51,6 +52,8 @@ from gradprobe_hf.training.lora import masked_adapters, merge_with_masks
 from gradprobe_hf.training.sparsity import SparsityCallback
 
 logger = logging.getLogger(__name__)
+
+LOST = 0.1  # of what training gained: where the model as it is stored has lost as much again, that is told
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,7 @@ class Trained:
         steps: that were taken.
         best_step: whose state was kept; 0: no step was better than none.
         held_out: step -> mean divergence on the held-out text there, in nats per token.
+        held_out_as_left: the same of the model that was handed back: in its own type, adapters folded in.
         tokens: that were trained on, those of several epochs as often.
         seconds: of all of them, in a run that was resumed those of the calls before, too.
     """
@@ -85,6 +89,7 @@ class Trained:
     steps: int
     best_step: int
     held_out: dict[int, float]
+    held_out_as_left: float
     tokens: int
     seconds: float
 
@@ -213,6 +218,9 @@ def distil(
             _stop_recomputing(student)
         best.load(trains)
         measured, steps = held_out(trainer.state.log_history), trainer.state.global_step
+    with memory_errors(place.stopwatch, remedies(config)), place.stopwatch("recovery"):
+        size = arguments.per_device_eval_batch_size
+        left = divergence_as_left(student, text, size, teacher, place.processes)
     chosen = best_step(measured)
     if chosen == 0:
         logger.warning(
@@ -220,8 +228,19 @@ def distil(
             "were. Try a lower learning_rate, or more text",
             measured[0],
         )
+    elif left - measured[chosen] > LOST * (measured[0] - measured[chosen]):
+        stored = str(student.dtype).removeprefix("torch.")
+        logger.warning(
+            "as it is stored, in %s, the model diverges by %.4f on the held-out text, where training measured %.4f and "
+            "began with %.4f. With %s less is lost by rounding",
+            stored,
+            left,
+            measured[chosen],
+            measured[0],
+            "bf16=False (--bf16 off)" if student.dtype == torch.float32 else "dtype=float32 (--dtype float32)",
+        )
     tokens = round(steps * config.batch_size * text.tokens / len(text.trained))
-    return Trained(steps, chosen, measured, tokens, place.stopwatch.seconds["recovery"])
+    return Trained(steps, chosen, measured, left, tokens, place.stopwatch.seconds["recovery"])
 
 
 @contextmanager

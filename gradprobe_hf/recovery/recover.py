@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from gradprobe_hf.recovery.result import (
     Taught,
     described,
     described_recovery,
+    made_worse,
     recovered_report,
     report_without_pruning,
     timings_of,
@@ -47,6 +49,8 @@ from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.runtime.processes import PATIENCE, join_processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.tasks.table import auto_classes
+
+logger = logging.getLogger(__name__)
 
 
 @plain_computation()
@@ -177,9 +181,12 @@ def recover_pretrained(
         with replaced(student.model, weights):
             section = described_recovery(trained, trained_on, config, taught, described(before, scores))
             measured = described(after, scores | scores_after)
+            found = recovered_report(report, student.model, section, measured_on, measured, stopwatch.seconds)
+            if (worse := made_worse(found)) is not None:
+                logger.warning(worse)
             result = RecoverResult(
                 student.model,
-                recovered_report(report, student.model, section, measured_on, measured, stopwatch.seconds),
+                found,
                 student.config,
                 config,
                 student.processing_class,

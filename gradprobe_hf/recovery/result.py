@@ -25,6 +25,8 @@ from gradprobe_hf.report.report import SPARSE, MatrixRow, Report
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.table import counted_as, task_for
 
+_WORSE = "Recovery made the model worse"  # how the warning begins
+
 
 @dataclass(frozen=True, repr=False)
 class RecoverResult(Savable):
@@ -125,7 +127,7 @@ def recovered_report(
         task = task_for(report.model.get("task"), type(model).__name__, model.config.is_encoder_decoder)
         row, term = ("windows", "tokens") if task is None else counted_as(task, evaluation)
         measured = {**evaluation.describe(), "rows": row, "term": term, **after}
-    return replace(
+    recovered = replace(
         report,
         matrices=rows,
         evaluation=measured,
@@ -134,6 +136,32 @@ def recovered_report(
         # With the seconds of the pruning goes its memory.
         memory=dict(report.memory) | higher(peak_memory(), report.memory),
         versions=versions(),
+    )
+    return told_if_worse(recovered)
+
+
+def told_if_worse(report: Report) -> Report:
+    """With a warning where the recovery led away from the dense model on what is measured; without an earlier one's."""
+    others = [said for said in report.warnings if not said.startswith(_WORSE)]
+    worse = made_worse(report)
+    return replace(report, warnings=others if worse is None else [*others, worse])
+
+
+def made_worse(report: Report) -> str | None:
+    """The warning; None where the model came nearer, or nothing was measured, or trained."""
+    recovery, after = report.recovery, report.evaluation
+    if recovery is None or after is None or (before := recovery["before"]) is None:
+        return None
+    if after["divergence"] is None:
+        what, then, now = "loss", before["pruned"]["loss"], after["pruned"]["loss"]
+    else:
+        what, then, now = "KL from the dense model", before["divergence"]["kl"], after["divergence"]["kl"]
+    if now <= then:
+        return None
+    kind = "text" if recovery["rows"] == "windows" else "data"
+    return (
+        f"{_WORSE} on {after['source']}: {what} {then:.4f} before, and {now:.4f} after. Train it on {kind} that is "
+        "like that, or on more, or leave the recovery out."
     )
 
 

@@ -41,14 +41,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
 from gradprobe_hf.config.recovery import RecoveryConfig
-from gradprobe_hf.evaluation.divergence_loss import SummedDivergence
 from gradprobe_hf.model.families import makes_random
 from gradprobe_hf.recovery.checks import check_dealt
+from gradprobe_hf.recovery.divergence import mean_divergence, summed_divergence
 from gradprobe_hf.recovery.teacher import Teacher
-from gradprobe_hf.recovery.text import COUNTED, NEXT_TOKENS, Layout, collated
+from gradprobe_hf.recovery.text import NEXT_TOKENS, Layout, Row, collated
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
-from gradprobe_hf.tasks.columns import IGNORED
 
 logger = logging.getLogger(__name__)
 
@@ -144,19 +143,9 @@ class RecoveryTrainer(Trainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         evaluating(self.model)
-        counted = (inputs[COUNTED] != IGNORED).flatten()
-        with torch.no_grad():
-            predicted = self.teacher.predictions(inputs)
-        # Not by `bf16` of the arguments: Accelerate would make float32 of all logits, which are the largest tensor of a
-        # step, and the loss does so of a few at a time.
-        # Without its cache of rounded weights. It is cleared where the outermost autocast ends, and there is one around
-        # all steps, `plain_computation`: every step would compute with the weights of before the first.
-        with torch.autocast(self.args.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=False):
-            logits = model(**self.layout.inputs(inputs), **self.layout.call).logits
-            logits = self.layout.flat(logits, inputs[COUNTED])
-        summed = SummedDivergence.apply(logits, predicted, counted)
+        summed, counted = summed_divergence(model, inputs, self.teacher, self.layout, bf16=self.bf16)
         # DDP takes the mean of the processes' gradients, of which the sum is wanted.
-        terms = counted.sum() if num_items_in_batch is None else num_items_in_batch
+        terms = counted if num_items_in_batch is None else num_items_in_batch
         loss = summed * (1 if num_items_in_batch is None else self.accelerator.num_processes) / terms
         return (loss, {}) if return_outputs else loss
 
@@ -189,19 +178,17 @@ class RecoveryTrainer(Trainer):
 
     @torch.no_grad()
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-        """The mean divergence of a prediction for the held-out rows, however batched and dealt to the processes.
+        """The mean divergence of a prediction for the held-out rows; Trainer's own counts some rows twice."""
 
-        Trainer's own is a mean over batches of their means, and counts a row twice where the processes' shares differ.
-        """
-        rows, size = self.eval_dataset, self.args.per_device_eval_batch_size
-        sums = torch.zeros(2, dtype=torch.float64)
-        for part in self.processes.mine([rows[first : first + size] for first in range(0, len(rows), size)]):
-            batch = self._prepare_inputs(self.data_collator(part))
-            terms = int((batch[COUNTED] != IGNORED).sum())
+        def summed(rows: list[Row]) -> tuple[Tensor, Tensor]:
+            evaluating(self.model)
+            batch = self._prepare_inputs(self.data_collator(rows))
             with self.compute_loss_context_manager():
-                sums += torch.tensor([float(self.compute_loss(self.model, batch)) * terms, terms])
-        total, terms = self.processes.sum_(sums).tolist()
-        return EvalLoopOutput(None, None, {HELD_OUT: total / terms}, len(rows))
+                return summed_divergence(self.model, batch, self.teacher, self.layout, bf16=self.bf16)
+
+        rows, size = self.eval_dataset, self.args.per_device_eval_batch_size
+        found = mean_divergence(rows, size, summed, self.processes)
+        return EvalLoopOutput(None, None, {HELD_OUT: found}, len(rows))
 
 
 class BestState(TrainerCallback):

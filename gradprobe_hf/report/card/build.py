@@ -95,6 +95,7 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
         recovery=recovery_paragraph(report),
         snippet=loading_snippet(report, where),
         versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
+        warnings=report.warnings,
     )
 
 

@@ -26,11 +26,18 @@ def recovery_paragraph(report: Report) -> str:
         f"What was minimised is the mean KL divergence of {_predictions(recovery, report.beside.whose)}, with AdamW at "
         f"a learning rate of {options['learning_rate']:g}. On {where} that were never trained on it went from "
         f"{first:.4f} to {best:.4f} nats per {'token' if of_text else 'prediction'}, at step {recovery['best_step']}, "
-        "whose state was kept.",
+        f"whose state was kept{_as_left(report)}.",
     ]
     if recovery["before"] is not None and report.evaluation is not None:
         said.append(_before(recovery["before"], report.evaluation, "text" if of_text else "data"))
     return " ".join(said)
+
+
+def _as_left(report: Report) -> str:
+    """What the model has of it as it is stored. A report of before that was measured has none."""
+    assert report.recovery is not None, "there was one"
+    value = report.recovery.get("held_out_as_left")
+    return "" if value is None else f"; as it is stored, in {report.model['dtype']}, the model has {value:.4f}"
 
 
 def _teacher(report: Report) -> str:
