@@ -20,7 +20,7 @@ from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.write import check_destination, check_writable
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.verbs import compare
-from gradprobe_hf.model.loading import processing
+from gradprobe_hf.model.loading import stored_files
 from gradprobe_hf.model.loading.load import load, load_config
 from gradprobe_hf.model.loading.processing import load_processing_class
 from tests import cases
@@ -312,7 +312,7 @@ def test_companions_on_the_hub_are_those_of_the_commit_that_was_loaded(source, t
         return str(source / file)
 
     monkeypatch.setattr(HfApi, "model_info", info)
-    monkeypatch.setattr(processing, "cached_file", cached)
+    monkeypatch.setattr(stored_files, "cached_file", cached)
     for folder, found in (("first", {*COMPANIONS}), ("second", set())):
         (tmp_path / folder).mkdir()
         copy_companions(tmp_path / folder, model)

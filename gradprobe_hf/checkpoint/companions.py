@@ -14,11 +14,10 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.own_files import is_companion
-from gradprobe_hf.model.loading.processing import stored_file
+from gradprobe_hf.model.loading.stored_files import stored_file
 
 logger = logging.getLogger(__name__)
 
-MODULES = "modules.json"  # of sentence-transformers
 _PATIENCE = 10.0  # seconds for the Hub's answer
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import PROCESSOR_NAME
 
-from gradprobe_hf.checkpoint.companions import MODULES, copy_companions
+from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.checkpoint.own_files import is_checkpoint, other_files, own_classes
 from gradprobe_hf.checkpoint.reloads import check_reloads
@@ -32,7 +32,9 @@ from gradprobe_hf.model.files.saving import save_in_shards
 from gradprobe_hf.model.files.shard_files import open_to_all
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading.load import CONFIG_KEY
-from gradprobe_hf.model.loading.processing import PROCESSOR_FILES, stored_file
+from gradprobe_hf.model.loading.pooling import MODULES
+from gradprobe_hf.model.loading.processing import PROCESSOR_FILES
+from gradprobe_hf.model.loading.stored_files import stored_file
 from gradprobe_hf.model.parameters import is_offloaded, parameter_bytes
 from gradprobe_hf.report.card.base_model import base_metadata
 from gradprobe_hf.report.card.build import build_card, build_recovered_card

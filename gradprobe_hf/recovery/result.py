@@ -25,7 +25,7 @@ from gradprobe_hf.report.report import SPARSE, MatrixRow, Report
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.table import counted_as, task_for
 
-_WORSE = "Recovery made the model worse"  # how the warning begins
+_WORSE = "Recovery made the model worse on"  # how the warning begins
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,7 +160,7 @@ def made_worse(report: Report) -> str | None:
         return None
     kind = "text" if recovery["rows"] == "windows" else "data"
     return (
-        f"{_WORSE} on {after['source']}: {what} {then:.4f} before, and {now:.4f} after. Train it on {kind} that is "
+        f"{_WORSE} {after['source']}: {what} {then:.4f} before, and {now:.4f} after. Train it on {kind} that is "
         "like that, or on more, or leave the recovery out."
     )
 

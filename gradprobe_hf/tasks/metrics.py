@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from math import hypot
+from operator import mul
 from typing import Any, Literal
 
-Compared = Literal["labels", "texts"]
+Compared = Literal["labels", "texts", "embeddings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +20,7 @@ class Metric:
 
     Attributes:
         function: all predictions and all references, in the same order -> the metric.
-        compares: whole numbers, or texts.
+        compares: whole numbers, texts, or lists of numbers.
         higher_is_better: False for an error rate.
         title: for a table.
         sentence: what it is, for the card.
@@ -94,6 +96,16 @@ def bleu(predictions: Sequence[str], references: Sequence[str]) -> float:
     return float(found["bleu"])
 
 
+def cosine(predictions: Sequence[Sequence[float]], references: Sequence[Sequence[float]]) -> float:
+    """The mean cosine of the angle between vectors, in [-1, 1].
+
+    >>> cosine([[1, 0], [2, 0]], [[3, 0], [0, 1]])
+    0.5
+    """
+    pairs = zip(predictions, references, strict=True)
+    return sum(sum(map(mul, a, b)) / (hypot(*a) * hypot(*b)) for a, b in pairs) / len(references)
+
+
 @cache
 def _bleu_script() -> Any:
     """Raises ValueError where the script is neither in the cache nor to be had."""
@@ -113,6 +125,12 @@ METRICS: dict[str, Metric] = {
         function=accuracy, compares="labels", title="accuracy", sentence="the share of predictions that are right"
     ),
     "f1": Metric(function=f1, compares="labels", title="F1", sentence="F1 of each class, averaged over the classes"),
+    "cosine": Metric(
+        function=cosine,
+        compares="embeddings",
+        title="cosine to the embeddings before",
+        sentence="the mean cosine of a text's embedding and the one that it had before anything was pruned",
+    ),
     "wer": Metric(
         function=word_error_rate,
         compares="texts",

@@ -21,6 +21,7 @@ from gradprobe_hf.tasks.columns import (
     find_label,
     find_pair,
 )
+from gradprobe_hf.tasks.embeddings import predicted_embeddings
 from gradprobe_hf.tasks.media_batches import classified_images, images_with_text, transcribed_speech
 from gradprobe_hf.tasks.metrics import METRICS, Compared, Metric
 from gradprobe_hf.tasks.predictions import (
@@ -42,6 +43,7 @@ class Task:
         name: as the Hub calls it; the pipeline tag of a card.
         auto_class: of transformers, that loads a model for it.
         mapping: of `transformers.models.auto.modeling_auto`: the classes that are for it.
+        among: further such mappings; only types of models that are in one of these, too. None: all.
         objective: as transformers names its losses; what the classes of such models end with.
         inputs: the kinds of column that go in.
         labels: names that a column of labels usually has; none: rows need no labels.
@@ -51,6 +53,7 @@ class Task:
             other data has to come as batches.
         prepared: what rows have to hold, where none but those that are prepared can be read; "": any.
         prepare: a batch of tokens -> what the model is called with, where those alone have no loss.
+        embeds: whether it is for the embeddings of texts, whose labels are the model's own.
         row: what the report calls a row.
         term: what the loss is a mean over.
         predict: model, batch and processing class -> predictions and references; None: no metric is known.
@@ -65,6 +68,7 @@ class Task:
     name: str
     auto_class: str
     mapping: str
+    among: tuple[str, ...] = ()
     objective: str
     inputs: tuple[ColumnKind, ...] = ()
     labels: tuple[str, ...] = ()
@@ -73,6 +77,7 @@ class Task:
     batch_of: Callable[[Sequence[Row], RowReader], dict[str, Any]] | None = None
     prepared: str = ""
     prepare: Callable[[Mapping[str, Any], RowReader], dict[str, Any]] | None = None
+    embeds: bool = False
     row: str = "examples"
     term: str = "examples"
     predict: Callable[[Any, Mapping[str, Any], Any], Predicted] | None = None
@@ -95,7 +100,9 @@ class Task:
         from transformers.models.auto import modeling_auto
 
         mapping: Mapping[str, str | tuple[str, ...]] = getattr(modeling_auto, self.mapping)
-        return frozenset(name for one in mapping.values() for name in ([one] if isinstance(one, str) else one))
+        types = set().union(*(getattr(modeling_auto, one) for one in self.among or (self.mapping,)))
+        found = [one for kind, one in mapping.items() if kind in types]
+        return frozenset(name for one in found for name in ([one] if isinstance(one, str) else one))
 
     @property
     def metrics(self) -> tuple[str, ...]:
@@ -235,6 +242,13 @@ _HEARS = Task(
     has_classes=True,
     default_metric="wer",
     snippet=_pipeline("automatic-speech-recognition", '"speech.wav"'),
+)
+
+# Types of models that read text.
+_OF_TEXT = (
+    "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
+    "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
 )
 
 # A class that several tasks know belongs to the first of them.
@@ -396,6 +410,21 @@ _ROWS = (
         row="images with text",
         term="images",
     ),
+    Task(
+        name="feature-extraction",
+        auto_class="AutoModel",
+        mapping="MODEL_MAPPING_NAMES",
+        among=_OF_TEXT,
+        objective="Model",
+        inputs=(TEXT,),
+        embeds=True,
+        row="texts",
+        term="texts",
+        predict=predicted_embeddings,
+        compares="embeddings",
+        default_metric="cosine",
+        snippet=_pipeline("feature-extraction", '"A text to embed.", return_tensors=True') + "  # of each token",
+    ),
 )
 # What the names begin with of what a batch has of images and recordings.
 _OF_MEDIA = ("pixel", "image", "video", "input_features", "input_values", "audio")
@@ -417,9 +446,9 @@ def task_of_class(class_name: str, is_encoder_decoder: bool = False) -> Task | N
     name = class_name.removeprefix("FSDP")  # FSDP2 prefixes the name of the class that it shards
     known = next((row for row in _ROWS if name in row.classes), None)
     if known is not None:
-        return known
-    # A class that transformers does not have is named as its own are.
-    alike = [row for row in _ROWS if name.endswith(row.objective)]
+        return None if known.embeds and is_encoder_decoder else known
+    # A class that transformers does not have is named as its own are. One without a head may be for anything.
+    alike = [row for row in _ROWS if name.endswith(row.objective) and not row.embeds]
     if is_encoder_decoder and _WRITES in alike:
         return _WRITES
     return next((row for row in alike if row.objective != _WRITES.objective), None)
@@ -449,10 +478,15 @@ def task_for(name: str | None, class_name: str, is_encoder_decoder: bool = False
     if name is None:
         return own
     plain = class_name.removeprefix("FSDP")
-    fits = [row for row in TASKS[name] if plain in row.classes or plain.endswith(row.objective)]
+    fits = [row for row in TASKS[name] if plain in row.classes or _is_named_for(row, plain)]
     if not fits:
         raise ValueError(
             f"task={name!r} is for models of {' or '.join(row.auto_class for row in TASKS[name])}, and this is a "
             f"{plain}" + (f" ({own.name})." if own else ".") + " Leave task unset, or load another class."
         )
     return fits[0]
+
+
+def _is_named_for(row: Task, class_name: str) -> bool:
+    """GPT2LMHeadModel has a head, whatever it ends with."""
+    return class_name.endswith(row.objective) and not (row.embeds and "Head" in class_name)

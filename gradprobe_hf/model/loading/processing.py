@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -14,9 +13,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME, cached_file
+from transformers.utils import FEATURE_EXTRACTOR_NAME, PROCESSOR_NAME, VIDEO_PROCESSOR_NAME
 
 from gradprobe_hf.model.loading.load import SOURCE_KWARGS
+from gradprobe_hf.model.loading.stored_files import stored_file
 
 logger = logging.getLogger(__name__)
 
@@ -76,20 +76,6 @@ def _warn_of_unread(model: PreTrainedModel, reason: str, source: dict[str, Any])
         logger.warning(
             "%s of %s cannot be used: %s. Its tokenizer alone is loaded.", named, model.name_or_path, reason.rstrip(".")
         )
-
-
-def stored_file(model: PreTrainedModel, file: str, **source: Any) -> Path | None:
-    """Where a file is that is stored beside a model; None where there is none, or nobody knows."""
-    name, commit = model.name_or_path, getattr(model.config, "_commit_hash", None)
-    if not name or (commit is None and not Path(name).is_dir()):
-        return None
-    where = {key: source[key] for key in ("subfolder", "cache_dir", "token", "local_files_only") if key in source}
-    try:
-        # At a commit, what is in the cache, or known not to be there, is not asked for over the network.
-        found = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False, **where)
-    except OSError:
-        return None
-    return None if found is None else Path(found)
 
 
 def is_empty(processing_class: Any) -> bool:

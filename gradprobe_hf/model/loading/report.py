@@ -10,6 +10,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from gradprobe_hf.model.loading.pooling import MODULES, is_for_embeddings
+
 logger = logging.getLogger(__name__)
 
 _NAMED = 5  # of a list of weights
@@ -43,6 +45,8 @@ def check_complete(
         raise ValueError(f"{what} have other sizes than config.json says: {_listed(other_sizes)}. {remedy}")
     if missing:
         others = f" It holds {len(unused)} others: {_listed(unused)}. Of another architecture?" if unused else ""
+        if is_for_embeddings(model):
+            others += f" Its {MODULES} says that it makes embeddings: load it with task='feature-extraction'."
         raise ValueError(f"{what} are not all there, {len(missing)} are missing: {_listed(missing)}.{others} {remedy}")
 
 

@@ -24,6 +24,7 @@ from gradprobe_hf.model.families import (
     without_cache,
 )
 from gradprobe_hf.tasks.columns import IGNORED
+from gradprobe_hf.tasks.embeddings import POOLING, embedding_inputs, embedding_loss
 from gradprobe_hf.tasks.row_reader import is_regression
 from gradprobe_hf.tasks.table import task_of_class
 
@@ -52,6 +53,8 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """
     if is_causal(model) and "input_ids" in batch:
         return _causal_loss(model, batch)
+    if POOLING in batch:
+        return embedding_loss(model, batch, **without_cache(model))
     # A key-value cache would be in memory for nothing, and a block that is recomputed would append to it again.
     with _WideLosses():
         output = model(**{**batch, **without_cache(model)})
@@ -134,11 +137,13 @@ def is_in_nats(model: PreTrainedModel) -> bool:
     if is_causal(model):
         return True
     task = task_of_class(type(model).__name__, model.config.is_encoder_decoder)
-    return task is not None and not (task.one_label and is_regression(model.config))
+    return task is not None and not task.embeds and not (task.one_label and is_regression(model.config))
 
 
 def forward_only(model: PreTrainedModel, batch: Batch) -> Any:
     """A forward pass for what happens on the way, and its output: no loss and no key-value cache."""
+    if POOLING in batch:
+        return model(**embedding_inputs(batch), **without_cache(model))
     # An encoder-decoder makes its decoder's inputs from the labels; any other model would only compute a loss.
     unused = () if model.config.is_encoder_decoder else ("labels",)
     return model(**{name: value for name, value in batch.items() if name not in unused}, **without_cache(model))

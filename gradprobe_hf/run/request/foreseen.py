@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.config.derived import LEAST_DAMPING
 from gradprobe_hf.data.batches import SHARED, shared_passages, shared_rows
 from gradprobe_hf.model.families import is_causal, without_cache
+from gradprobe_hf.model.loading.pooling import MODULES, is_for_embeddings
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import labels_of, summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode
@@ -31,7 +32,8 @@ APART = 0.01  # relative, of two losses: nearer ones are the same, rounded other
 
 def foreseen_warnings(context: RunContext) -> list[str]:
     """What a report says of the data and the model; logged, too."""
-    found = [*_about_data(context), *_about_media(context), *_about_tokens(context), *_about_own_loss(context)]
+    found = [*_about_data(context), *_about_media(context), *_about_embeddings(context)]
+    found += [*_about_tokens(context), *_about_own_loss(context)]
     found += about_own_maps(context.model, context.config)
     for warning in found:
         logger.warning(warning)
@@ -60,6 +62,17 @@ def _about_media(context: RunContext) -> list[str]:
     return [
         f"The calibration is text alone, and a {type(context.model).__name__} reads {media}, too: what it loses there "
         f"is neither calibrated on nor measured on text. Calibrate on {media} with text, if it is for those."
+    ]
+
+
+def _about_embeddings(context: RunContext) -> list[str]:
+    """Where what makes embeddings is stored as a language model, and loaded as one: Qwen3-Embedding, say."""
+    task = context.task
+    if task is None or task.embeds or context.loss_fn is not None or not is_for_embeddings(context.model):
+        return []
+    return [
+        f"The {MODULES} beside the model says that it makes embeddings, and it is pruned for {task.name}: give "
+        "task='feature-extraction', and it is loaded and measured for those."
     ]
 
 

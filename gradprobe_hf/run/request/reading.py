@@ -86,13 +86,15 @@ class Reading:
         """
         if is_plain_text(source):
             check_reads_text(self.model, part)
+        # A loss of the user's own is called with the text alone.
+        task = None if self.has_own_loss and self.task is not None and self.task.embeds else self.task
         return load_batches(
             source,
             windows,
             part=part,
             model=self.model,
             processing_class=self.processing_class,
-            task=TaskOptions(self.task, self.config.label_column, most),
+            task=TaskOptions(task, self.config.label_column, most),
             writing=self.writing,
             is_alone=self.evaluates_alone,
             progress=self.progress,

@@ -1,0 +1,61 @@
+"""Embeddings of texts: what a model without a head makes of them, and a loss that says how far they have moved.
+
+    e = normalised sum_t pooling[t] hidden[t]        loss = 1/2 sum_rows |e - y|^2
+
+Where y is of length one, too, a row's loss is 1 - cos(e, y). A batch has y as `labels` `[rows, hidden]`, and under
+`POOLING` what each token weighs in its row, `[rows, tokens]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+POOLING = "pooling"
+Pooling = Literal["mean", "cls", "last"]
+
+
+def pooling_weights(how: Pooling, mask: Tensor) -> Tensor:
+    """`[rows, tokens]`, of rows that are padded on either side; those of a row add up to one.
+
+    >>> pooling_weights("mean", torch.tensor([[1, 1, 0, 0]])), pooling_weights("last", torch.tensor([[1, 1, 0, 0]]))
+    (tensor([[0.5000, 0.5000, 0.0000, 0.0000]]), tensor([[0., 1., 0., 0.]]))
+    """
+    there = mask.float()
+    if how == "mean":
+        return there / there.sum(1, keepdim=True)
+    place = there.argmax(1) if how == "cls" else there.shape[1] - 1 - there.flip(1).argmax(1)
+    return torch.zeros_like(there).scatter_(1, place[:, None], 1.0)
+
+
+def embedded(model: Any, batch: Mapping[str, Any], **call: Any) -> Tensor:
+    """`[rows, hidden]`, each of length one, in float32 at least.
+
+    Args:
+        call: what the model is called with beside the batch.
+    """
+    hidden = model(**embedding_inputs(batch), **call).last_hidden_state
+    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+    weights = batch[POOLING].to(hidden)
+    return F.normalize((weights[:, None] @ hidden)[:, 0], dim=-1)
+
+
+def embedding_loss(model: Any, batch: Mapping[str, Any], **call: Any) -> tuple[Tensor, Tensor]:
+    """The loss, summed over the rows, and how many they are: two scalars."""
+    found = embedded(model, batch, **call)
+    distance = found - batch["labels"].to(found)
+    return distance.square().sum() / 2, torch.tensor(len(found), device=found.device)
+
+
+def embedding_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What the model is called with."""
+    return {name: value for name, value in batch.items() if name not in ("labels", POOLING)}
+
+
+def predicted_embeddings(model: Any, batch: Mapping[str, Any], _: Any) -> tuple[list[Any], list[Any]]:
+    """The embeddings of a batch, and those that they should be."""
+    return embedded(model, batch).tolist(), batch["labels"].tolist()

@@ -1,0 +1,258 @@
+"""Models that make embeddings: pooled as their files say, calibrated and measured by how far those move."""
+
+from __future__ import annotations
+
+import json
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModel, BertConfig, BertModel, LlamaConfig, LlamaModel, ViTConfig, ViTModel
+
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.data.batches import from_rows
+from gradprobe_hf.data.embedding_labels import MOVED, with_embeddings
+from gradprobe_hf.model.loading.pooling import pooling_of
+from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.tasks.embeddings import POOLING, embedded, pooling_weights
+from gradprobe_hf.tasks.table import task_for, task_of_class
+from tests import cases
+
+SIZES = {
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 260,
+}
+OPTIONS = {"sparsity": 0.5, "num_samples": 6, "sequence_length": 24, "batch_size": 3}
+MEAN, CLS = (
+    {f"pooling_mode_{name}": name == one for name in ("cls_token", "mean_tokens")}
+    for one in ("mean_tokens", "cls_token")
+)
+
+
+def encoder(dtype=torch.float32):
+    torch.manual_seed(0)
+    model = BertModel(BertConfig(**SIZES, max_position_embeddings=64)).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:  # as initialised, all texts have nearly the same embedding
+                parameter.mul_(10)
+    return model
+
+
+def saved(folder, model=None, pooling=None, architecture=None):
+    """A checkpoint, with sentence-transformers' files where it has a pooling."""
+    model = model or encoder()
+    model.save_pretrained(folder)
+    cases.tokenizer().save_pretrained(folder)
+    if pooling is not None:
+        modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")]
+        listed = [{"path": path, "type": f"sentence_transformers.models.{name}"} for path, name in modules]
+        (folder / "modules.json").write_text(json.dumps(listed))
+        (folder / "1_Pooling").mkdir()
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    if architecture is not None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "architectures": [architecture]}))
+    return str(folder)
+
+
+def rows(lengths=(9, 5, 7, 9), batch_size=4):
+    generator = torch.Generator().manual_seed(3)
+    ids = [{"input_ids": torch.randint(4, 260, (length,), generator=generator)} for length in lengths]
+    return from_rows(ids, batch_size, 0, source="rows", protocol="rows")
+
+
+def embedding(model, ids, how="mean"):
+    """Of one text without padding, restated."""
+    hidden = model(input_ids=ids[None]).last_hidden_state[0]
+    return F.normalize({"mean": hidden.mean(0), "cls": hidden[0], "last": hidden[-1]}[how], dim=0)
+
+
+@pytest.mark.parametrize("how", ["mean", "cls", "last"])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_padding_is_no_part_of_an_embedding(how, side):
+    model, texts = encoder(torch.float64), [torch.tensor([7, 9, 11]), torch.tensor([5, 6, 7, 8, 9])]
+    short = F.pad(texts[0], (0, 2) if side == "right" else (2, 0))
+    mask = torch.tensor([[1, 1, 1, 0, 0] if side == "right" else [0, 0, 1, 1, 1], [1] * 5])
+    places = (mask.cumsum(1) - 1).clamp_min(0)
+    batch = {"input_ids": torch.stack([short, texts[1]]), "attention_mask": mask, "position_ids": places}
+    found = embedded(model, {**batch, POOLING: pooling_weights(how, mask)})
+    torch.testing.assert_close(found, torch.stack([embedding(model, text, how) for text in texts]))
+
+
+def test_labels_to_measure_by_are_the_models_own_and_the_loss_is_how_far_they_moved():
+    dense, pruned = encoder(torch.float64), encoder(torch.float64)
+    with torch.no_grad():
+        pruned.encoder.layer[0].intermediate.dense.weight.mul_(0.5)
+    (batch,) = with_embeddings(rows(), dense, moved_by=None)
+    assert summed_loss(dense, batch)[0] < 1e-12
+    loss, terms = summed_loss(pruned, batch)
+    texts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+    wanted = sum(1 - embedding(dense, text) @ embedding(pruned, text) for text in texts)
+    torch.testing.assert_close(loss, wanted)
+    assert terms == 4
+    assert wanted > 0.01
+
+
+def test_gradients_are_those_of_the_embedding_along_what_the_labels_moved_by():
+    model = encoder(torch.float64)
+    (moved,), (own,) = (with_embeddings(rows(), model, moved_by=seed) for seed in (5, None))
+    weight = model.encoder.layer[1].attention.output.dense.weight
+    (found,) = torch.autograd.grad(summed_loss(model, moved)[0], weight)
+    noise, wanted = (moved["labels"] - own["labels"]), 0
+    assert noise.std() == pytest.approx(MOVED, rel=0.2)
+    for ids, mask, moved_by in zip(own["input_ids"], own["attention_mask"], noise, strict=True):
+        wanted = wanted - torch.autograd.grad(embedding(model, ids[mask.bool()]) @ moved_by, weight)[0]
+    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
+
+
+def test_labels_do_not_depend_on_how_rows_are_batched():
+    whole, single = (with_embeddings(rows(batch_size=n), encoder(torch.float64), moved_by=1) for n in (4, 1))
+    assert torch.allclose(torch.cat([one["labels"] for one in whole]), torch.cat([one["labels"] for one in single]))
+
+
+@pytest.mark.parametrize(
+    ("pooling", "how"),
+    [(MEAN, "mean"), (CLS, "cls"), ({"pooling_mode": "lasttoken"}, "last"), ({"pooling_mode_lasttoken": True}, "last")],
+)
+def test_pooling_is_what_the_files_say(pooling, how, tmp_path):
+    name = saved(tmp_path, pooling=pooling)
+    assert pooling_of(AutoModel.from_pretrained(name)) == how
+
+
+@pytest.mark.parametrize(
+    "pooling", [{"pooling_mode_max_tokens": True}, MEAN | CLS | {"pooling_mode_mean_tokens": True}]
+)
+def test_other_poolings_are_refused_before_any_work(pooling, text_file, tmp_path):
+    name = saved(tmp_path / "model", pooling=pooling)
+    with pytest.raises(ValueError, match=r"makes a text's embedding by pooling_mode_.*give a loss_fn"):
+        prune_pretrained(name, GradProbeConfig(**OPTIONS), calibration=str(text_file), progress=False)
+
+
+@pytest.mark.parametrize("placed", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("preset", ["fast", "best"])
+def test_what_is_measured_is_what_the_checkpoint_computes(preset, placed, text_file, other_text_file, tmp_path):
+    name, out = saved(tmp_path / "model", pooling=CLS), tmp_path / "out"
+    arguments = ["prune", name, "--output", str(out), "--preset", preset, "--sparsity", "0.5", "--num-samples", "6"]
+    arguments += ["--sequence-length", "24", "--calibration", str(text_file), "--evaluation", str(other_text_file)]
+    assert main([*arguments, "--quiet", *(["--device-map", "disk"] if placed == "disk" else [])]) == 0
+    report, dense, pruned = Report.load(out), AutoModel.from_pretrained(name), AutoModel.from_pretrained(out)
+    inside = [one for name, one in pruned.named_parameters() if name.startswith("encoder.layer") and one.ndim == 2]
+    assert report.zeros == report.weights // 2 == sum(int((one == 0).sum()) for one in inside)
+    assert report.model["task"] == "feature-extraction"
+    measured = report.evaluation
+    assert (measured["dense"]["loss"], measured["metric"]["dense"]) == (0.0, pytest.approx(1.0))
+    assert 0.001 < 1 - measured["metric"]["pruned"] == pytest.approx(measured["pruned"]["loss"], rel=1e-3)
+    assert not report.in_nats
+    text = cases.tokenizer()(other_text_file.read_text(), return_tensors="pt", add_special_tokens=False).input_ids[0]
+    windows = text[: len(text) // 24 * 24].view(-1, 24)
+    each = [1 - embedding(dense.eval(), one, "cls") @ embedding(pruned.eval(), one, "cls") for one in windows]
+    assert min(each) < measured["pruned"]["loss"] < max(each)
+    if len(windows) <= 20:
+        assert measured["pruned"]["loss"] == pytest.approx(float(sum(each) / len(each)), rel=1e-3)
+    card = (out / "README.md").read_text()
+    assert "pipeline_tag: feature-extraction" in card
+    assert "| cosine to the embeddings before | 1.0000 |" in card
+    assert (out / "1_Pooling" / "config.json").is_file()
+
+
+def test_gradients_choose_better_than_chance(text_file, other_text_file):
+    given = {"calibration": str(text_file), "evaluation": str(other_text_file), "processing_class": cases.tokenizer()}
+    losses = {
+        score: prune_pretrained(
+            encoder(), GradProbeConfig(**OPTIONS, score=score), **given, progress=False
+        ).report.evaluation["pruned"]["loss"]
+        for score in ("fisher", "random")
+    }
+    assert losses["fisher"] < 0.8 * losses["random"]
+
+
+def test_a_decoder_without_its_head_is_measured_on_the_manual_by_default():
+    torch.manual_seed(0)
+    model = LlamaModel(LlamaConfig(**SIZES, max_position_embeddings=64))
+    result = prune_pretrained(model, GradProbeConfig(**OPTIONS), processing_class=cases.tokenizer(), progress=False)
+    assert result.report.evaluation["source"].startswith("pydoc (evaluation part)")
+    assert result.report.evaluation["protocol"].endswith("the loss is 1 - cos to the dense model's")
+
+
+def test_a_loss_of_the_users_own_is_called_with_the_text_alone(text_file):
+    names = set()
+
+    def loss(model, batch):
+        names.update(batch)
+        return model(**batch).pooler_output.square().sum()
+
+    given = {"calibration": str(text_file), "evaluation": str(text_file), "processing_class": cases.tokenizer()}
+    prune_pretrained(encoder(), GradProbeConfig(**OPTIONS), **given, loss_fn=loss, progress=False)
+    assert names == {"input_ids"}
+
+
+def test_evaluate_measures_beside_the_dense_model_and_not_alone(text_file, other_text_file, tmp_path, capsys):
+    name, out = saved(tmp_path / "model"), tmp_path / "out"
+    result = prune_pretrained(
+        name, GradProbeConfig(**OPTIONS), calibration=str(text_file), evaluation=str(other_text_file), progress=False
+    )
+    result.save_pretrained(out)
+    asked = [
+        "evaluate",
+        str(out),
+        "--data",
+        str(other_text_file),
+        "--sequence-length",
+        "24",
+        "--batch-size",
+        "3",
+        "--json",
+        "--quiet",
+    ]
+    assert main([*asked, "--against", name]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["loss"] == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-4)
+    assert found["metric"]["pruned"] == pytest.approx(result.report.evaluation["metric"]["pruned"], rel=1e-4)
+    assert main(asked) == 1
+    assert "name the dense one with --against" in " ".join(capsys.readouterr().err.split())
+
+
+def test_what_makes_embeddings_and_is_stored_as_a_language_model_is_told(text_file, tmp_path, caplog):
+    given = {"calibration": str(text_file), "evaluation": False, "progress": False}
+    name = saved(tmp_path / "whole", cases.build("llama"), MEAN)
+    with caplog.at_level(logging.WARNING):
+        prune_pretrained(name, GradProbeConfig(**OPTIONS), **given)
+    assert "says that it makes embeddings, and it is pruned for text-generation" in caplog.text
+    result = prune_pretrained(name, GradProbeConfig(**OPTIONS, task="feature-extraction"), **given)
+    assert type(result.model) is LlamaModel
+    bare = saved(tmp_path / "bare", pooling=MEAN, architecture="BertForMaskedLM")
+    with pytest.raises(ValueError, match="makes embeddings: load it with task='feature-extraction'"):
+        prune_pretrained(bare, GradProbeConfig(**OPTIONS), **given)
+
+
+def test_a_recovery_is_refused_with_what_can_be_done(text_file, tmp_path):
+    dense, options = (
+        encoder(),
+        {"calibration": str(text_file), "processing_class": cases.tokenizer(), "progress": False},
+    )
+    with pytest.raises(ValueError, match="recovery_steps=5 compares predictions of one token or class"):
+        prune_pretrained(encoder(), GradProbeConfig(**OPTIONS, recovery_steps=5), **options)
+    pruned = prune_pretrained(encoder(), GradProbeConfig(**OPTIONS), **options).model
+    with pytest.raises(ValueError, match=r"a BertModel makes others\. Fine-tune it"):
+        recover_pretrained(pruned, dense, RecoveryConfig(steps=2), text=str(text_file), progress=False)
+
+
+def test_only_models_that_read_text_are_for_it():
+    assert task_of_class("BertModel").name == task_of_class("Qwen3Model").name == "feature-extraction"
+    assert task_of_class("BartModel", is_encoder_decoder=True) is None
+    assert task_of_class("ViTModel") is None
+    assert task_of_class("OwnForecastModel") is None
+    assert task_for("feature-extraction", "OwnTextModel").embeds
+    for name in ("GPT2LMHeadModel", "BertForMaskedLM"):
+        with pytest.raises(ValueError, match="task='feature-extraction' is for models of AutoModel"):
+            task_for("feature-extraction", name)
+    model = ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
+    with pytest.raises(ValueError, match="does not read plain text, but images"):
+        prune_pretrained(model, GradProbeConfig(sparsity=0.5, task="feature-extraction"), calibration="pydoc")
