@@ -14,12 +14,16 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.data.batches import from_rows
 from gradprobe_hf.data.embedding_labels import MOVED, with_embeddings
+from gradprobe_hf.estimation.passes import cost_of_batch
+from gradprobe_hf.estimation.watch import Watch
+from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.loading.pooling import pooling_of
 from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.tasks.embeddings import POOLING, embedded, pooling_weights
 from gradprobe_hf.tasks.table import task_for, task_of_class
-from tests import cases
+from tests import cases, labelled
 
 SIZES = {
     "hidden_size": 16,
@@ -181,6 +185,14 @@ def test_a_decoder_without_its_head_is_measured_on_the_manual_by_default():
     assert result.report.evaluation["protocol"].endswith("the loss is 1 - cos to the dense model's")
 
 
+def test_a_masked_language_model_is_measured_there_too():
+    result = prune_pretrained(
+        cases.build("bert"), GradProbeConfig(**OPTIONS), processing_class=labelled.tokenizer(), progress=False
+    )
+    assert result.report.evaluation["source"].startswith("pydoc (evaluation part)")
+    assert "masked" in result.report.evaluation["protocol"]
+
+
 def test_a_loss_of_the_users_own_is_called_with_the_text_alone(text_file):
     names = set()
 
@@ -256,3 +268,14 @@ def test_only_models_that_read_text_are_for_it():
     model = ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
     with pytest.raises(ValueError, match="does not read plain text, but images"):
         prune_pretrained(model, GradProbeConfig(sparsity=0.5, task="feature-extraction"), calibration="pydoc")
+
+
+def test_its_passes_are_estimated_as_they_are():
+    model = skeleton(encoder().config, BertModel)
+    found = cost_of_batch(model, find_targets(model), 4, 9, device=torch.device("cpu"))
+    real = encoder()
+    (batch,) = with_embeddings(rows((9, 9, 9, 9)), real, moved_by=0)
+    with Watch([*real.parameters(), *real.buffers(), *batch.values()]) as watch:
+        summed_loss(real, batch)[0].backward()
+    assert found.simulated
+    assert found.flops == pytest.approx(watch.flops, rel=0.1)

@@ -22,6 +22,7 @@ from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights,
 from gradprobe_hf.estimation.machine import compute_device
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, gradients_required, recomputed_blocks
 from gradprobe_hf.estimation.watch import Watch
+from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import sample_batch, without_cache
 from gradprobe_hf.model.fsdp import plain_class
 from gradprobe_hf.model.loading.load import skeleton
@@ -30,6 +31,8 @@ from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode, frozen
 from gradprobe_hf.model.passes.upcast import native_products, upcast_products
 from gradprobe_hf.model.targets import Target, find_targets, is_routed
+from gradprobe_hf.tasks.embeddings import POOLING, embedding_inputs
+from gradprobe_hf.tasks.table import task_of_class
 
 logger = logging.getLogger(__name__)
 
@@ -127,10 +130,21 @@ def cost_of_batch(
     device = device or compute_device()
     rows = 1 if is_routed(targets) else batch_size
     try:
-        return _simulated(model, targets, sample_batch(model, rows, sequence_length), checkpoint, backward, device)
+        return _simulated(model, targets, _batch(model, rows, sequence_length), checkpoint, backward, device)
     except Exception as error:  # whatever an architecture does that needs data: a rough figure is better than none
         logger.debug("%s cannot be run on the meta device: %s", type(model).__name__, error)
         return by_formula(model, targets, rows, sequence_length, checkpoint=checkpoint, backward=backward)
+
+
+def _batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, Tensor]:
+    """A batch that there is a loss for."""
+    found = sample_batch(model, rows, length)
+    task = task_of_class(type(model).__name__, model.config.is_encoder_decoder)
+    if task is None or not task.embeds:
+        return found
+    wide = text_attribute(model.config, "hidden_size", 1)
+    shapes = {"labels": (rows, wide), POOLING: (rows, length)}
+    return found | {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
 def by_formula(
@@ -178,7 +192,7 @@ def _simulated(
         stack.enter_context(upcast_products(model, device=device))
         if not backward:
             with torch.no_grad():
-                model(**batch, **without_cache(model))
+                model(**(embedding_inputs(batch) if POOLING in batch else batch), **without_cache(model))
             return PassCost(0, watch.peak, watch.flops, watch.heap_peak)
         with torch.enable_grad():
             loss, _ = summed_loss(model, batch)
