@@ -13,7 +13,7 @@ from transformers import AutoModel, BertConfig, BertModel, LlamaConfig, LlamaMod
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.data.batches import from_rows
-from gradprobe_hf.data.embedding_labels import MOVED, with_embeddings
+from gradprobe_hf.data.embedding_labels import SPREAD, with_embeddings
 from gradprobe_hf.estimation.passes import cost_of_batch
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.model.loading.load import skeleton
@@ -21,7 +21,7 @@ from gradprobe_hf.model.loading.pooling import pooling_of
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.report import Report
-from gradprobe_hf.tasks.embeddings import POOLING, embedded, pooling_weights
+from gradprobe_hf.tasks.embeddings import DIRECTION, POOLING, embedded, pooling_weights
 from gradprobe_hf.tasks.table import task_for, task_of_class
 from tests import cases, labelled
 
@@ -33,10 +33,8 @@ SIZES = {
     "vocab_size": 260,
 }
 OPTIONS = {"sparsity": 0.5, "num_samples": 6, "sequence_length": 24, "batch_size": 3}
-MEAN, CLS = (
-    {f"pooling_mode_{name}": name == one for name in ("cls_token", "mean_tokens")}
-    for one in ("mean_tokens", "cls_token")
-)
+MEAN = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True}
+CLS = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}
 
 
 def encoder(dtype=torch.float32):
@@ -94,7 +92,7 @@ def test_labels_to_measure_by_are_the_models_own_and_the_loss_is_how_far_they_mo
     dense, pruned = encoder(torch.float64), encoder(torch.float64)
     with torch.no_grad():
         pruned.encoder.layer[0].intermediate.dense.weight.mul_(0.5)
-    (batch,) = with_embeddings(rows(), dense, moved_by=None)
+    (batch,) = with_embeddings(rows(), dense, seed=0)
     assert summed_loss(dense, batch)[0] < 1e-12
     loss, terms = summed_loss(pruned, batch)
     texts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
@@ -104,26 +102,35 @@ def test_labels_to_measure_by_are_the_models_own_and_the_loss_is_how_far_they_mo
     assert wanted > 0.01
 
 
-def test_gradients_are_those_of_the_embedding_along_what_the_labels_moved_by():
+def test_gradients_are_those_of_the_embedding_along_a_random_direction():
     model = encoder(torch.float64)
-    (moved,), (own,) = (with_embeddings(rows(), model, moved_by=seed) for seed in (5, None))
+    (batch,) = with_embeddings(rows(), model, seed=5)
     weight = model.encoder.layer[1].attention.output.dense.weight
-    (found,) = torch.autograd.grad(summed_loss(model, moved)[0], weight)
-    noise, wanted = (moved["labels"] - own["labels"]), 0
-    assert noise.std() == pytest.approx(MOVED, rel=0.2)
-    for ids, mask, moved_by in zip(own["input_ids"], own["attention_mask"], noise, strict=True):
-        wanted = wanted - torch.autograd.grad(embedding(model, ids[mask.bool()]) @ moved_by, weight)[0]
+    loss, _ = summed_loss(model, batch)
+    assert loss < 1e-12
+    (found,) = torch.autograd.grad(loss, weight)
+    assert batch[DIRECTION].std() == pytest.approx(SPREAD, rel=0.2)
+    wanted = 0
+    for ids, mask, along in zip(batch["input_ids"], batch["attention_mask"], batch[DIRECTION], strict=True):
+        wanted = wanted + torch.autograd.grad(embedding(model, ids[mask.bool()]) @ along.double(), weight)[0]
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-9)
 
 
 def test_labels_do_not_depend_on_how_rows_are_batched():
-    whole, single = (with_embeddings(rows(batch_size=n), encoder(torch.float64), moved_by=1) for n in (4, 1))
-    assert torch.allclose(torch.cat([one["labels"] for one in whole]), torch.cat([one["labels"] for one in single]))
+    whole, single = (with_embeddings(rows(batch_size=n), encoder(torch.float64), seed=1) for n in (4, 1))
+    for name in ("labels", DIRECTION):
+        assert torch.allclose(torch.cat([one[name] for one in whole]), torch.cat([one[name] for one in single]))
 
 
 @pytest.mark.parametrize(
     ("pooling", "how"),
-    [(MEAN, "mean"), (CLS, "cls"), ({"pooling_mode": "lasttoken"}, "last"), ({"pooling_mode_lasttoken": True}, "last")],
+    [
+        (MEAN, "mean"),
+        (CLS, "cls"),
+        ({"pooling_mode": "lasttoken"}, "last"),
+        ({"pooling_mode": ["cls"]}, "cls"),
+        ({"pooling_mode_lasttoken": True}, "last"),
+    ],
 )
 def test_pooling_is_what_the_files_say(pooling, how, tmp_path):
     name = saved(tmp_path, pooling=pooling)
@@ -185,6 +192,19 @@ def test_a_decoder_without_its_head_is_measured_on_the_manual_by_default():
     assert result.report.evaluation["protocol"].endswith("the loss is 1 - cos to the dense model's")
 
 
+def test_what_nobody_asked_to_measure_is_left_out_where_it_cannot_be(tmp_path):
+    name = saved(tmp_path, pooling={"pooling_mode_max_tokens": True})
+    result = prune_pretrained(name, GradProbeConfig(sparsity=0.5, score="magnitude"), progress=False)
+    assert result.report.evaluation is None
+
+
+def test_a_method_that_takes_no_loss_makes_no_embeddings_to_calibrate(text_file, tmp_path):
+    name = saved(tmp_path, pooling={"pooling_mode_max_tokens": True})
+    given = {"calibration": str(text_file), "evaluation": False, "progress": False}
+    report = prune_pretrained(name, GradProbeConfig(**OPTIONS, score="wanda"), **given).report
+    assert "embedding" not in report.calibration["protocol"]
+
+
 def test_a_masked_language_model_is_measured_there_too():
     result = prune_pretrained(
         cases.build("bert"), GradProbeConfig(**OPTIONS), processing_class=labelled.tokenizer(), progress=False
@@ -228,7 +248,7 @@ def test_evaluate_measures_beside_the_dense_model_and_not_alone(text_file, other
     assert found["loss"] == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-4)
     assert found["metric"]["pruned"] == pytest.approx(result.report.evaluation["metric"]["pruned"], rel=1e-4)
     assert main(asked) == 1
-    assert "name the dense one with --against" in " ".join(capsys.readouterr().err.split())
+    assert "name the dense model with --against" in " ".join(capsys.readouterr().err.split())
 
 
 def test_what_makes_embeddings_and_is_stored_as_a_language_model_is_told(text_file, tmp_path, caplog):
@@ -274,7 +294,7 @@ def test_its_passes_are_estimated_as_they_are():
     model = skeleton(encoder().config, BertModel)
     found = cost_of_batch(model, find_targets(model), 4, 9, device=torch.device("cpu"))
     real = encoder()
-    (batch,) = with_embeddings(rows((9, 9, 9, 9)), real, moved_by=0)
+    (batch,) = with_embeddings(rows((9, 9, 9, 9)), real, seed=0)
     with Watch([*real.parameters(), *real.buffers(), *batch.values()]) as watch:
         summed_loss(real, batch)[0].backward()
     assert found.simulated

@@ -20,7 +20,6 @@ from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.embedding_labels import with_embeddings
 from gradprobe_hf.data.sources import Source, columns_of, is_streamed, shuffled
 from gradprobe_hf.data.text.packing import WindowSpec, held_out_words
-from gradprobe_hf.data.text.pydoc_text import Part
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text
@@ -147,12 +146,11 @@ class Labels:
         _check_text_options(self.spec)
         return self._read(opened)
 
-    def of_windows(self, found: Batches, part: Part) -> Batches:
+    def of_windows(self, found: Batches) -> Batches:
         """Windows as the task needs them: with masked tokens, or the model's embeddings, as labels."""
         prepare = self.spec.task.prepare
-        if self.spec.task.embeds and not any("labels" in batch for batch in found):
-            is_measured = part == "evaluation" or self.spec.behind
-            return with_embeddings(found, self.model, moved_by=None if is_measured else self.spec.seed)
+        if self.spec.task.embeds:  # whatever labels the rows have: those of tokens, of a chat say
+            return with_embeddings(found, self.model, self.spec.seed)
         if prepare is None or any("labels" in batch for batch in found):
             return found
         reader = self._reader((), None, ())

@@ -104,7 +104,7 @@ def load_batches(
         return Batches.none()  # nothing is left to hold out
     pad = getattr(tokenizer_of(processing_class), "pad_token_id", None) or 0  # any id will do: padding is masked
     found = from_rows(drawn.rows, windows.batch_size, pad, **drawn.described())
-    return found if labels is None else labels.of_windows(found, part)
+    return found if labels is None else labels.of_windows(found)
 
 
 def _is_self(source: Any) -> bool:

@@ -31,7 +31,7 @@ from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode, frozen
 from gradprobe_hf.model.passes.upcast import native_products, upcast_products
 from gradprobe_hf.model.targets import Target, find_targets, is_routed
-from gradprobe_hf.tasks.embeddings import POOLING, embedding_inputs
+from gradprobe_hf.tasks.embeddings import DIRECTION, POOLING, embedding_inputs
 from gradprobe_hf.tasks.table import task_of_class
 
 logger = logging.getLogger(__name__)
@@ -143,7 +143,7 @@ def _batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, Tensor]:
     if task is None or not task.embeds:
         return found
     wide = text_attribute(model.config, "hidden_size", 1)
-    shapes = {"labels": (rows, wide), POOLING: (rows, length)}
+    shapes = {"labels": (rows, wide), DIRECTION: (rows, wide), POOLING: (rows, length)}
     return found | {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 

@@ -1,9 +1,13 @@
 """Embeddings of texts: what a model without a head makes of them, and a loss that says how far they have moved.
 
-    e = normalised sum_t pooling[t] hidden[t]        loss = 1/2 sum_rows |e - y|^2
+    e = normalised sum_t pooling[t] hidden[t]        loss = 1/2 sum_rows |e - y|^2 = sum_rows 1 - cos(e, y)
 
-Where y is of length one, too, a row's loss is 1 - cos(e, y). A batch has y as `labels` `[rows, hidden]`, and under
-`POOLING` what each token weighs in its row, `[rows, tokens]`.
+A batch has y, of length one too, as `labels` `[rows, hidden]`, and under `POOLING` what each token weighs in its row,
+`[rows, tokens]`. Where y is the model's own e, the loss and its gradients are zero. So n `[rows, hidden]`, under
+`DIRECTION`, is added to the gradient by e, and not to the loss. With n normal, of deviation s, the gradient by the
+weights is J^T n there, J the derivative of e, and the mean of its squares s^2 diag(J^T J): the diagonal of the loss's
+Hessian, times a number that is the same for all weights. (n as drawn from the model's own distribution: Martens,
+arXiv:1412.1193, section 5.)
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 POOLING = "pooling"
+DIRECTION = "direction"
 Pooling = Literal["mean", "cls", "last"]
 
 
@@ -47,13 +52,14 @@ def embedded(model: Any, batch: Mapping[str, Any], **call: Any) -> Tensor:
 def embedding_loss(model: Any, batch: Mapping[str, Any], **call: Any) -> tuple[Tensor, Tensor]:
     """The loss, summed over the rows, and how many they are: two scalars."""
     found = embedded(model, batch, **call)
-    distance = found - batch["labels"].to(found)
-    return distance.square().sum() / 2, torch.tensor(len(found), device=found.device)
+    loss = (found - batch["labels"].to(found)).square().sum() / 2
+    loss = loss + (batch[DIRECTION].to(found) * (found - found.detach())).sum()  # of zeros, but for their gradient
+    return loss, torch.tensor(len(found), device=found.device)
 
 
 def embedding_inputs(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What the model is called with."""
-    return {name: value for name, value in batch.items() if name not in ("labels", POOLING)}
+    return {name: value for name, value in batch.items() if name not in ("labels", POOLING, DIRECTION)}
 
 
 def predicted_embeddings(model: Any, batch: Mapping[str, Any], _: Any) -> tuple[list[Any], list[Any]]:

@@ -97,13 +97,15 @@ def bleu(predictions: Sequence[str], references: Sequence[str]) -> float:
 
 
 def cosine(predictions: Sequence[Sequence[float]], references: Sequence[Sequence[float]]) -> float:
-    """The mean cosine of the angle between vectors, in [-1, 1].
+    """The mean cosine of the angle between vectors, in [-1, 1]; 0 where one of them is zero.
 
     >>> cosine([[1, 0], [2, 0]], [[3, 0], [0, 1]])
     0.5
+    >>> cosine([[0, 0]], [[3, 0]])
+    0.0
     """
     pairs = zip(predictions, references, strict=True)
-    return sum(sum(map(mul, a, b)) / (hypot(*a) * hypot(*b)) for a, b in pairs) / len(references)
+    return sum(sum(map(mul, a, b)) / (hypot(*a) * hypot(*b) or 1) for a, b in pairs) / len(references)
 
 
 @cache

@@ -43,7 +43,7 @@ class Task:
         name: as the Hub calls it; the pipeline tag of a card.
         auto_class: of transformers, that loads a model for it.
         mapping: of `transformers.models.auto.modeling_auto`: the classes that are for it.
-        among: further such mappings; only types of models that are in one of these, too. None: all.
+        among: further such mappings; only types of models that are in one of these, too. Empty: all.
         objective: as transformers names its losses; what the classes of such models end with.
         inputs: the kinds of column that go in.
         labels: names that a column of labels usually has; none: rows need no labels.

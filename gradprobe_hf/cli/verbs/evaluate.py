@@ -208,13 +208,15 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
     if dense is not None:
         check_one_vocabulary(pruned.tokenizer, dense.tokenizer, (pruned.name, dense.name))
     task = task_for(options.task, type(pruned.model).__name__, pruned.model.config.is_encoder_decoder)
-    if task is not None and task.embeds and dense is None:
-        raise ValueError(
-            f"{pruned.name} makes embeddings, and what is measured of them is how far they have moved: "
-            "name the dense one with --against."
-        )
-    # Embeddings are compared with the dense model's, which are the labels.
-    batches = _batches(options, dense if task is not None and task.embeds and dense is not None else pruned, task)
+    labelled_by = pruned
+    if task is not None and task.embeds:  # the dense model's embeddings are the labels
+        if dense is None:
+            raise ValueError(
+                f"{pruned.name} makes embeddings, and what is measured of them is how far they have moved: "
+                "name the dense model with --against."
+            )
+        labelled_by = dense
+    batches = _batches(options, labelled_by, task)
     known = _warn_of_known_text(options, batches)
     metric = metric_of(task, options.metric, batches, pruned.tokenizer)
     works = {"pruned": Workload(pruned.model, batches, progress=shows_progress(options))}

@@ -42,8 +42,8 @@ def pooling_of(model: PreTrainedModel) -> Pooling:
     if path is None:
         return "mean"
     told = json.loads(path.read_text(encoding="utf-8"))
-    new = told.get("pooling_mode")
-    named = [new] if isinstance(new, str) else [name for name, on in told.items() if on is True and "_mode_" in name]
+    new = told.get("pooling_mode", [name for name, on in told.items() if on is True and "_mode_" in name])
+    named = [new] if isinstance(new, str) else new
     if len(named) != 1 or named[0] not in _WAYS:
         raise ValueError(
             f"{model.name_or_path} makes a text's embedding by {' and '.join(map(str, named)) or 'no pooling'} "

@@ -181,6 +181,7 @@ def _evaluation(evaluation: Any, calibration: Any, reading: Reading) -> Batches:
         return reading.evaluation(WIKITEXT if evaluation is None else evaluation)
     names = calibration if isinstance(calibration, Mapping) else [calibration]
     if all(isinstance(name, str) and name in (PYDOC, SELF) for name in names):
-        measures_text = is_causal(reading.model) or (reading.task is not None and reading.task.cuts_windows)
-        return reading.evaluation(PYDOC) if measures_text else Batches.none()
+        if is_causal(reading.model):
+            return reading.evaluation(PYDOC)
+        return reading.on_manual_if_possible()
     return reading.held_out(calibration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,8 +18,11 @@ from gradprobe_hf.data.labelled import ROWS_MEASURED, TaskOptions
 from gradprobe_hf.data.sources import is_plain_text
 from gradprobe_hf.data.text.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.data.text.pydoc_text import Part
+from gradprobe_hf.data.text.text_options import PYDOC
 from gradprobe_hf.data.windows import WINDOWS_MEASURED, TextOptions, WindowSpec, Writing, load_batches, window_length
 from gradprobe_hf.tasks.table import Task
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,16 @@ class Reading:
         self._check(found, "evaluation")
         return found
 
+    def on_manual_if_possible(self) -> Batches:
+        """An evaluation that nobody asked for: none where it cannot be, for want of a tokenizer, say."""
+        if self.task is None or not self.task.cuts_windows:
+            return Batches.none()
+        try:
+            return self.evaluation(PYDOC)
+        except ValueError as error:
+            logger.info("the Python manual is not measured on: %s", error)
+            return Batches.none()
+
     def held_out(self, source: Any) -> Batches:
         """What may be measured on of a text that calibrates, none where too little is left. Raises as `calibration`."""
         # Nobody asked to read more than calibrates, of images or speech say.
@@ -86,8 +100,9 @@ class Reading:
         """
         if is_plain_text(source):
             check_reads_text(self.model, part)
-        # A loss of the user's own is called with the text alone.
-        task = None if self.has_own_loss and self.task is not None and self.task.embeds else self.task
+        task = self.task
+        if task is not None and task.embeds and (self.has_own_loss or not (windows.held_out or self._needs_loss(part))):
+            task = None  # embeddings would be made for nobody; a loss of the user's own is called with the text alone
         return load_batches(
             source,
             windows,
@@ -104,10 +119,16 @@ class Reading:
         """Raise ValueError for batches that the model cannot be called with, or that lack a loss that is needed."""
         if self.has_own_loss:
             return
-        measures_loss = part == "evaluation" or self.config.needs.probes or self.config.drops_blocks
-        check_batches(self.model, batches, part, measures_loss)
-        if measures_loss:
+        needs_loss = self._needs_loss(part)
+        check_batches(self.model, batches, part, needs_loss)
+        if needs_loss:
             check_evidence(self.model, batches, part)
+
+    def _needs_loss(self, part: Part) -> bool:
+        """Whether the model's own loss is taken of batches."""
+        if self.has_own_loss:
+            return False
+        return part == "evaluation" or self.config.needs.probes or self.config.drops_blocks
 
     def _whole(self, source: Any) -> Batches:
         """The text by the paper protocol, in batches of about as many tokens as those of calibration."""
