@@ -62,20 +62,21 @@ class InDouble:
         self.rows = torch.arange(0, len(problem.weight), max(1, len(problem.weight) // ROWS))
         weight = problem.weight[self.rows].double()
         self.system = LeastSquares(weight, problem.hessian.double(), drift, problem.dense_target, problem.damping)
-        factor = torch.linalg.cholesky(self.system.gram)
+        self._gram = self.system.gram.among(torch.arange(len(self.system.unit)))
+        factor = torch.linalg.cholesky(self._gram)
         self._wanted = torch.cholesky_solve(self.system.wanted.t(), factor).t()  # S
 
     def error(self, values: Tensor) -> float:
         """`tr((V - S) H (V - S)^T)` over the rows, of weights `[rows, in]`."""
         apart = values.double() * self.system.unit - self._wanted
-        return float(((apart @ self.system.gram) * apart).sum())
+        return float(((apart @ self._gram) * apart).sum())
 
     def best(self, mask: Tensor) -> float:
         """The least error under a mask: every row's normal equations."""
         found = torch.zeros_like(self._wanted)
         for row, goes in enumerate(mask[self.rows]):
             kept = (~goes).nonzero().flatten()
-            found[row, kept] = torch.linalg.solve(self.system.gram[kept][:, kept], self.system.wanted[row, kept])
+            found[row, kept] = torch.linalg.solve(self._gram[kept][:, kept], self.system.wanted[row, kept])
         return self.error(found / self.system.unit)
 
 

@@ -278,6 +278,13 @@ BREAKS = [
         "test_least_squares.py test_reconstruction.py",
     ),
     Break(
+        "a Gram matrix of few tokens, inverted without what is added to it",
+        "updates/gram.py",
+        "inner = 1 / (self.diagonal + added)",
+        "inner = 1 / self.diagonal",
+        "test_gram.py",
+    ),
+    Break(
         "a drift with the wrong sign",
         "reconstruction/hessians.py",
         "self._reduced(sums.crosses, target).sub_(hessian)",

@@ -14,7 +14,7 @@ from gradprobe_hf.reconstruction.steps import held_rows
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.updates.least_squares import DAMPINGS, held_out_damping, solve_least_squares
-from gradprobe_hf.updates.problem import MatrixProblem
+from gradprobe_hf.updates.problem import InputSums, MatrixProblem
 from tests import cases
 
 
@@ -50,16 +50,14 @@ def test_it_is_the_one_that_serves_the_held_out_rows_best(tokens, noise, share):
     mask[:, [1, 4, 5, 9, 12]] = True
     fitted, held = (x[4:], dense[4:]), (x[:4], dense[:4])
     drift, its_drift = (dense - x).T @ x, (held[1] - held[0]).T @ held[0]
-    problem = MatrixProblem(
-        weight, x.T @ x, drift, share, 0.01, Budget(0.0, "block"), held_out=(held[0].T @ held[0], its_drift)
-    )
+    of_held = InputSums(held[0].T @ held[0], its_drift, tokens=4)
+    problem = MatrixProblem(weight, x.T @ x, drift, share, 0.01, Budget(0.0, "block"), held_out=of_held)
     errors = {damping: ridge_error(weight, mask, share, damping, fitted, held) for damping in DAMPINGS}
     best = min(errors, key=errors.get)
     assert held_out_damping(problem, mask) == best
     assert solve_least_squares(problem, mask).damping == best
-    none = MatrixProblem(
-        weight, x.T @ x, drift, share, 0.02, Budget(0.0, "block"), held_out=(torch.zeros_like(drift), None)
-    )
+    of_none = InputSums(torch.zeros_like(drift), None, tokens=0)
+    none = MatrixProblem(weight, x.T @ x, drift, share, 0.02, Budget(0.0, "block"), held_out=of_none)
     assert held_out_damping(none, mask) == 0.02  # an expert that no held-out token was sent to
 
 
@@ -76,12 +74,15 @@ def test_held_out_sums_are_those_of_their_rows():
             with collected.dense_pass():
                 collected.add(target, target.sites[0], other)
             collected.add(target, target.sites[0], one)
-    held, drift = collected.held_out(target)
+    held, drift, tokens = collected.held_out(target)
+    assert tokens == 4
     x, dense_x = inputs[3, 1, :4], dense[3, 1, :4]  # the eighth row, of which four tokens count
     torch.testing.assert_close(held, x.T @ x)
     torch.testing.assert_close(drift, (dense_x - x).T @ x)
     whole, counts = inputs.flatten(0, 2), mask.bool().repeat(4, 1).flatten()
-    torch.testing.assert_close(collected.of(target)[0], whole[counts].T @ whole[counts])
+    sums = collected.of(target)
+    torch.testing.assert_close(sums.hessian, whole[counts].T @ whole[counts])
+    assert sums.tokens == counts.sum()
 
 
 def test_an_eighth_of_the_rows_is_held_out_however_they_are_batched():

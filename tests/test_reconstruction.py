@@ -341,12 +341,13 @@ def test_inputs_that_an_expert_has_in_common_with_another_matrix(expert_first):
         for target in order:
             collected.add(target, target.sites[0], pruned)
     x, other = pruned.flatten(0, 1), dense.flatten(0, 1)
-    hessian, drift = collected.of(plain)
+    hessian, drift, _ = collected.of(plain)
     torch.testing.assert_close(hessian, x.t() @ x)
     torch.testing.assert_close(drift, (other - x).t() @ x)
-    hessian, drift = collected.of(expert)
+    hessian, drift, tokens = collected.of(expert)
     torch.testing.assert_close(hessian, x.t() @ x)
     assert drift is None
+    assert tokens == 3 * 5
 
 
 @pytest.mark.parametrize("width", [WIDE - 1, WIDE, WIDE + 2, 2 * WIDE])

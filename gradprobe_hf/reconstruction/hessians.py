@@ -9,6 +9,7 @@ has the rounding of H, which D is added to wherever it is used.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -110,9 +111,10 @@ class BlockHessians:
     def _taken(self, sums: _Sums, target: Target) -> InputSums:
         """H and D of these sums, over all processes. Collectives."""
         hessian = mirrored_(self._reduced(sums.hessians, target))
+        tokens = sum(self._processes.gather(sums.tokens[target.name]))
         if not self._is_compared(target):
-            return InputSums(hessian, None)
-        return InputSums(hessian, self._reduced(sums.crosses, target).sub_(hessian))
+            return InputSums(hessian, None, tokens)
+        return InputSums(hessian, self._reduced(sums.crosses, target).sub_(hessian), tokens)
 
     def _is_compared(self, target: Target) -> bool:
         return self._has_drift and is_compared_by_token(target.name)
@@ -129,9 +131,10 @@ class BlockHessians:
 
 @dataclass(frozen=True)
 class _Products:
-    """What some tokens add: `hessian` to H, its panels of `lower_gram` alone; `cross` to C, None without a dense model
-    beside."""
+    """What so many tokens add: `hessian` to H, its panels of `lower_gram` alone; `cross` to C, None without a dense
+    model beside."""
 
+    tokens: int
     hessian: Tensor
     cross: Tensor | None
 
@@ -141,17 +144,19 @@ class _Products:
         wide = torch.promote_types(x.dtype, torch.float32)
         with widened_from(x):
             x = x.to(wide)
-            return cls(lower_gram(x), None if dense is None else dense.to(wide).t() @ x)
+            return cls(len(x), lower_gram(x), None if dense is None else dense.to(wide).t() @ x)
 
 
 class _Sums:
-    """H and C of each matrix, by name, as far as they have come."""
+    """H and C of each matrix and its tokens' number, by name, as far as they have come."""
 
     def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
         self.hessians: dict[str, Tensor] = {}
         self.crosses: dict[str, Tensor] = {}
 
     def add(self, name: str, more: _Products) -> None:
+        self.tokens[name] += more.tokens
         _add(self.hessians, name, more.hessian)
         if more.cross is not None:
             _add(self.crosses, name, more.cross)

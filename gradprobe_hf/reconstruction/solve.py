@@ -129,6 +129,7 @@ def _updated(task: Reconstruction, target: Target, given: _Given) -> _NewMatrix:
         budget=config.budget_of(config.final_sparsity),
         row_fisher=None if fisher is None else torch.tensor(fisher, dtype=weight.dtype, device=weight.device),
         held_out=given.held_out,
+        tokens=given.sums.tokens,
     )
     solution = solve(problem, None if stored.mask is None else stored.mask.to(weight.device))
     values = solution.values.to(stored.matrix.device, stored.matrix.dtype).contiguous()

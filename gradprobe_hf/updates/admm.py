@@ -20,7 +20,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradprobe_hf.runtime.half_products import RoundedMatrix
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.scores.groups import group_mask
 from gradprobe_hf.updates.least_squares import LeastSquares, kept_of
@@ -51,15 +50,10 @@ def revise(system: LeastSquares, mask: Tensor, project: Projection) -> tuple[Ten
         mask: where to begin.
         project: what goes, so that the budget is met.
     """
-    # In place: of wide inputs an `[in, in]` more would be the highest point of a whole run.
-    inverse = system.gram.clone()
-    inverse.diagonal().add_(PENALTY)
-    torch.linalg.cholesky(inverse, out=inverse)
-    torch.cholesky_inverse(inverse, out=inverse)
-    dtype = system.weight.dtype
+    inverse, dtype = system.gram.inverse(PENALTY), system.weight.dtype
     kept = system.weight * kept_of(mask, dtype)
-    values = (kept * PENALTY).add_(system.wanted) @ inverse  # V
-    response = RoundedMatrix(inverse.mul_(PENALTY))
+    values = inverse.after((kept * PENALTY).add_(system.wanted))  # V
+    response = inverse.rounded(PENALTY)
     del inverse
     between = values.clone()  # V + U: U begins at zero
     for _ in range(ROUNDS - 1):

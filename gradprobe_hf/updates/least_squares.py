@@ -6,8 +6,8 @@ diagonal: a weight is then as large as its own share in the outputs.
 
 Under a mask every row is a linear system, `V H = S H` on the inputs that it keeps. Where all rows keep the same inputs
 (whole structures go, or nothing does) it is one system with many right sides, which a Cholesky factor solves. Elsewhere
-conjugate gradients solve all rows at once, with one product `[out, in] x [in, in]` a step. (The sweep of `sweep.py`
-lets only the inputs behind a pruned one make up for it.)
+conjugate gradients solve all rows at once, with one product `[out, in] x [in, in]` a step, or two with its factor
+(`gram.py`). (The sweep of `sweep.py` lets only the inputs behind a pruned one make up for it.)
 
 Source: Meng et al., ALPS (arXiv:2406.07831), for conjugate gradients under a fixed mask.
 """
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.runtime.row_chunks import FOLDED_ELEMENTS, row_chunks
+from gradprobe_hf.updates.gram import gram_of
 from gradprobe_hf.updates.problem import MatrixProblem, Solution
 from gradprobe_hf.updates.sweep import DAMPING, damped
 
@@ -36,22 +37,31 @@ class LeastSquares:
         drift: `D = sum_t (x'_t - x_t) x_t^T`, `[in, in]`, to the inputs x' of the dense model.
         share: how far S is towards the least-squares weights for the dense outputs, `W + W D H^-1`.
         damping: fraction of the mean of H's diagonal, added to it.
+        tokens: of how many H is the sum; None: unknown.
     """
 
     def __init__(
-        self, weight: Tensor, hessian: Tensor, drift: Tensor | None = None, share: float = 0.0, damping: float = DAMPING
+        self,
+        weight: Tensor,
+        hessian: Tensor,
+        drift: Tensor | None = None,
+        share: float = 0.0,
+        damping: float = DAMPING,
+        tokens: int | None = None,
     ) -> None:
         whole = damped(hessian, damping)
         # S H = (W + share W D H^-1) H: the inverse cancels.
         wanted = weight @ whole if drift is None else weight @ whole.add(drift, alpha=share)
         self.unit = whole.diagonal().sqrt()
-        self.gram = whole.div_(self.unit[:, None]).div_(self.unit)
+        added = (whole.diagonal() - hessian.diagonal()).div_(whole.diagonal())
+        self.gram = gram_of(whole.div_(self.unit[:, None]).div_(self.unit), added, tokens)
         self.wanted = wanted.div_(self.unit)  # S H
         self.weight = weight * self.unit
 
     @classmethod
     def of(cls, problem: MatrixProblem) -> LeastSquares:
-        return cls(problem.weight, problem.hessian, problem.drift, problem.dense_target, problem.damping)
+        share, damping, tokens = problem.dense_target, problem.damping, problem.tokens
+        return cls(problem.weight, problem.hessian, problem.drift, share, damping, tokens)
 
     def solved(self, mask: Tensor, start: Tensor | None = None, steps: int = STEPS) -> Tensor:
         """The best weights `[out, in]` that are zero where the mask is.
@@ -77,8 +87,7 @@ class LeastSquares:
         if not len(kept) or (kept != kept[0]).any():
             return None
         inputs = kept[0].nonzero().squeeze(1)
-        gram = self.gram if kept[0].all() else self.gram[inputs[:, None], inputs]
-        factor, failed = torch.linalg.cholesky_ex(gram)
+        factor, failed = torch.linalg.cholesky_ex(self.gram.among(inputs))
         if failed:
             return None
         values = torch.zeros_like(self.weight)
@@ -89,12 +98,12 @@ class LeastSquares:
         # Rows keep unlike inputs. With what goes held at zero, one product with the whole H serves all their systems.
         # Exactly, unlike ADMM's: inputs that have nearly all in common make H singular to the digits of bfloat16.
         values = start * kept
-        residual = (self.wanted[rows] - values @ self.gram).mul_(kept)
+        residual = (self.wanted[rows] - self.gram.after(values)).mul_(kept)
         direction, digits = residual.clone(), torch.finfo(values.dtype)
-        least = digits.eps * len(self.gram)  # curvature, below which it may be rounding alone, and of either sign
+        least = digits.eps * len(self.unit)  # curvature, below which it may be rounding alone, and of either sign
         left = residual.square().sum(1, keepdim=True)
         for _ in range(steps):
-            image = (direction @ self.gram).mul_(kept)
+            image = self.gram.after(direction).mul_(kept)
             curved = (direction * image).sum(1, keepdim=True)
             is_known = curved > least * direction.square().sum(1, keepdim=True)  # not so in a row that is done
             length = torch.where(is_known, left / curved, 0)
@@ -124,7 +133,7 @@ def held_out_damping(problem: MatrixProblem, mask: Tensor) -> float:
     Little text and many inputs: the weights then fit what they have seen, and damping keeps them near what they were.
     """
     assert problem.held_out is not None, "something is held out"
-    held, its_drift = problem.held_out
+    held, its_drift, _ = problem.held_out
     if not held.diagonal().any():  # an expert that is sent none of these rows
         return problem.damping
     drift = None if problem.drift is None or its_drift is None else problem.drift - its_drift

@@ -16,10 +16,12 @@ class InputSums(NamedTuple):
     Attributes:
         hessian: `H = sum_t x_t x_t^T`, `[in, in]`, x_t the inputs in the model as pruned so far.
         drift: `D = sum_t (x'_t - x_t) x_t^T`, `[in, in]`, to the inputs x' in the dense model; None: not collected.
+        tokens: how many they are.
     """
 
     hessian: Tensor
     drift: Tensor | None
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class MatrixProblem:
         budget: for updates that choose or revise the mask.
         row_fisher: mean Fisher information of the weights of each row, `[out]`; None: unknown.
         held_out: those of the rows that are held out, to choose the damping by; None: it is given.
+        tokens: of how many H is the sum, or more; None: unknown.
     """
 
     weight: Tensor
@@ -44,6 +47,7 @@ class MatrixProblem:
     budget: Budget
     row_fisher: Tensor | None = None
     held_out: InputSums | None = None
+    tokens: int | None = None
 
 
 @dataclass(frozen=True)
