@@ -8,7 +8,17 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModel, BertConfig, BertModel, LlamaConfig, LlamaModel, ViTConfig, ViTModel
+from transformers import (
+    AutoModel,
+    AutoModelForTextEncoding,
+    BertConfig,
+    BertModel,
+    LlamaConfig,
+    LlamaModel,
+    T5Config,
+    T5EncoderModel,
+    T5ForConditionalGeneration,
+)
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
@@ -279,15 +289,35 @@ def test_a_recovery_is_refused_with_what_can_be_done(text_file, tmp_path):
 def test_only_models_that_read_text_are_for_it():
     assert task_of_class("BertModel").name == task_of_class("Qwen3Model").name == "feature-extraction"
     assert task_of_class("BartModel", is_encoder_decoder=True) is None
-    assert task_of_class("ViTModel") is None
+    assert task_of_class("T5EncoderModel").name == "feature-extraction"
     assert task_of_class("OwnForecastModel") is None
     assert task_for("feature-extraction", "OwnTextModel").embeds
     for name in ("GPT2LMHeadModel", "BertForMaskedLM"):
         with pytest.raises(ValueError, match="task='feature-extraction' is for models of AutoModel"):
             task_for("feature-extraction", name)
-    model = ViTModel(ViTConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16))
-    with pytest.raises(ValueError, match="does not read plain text, but images"):
-        prune_pretrained(model, GradProbeConfig(sparsity=0.5, task="feature-extraction"), calibration="pydoc")
+    with pytest.raises(ValueError, match=r"and this is a ViTModel \(image-feature-extraction\)"):
+        task_for("feature-extraction", "ViTModel")
+
+
+def test_of_an_encoder_decoder_it_is_the_encoder(text_file, tmp_path):
+    """Saved as that alone, or taken from the whole of it."""
+    torch.manual_seed(0)
+    whole = T5ForConditionalGeneration(
+        T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=260, decoder_start_token_id=0)
+    )
+    encoder_alone = T5EncoderModel(whole.config)
+    encoder_alone.load_state_dict(whole.state_dict(), strict=False)
+    given = {"calibration": str(text_file), "progress": False}
+    reports = []
+    for name, task in ((saved(tmp_path / "encoder", encoder_alone), None), (saved(tmp_path / "whole", whole), "named")):
+        config = GradProbeConfig(**OPTIONS, task="feature-extraction" if task else None)
+        result = prune_pretrained(name, config, **given)
+        assert type(result.model) is T5EncoderModel
+        result.save_pretrained(tmp_path / "out", overwrite=True)
+        loaded = AutoModelForTextEncoding.from_pretrained(tmp_path / "out")
+        assert all(torch.equal(one, result.model.state_dict()[name]) for name, one in loaded.state_dict().items())
+        reports.append(result.report.evaluation["metric"]["pruned"])
+    assert reports[0] == reports[1] < 0.9999
 
 
 def test_its_passes_are_estimated_as_they_are():

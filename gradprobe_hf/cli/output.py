@@ -282,16 +282,20 @@ def print_evaluation(values: dict[str, Any], original: Original = DENSE) -> None
 
 
 def _alone(values: dict[str, Any]) -> Table:
-    metric = values["metric"]
-    table = table_of("perplexity", _loss(values["loss_in_nats"]), "terms", *([metric["title"]] if metric else []))
-    score = [f"{metric['pruned']:.4f}"] if metric else []
-    table.add_row(_perplexity(values), f"{values['loss']:.4f}", f"{values['terms']:,}", *score)
+    found = {_loss(values["loss_in_nats"]): f"{values['loss']:.4f}", "terms": f"{values['terms']:,}"}
+    if values["perplexity"] is not None:
+        found = {"perplexity": f"{values['perplexity']:,.4f}", **found}
+    if metric := values["metric"]:
+        found[metric["title"]] = f"{metric['pruned']:.4f}"
+    table = table_of(*found)
+    table.add_row(*found.values())
     return table
 
 
 def _beside(values: dict[str, Any], original: str) -> Table:
     table = table_of("", original, "pruned")
-    table.add_row("perplexity", _perplexity(values["dense"]), _perplexity(values))
+    if values["perplexity"] is not None:
+        table.add_row("perplexity", *(f"{one['perplexity']:,.4f}" for one in (values["dense"], values)))
     table.add_row(_loss(values["loss_in_nats"]), f"{values['dense']['loss']:.4f}", f"{values['loss']:.4f}")
     if metric := values["metric"]:
         table.add_row(metric["title"], *(f"{metric[name]:.4f}" for name in ("dense", "pruned")))
@@ -301,10 +305,6 @@ def _beside(values: dict[str, Any], original: str) -> Table:
 
 def _loss(in_nats: bool) -> str:
     return "loss (nats)" if in_nats else "loss"
-
-
-def _perplexity(values: dict[str, Any]) -> str:
-    return "-" if values["perplexity"] is None else f"{values['perplexity']:,.4f}"
 
 
 def _tasks(scores: dict[str, list[dict[str, Any]]], original: str) -> Table:

@@ -24,7 +24,7 @@ SPREAD = 0.01  # of directions: where a second probe finds embeddings that have 
 
 
 def with_embeddings(found: Batches, model: PreTrainedModel, seed: int) -> Batches:
-    """Batches of text with the model's embeddings as labels, and what `tasks.embeddings` makes a loss with.
+    """Batches of text or images with the model's embeddings as labels, and what `tasks.embeddings` makes a loss with.
 
     Args:
         seed: draws the directions of gradients.
@@ -32,22 +32,48 @@ def with_embeddings(found: Batches, model: PreTrainedModel, seed: int) -> Batche
     Raises:
         ValueError: the model pools in a way that is not known here.
     """
-    how, generator = pooling_of(model), torch.Generator().manual_seed(seed)
+    how = pooling_of(model) if any("input_ids" in batch for batch in found) else None
+    generator = torch.Generator().manual_seed(seed)
     items = tuple(_labelled(batch, model, how, generator) for batch in found)
-    ways = {"mean": "the mean of its tokens", "cls": "its first token", "last": "its last token"}
-    words = f"; a text's embedding is {ways[how]}, normalised, and the loss is 1 - cos to the dense model's"
+    if how is None and items:
+        _check_repeats(items[0], model)
+    words = f"; {_WAYS[how]}, normalised, and the loss is 1 - cos to the dense model's"
     return replace(found, items=items, protocol=found.protocol + words)
+
+
+_WAYS: dict[Pooling | None, str] = {
+    "mean": "a text's embedding is the mean of its tokens",
+    "cls": "a text's embedding is its first token",
+    "last": "a text's embedding is its last token",
+    None: "an image's embedding is what the model pools, or its class token where it pools nothing",
+}
 
 
 @torch.no_grad()
 def _labelled(
-    batch: Mapping[str, Any], model: PreTrainedModel, how: Pooling, generator: torch.Generator
+    batch: Mapping[str, Any], model: PreTrainedModel, how: Pooling | None, generator: torch.Generator
 ) -> dict[str, Any]:
-    mask = batch.get("attention_mask")
-    weights = pooling_weights(how, torch.ones_like(batch["input_ids"]) if mask is None else mask)
-    there = send_to_device({**batch, POOLING: weights}, input_device(model))
-    with resharded(model), eval_mode(model), upcast_products(model):
-        labels: Tensor = embedded(model, there, **without_cache(model)).cpu()
+    """Args: `how` tokens are pooled; None: of images, by the model."""
+    if how is not None:
+        mask = batch.get("attention_mask")
+        batch = {**batch, POOLING: pooling_weights(how, torch.ones_like(batch["input_ids"]) if mask is None else mask)}
+    labels = _embedded(batch, model)
     # Row by row, so that they do not depend on how rows are batched.
     directions = SPREAD * torch.stack([torch.randn(row.shape, generator=generator) for row in labels])
-    return {**batch, POOLING: weights, DIRECTION: directions, "labels": labels}
+    return {**batch, DIRECTION: directions, "labels": labels}
+
+
+def _embedded(batch: Mapping[str, Any], model: PreTrainedModel) -> Tensor:
+    there = send_to_device(batch, input_device(model))
+    with resharded(model), eval_mode(model), upcast_products(model):
+        return embedded(model, there, **without_cache(model)).cpu()
+
+
+@torch.no_grad()
+def _check_repeats(batch: Mapping[str, Any], model: PreTrainedModel) -> None:
+    """Raise ValueError for a model that hides parts of an image at random: it would seem to move by itself."""
+    if not torch.allclose(_embedded(batch, model), batch["labels"], atol=0.01):
+        raise ValueError(
+            f"{type(model).__name__} makes another embedding of the same image each time, so that nobody could tell "
+            "what pruning does to it: load it so that it hides nothing (mask_ratio=0 of a masked autoencoder)."
+        )

@@ -44,11 +44,13 @@ class TaskOptions:
         task: None: not known.
         label_column: None: it is looked for.
         most: rows at most, where no number was asked for; None: exactly as many as windows.
+        takes_loss: False where embeddings, which are made as labels, would be made for nobody.
     """
 
     task: Task | None = None
     label_column: str | None = None
     most: int | None = None
+    takes_loss: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +67,7 @@ class RowSpec:
         seed: shuffles the rows, and draws what is drawn.
         text: the columns of what goes in.
         label_column: None: it is looked for.
+        takes_loss: as in `TaskOptions`.
     """
 
     task: Task
@@ -76,6 +79,7 @@ class RowSpec:
     seed: int
     text: TextOptions
     label_column: str | None = None
+    takes_loss: bool = True
 
     @property
     def words(self) -> str:
@@ -108,6 +112,7 @@ class Labels:
             seed=windows.seed,
             text=windows.text,
             label_column=options.label_column,
+            takes_loss=options.takes_loss,
         )
         return cls(spec, model, processing_class)
 
@@ -128,7 +133,7 @@ class Labels:
         """
         task = self.spec.task
         if not task.cuts_windows and self._is_prepared(opened):
-            return self._prepared(opened)
+            return self._embedded(self._prepared(opened))
         first = _first_row(opened)
         would_be_left_out = task.medium is not None and task.medium.is_in(first)
         if task.prepared and (would_be_left_out or not self._reads_text(opened, first)):
@@ -144,19 +149,22 @@ class Labels:
                 )
             return None
         _check_text_options(self.spec)
-        return self._read(opened)
+        return self._embedded(self._read(opened))
 
     def of_windows(self, found: Batches) -> Batches:
         """Windows as the task needs them: with masked tokens, or the model's embeddings, as labels."""
-        prepare = self.spec.task.prepare
-        if self.spec.task.embeds:  # whatever labels the rows have: those of tokens, of a chat say
-            return with_embeddings(found, self.model, self.spec.seed)
+        found, prepare = self._embedded(found), self.spec.task.prepare
         if prepare is None or any("labels" in batch for batch in found):
             return found
         reader = self._reader((), None, ())
         items = tuple(prepare(batch, reader) for batch in found)
         masked = f"; 15% of the tokens masked with seed {self.spec.seed}"
         return replace(found, items=items, protocol=found.protocol + masked)
+
+    def _embedded(self, found: Batches) -> Batches:
+        """With the model's embeddings as labels, whatever labels the rows have: those of tokens, of a chat say."""
+        is_asked = self.spec.task.embeds and self.spec.takes_loss
+        return with_embeddings(found, self.model, self.spec.seed) if is_asked else found
 
     def _read(self, opened: Source) -> Batches:
         """Texts, images or speech."""

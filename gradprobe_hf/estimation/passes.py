@@ -31,7 +31,7 @@ from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode, frozen
 from gradprobe_hf.model.passes.upcast import native_products, upcast_products
 from gradprobe_hf.model.targets import Target, find_targets, is_routed
-from gradprobe_hf.tasks.embeddings import DIRECTION, POOLING, embedding_inputs
+from gradprobe_hf.tasks.embeddings import DIRECTION, POOLING, embedding_inputs, is_for_embedding
 from gradprobe_hf.tasks.table import task_of_class
 
 logger = logging.getLogger(__name__)
@@ -142,8 +142,10 @@ def _batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, Tensor]:
     task = task_of_class(type(model).__name__, model.config.is_encoder_decoder)
     if task is None or not task.embeds:
         return found
-    wide = text_attribute(model.config, "hidden_size", 1)
-    shapes = {"labels": (rows, wide), DIRECTION: (rows, wide), POOLING: (rows, length)}
+    wide = text_attribute(model.config, "hidden_size", None) or list(getattr(model.config, "hidden_sizes", [1]))[-1]
+    shapes = {"labels": (rows, wide), DIRECTION: (rows, wide)} | (
+        {POOLING: (rows, length)} if task.cuts_windows else {}
+    )
     return found | {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 
@@ -192,7 +194,7 @@ def _simulated(
         stack.enter_context(upcast_products(model, device=device))
         if not backward:
             with torch.no_grad():
-                model(**(embedding_inputs(batch) if POOLING in batch else batch), **without_cache(model))
+                model(**(embedding_inputs(batch) if is_for_embedding(batch) else batch), **without_cache(model))
             return PassCost(0, watch.peak, watch.flops, watch.heap_peak)
         with torch.enable_grad():
             loss, _ = summed_loss(model, batch)

@@ -18,7 +18,7 @@ from gradprobe_hf.model.passes.patches import eval_mode, seen_on
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.steps import share
 from gradprobe_hf.tasks.columns import IGNORED
-from gradprobe_hf.tasks.embeddings import POOLING
+from gradprobe_hf.tasks.embeddings import is_for_embedding
 from gradprobe_hf.tasks.metrics import Metric
 from gradprobe_hf.tasks.table import Task
 
@@ -76,7 +76,7 @@ def _lacks(metric: Metric, batches: Batches, processing_class: Any) -> str:
         return "the evaluation batches have no 'labels'"
     if metric.compares != "embeddings" and any(isinstance(one, Tensor) and one.is_floating_point() for one in labels):
         return "the labels are measures, not classes"
-    if metric.compares == "embeddings" and any(POOLING not in batch for batch in batches):
+    if metric.compares == "embeddings" and not all(map(is_for_embedding, batches)):
         return "the evaluation batches have no embeddings to compare with"
     if metric.compares == "texts" and not is_tokenizer(tokenizer_of(processing_class)):
         return "its texts need a tokenizer, and none was found beside the model: pass processing_class="

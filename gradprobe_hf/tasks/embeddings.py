@@ -1,13 +1,13 @@
-"""Embeddings of texts: what a model without a head makes of them, and a loss that says how far they have moved.
+"""Embeddings of texts or images: what a model without a head makes of them, and a loss for how far they have moved.
 
     e = normalised sum_t pooling[t] hidden[t]        loss = 1/2 sum_rows |e - y|^2 = sum_rows 1 - cos(e, y)
 
-A batch has y, of length one too, as `labels` `[rows, hidden]`, and under `POOLING` what each token weighs in its row,
-`[rows, tokens]`. Where y is the model's own e, the loss and its gradients are zero. So n `[rows, hidden]`, under
-`DIRECTION`, is added to the gradient by e, and not to the loss. With n normal, of deviation s, the gradient by the
-weights is J^T n there, J the derivative of e, and the mean of its squares s^2 diag(J^T J): the diagonal of the loss's
-Hessian, times a number that is the same for all weights. (n as drawn from the model's own distribution: Martens,
-arXiv:1412.1193, section 5.)
+A batch has y, of length one too, as `labels` `[rows, hidden]`, and of texts under `POOLING` what each token weighs in
+its row, `[rows, tokens]`; images are pooled by the model. Where y is the model's own e, the loss and its gradients are
+zero. So n `[rows, hidden]`, under `DIRECTION`, is added to the gradient by e, and not to the loss. With n normal, of
+deviation s, the gradient by the weights is J^T n there, J the derivative of e, and the mean of its squares s^2
+diag(J^T J): the diagonal of the loss's Hessian, times a number that is the same for all weights. (n as drawn from the
+model's own distribution: Martens, arXiv:1412.1193, section 5.)
 """
 
 from __future__ import annotations
@@ -42,11 +42,37 @@ def embedded(model: Any, batch: Mapping[str, Any], **call: Any) -> Tensor:
 
     Args:
         call: what the model is called with beside the batch.
+
+    Raises:
+        ValueError: a model of images that makes no single vector of one.
     """
-    hidden = model(**embedding_inputs(batch), **call).last_hidden_state
-    hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-    weights = batch[POOLING].to(hidden)
-    return F.normalize((weights[:, None] @ hidden)[:, 0], dim=-1)
+    output = model(**embedding_inputs(batch), **call)
+    if POOLING in batch:
+        hidden = _wide(output.last_hidden_state)
+        return F.normalize((batch[POOLING].to(hidden)[:, None] @ hidden)[:, 0], dim=-1)
+    return F.normalize(_wide(_of_images(model, output)), dim=-1)
+
+
+def _of_images(model: Any, output: Any) -> Tensor:
+    """`[rows, hidden]`: what the model pools of an image, or its class token where it pools nothing."""
+    pooled = getattr(output, "pooler_output", None)
+    if pooled is not None:
+        return torch.flatten(pooled, 1)  # convolutions leave [rows, hidden, 1, 1]
+    if any(name.endswith("cls_token") for name, _ in model.named_parameters()):
+        return output.last_hidden_state[:, 0]
+    raise ValueError(
+        f"{type(model).__name__} makes no single vector of an image, by a pooler or a class token, whose way could be "
+        "measured: give a loss_fn."
+    )
+
+
+def _wide(hidden: Tensor) -> Tensor:
+    return hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+
+
+def is_for_embedding(batch: Mapping[str, Any]) -> bool:
+    """Whether the loss of a batch is how far its embeddings have moved."""
+    return DIRECTION in batch
 
 
 def embedding_loss(model: Any, batch: Mapping[str, Any], **call: Any) -> tuple[Tensor, Tensor]:

@@ -22,10 +22,13 @@ if TYPE_CHECKING:
 
 def classified_images(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
     """Pixels `[rows, channels, height, width]` with a label `[rows]` each."""
+    return images_alone(rows, reader) | {"labels": class_labels(rows, reader)}
+
+
+def images_alone(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
+    """Pixels `[rows, channels, height, width]`."""
     images = [as_image(reader.input(row), _mode(reader.config)) for row in rows]
-    return _tensors(reader.image_processor(images=images, return_tensors="pt"), reader) | {
-        "labels": class_labels(rows, reader)
-    }
+    return _tensors(reader.image_processor(images=images, return_tensors="pt"), reader)
 
 
 def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:

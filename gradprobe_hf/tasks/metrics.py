@@ -131,7 +131,7 @@ METRICS: dict[str, Metric] = {
         function=cosine,
         compares="embeddings",
         title="cosine to the embeddings before",
-        sentence="the mean cosine of a text's embedding and the one that it had before anything was pruned",
+        sentence="the mean cosine of an embedding and the one that it was before anything was pruned",
     ),
     "wer": Metric(
         function=word_error_rate,

@@ -22,7 +22,7 @@ from gradprobe_hf.tasks.columns import (
     find_pair,
 )
 from gradprobe_hf.tasks.embeddings import predicted_embeddings
-from gradprobe_hf.tasks.media_batches import classified_images, images_with_text, transcribed_speech
+from gradprobe_hf.tasks.media_batches import classified_images, images_alone, images_with_text, transcribed_speech
 from gradprobe_hf.tasks.metrics import METRICS, Compared, Metric
 from gradprobe_hf.tasks.predictions import (
     Predicted,
@@ -53,7 +53,7 @@ class Task:
             other data has to come as batches.
         prepared: what rows have to hold, where none but those that are prepared can be read; "": any.
         prepare: a batch of tokens -> what the model is called with, where those alone have no loss.
-        embeds: whether it is for the embeddings of texts, whose labels are the model's own.
+        embeds: whether it is for the embeddings of texts or images, whose labels are the model's own.
         row: what the report calls a row.
         term: what the loss is a mean over.
         predict: model, batch and processing class -> predictions and references; None: no metric is known.
@@ -213,6 +213,15 @@ def _generation(auto_class: str, text: str) -> str:
     )
 
 
+def _encoded(text: str) -> str:
+    return (
+        "from transformers import AutoModelForTextEncoding, AutoTokenizer\n\n"
+        'tokenizer = AutoTokenizer.from_pretrained("{where}")\n'
+        'model = AutoModelForTextEncoding.from_pretrained("{where}")\n'
+        f'print(model(**tokenizer("{text}", return_tensors="pt")).last_hidden_state)  # of each token'
+    )
+
+
 _WRITES = Task(
     name="text2text-generation",
     auto_class="AutoModelForSeq2SeqLM",
@@ -249,6 +258,21 @@ _OF_TEXT = (
     "MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+)
+_EMBEDS = Task(
+    name="feature-extraction",
+    auto_class="AutoModel",
+    mapping="MODEL_MAPPING_NAMES",
+    among=_OF_TEXT,
+    objective="Model",
+    inputs=(TEXT,),
+    embeds=True,
+    row="texts",
+    term="texts",
+    predict=predicted_embeddings,
+    compares="embeddings",
+    default_metric="cosine",
+    snippet=_pipeline("feature-extraction", '"A text to embed.", return_tensors=True') + "  # of each token",
 )
 
 # A class that several tasks know belongs to the first of them.
@@ -410,20 +434,29 @@ _ROWS = (
         row="images with text",
         term="images",
     ),
+    # Of an encoder-decoder the encoder alone.
+    replace(
+        _EMBEDS,
+        auto_class="AutoModelForTextEncoding",
+        mapping="MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
+        among=(),
+        snippet=_encoded("A text to embed."),
+    ),
+    _EMBEDS,
     Task(
-        name="feature-extraction",
+        name="image-feature-extraction",
         auto_class="AutoModel",
-        mapping="MODEL_MAPPING_NAMES",
-        among=_OF_TEXT,
+        mapping="MODEL_FOR_IMAGE_MAPPING_NAMES",
         objective="Model",
-        inputs=(TEXT,),
+        inputs=(IMAGE,),
+        batch_of=images_alone,
         embeds=True,
-        row="texts",
-        term="texts",
+        row="images",
+        term="images",
         predict=predicted_embeddings,
         compares="embeddings",
         default_metric="cosine",
-        snippet=_pipeline("feature-extraction", '"A text to embed.", return_tensors=True') + "  # of each token",
+        snippet=_pipeline("image-feature-extraction", '"picture.png", pool=True, return_tensors=True'),
     ),
 )
 # What the names begin with of what a batch has of images and recordings.
@@ -478,13 +511,17 @@ def task_for(name: str | None, class_name: str, is_encoder_decoder: bool = False
     if name is None:
         return own
     plain = class_name.removeprefix("FSDP")
-    fits = [row for row in TASKS[name] if plain in row.classes or _is_named_for(row, plain)]
+    fits = [row for row in TASKS[name] if plain in row.classes or (not _embeds(own) and _is_named_for(row, plain))]
     if not fits:
         raise ValueError(
             f"task={name!r} is for models of {' or '.join(row.auto_class for row in TASKS[name])}, and this is a "
             f"{plain}" + (f" ({own.name})." if own else ".") + " Leave task unset, or load another class."
         )
     return fits[0]
+
+
+def _embeds(task: Task | None) -> bool:
+    return task is not None and task.embeds
 
 
 def _is_named_for(row: Task, class_name: str) -> bool:

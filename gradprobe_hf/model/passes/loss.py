@@ -24,7 +24,7 @@ from gradprobe_hf.model.families import (
     without_cache,
 )
 from gradprobe_hf.tasks.columns import IGNORED
-from gradprobe_hf.tasks.embeddings import POOLING, embedding_inputs, embedding_loss
+from gradprobe_hf.tasks.embeddings import embedding_inputs, embedding_loss, is_for_embedding
 from gradprobe_hf.tasks.row_reader import is_regression
 from gradprobe_hf.tasks.table import task_of_class
 
@@ -53,7 +53,7 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     """
     if is_causal(model) and "input_ids" in batch:
         return _causal_loss(model, batch)
-    if POOLING in batch:
+    if is_for_embedding(batch):
         return embedding_loss(model, batch, **without_cache(model))
     # A key-value cache would be in memory for nothing, and a block that is recomputed would append to it again.
     with _WideLosses():
@@ -142,7 +142,7 @@ def is_in_nats(model: PreTrainedModel) -> bool:
 
 def forward_only(model: PreTrainedModel, batch: Batch) -> Any:
     """A forward pass for what happens on the way, and its output: no loss and no key-value cache."""
-    if POOLING in batch:
+    if is_for_embedding(batch):
         return model(**embedding_inputs(batch), **without_cache(model))
     # An encoder-decoder makes its decoder's inputs from the labels; any other model would only compute a loss.
     unused = () if model.config.is_encoder_decoder else ("labels",)

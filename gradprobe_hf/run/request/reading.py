@@ -100,16 +100,15 @@ class Reading:
         """
         if is_plain_text(source):
             check_reads_text(self.model, part)
-        task = self.task
-        if task is not None and task.embeds and (self.has_own_loss or not (windows.held_out or self._needs_loss(part))):
-            task = None  # embeddings would be made for nobody; a loss of the user's own is called with the text alone
+        # A loss of the user's own is called without labels that nobody gave.
+        takes_loss = not self.has_own_loss and bool(windows.held_out or self._needs_loss(part))
         return load_batches(
             source,
             windows,
             part=part,
             model=self.model,
             processing_class=self.processing_class,
-            task=TaskOptions(task, self.config.label_column, most),
+            task=TaskOptions(self.task, self.config.label_column, most, takes_loss),
             writing=self.writing,
             is_alone=self.evaluates_alone,
             progress=self.progress,

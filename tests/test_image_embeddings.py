@@ -1,0 +1,209 @@
+"""Models that make embeddings of images: calibrated and measured by how far those move."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from PIL import Image
+from transformers import (
+    AutoModel,
+    Dinov2Config,
+    Dinov2Model,
+    IJepaConfig,
+    IJepaModel,
+    ViTConfig,
+    ViTImageProcessor,
+    ViTMAEConfig,
+    ViTMAEModel,
+    ViTModel,
+)
+
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.cli.main import main
+from gradprobe_hf.data.batches import Batches
+from gradprobe_hf.data.embedding_labels import with_embeddings
+from gradprobe_hf.estimation.passes import cost_of_batch
+from gradprobe_hf.estimation.watch import Watch
+from gradprobe_hf.model.loading.load import skeleton
+from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.report.report import Report
+from gradprobe_hf.tasks.embeddings import DIRECTION
+from gradprobe_hf.tasks.table import task_for, task_of_class
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "patch_size": 4}
+OPTIONS = {"sparsity": 0.5, "num_samples": 6, "batch_size": 3}
+PROCESSOR = ViTImageProcessor(size={"height": 16, "width": 16})
+
+
+def images(count=14, seed=0):
+    drawn = np.random.default_rng(seed).integers(0, 256, (count, 12, 20, 3), dtype=np.uint8)
+    return [Image.fromarray(one) for one in drawn]
+
+
+def enlarged(model, dtype=torch.float32):
+    """As initialised, all images have nearly the same embedding."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(8)
+    return model.to(dtype).eval()
+
+
+def dinov2(dtype=torch.float32):
+    torch.manual_seed(0)
+    return enlarged(Dinov2Model(Dinov2Config(**SIZES, mlp_ratio=2)), dtype)
+
+
+def vit(dtype=torch.float32, **options):
+    torch.manual_seed(0)
+    return enlarged(ViTModel(ViTConfig(**SIZES, intermediate_size=32), **options), dtype)
+
+
+def pixels(dtype=torch.float32, rows=4):
+    generator = torch.Generator().manual_seed(3)
+    found = torch.randn(rows, 3, 16, 16, generator=generator).to(dtype)
+    return Batches(({"pixel_values": found},), source="rows", samples=rows, tokens=rows, protocol="rows")
+
+
+def pooled(model, values):
+    return F.normalize(model(pixel_values=values).pooler_output, dim=-1)
+
+
+def class_token(model, values):
+    return F.normalize(model(pixel_values=values).last_hidden_state[:, 0], dim=-1)
+
+
+@pytest.mark.parametrize(
+    ("make", "embedding"),
+    [(dinov2, pooled), (vit, pooled), (lambda dtype: vit(dtype, add_pooling_layer=False), class_token)],
+    ids=["dinov2", "vit", "vit without a pooler"],
+)
+def test_the_loss_is_how_far_they_moved_and_its_gradient_goes_along_a_direction(make, embedding):
+    dense, pruned = make(torch.float64), make(torch.float64)
+    name = find_targets(pruned)[-1].name
+    (batch,) = with_embeddings(pixels(torch.float64), dense, seed=0)
+    loss, terms = summed_loss(dense, batch)
+    assert (terms, loss.item()) == (4, pytest.approx(0, abs=1e-12))
+    weight = dense.get_parameter(name)
+    (found,) = torch.autograd.grad(loss, weight)
+    along = (embedding(dense, batch["pixel_values"]) * batch[DIRECTION].double()).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(along, weight)[0], rtol=1e-6, atol=1e-9)
+    with torch.no_grad():
+        pruned.get_parameter(name).mul_(0.5)
+    cosines = (embedding(dense, batch["pixel_values"]) * embedding(pruned, batch["pixel_values"])).sum(-1)
+    torch.testing.assert_close(summed_loss(pruned, batch)[0], (1 - cosines).sum())
+    assert cosines.max() < 0.9999
+
+
+@pytest.mark.parametrize("preset", ["fast", "best"])
+def test_what_is_measured_is_what_the_checkpoint_computes(preset, tmp_path):
+    model, out, others = tmp_path / "model", tmp_path / "out", tmp_path / "others" / "one"
+    dinov2().save_pretrained(model)
+    PROCESSOR.save_pretrained(model)
+    for folder, seed in ((tmp_path / "some" / "one", 0), (others, 1)):
+        folder.mkdir(parents=True)
+        for number, image in enumerate(images(seed=seed)):
+            image.save(folder / f"{number}.png")
+    arguments = ["prune", str(model), "--output", str(out), "--preset", preset, "--sparsity", "0.5"]
+    arguments += ["--num-samples", "6", "--calibration", str(tmp_path / "some"), "--evaluation", str(others.parent)]
+    assert main([*arguments, "--quiet"]) == 0
+    report, dense, pruned = Report.load(out), AutoModel.from_pretrained(model), AutoModel.from_pretrained(out)
+    assert report.model["task"] == "image-feature-extraction"
+    values = PROCESSOR(images(seed=1), return_tensors="pt").pixel_values
+    cosines = (pooled(dense.eval(), values) * pooled(pruned.eval(), values)).sum(-1)
+    assert report.evaluation["metric"]["pruned"] == pytest.approx(float(cosines.mean()), abs=1e-5)
+    assert report.evaluation["metric"]["dense"] == pytest.approx(1)
+    assert cosines.mean() < 0.999
+    assert "14 images (image)" in report.evaluation["protocol"]
+    assert "pipeline_tag: image-feature-extraction" in (out / "README.md").read_text()
+
+
+def test_evaluate_measures_it_beside_the_dense_model(tmp_path, capsys):
+    dinov2().save_pretrained(tmp_path / "model")
+    PROCESSOR.save_pretrained(tmp_path / "model")
+    rows = Dataset.from_dict({"image": images(), "label": [0, 1] * 7})  # which is of no use here
+    prune_pretrained(
+        str(tmp_path / "model"), GradProbeConfig(**OPTIONS), calibration=rows, evaluation=False, progress=False
+    ).save_pretrained(tmp_path / "out")
+    (tmp_path / "data").mkdir()
+    for number, image in enumerate(images(seed=2)):
+        image.save(tmp_path / "data" / f"{number}.png")
+    asked = ["evaluate", str(tmp_path / "out"), "--data", str(tmp_path / "data"), "--quiet"]
+    assert main([*asked, "--against", str(tmp_path / "model")]) == 0
+    shown = capsys.readouterr().out
+    assert "cosine to the embeddings before" in shown
+    assert "perplexity" not in shown
+    assert main([*asked, "--against", str(tmp_path / "model"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    values = PROCESSOR(images(seed=2), return_tensors="pt").pixel_values
+    dense, pruned = (AutoModel.from_pretrained(tmp_path / name).eval() for name in ("model", "out"))
+    cosines = (pooled(dense, values) * pooled(pruned, values)).sum(-1)
+    assert found["metric"]["pruned"] == pytest.approx(float(cosines.mean()), abs=1e-5)
+    assert main(asked) == 1
+    assert "name the dense model with --against" in " ".join(capsys.readouterr().err.split())
+
+
+def test_prepared_pixels_are_read_too():
+    values = PROCESSOR(images(), return_tensors="pt").pixel_values
+    rows = {"image": Dataset.from_dict({"image": images()}), "pixels": Dataset.from_dict({"pixel_values": values})}
+    losses = {}
+    for name, data in rows.items():
+        given = {"calibration": data, "evaluation": data, "processing_class": PROCESSOR, "progress": False}
+        losses[name] = prune_pretrained(dinov2(), GradProbeConfig(**OPTIONS), **given).report.evaluation["pruned"]
+    assert losses["pixels"]["loss"] == pytest.approx(losses["image"]["loss"], rel=1e-3)
+
+
+def test_a_loss_of_the_users_own_is_called_with_pixels_alone():
+    names = set()
+
+    def loss(model, batch):
+        names.update(batch)
+        return model(**batch).last_hidden_state.square().sum()
+
+    rows = Dataset.from_dict({"image": images(), "label": [0, 1] * 7})
+    given = {"calibration": rows, "evaluation": rows, "processing_class": PROCESSOR}
+    prune_pretrained(dinov2(), GradProbeConfig(**OPTIONS), **given, loss_fn=loss, progress=False)
+    assert names == {"pixel_values"}
+
+
+def test_what_makes_no_vector_of_an_image_or_another_each_time_is_refused():
+    rows = Dataset.from_dict({"image": images()})
+    given = {"calibration": rows, "evaluation": False, "processing_class": PROCESSOR, "progress": False}
+    patches = IJepaModel(IJepaConfig(**SIZES, intermediate_size=32), add_pooling_layer=False)
+    with pytest.raises(ValueError, match="IJepaModel makes no single vector of an image"):
+        prune_pretrained(patches, GradProbeConfig(**OPTIONS), **given)
+    hiding = ViTMAEConfig(**SIZES, intermediate_size=32)
+    with pytest.raises(ValueError, match=r"another embedding of the same image each time.*mask_ratio=0"):
+        prune_pretrained(enlarged(ViTMAEModel(hiding)), GradProbeConfig(**OPTIONS), **given)
+    hiding.mask_ratio = 0.0
+    prune_pretrained(enlarged(ViTMAEModel(hiding)), GradProbeConfig(**OPTIONS), **given)
+
+
+def test_a_recovery_is_refused_with_what_can_be_done():
+    rows = Dataset.from_dict({"image": images()})
+    with pytest.raises(ValueError, match=r"a Dinov2Model makes others\. Fine-tune it"):
+        recover_pretrained(dinov2(), dinov2(), RecoveryConfig(steps=2), text=rows, progress=False)
+
+
+def test_only_models_that_read_images_are_for_it():
+    assert task_of_class("Dinov2Model").name == task_of_class("ViTModel").name == "image-feature-extraction"
+    for name in ("BertModel", "ViTForImageClassification"):
+        with pytest.raises(ValueError, match="task='image-feature-extraction' is for models of AutoModel"):
+            task_for("image-feature-extraction", name)
+
+
+def test_its_passes_are_estimated_as_they_are():
+    model = skeleton(dinov2().config, Dinov2Model)
+    found = cost_of_batch(model, find_targets(model), 4, 1, device=torch.device("cpu"))
+    real = dinov2()
+    (batch,) = with_embeddings(pixels(), real, seed=0)
+    with Watch([*real.parameters(), *real.buffers(), *batch.values()]) as watch:
+        summed_loss(real, batch)[0].backward()
+    assert found.simulated
+    assert found.flops == pytest.approx(watch.flops, rel=0.1)
