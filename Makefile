@@ -10,7 +10,7 @@ READY := $(VENV)/.installed
 	bench-structured bench-structured-stories bench-structured-smollm2 bench-structured-speed bench-elsewhere \
 	bench-structure-options bench-rivals bench-matching bench-gradient-admm bench-choices bench-texts bench-mixtures \
 	bench-demo bench-accumulators bench-speed bench-memory bench-training bench-recovery bench-profiling \
-	bench-candidates bench-upcast bench-chat table clean
+	bench-candidates bench-upcast bench-chat bench-embeddings table clean
 
 demo: $(MODEL)  ## prune a real model to 50% zeros, and to a smaller one, and show what each cost
 	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
@@ -89,6 +89,7 @@ bench-paper: $(READY) $(MODEL)  ## the README's rows at 60% by the protocol of p
 		--output benchmarks/results/paper.json $(FLAGS)
 
 QWEN := runs/qwen2.5-coder-0.5b-instruct
+MINILM := runs/all-minilm-l6-v2
 
 bench-qwen: $(READY) $(QWEN)  ## a second model, fewer rows
 	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=40 pydoc=24 \
@@ -198,6 +199,10 @@ bench-chat: $(READY) $(MODEL)  ## a chat model with an adapter, pruned on its ow
 	$(BIN)/python examples/chat_adapter.py --model $(MODEL) --output runs/chat --num-samples 8 --test 160 \
 		--recovery-steps 30 --json benchmarks/results/chat.json $(if $(SST2),--data $(SST2))
 
+bench-embeddings: $(READY) $(MINILM)  ## an embedding model: what is left of its embeddings, of retrieval, of sentiment (C4, SST2)
+	$(BIN)/python -m benchmarks.embeddings --model $(MINILM) --calibration "$(C4)[:70%]" --evaluation "$(C4)[70%:]" \
+		--sst2 $(SST2) $(FLAGS)
+
 architectures: $(READY)  ## docs/architectures.md, from a tiny model of each on its way through prune, save, load and pipeline
 	$(BIN)/python -m tests.architecture_page
 	$(BIN)/python -m tests.structure_page
@@ -211,6 +216,9 @@ $(MODEL): | $(READY)
 
 $(QWEN): | $(READY)
 	$(BIN)/python examples/get_qwen05.py $@
+
+$(MINILM): | $(READY)
+	$(BIN)/python examples/get_minilm.py $@
 
 $(READY): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)

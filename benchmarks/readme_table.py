@@ -19,6 +19,7 @@ from typing import Any
 from benchmarks.candidate_sums import candidate_sums_table
 from benchmarks.choices import choices_table
 from benchmarks.elsewhere import elsewhere_table
+from benchmarks.embeddings import embeddings_table
 from benchmarks.gradient_admm import gradient_admm_table
 from benchmarks.matching import matching_table
 from benchmarks.mixtures_table import mixtures_table
@@ -324,6 +325,7 @@ PAGES = (
     "docs/guides/classifier.md",
     "docs/guides/text.md",
     "docs/guides/vision.md",
+    "docs/guides/embeddings.md",
     "docs/guides/recover.md",
     "docs/guides/profile.md",
     "docs/guides/smaller.md",
@@ -363,6 +365,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
     "training": (("training",), training_table),
     "classifier": (("classifier",), classifier_table),
     "vision": (("vision",), vision_table),
+    "embeddings": (("embeddings",), embeddings_table),
     "training cost": (("training",), cost_table),
     "profiling cost": (("profiling",), profiling_cost_table),
     "worth": (("profiling",), worth_table),

@@ -46,7 +46,7 @@ def made_rows(args: argparse.Namespace, row: Callable[[argparse.Namespace, str],
     """The file's settings and rows, when those that were missing are made and written, each with its commit."""
     made_by = f"benchmarks/{Path(inspect.getfile(row)).name}"
     asked = {name: value for name, value in vars(args).items() if name not in ("output", "fresh", "rows")}
-    asked |= {name: Path(asked[name]).name for name in ("model", "calibration", "evaluation")}
+    asked |= {name: Path(asked[name]).name for name in ("model", "calibration", "evaluation", "sst2") if name in asked}
     known = json.loads(args.output.read_text()) if args.output.exists() and not args.fresh else {"rows": []}
     if known.get("settings", asked) != asked:
         raise SystemExit(f"{args.output} is of {known['settings']}: --fresh forgets it, another --output keeps it.")

@@ -156,6 +156,13 @@ def test_other_poolings_are_refused_before_any_work(pooling, text_file, tmp_path
         prune_pretrained(name, GradProbeConfig(**OPTIONS), calibration=str(text_file), progress=False)
 
 
+def test_files_that_cannot_be_read_are_named(text_file, tmp_path):
+    name = saved(tmp_path / "model", pooling=MEAN)
+    (tmp_path / "model" / "modules.json").write_text("[{")
+    with pytest.raises(ValueError, match=r"modules\.json, in which .* is no JSON"):
+        prune_pretrained(name, GradProbeConfig(**OPTIONS), calibration=str(text_file), progress=False)
+
+
 @pytest.mark.parametrize("placed", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("preset", ["fast", "best"])
 def test_what_is_measured_is_what_the_checkpoint_computes(preset, placed, text_file, other_text_file, tmp_path):

@@ -6,6 +6,8 @@ It writes so beside the model: `modules.json` lists what is done behind it, each
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -33,15 +35,15 @@ def pooling_of(model: PreTrainedModel) -> Pooling:
     """As those files say; the mean where there are none, as sentence-transformers does then.
 
     Raises:
-        ValueError: in a way that is not known here.
+        ValueError: in a way that is not known here, or files that cannot be read.
     """
     stored = stored_file(model, MODULES)
-    modules = [] if stored is None else json.loads(stored.read_text(encoding="utf-8"))
+    modules = [] if stored is None else _read(stored)
     folder = next((one["path"] for one in modules if one["type"].endswith("Pooling")), None)
     path = None if folder is None else stored_file(model, f"{folder}/config.json")
     if path is None:
         return "mean"
-    told = json.loads(path.read_text(encoding="utf-8"))
+    told = _read(path)
     new = told.get("pooling_mode", [name for name, on in told.items() if on is True and "_mode_" in name])
     named = [new] if isinstance(new, str) else new
     if len(named) != 1 or named[0] not in _WAYS:
@@ -51,3 +53,13 @@ def pooling_of(model: PreTrainedModel) -> Pooling:
             "loss_fn."
         )
     return _WAYS[named[0]]
+
+
+def _read(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}, in which sentence-transformers says how texts are pooled, is no JSON: {error}. Mend it, or give a "
+            "loss_fn."
+        ) from error
