@@ -60,6 +60,6 @@ def _read(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{path}, in which sentence-transformers says how texts are pooled, is no JSON: {error}. Mend it, or give a "
-            "loss_fn."
+            f"{path}, in which sentence-transformers says how texts are pooled, is no JSON: {error}. Mend it, or give "
+            "a loss_fn."
         ) from error
