@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := runs/smollm2-135m-instruct
+MINILM := runs/all-minilm-l6-v2
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext \
@@ -24,8 +25,8 @@ PYTEST := $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal
 test: $(READY)  ## the fast suite
 	$(PYTEST)
 
-test-all: $(READY) $(MODEL)  ## everything: whole grids, more kills, real launchers and real models
-	GRADPROBE_SMOLLM2=$(MODEL) $(PYTEST) -m ""
+test-all: $(READY) $(MODEL) $(MINILM)  ## everything: whole grids, more kills, real launchers and real models
+	GRADPROBE_SMOLLM2=$(MODEL) GRADPROBE_MINILM=$(MINILM) $(PYTEST) -m ""
 
 check: $(READY)  ## lint, format, types, and the pages: what they show is what was measured, and the site builds
 	$(BIN)/ruff check .
@@ -89,7 +90,6 @@ bench-paper: $(READY) $(MODEL)  ## the README's rows at 60% by the protocol of p
 		--output benchmarks/results/paper.json $(FLAGS)
 
 QWEN := runs/qwen2.5-coder-0.5b-instruct
-MINILM := runs/all-minilm-l6-v2
 
 bench-qwen: $(READY) $(QWEN)  ## a second model, fewer rows
 	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=40 pydoc=24 \

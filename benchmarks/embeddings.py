@@ -45,6 +45,7 @@ HALF = 1000  # characters of a half at most
 TRAINED_ON = 2000  # sentences
 RIDGE = 1.0
 AT_ONCE = 64  # texts
+LENGTH = 128  # tokens of a text at most, as the model was trained
 
 
 def row(args: argparse.Namespace, name: str) -> Row:
@@ -101,7 +102,11 @@ class Embedder:
         for start in range(0, len(order), AT_ONCE):
             some = order[start : start + AT_ONCE]
             batch = self._tokenizer(
-                [texts[number] for number in some], padding=True, truncation=True, max_length=256, return_tensors="pt"
+                [texts[number] for number in some],
+                padding=True,
+                truncation=True,
+                max_length=LENGTH,
+                return_tensors="pt",
             )
             hidden = self._model(**batch).last_hidden_state
             mask = batch["attention_mask"][..., None].to(hidden)
@@ -183,7 +188,7 @@ def main() -> None:
     parser.add_argument(
         "--sst2", required=True, help="a folder with train.tsv and test.tsv: a sentence, a tab, a label"
     )
-    parser.set_defaults(num_samples=128, sequence_length=128, evaluation_samples=256)
+    parser.set_defaults(num_samples=128, sequence_length=LENGTH, evaluation_samples=64)
     print(embeddings_table(made_rows(parser.parse_args(), row)))
 
 

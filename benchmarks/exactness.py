@@ -10,10 +10,11 @@ damping:
 With fewer calibration tokens than inputs (`--num-samples 2` of 256, of 768 inputs) the damping alone makes it solvable.
 
 Where the CPU has units for bfloat16, ADMM rounds to it; `--exact` shows what it would be without. `--wide` has
-no model: it times ADMM on random matrices of that shape, rounded and exact by turns.
+no model: it times ADMM on random matrices of that shape, rounded and exact by turns; or, with `--tokens`, so few that
+their Gram matrix has a factor that is used in its place (`updates/gram.py`), by that and by the whole.
 
 usage: python -m benchmarks.exactness --model DIR --text FILE [--num-samples 32] [--columns 0.6 2:4] [--exact]
-       python -m benchmarks.exactness --wide 4096 4096 [--rounds 3]
+       python -m benchmarks.exactness --wide 4096 4096 [--tokens 512] [--rounds 3]
 """
 
 from __future__ import annotations
@@ -141,24 +142,50 @@ def exact_products() -> AbstractContextManager[Any]:
     return patch.object(half_products, "has_units", return_value=False)
 
 
+def wide_problem(outputs: int, inputs: int, tokens: int) -> tuple[MatrixProblem, Tensor]:
+    """A random matrix, and a mask of half of its weights."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight = torch.randn(tokens, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
+    mask = weight.abs() < weight.abs().flatten()[::97].median()
+    return MatrixProblem(weight, x.t() @ x, None, 0.0, DAMPING, Budget(0.5, "tensor")), mask
+
+
 def time_wide(outputs: int, inputs: int, rounds: int) -> None:
     """Seconds of ADMM on one matrix, and what rounding leaves of them."""
-    generator = torch.Generator().manual_seed(0)
-    x, weight = torch.randn(4 * inputs, inputs, generator=generator), torch.randn(outputs, inputs, generator=generator)
-    problem = MatrixProblem(weight, x.t() @ x, None, 0.0, DAMPING, Budget(0.5, "tensor"))
-    mask = weight.abs() < weight.abs().flatten()[::97].median()
-    solve = UPDATES["admm"].function
-    assert solve is not None, "an update"
+    problem, mask = wide_problem(outputs, inputs, 4 * inputs)
     seconds: dict[str, list[float]] = {"rounded": [], "exact": []}
     for _ in range(rounds):
         for name, products in (("rounded", nullcontext), ("exact", exact_products)):
             with products():
-                begin = time.perf_counter()
-                solve(problem, mask)
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(seconds_of_admm(problem, mask))
     rounded, exact = (median(seconds[name]) for name in ("rounded", "exact"))
-    units = "rounded" if half_products.has_units(weight.device) else "not rounded: this CPU has no units for bfloat16"
+    units = "rounded" if half_products.has_units(problem.weight.device) else _NOT_ROUNDED
     print(f"{outputs} x {inputs}: {rounded:.1f} s {units}, {exact:.1f} s exact, {rounded / exact:.2f} of it")
+
+
+def time_few(outputs: int, inputs: int, tokens: int, rounds: int) -> None:
+    """Seconds of ADMM on one matrix with few tokens, by the factor of its Gram matrix and by the whole of it."""
+    whole, mask = wide_problem(outputs, inputs, tokens)
+    ways = {"factor": replace(whole, tokens=tokens), "whole": whole}
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, problem in ways.items():
+            seconds[name].append(seconds_of_admm(problem, mask))
+    factor, all_of_it = (median(seconds[name]) for name in ("factor", "whole"))
+    units = "rounded" if half_products.has_units(whole.weight.device) else _NOT_ROUNDED
+    shape, share = f"{outputs} x {inputs}, {tokens} tokens", factor / all_of_it
+    print(f"{shape}: {factor:.1f} s by the factor, {all_of_it:.1f} s by the whole ({units}), {share:.2f} of it")
+
+
+_NOT_ROUNDED = "not rounded: this CPU has no units for bfloat16"
+
+
+def seconds_of_admm(problem: MatrixProblem, mask: Tensor) -> float:
+    solve = UPDATES["admm"].function
+    assert solve is not None, "an update"
+    begin = time.perf_counter()
+    solve(problem, mask)
+    return time.perf_counter() - begin
 
 
 def main() -> None:
@@ -166,6 +193,7 @@ def main() -> None:
     parser.add_argument("--model")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--wide", type=int, nargs=2, metavar=("OUT", "IN"))
+    parser.add_argument("--tokens", type=int)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--exact", action="store_true")
     parser.add_argument("--dtype", default="float32")
@@ -175,7 +203,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.wide:
-        time_wide(args.wide[0], args.wide[1], args.rounds)
+        outputs, inputs = args.wide
+        if args.tokens:
+            time_few(outputs, inputs, args.tokens, args.rounds)
+        else:
+            time_wide(outputs, inputs, args.rounds)
         return
     if not (args.model and args.text):
         parser.error("give --model and --text, or --wide")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 from examples import get_smollm2
 from gradprobe_hf import prune_pretrained
@@ -36,9 +36,18 @@ def gguf(request):
 
 @pytest.fixture(scope="session")
 def smollm2():
-    folder = os.environ.get("GRADPROBE_SMOLLM2")
+    return _named_by("GRADPROBE_SMOLLM2")
+
+
+@pytest.fixture(scope="session")
+def minilm():
+    return _named_by("GRADPROBE_MINILM")
+
+
+def _named_by(variable):
+    folder = os.environ.get(variable)
     if not folder:
-        pytest.skip("GRADPROBE_SMOLLM2 does not name a checkpoint (`make test-all` sets it)")
+        pytest.skip(f"{variable} does not name a checkpoint (`make test-all` sets it)")
     return folder
 
 
@@ -117,3 +126,21 @@ def test_the_estimate_is_within_20_percent_of_the_peak(smollm2, length, rows, tm
     estimated = said("estimate")["placements"][0]["peak_bytes"]["host"]
     measured = said("prune", "--output", str(tmp_path / "out"), "--evaluation", "none")["memory"]["peak_resident_bytes"]
     assert estimated == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.slow
+def test_a_real_embedding_model_keeps_more_than_by_magnitude(minilm, tmp_path):
+    """Again not a figure; and what is measured is what transformers alone makes of the checkpoint."""
+    given = {"sparsity": 0.5, "num_samples": 24, "sequence_length": 64, "evaluation_samples": 24, "apply": False}
+    cosines, results = {}, {}
+    for name, options in (("magnitude", {"score": "magnitude"}), ("fast", {"preset": "fast"})):
+        results[name] = cases.prune(minilm, "pydoc", evaluation="pydoc", **given, **options)
+        cosines[name] = results[name].report.evaluation["metric"]["pruned"]
+    assert cosines["magnitude"] + 0.05 < cosines["fast"] < 1
+    results["fast"].save_pretrained(tmp_path / "out")
+    text = AutoTokenizer.from_pretrained(tmp_path / "out")("A cat sleeps on the mat.", return_tensors="pt")
+    kept = {
+        path: AutoModel.from_pretrained(path)(**text).last_hidden_state.mean(1) for path in (minilm, tmp_path / "out")
+    }
+    assert 0.8 < torch.cosine_similarity(*kept.values()).item() < 0.9999
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file()
