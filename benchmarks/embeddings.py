@@ -169,12 +169,12 @@ def embeddings_table(results: dict[str, Any]) -> str:
             texts = [] if found is None else zip(_shown(found), best, strict=True)
             cells.append(", ".join(f"**{text}**" if text == highest else text for text, highest in texts))
         lines.append(f"| {method} | {' | '.join(cells)} |")
-    windows = f"{settings['num_samples']} x {settings['sequence_length']} tokens of {settings['calibration']}"
+    calibration, evaluation = (f"C4[{settings[name].partition('[')[2]}" for name in ("calibration", "evaluation"))
     note = (
-        f"{settings['model']}: cosine to the dense embeddings, recall of the other half among {dense['halves']} "
-        f"documents, accuracy on the 1,821 test sentences of SST-2. Calibration {windows}, cosine of "
-        f"{settings['evaluation_samples']} documents of {settings['evaluation']}, 1 draw, float32. Made by "
-        "`make bench-embeddings`."
+        f"{settings['model']}: cosine to the dense embeddings; recall of the other half among {dense['halves']} "
+        "documents; accuracy on the 1,821 test sentences of SST-2, of which one standard error is 1%. Calibration "
+        f"{settings['num_samples']} x {settings['sequence_length']} tokens of {calibration}, cosine and halves of "
+        f"{evaluation}, 1 draw, float32. Made by `make bench-embeddings`."
     )
     return "\n".join([*lines, "", note])
 

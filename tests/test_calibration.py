@@ -439,7 +439,7 @@ def test_text_without_a_tokenizer_is_refused(text_file):
 
 def test_text_for_a_model_of_images_is_refused(text_file):
     processor = ViTImageProcessorPil()
-    with pytest.raises(ValueError, match=r"does not read plain text, but images: give batches with pixel_values"):
+    with pytest.raises(ValueError, match=r"does not read plain text, but images: give a data set with them"):
         load_batches(
             text_file, WindowSpec(4, 12, 2), part="evaluation", model=cases.build("vit"), processing_class=processor
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 
@@ -15,24 +16,30 @@ from transformers import (
     BertModel,
     LlamaConfig,
     LlamaModel,
+    MixtralConfig,
+    MixtralModel,
     T5Config,
     T5EncoderModel,
     T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5EncoderModel,
+    UMT5ForConditionalGeneration,
 )
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.data.batches import from_rows
+from gradprobe_hf.data.batches import from_rows, shared_rows, sketch
 from gradprobe_hf.data.embedding_labels import SPREAD, with_embeddings
 from gradprobe_hf.estimation.passes import cost_of_batch
 from gradprobe_hf.estimation.watch import Watch
+from gradprobe_hf.model.loading.checkpoint_class import chosen_class
 from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.loading.pooling import pooling_of
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.report import Report
-from gradprobe_hf.tasks.embeddings import DIRECTION, POOLING, embedded, pooling_weights
-from gradprobe_hf.tasks.table import task_for, task_of_class
+from gradprobe_hf.tasks.embeddings import DIRECTION, POOLING, embedded, is_for_embedding, pooling_weights
+from gradprobe_hf.tasks.table import auto_classes, task_for, task_of_class
 from tests import cases, labelled
 
 SIZES = {
@@ -74,8 +81,8 @@ def saved(folder, model=None, pooling=None, architecture=None):
     return str(folder)
 
 
-def rows(lengths=(9, 5, 7, 9), batch_size=4):
-    generator = torch.Generator().manual_seed(3)
+def rows(lengths=(9, 5, 7, 9), batch_size=4, seed=3):
+    generator = torch.Generator().manual_seed(seed)
     ids = [{"input_ids": torch.randint(4, 260, (length,), generator=generator)} for length in lengths]
     return from_rows(ids, batch_size, 0, source="rows", protocol="rows")
 
@@ -306,25 +313,87 @@ def test_only_models_that_read_text_are_for_it():
         task_for("feature-extraction", "ViTModel")
 
 
-def test_of_an_encoder_decoder_it_is_the_encoder(text_file, tmp_path):
+@pytest.mark.parametrize(
+    ("whole_class", "encoder_class", "config_class"),
+    [
+        (T5ForConditionalGeneration, T5EncoderModel, T5Config),
+        (UMT5ForConditionalGeneration, UMT5EncoderModel, UMT5Config),  # whose encoder says that it has a decoder
+    ],
+)
+def test_of_an_encoder_decoder_it_is_the_encoder(
+    whole_class, encoder_class, config_class, text_file, other_text_file, tmp_path, capsys
+):
     """Saved as that alone, or taken from the whole of it."""
     torch.manual_seed(0)
-    whole = T5ForConditionalGeneration(
-        T5Config(d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, vocab_size=260, decoder_start_token_id=0)
-    )
-    encoder_alone = T5EncoderModel(whole.config)
-    encoder_alone.load_state_dict(whole.state_dict(), strict=False)
-    given = {"calibration": str(text_file), "progress": False}
-    reports = []
-    for name, task in ((saved(tmp_path / "encoder", encoder_alone), None), (saved(tmp_path / "whole", whole), "named")):
-        config = GradProbeConfig(**OPTIONS, task="feature-extraction" if task else None)
-        result = prune_pretrained(name, config, **given)
-        assert type(result.model) is T5EncoderModel
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "vocab_size": 260}
+    whole = whole_class(config_class(**sizes, decoder_start_token_id=0))
+    alone = encoder_class(copy.deepcopy(whole.config))  # it says there that it has no decoder
+    alone.load_state_dict(whole.state_dict(), strict=False)
+    names = {"whole": saved(tmp_path / "whole", whole), "alone": saved(tmp_path / "alone", alone)}
+    given, reports = {"calibration": str(text_file), "evaluation": str(other_text_file), "progress": False}, []
+    for kind, task in (("alone", None), ("whole", "feature-extraction")):
+        result = prune_pretrained(names[kind], GradProbeConfig(**OPTIONS, task=task), **given)
+        assert type(result.model) is encoder_class
         result.save_pretrained(tmp_path / "out", overwrite=True)
         loaded = AutoModelForTextEncoding.from_pretrained(tmp_path / "out")
         assert all(torch.equal(one, result.model.state_dict()[name]) for name, one in loaded.state_dict().items())
         reports.append(result.report.evaluation["metric"]["pruned"])
     assert reports[0] == reports[1] < 0.9999
+    asked = ["evaluate", str(tmp_path / "out"), "--data", str(other_text_file), "--sequence-length", "24", "--json"]
+    assert main([*asked, "--against", names["whole"], "--quiet"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["metric"]["pruned"] == pytest.approx(reports[1], rel=1e-3)
+    assert "AutoModelForTextEncoding" in (tmp_path / "out" / "README.md").read_text()
+    again = GradProbeConfig(**{**OPTIONS, "sparsity": 0.7})
+    assert prune_pretrained(str(tmp_path / "out"), again, **given).report.sparsity == pytest.approx(0.7, abs=1e-3)
+
+
+def test_any_other_is_loaded_by_the_class_that_knows_its_own_code():
+    embeds = auto_classes("feature-extraction")
+    assert chosen_class(BertConfig(), embeds) is chosen_class(LlamaConfig(), embeds) is AutoModel
+    assert chosen_class(T5Config(), embeds) is AutoModelForTextEncoding
+    stored = T5Config(architectures=["T5EncoderModel"], is_encoder_decoder=False)
+    assert chosen_class(stored, embeds) is AutoModelForTextEncoding
+
+
+def test_the_card_loads_it_by_a_class_that_knows_it(text_file, tmp_path):
+    model = LlamaModel(LlamaConfig(**SIZES, max_position_embeddings=64))
+    given = {"calibration": str(text_file), "evaluation": False, "processing_class": cases.tokenizer()}
+    prune_pretrained(model, GradProbeConfig(**OPTIONS), **given, progress=False).save_pretrained(tmp_path / "out")
+    assert 'pipeline("feature-extraction"' in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_embeddings_as_wide_as_a_text_is_long_are_not_taken_for_its_tokens():
+    model, texts = (
+        BertModel(BertConfig(**{**SIZES, "hidden_size": 40}, max_position_embeddings=64)).eval(),
+        rows((40,) * 4),
+    )
+    found = with_embeddings(texts, model, seed=0)
+    assert sketch(found) == sketch(texts)
+    assert len(sketch(found)) > 4
+    assert shared_rows(found, with_embeddings(rows((40,) * 4, seed=9), model, seed=0)) == 0
+    torch.manual_seed(0)
+    config = MixtralConfig(
+        **{**SIZES, "hidden_size": 24, "intermediate_size": 16},
+        num_key_value_heads=1,
+        num_local_experts=4,
+        max_position_embeddings=64,
+    )
+    padded = with_embeddings(rows((24, 12, 7, 24)), MixtralModel(config).eval(), seed=0)
+    result = cases.prune(MixtralModel(config).eval(), padded.items, sparsity=0.5, probes=1)
+    assert result.report.zeros == result.report.weights // 2
+
+
+def test_whatever_a_device_makes_of_embeddings_the_text_is_the_same():
+    """Or a run could not be resumed on another one."""
+    first, second = (with_embeddings(rows(), encoder(), seed=0) for _ in range(2))
+    second.items[0]["labels"] += 1e-7
+    assert first.fingerprint == second.fingerprint == rows().fingerprint
+    assert first.fingerprint != with_embeddings(rows(seed=9), encoder(), seed=0).fingerprint
+
+
+def test_inputs_of_a_model_may_have_any_name():
+    assert not is_for_embedding({"input_ids": torch.ones(2, 3), "direction": torch.ones(2), "pooling": torch.ones(2)})
 
 
 def test_its_passes_are_estimated_as_they_are():

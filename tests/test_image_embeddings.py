@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -12,6 +13,10 @@ from datasets import Dataset
 from PIL import Image
 from transformers import (
     AutoModel,
+    BeitConfig,
+    BeitModel,
+    CvtConfig,
+    CvtModel,
     Dinov2Config,
     Dinov2Model,
     IJepaConfig,
@@ -21,6 +26,8 @@ from transformers import (
     ViTMAEConfig,
     ViTMAEModel,
     ViTModel,
+    ViTMSNConfig,
+    ViTMSNModel,
 )
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
@@ -117,7 +124,7 @@ def test_what_is_measured_is_what_the_checkpoint_computes(preset, tmp_path):
     assert report.model["task"] == "image-feature-extraction"
     values = PROCESSOR(images(seed=1), return_tensors="pt").pixel_values
     cosines = (pooled(dense.eval(), values) * pooled(pruned.eval(), values)).sum(-1)
-    assert report.evaluation["metric"]["pruned"] == pytest.approx(float(cosines.mean()), abs=1e-5)
+    assert report.evaluation["metric"]["pruned"] == pytest.approx(cosines.mean().item(), abs=1e-5)
     assert report.evaluation["metric"]["dense"] == pytest.approx(1)
     assert cosines.mean() < 0.999
     assert "14 images (image)" in report.evaluation["protocol"]
@@ -144,7 +151,7 @@ def test_evaluate_measures_it_beside_the_dense_model(tmp_path, capsys):
     values = PROCESSOR(images(seed=2), return_tensors="pt").pixel_values
     dense, pruned = (AutoModel.from_pretrained(tmp_path / name).eval() for name in ("model", "out"))
     cosines = (pooled(dense, values) * pooled(pruned, values)).sum(-1)
-    assert found["metric"]["pruned"] == pytest.approx(float(cosines.mean()), abs=1e-5)
+    assert found["metric"]["pruned"] == pytest.approx(cosines.mean().item(), abs=1e-5)
     assert main(asked) == 1
     assert "name the dense model with --against" in " ".join(capsys.readouterr().err.split())
 
@@ -185,6 +192,43 @@ def test_what_makes_no_vector_of_an_image_or_another_each_time_is_refused():
     prune_pretrained(enlarged(ViTMAEModel(hiding)), GradProbeConfig(**OPTIONS), **given)
 
 
+def test_convolutions_without_a_pooler_are_refused():
+    """A class token of CvT is beside its last hidden state, which is [rows, channels, height, width]."""
+    config = CvtConfig(embed_dim=[4, 8, 8], num_heads=[1, 1, 1], depth=[1, 2, 3])
+    with pytest.raises(ValueError, match="CvtModel makes no single vector of an image"):
+        with_embeddings(pixels(), CvtModel(config), seed=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_pixels_have_the_dtype_of_the_model(dtype):
+    """BEiT does not convert them by itself."""
+    torch.manual_seed(0)
+    model = enlarged(BeitModel(BeitConfig(**SIZES, intermediate_size=32)), dtype)
+    rows = Dataset.from_dict({"image": images()})
+    given = {"calibration": rows, "evaluation": rows, "processing_class": PROCESSOR, "progress": False}
+    report = prune_pretrained(model, GradProbeConfig(**OPTIONS), **given).report
+    assert report.evaluation["metric"]["dense"] == pytest.approx(1, abs=1e-3)
+
+
+def test_a_card_is_true_of_a_model_that_pools_nothing(tmp_path):
+    torch.manual_seed(0)
+    model = enlarged(ViTMSNModel(ViTMSNConfig(**SIZES, intermediate_size=32)))
+    given = {"calibration": Dataset.from_dict({"image": images()}), "evaluation": False, "processing_class": PROCESSOR}
+    prune_pretrained(model, GradProbeConfig(**OPTIONS), **given, progress=False).save_pretrained(tmp_path / "out")
+    snippet = re.search("```python\n(.*?)```", (tmp_path / "out" / "README.md").read_text(), re.S)[1]
+    images(1)[0].save(tmp_path / "picture.png")
+    code = snippet.replace('"picture.png"', repr(str(tmp_path / "picture.png")))
+    code = code.replace('"out"', repr(str(tmp_path / "out")))
+    exec(code, {})
+
+
+def test_labels_that_would_not_be_read_are_refused():
+    rows = Dataset.from_dict({"image": images(), "label": [0, 1] * 7})
+    given = {"calibration": rows, "evaluation": False, "processing_class": PROCESSOR, "progress": False}
+    with pytest.raises(ValueError, match="label_column='label' has no effect here"):
+        prune_pretrained(dinov2(), GradProbeConfig(**OPTIONS, label_column="label"), **given)
+
+
 def test_a_recovery_is_refused_with_what_can_be_done():
     rows = Dataset.from_dict({"image": images()})
     with pytest.raises(ValueError, match=r"a Dinov2Model makes others\. Fine-tune it"):
@@ -193,7 +237,8 @@ def test_a_recovery_is_refused_with_what_can_be_done():
 
 def test_only_models_that_read_images_are_for_it():
     assert task_of_class("Dinov2Model").name == task_of_class("ViTModel").name == "image-feature-extraction"
-    for name in ("BertModel", "ViTForImageClassification"):
+    assert task_for("image-feature-extraction", "CLIPVisionModel").embeds
+    for name in ("BertModel", "ViTForImageClassification", "CLIPModel"):
         with pytest.raises(ValueError, match="task='image-feature-extraction' is for models of AutoModel"):
             task_for("image-feature-extraction", name)
 

@@ -83,7 +83,10 @@ def check_reads_text(model: PreTrainedModel, part: str) -> None:
     name, needed = type(model).__name__, model.main_input_name
     if needed != "input_ids" or needs_pairs(model):
         what = {"pixel_values": "images", "input_features": "speech", "input_values": "speech"}.get(needed, "more")
-        raise ValueError(f"{part}: {name} does not read plain text, but {what}: give batches with {needed} and labels.")
+        raise ValueError(
+            f"{part}: {name} does not read plain text, but {what}: give a data set with them, or batches with {needed} "
+            "and labels."
+        )
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, part: str) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from gradprobe_hf.tasks.columns import IGNORED
+from gradprobe_hf.tasks.embeddings import embedding_inputs, is_for_embedding
 
 PASSAGE = 32  # tokens: more than two texts have in common by chance
 SHARED = 0.01  # of an evaluation text: two texts may quote the same lines
@@ -126,10 +127,12 @@ class Batches:
         """SHA-256 of the values; for rows of one length it does not depend on how they are batched."""
         # All batches of one name before the next name: their bytes are those of all rows, however these are batched.
         # Viewed as bytes because NumPy has no bfloat16.
-        names = sorted({name for batch in self.items for name in batch})
+        # Embeddings as labels are the model's, and other bits on another device.
+        items = [embedding_inputs(batch) if is_for_embedding(batch) else batch for batch in self.items]
+        names = sorted({name for batch in items for name in batch})
         digest = hashlib.sha256()
         for name in names:
-            for batch in self.items:
+            for batch in items:
                 for part in _parts(batch.get(name)):
                     digest.update(part)
         return digest.hexdigest()
@@ -183,6 +186,8 @@ def _text_of(batch: Mapping[str, Any]) -> Any:
     """
     ids, labels = batch.get("input_ids"), batch.get("labels")
     if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or labels.shape != ids.shape:
+        return ids
+    if labels.is_floating_point():  # embeddings, of as many numbers as there are tokens
         return ids
     return torch.where(labels == IGNORED, ids, labels.to(ids))
 

@@ -25,7 +25,7 @@ from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column, value_of
 from gradprobe_hf.tasks.row_reader import RowReader
-from gradprobe_hf.tasks.table import Task
+from gradprobe_hf.tasks.table import OF_MEDIA, Task
 from gradprobe_hf.tasks.text_batches import glues_words, multi_hot
 
 logger = logging.getLogger(__name__)
@@ -133,7 +133,7 @@ class Labels:
         """
         task = self.spec.task
         if not task.cuts_windows and self._is_prepared(opened):
-            return self._embedded(self._prepared(opened))
+            return self._embedded(self._in_its_dtype(self._prepared(opened)))
         first = _first_row(opened)
         would_be_left_out = task.medium is not None and task.medium.is_in(first)
         if task.prepared and (would_be_left_out or not self._reads_text(opened, first)):
@@ -149,7 +149,7 @@ class Labels:
                 )
             return None
         _check_text_options(self.spec)
-        return self._embedded(self._read(opened))
+        return self._embedded(self._in_its_dtype(self._read(opened)))
 
     def of_windows(self, found: Batches) -> Batches:
         """Windows as the task needs them: with masked tokens, or the model's embeddings, as labels."""
@@ -161,8 +161,22 @@ class Labels:
         masked = f"; 15% of the tokens masked with seed {self.spec.seed}"
         return replace(found, items=items, protocol=found.protocol + masked)
 
+    def _in_its_dtype(self, found: Batches) -> Batches:
+        """Pixels and recordings in the model's dtype: not every model converts them by itself."""
+
+        def of(name: str, value: Any) -> Any:
+            is_media = isinstance(value, Tensor) and value.is_floating_point() and name.startswith(OF_MEDIA)
+            return value.to(self.model.dtype) if is_media else value
+
+        return replace(found, items=tuple({name: of(name, value) for name, value in item.items()} for item in found))
+
     def _embedded(self, found: Batches) -> Batches:
         """With the model's embeddings as labels, whatever labels the rows have: those of tokens, of a chat say."""
+        if self.spec.task.embeds and self.spec.label_column is not None:
+            raise ValueError(
+                f"label_column={self.spec.label_column!r} has no effect here: for {self.spec.task.name} no labels are "
+                "read. Leave label_column unset."
+            )
         is_asked = self.spec.task.embeds and self.spec.takes_loss
         return with_embeddings(found, self.model, self.spec.seed) if is_asked else found
 

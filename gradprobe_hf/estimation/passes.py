@@ -22,7 +22,6 @@ from gradprobe_hf.estimation.formula import TENSORS_OF_THE_LOSS, active_weights,
 from gradprobe_hf.estimation.machine import compute_device
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts, gradients_required, recomputed_blocks
 from gradprobe_hf.estimation.watch import Watch
-from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import sample_batch, without_cache
 from gradprobe_hf.model.fsdp import plain_class
 from gradprobe_hf.model.loading.load import skeleton
@@ -142,10 +141,8 @@ def _batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, Tensor]:
     task = task_of_class(type(model).__name__, model.config.is_encoder_decoder)
     if task is None or not task.embeds:
         return found
-    wide = text_attribute(model.config, "hidden_size", None) or list(getattr(model.config, "hidden_sizes", [1]))[-1]
-    shapes = {"labels": (rows, wide), DIRECTION: (rows, wide)} | (
-        {POOLING: (rows, length)} if task.cuts_windows else {}
-    )
+    # One number for each row, as wide as the embeddings are or not: it takes next to nothing beside a pass.
+    shapes = {"labels": (rows, 1), DIRECTION: (rows, 1)} | ({POOLING: (rows, length)} if task.cuts_windows else {})
     return found | {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
 

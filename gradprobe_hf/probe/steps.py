@@ -17,6 +17,7 @@ from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.model.targets import Target, is_routed
 from gradprobe_hf.probe.padding import BatchLayout
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.tasks.embeddings import DIRECTION
 
 Item = TypeVar("Item")
 
@@ -85,8 +86,10 @@ def _without_padding(model: PreTrainedModel, layout: BatchLayout, row: int, name
     """What a batch has of one row under a name, without padding: `[1, tokens]`; anything else as it is."""
     of_decoder = model.config.is_encoder_decoder and (name == "labels" or name.startswith("decoder_"))
     mask = layout.decoder_mask if of_decoder else layout.encoder_mask
-    # Whatever has the shape of the mask has a column for each token: ids, labels, token types.
-    if mask is None or not isinstance(value, Tensor) or value.shape != mask[:1].shape:
+    # Whatever has the shape of the mask has a column for each token: ids, labels, token types. An embedding may have it
+    # by chance.
+    is_embedding = name in ("labels", DIRECTION) and isinstance(value, Tensor) and value.is_floating_point()
+    if mask is None or is_embedding or not isinstance(value, Tensor) or value.shape != mask[:1].shape:
         return value
     if not of_decoder:
         return value[:, mask[row]]

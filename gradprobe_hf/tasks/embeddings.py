@@ -19,8 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-POOLING = "pooling"
-DIRECTION = "direction"
+# Of no model's `forward`.
+POOLING = "gradprobe_pooling"
+DIRECTION = "gradprobe_direction"
 Pooling = Literal["mean", "cls", "last"]
 
 
@@ -58,8 +59,9 @@ def _of_images(model: Any, output: Any) -> Tensor:
     pooled = getattr(output, "pooler_output", None)
     if pooled is not None:
         return torch.flatten(pooled, 1)  # convolutions leave [rows, hidden, 1, 1]
-    if any(name.endswith("cls_token") for name, _ in model.named_parameters()):
-        return output.last_hidden_state[:, 0]
+    hidden = output.last_hidden_state
+    if hidden.ndim == 3 and any(name.endswith("cls_token") for name, _ in model.named_parameters()):
+        return hidden[:, 0]
     raise ValueError(
         f"{type(model).__name__} makes no single vector of an image, by a pooler or a class token, whose way could be "
         "measured: give a loss_fn."

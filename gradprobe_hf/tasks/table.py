@@ -434,20 +434,20 @@ _ROWS = (
         row="images with text",
         term="images",
     ),
-    # Of an encoder-decoder the encoder alone.
+    _EMBEDS,
+    # The encoder of an encoder-decoder, as a class of its own.
     replace(
         _EMBEDS,
         auto_class="AutoModelForTextEncoding",
         mapping="MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES",
-        among=(),
+        among=("MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",),
         snippet=_encoded("A text to embed."),
     ),
-    _EMBEDS,
     Task(
         name="image-feature-extraction",
         auto_class="AutoModel",
         mapping="MODEL_FOR_IMAGE_MAPPING_NAMES",
-        objective="Model",
+        objective="VisionModel",
         inputs=(IMAGE,),
         batch_of=images_alone,
         embeds=True,
@@ -456,11 +456,11 @@ _ROWS = (
         predict=predicted_embeddings,
         compares="embeddings",
         default_metric="cosine",
-        snippet=_pipeline("image-feature-extraction", '"picture.png", pool=True, return_tensors=True'),
+        snippet=_pipeline("image-feature-extraction", '"picture.png", return_tensors=True') + "  # of each patch",
     ),
 )
 # What the names begin with of what a batch has of images and recordings.
-_OF_MEDIA = ("pixel", "image", "video", "input_features", "input_values", "audio")
+OF_MEDIA = ("pixel", "image", "video", "input_features", "input_values", "audio")
 # Task -> its rows: two where models of two kinds are for it.
 TASKS: dict[str, tuple[Task, ...]] = {row.name: tuple(one for one in _ROWS if one.name == row.name) for row in _ROWS}
 
@@ -477,14 +477,24 @@ def task_of_class(class_name: str, is_encoder_decoder: bool = False) -> Task | N
     ('text-classification', 'text-generation')
     """
     name = class_name.removeprefix("FSDP")  # FSDP2 prefixes the name of the class that it shards
-    known = next((row for row in _ROWS if name in row.classes), None)
+    known = row_of_class(name)
     if known is not None:
-        return None if known.embeds and is_encoder_decoder else known
+        return None if known is _EMBEDS and is_encoder_decoder else known
     # A class that transformers does not have is named as its own are. One without a head may be for anything.
     alike = [row for row in _ROWS if name.endswith(row.objective) and not row.embeds]
     if is_encoder_decoder and _WRITES in alike:
         return _WRITES
     return next((row for row in alike if row.objective != _WRITES.objective), None)
+
+
+def row_for(task: str, class_name: str) -> Task:
+    """The row of a task that a class is for; the first, of a class that transformers does not have."""
+    return next((row for row in TASKS[task] if class_name in row.classes), TASKS[task][0])
+
+
+def row_of_class(class_name: str) -> Task | None:
+    """The first row that a class of transformers is for."""
+    return next((row for row in _ROWS if class_name in row.classes), None)
 
 
 def counted_as(task: Task | None, batches: Iterable[Mapping[str, Any]]) -> tuple[str, str]:
@@ -498,7 +508,7 @@ def counted_as(task: Task | None, batches: Iterable[Mapping[str, Any]]) -> tuple
 
 def is_text_alone(task: Task, batches: Iterable[Mapping[str, Any]]) -> bool:
     """Whether a model that also sees or hears is given no image or recording with any text."""
-    return task.medium is not None and not any(name.startswith(_OF_MEDIA) for batch in batches for name in batch)
+    return task.medium is not None and not any(name.startswith(OF_MEDIA) for batch in batches for name in batch)
 
 
 def task_for(name: str | None, class_name: str, is_encoder_decoder: bool = False) -> Task | None:
@@ -525,5 +535,8 @@ def _embeds(task: Task | None) -> bool:
 
 
 def _is_named_for(row: Task, class_name: str) -> bool:
-    """GPT2LMHeadModel has a head, whatever it ends with."""
-    return class_name.endswith(row.objective) and not (row.embeds and "Head" in class_name)
+    """GPT2LMHeadModel has a head, whatever it ends with; and what a class of the user's own reads no name says."""
+    import transformers
+
+    ending = "Model" if row.embeds and not hasattr(transformers, class_name) else row.objective
+    return class_name.endswith(ending) and not (row.embeds and "Head" in class_name)

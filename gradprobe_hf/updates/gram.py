@@ -51,7 +51,8 @@ def gram_of(whole: Tensor, damping: Tensor, tokens: int | None) -> Gram:
         damping: how much of these ones is no token's, `[in]`.
         tokens: of how many it is the sum; None: unknown.
     """
-    if tokens is None or len(whole) < WIDE or tokens > FEW * len(whole):
+    # On a GPU the factor's columns, found one by one, may take as long as the products: nobody has measured it.
+    if tokens is None or len(whole) < WIDE or tokens > FEW * len(whole) or whole.device.type != "cpu":
         return WholeGram(whole)
     return FactoredGram(damping, low_rank_factor(whole, whole.diagonal() - damping, tokens))
 

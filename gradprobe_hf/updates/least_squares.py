@@ -133,11 +133,12 @@ def held_out_damping(problem: MatrixProblem, mask: Tensor) -> float:
     Little text and many inputs: the weights then fit what they have seen, and damping keeps them near what they were.
     """
     assert problem.held_out is not None, "something is held out"
-    held, its_drift, _ = problem.held_out
+    held, its_drift, held_tokens = problem.held_out
     if not held.diagonal().any():  # an expert that is sent none of these rows
         return problem.damping
     drift = None if problem.drift is None or its_drift is None else problem.drift - its_drift
-    rest = replace(problem, hessian=problem.hessian - held, drift=drift, held_out=None)
+    tokens = None if problem.tokens is None else problem.tokens - held_tokens
+    rest = replace(problem, hessian=problem.hessian - held, drift=drift, held_out=None, tokens=tokens)
     goal = held if its_drift is None else held + problem.dense_target * its_drift
     wanted = problem.weight @ goal  # outputs to keep, times inputs
 

@@ -107,6 +107,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.model.passes.upcast import upcast_products
     from gradprobe_hf.report.eval_results import task_results, text_results
     from gradprobe_hf.run.request.checks import check_paths
+    from gradprobe_hf.tasks.table import task_of_class
 
     _check(options)
     check_paths(options.model, {"data": options.data}, against=options.against)
@@ -119,7 +120,10 @@ def run(options: argparse.Namespace) -> None:
     if options.against:
         # A revision or a GGUF file is one of MODEL; adapters are folded in unasked, for nothing is pruned here.
         kwargs = {"merge_adapters": None, **given(options, "dtype", "trust_remote_code", *PLACEMENT)}
-        models["dense"] = _Loaded.from_name(options.against, options.task, **kwargs)
+        # Of T5, say, the whole is stored, and the encoder alone pruned.
+        own = task_of_class(type(models["pruned"].model).__name__, models["pruned"].model.config.is_encoder_decoder)
+        task = options.task or (own.name if own is not None and own.embeds else None)
+        models["dense"] = _Loaded.from_name(options.against, task, **kwargs)
         report, _ = stored_report(options.model, given(options, "revision"))
         check_made_of(report, models["dense"].loaded, f"against={options.against!r} (--against)")
     values: dict[str, Any] = {"model": options.model, **given(options, "against")}

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import transformers
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForTextEncoding, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from gradprobe_hf.model.families import names_causal_class
@@ -31,7 +31,9 @@ def model_class(config: Any) -> Any:
 
 
 def chosen_class(config: PreTrainedConfig, auto_classes: Sequence[Any]) -> Any:
-    """What loads the weights: the first Auto class that knows the configuration; of none, the checkpoint's own class.
+    """What loads the weights: the Auto class that knows the configuration; of none, the checkpoint's own class.
+
+    Of several the first does, unless what it is asked for is the encoder of an encoder-decoder: `AutoModel` has both.
 
     Raises:
         ValueError: none of them knows it, or nobody can tell what the checkpoint's own class is.
@@ -39,13 +41,14 @@ def chosen_class(config: PreTrainedConfig, auto_classes: Sequence[Any]) -> Any:
     if not auto_classes:
         _check_known(config)
         return model_class(config)
-    knowing = next((one for one in auto_classes if _knows(one, config)), None)
-    if knowing is None:
+    knowing = [one for one in auto_classes if _knows(one, config)]
+    if not knowing:
         raise ValueError(
             f"a {type(config).__name__} is none of {' or '.join(one.__name__ for one in auto_classes)}, as the task "
             "asks for: leave task out (--task), or name the one that the model is for."
         )
-    return knowing
+    has_decoder = config.is_encoder_decoder or _architecture(config).endswith("EncoderModel")
+    return AutoModelForTextEncoding if has_decoder and AutoModelForTextEncoding in knowing else knowing[0]
 
 
 def _check_known(config: PreTrainedConfig) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import transformers
 
 from gradprobe_hf.report.report import Report
-from gradprobe_hf.tasks.table import TASKS
+from gradprobe_hf.tasks.table import row_for
 
 
 def loading_snippet(report: Report, where: str) -> str:
@@ -13,14 +13,14 @@ def loading_snippet(report: Report, where: str) -> str:
     snippet = ""
     if task:
         is_chat = report.model.get("has_chat_template", False)  # not in reports of before
-        row = TASKS[task][0]
+        row = row_for(task, report.model["class"])
         snippet = (is_chat and row.chat_snippet) or row.snippet
     if snippet and report.model["processing_class"] != "NoneType":
         return _allowing(own_code, snippet).replace("{where}", where)
     # transformers does not have a class of the model's own under its name, nor one of the user's.
     name = next((one for one in own_code if one.startswith("AutoModel")), report.model["class"])
     if task and not own_code and not hasattr(transformers, name):
-        name = TASKS[task][0].auto_class
+        name = row_for(task, report.model["class"]).auto_class
     found = f'from transformers import {name}\n\nmodel = {name}.from_pretrained("{{where}}")'
     return _allowing(own_code, found).replace("{where}", where)
 
