@@ -142,5 +142,5 @@ def test_a_real_embedding_model_keeps_more_than_by_magnitude(minilm, tmp_path):
     kept = {
         path: AutoModel.from_pretrained(path)(**text).last_hidden_state.mean(1) for path in (minilm, tmp_path / "out")
     }
-    assert 0.8 < torch.cosine_similarity(*kept.values()).item() < 0.9999
+    assert 0.5 < torch.cosine_similarity(*kept.values()).item() < 0.9999
     assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file()
