@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Of no model's `forward`.
+# Names of no input of any model.
 POOLING = "gradprobe_pooling"
 DIRECTION = "gradprobe_direction"
 Pooling = Literal["mean", "cls", "last"]
@@ -63,8 +63,8 @@ def _of_images(model: Any, output: Any) -> Tensor:
     if hidden.ndim == 3 and any(name.endswith("cls_token") for name, _ in model.named_parameters()):
         return hidden[:, 0]
     raise ValueError(
-        f"{type(model).__name__} makes no single vector of an image, by a pooler or a class token, whose way could be "
-        "measured: give a loss_fn."
+        f"{type(model).__name__} makes no single vector of an image, by a pooler or a class token, that could be "
+        "compared with the one before: give a loss_fn."
     )
 
 

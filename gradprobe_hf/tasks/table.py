@@ -477,7 +477,7 @@ def task_of_class(class_name: str, is_encoder_decoder: bool = False) -> Task | N
     ('text-classification', 'text-generation')
     """
     name = class_name.removeprefix("FSDP")  # FSDP2 prefixes the name of the class that it shards
-    known = row_of_class(name)
+    known = next((row for row in _ROWS if name in row.classes), None)
     if known is not None:
         return None if known is _EMBEDS and is_encoder_decoder else known
     # A class that transformers does not have is named as its own are. One without a head may be for anything.
@@ -490,11 +490,6 @@ def task_of_class(class_name: str, is_encoder_decoder: bool = False) -> Task | N
 def row_for(task: str, class_name: str) -> Task:
     """The row of a task that a class is for; the first, of a class that transformers does not have."""
     return next((row for row in TASKS[task] if class_name in row.classes), TASKS[task][0])
-
-
-def row_of_class(class_name: str) -> Task | None:
-    """The first row that a class of transformers is for."""
-    return next((row for row in _ROWS if class_name in row.classes), None)
 
 
 def counted_as(task: Task | None, batches: Iterable[Mapping[str, Any]]) -> tuple[str, str]:
