@@ -14,7 +14,17 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.cli import main
 from gradprobe_hf.model.families import is_causal, objective
 from gradprobe_hf.model.passes.loss import summed_loss
-from tests.architectures import ARCHITECTURES, BEGIN_IMAGE, END_IMAGE, GROUPED, IMAGE, LINEAR, byte_tokenizer, image
+from tests.architectures import (
+    ARCHITECTURES,
+    BEGIN_IMAGE,
+    END_IMAGE,
+    GEMMA4,
+    GROUPED,
+    IMAGE,
+    LINEAR,
+    byte_tokenizer,
+    image,
+)
 
 BY_NAME = {architecture.name: architecture for architecture in ARCHITECTURES}
 SMALL = {"num_samples": 4, "sequence_length": 16}
@@ -162,6 +172,25 @@ def test_whole_structures_go_of_its_language_model_alone(qwen, texts, tmp_path, 
     smaller = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert smaller.config.get_text_config().intermediate_size == 16
     assert "and will not be in the result: model.visual" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_recordings_are_not_left_out_in_silence_where_a_model_sees_and_hears():
+    """Gemma 4 reads images with text here, and would be given the text of recordings alone."""
+    heads = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 16}
+    vision = {**heads, "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 8}
+    spoken = Dataset.from_list([{"voice": {"array": [0.1] * 9, "sampling_rate": 16000}, "text": "a word " * 9}] * 9)
+    options = {"processing_class": byte_tokenizer(), "evaluation": False, "progress": False, "apply": False}
+    config = GradProbeConfig(**SMALL, include=["model.language_model.layers.*"])
+    for hears in (True, False):
+        text = hf.Gemma4TextConfig(**GROUPED, **GEMMA4)
+        towers = {"vision_config": vision, "audio_config": heads if hears else None}
+        model = hf.Gemma4ForConditionalGeneration(hf.Gemma4Config(text_config=text, **towers)).eval()
+        if hears:
+            with pytest.raises(ValueError, match=r"audio \('voice'\), of which no batches.*remove_columns"):
+                prune_pretrained(model, config, calibration=spoken, **options)
+        rows = spoken.remove_columns(["voice"]) if hears else spoken
+        report = prune_pretrained(model, config, calibration=rows, **options).report
+        assert report.calibration["rows"] == "windows"
 
 
 @pytest.mark.parametrize("name", ["LLaVA", "SmolVLM", "Gemma 3 (vision)", "Voxtral"])

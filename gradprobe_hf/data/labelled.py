@@ -23,7 +23,7 @@ from gradprobe_hf.data.text.packing import WindowSpec, held_out_words
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text
-from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column, value_of
+from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column, media_in, value_of
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import OF_MEDIA, Task
 from gradprobe_hf.tasks.text_batches import glues_words, multi_hot
@@ -141,6 +141,7 @@ class Labels:
                 f"{opened.name} has the columns {', '.join(map(repr, first))}, and for {task.name} no batches are made "
                 f"of such rows: prepare rows that hold {task.prepared} (dataset.map), or give batches of that."
             )
+        self._check_all_read(opened, first)
         if not task.reads(first):
             if self.spec.label_column is not None:
                 raise ValueError(
@@ -150,6 +151,24 @@ class Labels:
             return None
         _check_text_options(self.spec)
         return self._embedded(self._in_its_dtype(self._read(opened)))
+
+    def _check_all_read(self, opened: Source, first: Row) -> None:
+        """Raise ValueError for media that the model takes beside text, and no batch here is made of."""
+        task = self.spec.task
+        read = {kind.what for kind in task.inputs}
+        unread = {name: what for name, what in media_in(first).items() if what not in read and self._takes(what)}
+        if task.medium is not None and unread:
+            raise ValueError(
+                f"{opened.name} has {' and '.join(dict.fromkeys(unread.values()))} ({', '.join(map(repr, unread))}), "
+                f"of which no batches are made here for {task.name}, though a {type(self.model).__name__} may take "
+                f"them: give batches as its processor makes them, or leave them out (dataset.remove_columns"
+                f"({list(unread)}))."
+            )
+
+    def _takes(self, medium: str) -> bool:
+        """Whether a model that reads text may be given this medium: most that see, see a video as so many images."""
+        tower = {"images": "vision_config", "audio": "audio_config", "video": "vision_config"}[medium]
+        return getattr(self.model.config, tower, None) is not None
 
     def of_windows(self, found: Batches) -> Batches:
         """Windows as the task needs them: with masked tokens, or the model's embeddings, as labels."""

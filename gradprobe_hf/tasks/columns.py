@@ -55,7 +55,15 @@ def _is_image(value: Any) -> bool:
 
 def _is_audio(value: Any) -> bool:
     numbers = isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], float)
-    return bool(numbers) or (isinstance(value, Mapping) and "array" in value) or hasattr(value, "get_all_samples")
+    return bool(numbers) or _is_recording(value)
+
+
+def _is_recording(value: Any) -> bool:
+    return (isinstance(value, Mapping) and "array" in value) or hasattr(value, "get_all_samples")
+
+
+def _is_video(value: Any) -> bool:
+    return hasattr(value, "get_frame_at")
 
 
 TEXT = ColumnKind(
@@ -66,6 +74,8 @@ TEXT = ColumnKind(
 WORDS = ColumnKind(("tokens", "words"), _is_words, "words")
 IMAGE = ColumnKind(("image", "img", "images"), _is_image, "images")
 AUDIO = ColumnKind(("audio", "speech"), _is_audio, "audio")
+# What `datasets` decodes, whatever its column is called.
+_DECODED = {"images": _is_image, "audio": _is_recording, "video": _is_video}
 # Columns that a pair of sentences usually has.
 PAIRS = (
     ("sentence1", "sentence2"),
@@ -171,6 +181,15 @@ def find_pair(row: Row, given: str | None) -> tuple[str, str] | None:
             return None
         return checked_column(row, first.strip(), "text_column"), checked_column(row, second.strip(), "text_column")
     return next((pair for pair in PAIRS if set(pair) <= set(row)), None)
+
+
+def media_in(row: Row) -> dict[str, str]:
+    """Columns that hold images, audio or video as `datasets` decodes them, and which of these.
+
+    >>> media_in({"text": "a word", "voice": {"array": [0.1], "sampling_rate": 16000}})
+    {'voice': 'audio'}
+    """
+    return {name: what for name, value in row.items() for what, holds in _DECODED.items() if holds(value)}
 
 
 def find_chat(row: Row) -> str | None:
