@@ -99,6 +99,7 @@ def test_of_a_model_that_reads_images_no_tokens_are_said(tmp_path, capsys):
     assert "--prompt-length 8 has no effect here" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_card_of_what_reads_images_says_no_tokens(tmp_path):
     model = cases.build("vit")
     config = GradProbeConfig(structure={"ffn": 8}, update="none", measure_speed=True)

@@ -44,6 +44,7 @@ from gradprobe_hf.runtime.plain_computation import plain_computation
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from tests import cases
 from tests.distillation import DENSE, KilledError, kl_of, place, text, trained
+from tests.grids import grid
 from tests.launch import together
 from tests.trainers import half_pruned, hooks_of, weights, zeros
 
@@ -338,8 +339,11 @@ def test_what_falls_is_let_go_on(measured, stops, tmp_path):
     assert BestState(tmp_path, patience=2).has_waited(steps) == stops
 
 
-@pytest.mark.parametrize("name", [DENSE, "mixtral"])  # in files the experts of a mixture go by other names
-@pytest.mark.parametrize("options", [{}, {"lora_r": 2}, {"teacher_top_k": 20}], ids=lambda o: next(iter(o), "plain"))
+@grid(
+    "options, name",
+    {"plain": {}, "adapters": {"lora_r": 2}, "from disk": {"teacher_top_k": 20}},
+    ["mixtral", DENSE],  # in files the experts of a mixture go by other names
+)
 def test_a_run_that_was_killed_ends_with_the_same_weights(tmp_path, monkeypatch, name, options):
     if name == "mixtral" and "lora_r" in options:
         pytest.skip("its experts are no linear layers, which adapters are beside")

@@ -271,9 +271,10 @@ def test_tied_embeddings_are_changed_under_every_name(saved, tmp_path):
         assert (read_weight(model, name)[mask] == 0).all()
 
 
-@grid("placement", ["cpu_offload", "disk_offload", "device_map disk"])
-@pytest.mark.parametrize(
-    "options", [{"score": "magnitude"}, {"structure": "auto", "params": 0.97, "update": "none"}], ids=["zeros", "auto"]
+@grid(
+    "placement, options",
+    ["cpu_offload", "disk_offload", "device_map disk"],
+    {"zeros": {"score": "magnitude"}, "auto": {"structure": "auto", "params": 0.97, "update": "none"}},
 )
 def test_tied_embeddings_count_once_wherever_they_are(placement, options, saved, tmp_path):
     """Offloaded, each of their names has a parameter of its own."""

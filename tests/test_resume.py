@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import tempfile
 from contextlib import contextmanager
 from functools import cache, partial
 from importlib import import_module
@@ -112,6 +113,7 @@ def killed(folder, kind, moment, **options):
     """The exit code of a run that is killed at a moment, if it gets there."""
 
     def dying():
+        tempfile.tempdir = str(folder.parent)  # what it leaves is for nobody to tidy up
         with watched(kind, moment, die):
             run(folder, **options)
 
@@ -235,18 +237,18 @@ def test_a_run_killed_in_its_reconstruction_goes_on_behind_the_finished_blocks(k
     assert not folder.exists()
 
 
-@pytest.mark.parametrize(
-    ("moment", "saved", "left"),
-    [
-        (("amount", 2), 2, (4, 7)),
-        (("block", 2), 4, (0, 7)),
-        (("block", 4), 6, (0, 4)),
-        (("block", 7), None, (0, 1)),
-    ],
-    ids=["estimates", "first trial", "second trial", "reconstruction"],
-)
-def test_what_a_search_for_a_shape_has_measured_is_not_measured_again(moment, saved, left, tmp_path, monkeypatch):
+SEARCHES = {
+    "estimates": (("amount", 2), 2, (4, 7)),
+    "first trial": (("block", 2), 4, (0, 7)),
+    "second trial": (("block", 4), 6, (0, 4)),
+    "reconstruction": (("block", 7), None, (0, 1)),
+}
+
+
+@some("moment", SEARCHES, fast=("estimates", "second trial"))
+def test_what_a_search_for_a_shape_has_measured_is_not_measured_again(moment, tmp_path, monkeypatch):
     """`saved`: what it has found when it is killed; `left`: amounts and blocks of those that go on."""
+    moment, saved, left = SEARCHES[moment]
     monkeypatch.setattr(search, "TRIED", 2)  # of four shapes: what each loses is estimated first
     options, folder = {"structure": "auto", "params": 0.85}, tmp_path / "state"
     wanted = run(**options)

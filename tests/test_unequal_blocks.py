@@ -12,6 +12,7 @@ from gradprobe_hf.data.text.self_generated import own_text, window_bytes
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.shapes.budget import budget_shapes
 from tests import cases
+from tests.grids import grid
 
 SIZES = {
     "vocab_size": 260,
@@ -72,13 +73,12 @@ def pruned(model, **options):
     return prune_pretrained(model, config, calibration=PARTS, evaluation=False, progress=False)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [("lfm2", LFM2), ("lfm2_moe", LFM2_MOE), ("qwen3_5_text", QWEN3_5)],
-    ids=lambda one: str(one)[:8],
-)
-@pytest.mark.parametrize("share", [0.85, 0.6])
-def test_a_budget_of_parameters_is_met_whichever_blocks_go(kind, options, share, tmp_path):
+OF_KINDS = {"lfm2": LFM2, "lfm2_moe": LFM2_MOE, "qwen3_5_text": QWEN3_5}
+
+
+@grid("kind, share", list(OF_KINDS), [0.85, 0.6])
+def test_a_budget_of_parameters_is_met_whichever_blocks_go(kind, share, tmp_path):
+    options = OF_KINDS[kind]
     model = built(kind, **options)
     dense = model.num_parameters()
     result = pruned(model, structure="auto", params=share)
