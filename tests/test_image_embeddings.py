@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import (
     AutoModel,
     BeitConfig,
@@ -31,6 +32,7 @@ from transformers import (
 )
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.embedding_labels import with_embeddings
@@ -177,6 +179,29 @@ def test_a_loss_of_the_users_own_is_called_with_pixels_alone():
     given = {"calibration": rows, "evaluation": rows, "processing_class": PROCESSOR}
     prune_pretrained(dinov2(), GradProbeConfig(**OPTIONS), **given, loss_fn=loss, progress=False)
     assert names == {"pixel_values"}
+
+
+@pytest.mark.parametrize("change", [{"sparsity": 0.5}, {"structure": {"ffn": 8}}], ids=["zeros", "channels"])
+def test_a_checkpoint_without_a_pooler_stays_one(change, tmp_path, caplog):
+    """DINO's ViTs: `from_pretrained` makes up a pooler, which would be what the embedding is."""
+    dense, model, out = vit(add_pooling_layer=False), tmp_path / "model", tmp_path / "out"
+    dense.save_pretrained(model)
+    PROCESSOR.save_pretrained(model)
+    rows = Dataset.from_dict({"image": images()})
+    options = {"calibration": rows, "evaluation": rows, "progress": False, "output_dir": out}
+    report = prune_pretrained(model, GradProbeConfig(**{**OPTIONS, "sparsity": None, **change}), **options).report
+    said = "model has no weights of the pooler of ViTModel, which is left off"
+    assert said in caplog.text
+    assert f"{said}." in report.warnings
+    assert not any("pooler" in name for name in load_file(out / "model.safetensors"))
+    values = PROCESSOR(images(), return_tensors="pt").pixel_values
+    pruned = ViTModel.from_pretrained(out, add_pooling_layer=False).eval()
+    cosines = (class_token(dense, values) * class_token(pruned, values)).sum(-1)
+    assert report.evaluation["metric"]["pruned"] == pytest.approx(cosines.mean().item(), abs=1e-5)
+    assert inspect_checkpoint(out).zeros == ("sparsity" in change) * report.zeros
+    taken = {**options, "allow_missing_weights": True, "output_dir": None}
+    asked = prune_pretrained(model, GradProbeConfig(**OPTIONS), **taken)
+    assert asked.model.pooler is not None, "as initialised, since that was asked for"
 
 
 def test_what_makes_no_vector_of_an_image_or_another_each_time_is_refused():

@@ -21,6 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from gradprobe_hf.config.config import CONFIG_NAME, GradProbeConfig
 from gradprobe_hf.model.loading.checks import index_of
 from gradprobe_hf.model.loading.load import load_config, load_model, skeleton
+from gradprobe_hf.model.pooler import take_off_pooler
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.report.report import REPORT_NAME, Group, grouped
 
@@ -106,13 +107,14 @@ def inspect_checkpoint(directory: str | Path, *, trust_remote_code: bool | None 
         raise ValueError(f"{what}. Inspected are the files of a checkpoint folder on this machine.")
     files = weight_files(path)
     own_code = {} if trust_remote_code is None else {"trust_remote_code": trust_remote_code}
+    stored = {name for names in files.values() for name in names}
     model = skeleton(load_config(str(path), **own_code), trust_remote_code=trust_remote_code)
+    take_off_pooler(model, {name for name, _ in model.named_parameters()} - stored)
     chosen = GradProbeConfig.from_pretrained(path) if (path / CONFIG_NAME).is_file() else GradProbeConfig()
     targets = {target.name: target for target in find_targets(model, chosen.include, chosen.exclude)}
     by_default = find_targets(model) if chosen.include or chosen.exclude else ()
     excluded = tuple(target.name for target in by_default if target.name not in targets)
     left_out = tuple(name for name in _unreached(path) if targets.pop(name, None))
-    stored = {name for names in files.values() for name in names}
     found = _from_files(path, files, targets) if stored >= set(targets) else _from_model(path, targets, own_code)
     rows, holding = [], {*PATTERNS, *([chosen.group] if chosen.group else [])}
     for target, matrix in found:

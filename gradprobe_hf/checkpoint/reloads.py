@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.parameters import aliases
+from gradprobe_hf.model.pooler import without_pooler
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def check_reloads(model: PreTrainedModel) -> None:
             f"{second} in its _tied_weights_keys, or give each a weight of its own."
         )
     try:
-        made = skeleton(copy.deepcopy(model.config), type(model))
+        made = skeleton(copy.deepcopy(model.config), type(model), **without_pooler(model))
     except Exception as error:  # whatever the code of a class of the user's own raises without its other arguments
         logger.warning("whether a checkpoint of %s loads as it is was not compared: %s", name, error)
         return

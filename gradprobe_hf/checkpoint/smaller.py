@@ -16,6 +16,7 @@ from transformers.core_model_loading import WeightConverter
 
 from gradprobe_hf.model.files.saving import Smaller, save_in_shards
 from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.pooler import without_pooler
 from gradprobe_hf.run.shapes.equality import MaskedOutputs, fits
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import smaller_config
@@ -54,6 +55,7 @@ def check_smaller(folder: Path, model: PreTrainedModel) -> None:
             dtype=masked.dtype,
             attn_implementation=model.config._attn_implementation,
             output_loading_info=True,
+            **without_pooler(model),
             **placed,
         )
         wrong = {kind: sorted(map(str, names)) for kind, names in info.items() if names}

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.files.saving import quiet
 from gradprobe_hf.model.loading.report import missing_weights
+from gradprobe_hf.model.pooler import without_pooler
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ def _other_names(folder: Path, stored: Mapping[str, Tensor], model: PreTrainedMo
                 state_dict=dict(stored),
                 device_map={"": "meta"},
                 output_loading_info=True,
+                **without_pooler(model),
                 ignore_mismatched_sizes=True,  # or it would raise, with no name of ours in it
             )
     except Exception as error:  # a class of the user's own, say, that takes other arguments

@@ -13,6 +13,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.estimation.estimate import Estimate, estimate
 from gradprobe_hf.estimation.footprint import PlacementName
 from gradprobe_hf.model.loading.load import skeleton
+from gradprobe_hf.model.pooler import without_pooler
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.report import Report
 
@@ -82,7 +83,7 @@ def estimate_of(report: Report, model: PreTrainedModel, base: int | None = None)
         ValueError: the passes of such a run depend on what it finds out.
     """
     config, device = planned(report), next(model.parameters()).device
-    bare = skeleton(model.config, type(model), dtype=model.dtype)
+    bare = skeleton(model.config, type(model), dtype=model.dtype, **without_pooler(model))
     targets = find_targets(bare, config.include, config.exclude)
     device = torch.device("cpu") if device.type == "meta" else device
     return estimate(bare, targets, config, device=device, base=base)

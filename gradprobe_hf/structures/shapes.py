@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from gradprobe_hf.model.config_names import told_by_number
 from gradprobe_hf.model.loading.load import skeleton
+from gradprobe_hf.model.pooler import without_pooler
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.table import STRUCTURES
@@ -80,7 +81,7 @@ def unfit(model: PreTrainedModel, plan: Plan) -> str | None:
         return f"with its {name} a block depends on how many are before it"
     removal = Removal.example(plan)
     try:
-        made = skeleton(smaller_config(model.config, removal), type(model))
+        made = skeleton(smaller_config(model.config, removal), type(model), **without_pooler(model))
     except Exception as error:  # each family checks its configuration in a way of its own
         return " ".join(str(error).split()) or type(error).__name__
     wanted = {

@@ -47,7 +47,7 @@ from gradprobe_hf.model.loading.checks import (
     load_errors,
 )
 from gradprobe_hf.model.loading.dequantized import keep_dequantized
-from gradprobe_hf.model.loading.report import about_unused, check_complete, ignored_names
+from gradprobe_hf.model.loading.report import about_pooler, about_unused, check_complete, ignored_names
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.runtime.paths import expanded_model
 
@@ -230,9 +230,10 @@ def _load_checkpoint(
             kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
             with ignored_names() as ignored:
                 model, loading = cls.from_pretrained(name, **kwargs)
+        lacks = () if allow_missing else about_pooler(model, name, loading)
         if not allow_missing:
             check_complete(model, name, loading, reinitialises, brought)
-        unused = about_unused(model, name, loading, ignored)
+        warnings = lacks + about_unused(model, name, loading, ignored)
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
         weakref.finalize(model, shutil.rmtree, scratch, True)
@@ -247,7 +248,7 @@ def _load_checkpoint(
         model.name_or_path,
         stored_as=stored_as,
         converted_from=plain and plain.removeprefix("torch."),
-        warnings=unused,
+        warnings=warnings,
     )
 
 
@@ -352,6 +353,7 @@ def skeleton(
     cls: Any = None,
     dtype: torch.dtype | str | None = None,
     trust_remote_code: bool | None = None,
+    **init: Any,
 ) -> PreTrainedModel:
     """The model without its weights: every parameter and buffer on the meta device, in eval mode.
 
@@ -359,6 +361,7 @@ def skeleton(
         cls: its class; by default the one the checkpoint asks for.
         dtype: of the weights, or its name; by default the checkpoint's, or float32 if it names none.
         trust_remote_code: whether code of the checkpoint's own may run; None: transformers asks.
+        init: what else a class of transformers is made with.
 
     Raises:
         ValueError: no such dtype.
@@ -370,7 +373,7 @@ def skeleton(
     cls = cls or model_class(config)
     with init_empty_weights(include_buffers=True):
         if issubclass(cls, PreTrainedModel):
-            model = cls(config)
+            model = cls(config, **init)
         else:
             model = cls.from_config(config, trust_remote_code=trust_remote_code)
     model.tie_weights()  # `init_empty_weights` replaces each parameter by one of its own, and breaks the ties

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.loading.pooling import MODULES, is_for_embeddings
+from gradprobe_hf.model.pooler import take_off_pooler
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,16 @@ def about_unused(
     where = Path(name).name if Path(name).is_dir() else name  # reports are published
     what = "1 weight of {} is none" if len(unused) == 1 else f"{len(unused)} weights of {{}} are none"
     said = f"{what.format(where)} of {type(model).__name__}, and will not be in the result: {_listed(unused)}"
+    logger.warning(said)
+    return (f"{said}.",)
+
+
+def about_pooler(model: PreTrainedModel, name: str, loading: Mapping[str, Any]) -> tuple[str, ...]:
+    """What to say where the class has a pooler that the checkpoint has not: it is taken off, and that is logged."""
+    if not take_off_pooler(model, loading["missing_keys"]):
+        return ()
+    where = Path(name).name if Path(name).is_dir() else name
+    said = f"{where} has no weights of the pooler of {type(model).__name__}, which is left off"
     logger.warning(said)
     return (f"{said}.",)
 
