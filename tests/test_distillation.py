@@ -404,6 +404,18 @@ def test_one_killed_while_it_writes_its_best_state_goes_on(tmp_path, monkeypatch
         check_own(folder / "of", None)
 
 
+def test_one_killed_while_it_writes_what_it_is_of_begins_anew(tmp_path, monkeypatch):
+    dense, (student, _), folder = cases.build(DENSE), half_pruned(), tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KilledError))
+        with pytest.raises(KilledError):
+            trained(copy.deepcopy(student), dense, folder=folder, steps=2)
+    assert [path.name for path in folder.glob("recovery*")] == ["recovery.json.partial"]
+    (folder / "recovery.json.partial").write_text('{"steps')
+    check_own(folder, None)
+    assert trained(student, dense, folder=folder, steps=2).steps == 2
+
+
 def test_a_checkpoint_that_lacks_parameters_is_not_gone_on_from(tmp_path, monkeypatch):
     dense, (student, _) = cases.build(DENSE), half_pruned()
     options = {"steps": 6, "eval_steps": 2, "save_steps": 2}

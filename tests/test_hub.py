@@ -411,8 +411,9 @@ def test_the_repository_of_the_model_itself_is_refused_before_the_work(written, 
     assert not (tmp_path / "tiny").exists()
     result, _ = written
     monkeypatch.setattr(result.model, "name_or_path", "me/tiny")
-    with pytest.raises(ValueError, match="is a model that is read"):
-        result.push_to_hub("tiny")
+    for same in ("tiny", "Tiny"):  # to the Hub
+        with pytest.raises(ValueError, match="is a model that is read"):
+            result.push_to_hub(same)
     assert result.push_to_hub("tiny", revision="pruned") == "uploaded"
 
 

@@ -38,7 +38,8 @@ def check_not_read(repo_id: str, *model_names: str) -> None:
         repo_id: its full name.
         model_names: the `name_or_path` of the models that are read.
     """
-    if repo_id in model_names and not Path(repo_id).is_dir():
+    # To the Hub, Me/Model and me/model are one.
+    if repo_id.casefold() in map(str.casefold, model_names) and not Path(repo_id).is_dir():
         raise ValueError(f"push_to_hub={repo_id!r} is a model that is read: push the result to another repository.")
 
 
