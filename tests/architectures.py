@@ -651,7 +651,7 @@ ARCHITECTURES = [
         _paired,
         lambda: hf.CLIPProcessor(_clip_images(), byte_tokenizer()),
         {"image": image(), "candidate_labels": ["a cat", "a dog"]},
-        note="batches with `return_loss=True`",
+        note="images with text, or batches with `return_loss=True`",
     ),
     Architecture(
         name="LLaVA",

@@ -82,10 +82,11 @@ def check_reads_text(model: PreTrainedModel, part: str) -> None:
     """Raise ValueError where a model does not read plain text."""
     name, needed = type(model).__name__, model.main_input_name
     if needed != "input_ids" or needs_pairs(model):
-        what = {"pixel_values": "images", "input_features": "speech", "input_values": "speech"}.get(needed, "more")
+        alone = {"pixel_values": "images", "input_features": "speech", "input_values": "speech"}
+        what = "images with text" if needs_pairs(model) else alone.get(needed, "more")
         raise ValueError(
-            f"{part}: {name} does not read plain text, but {what}: give a data set with them, or batches with {needed} "
-            "and labels."
+            f"{part}: {name} does not read plain text, but {what}: give a data set with them, or batches that it "
+            "returns a loss for."
         )
 
 

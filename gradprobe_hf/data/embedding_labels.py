@@ -24,7 +24,7 @@ SPREAD = 0.01  # of directions: where a second probe finds embeddings that have 
 
 
 def with_embeddings(found: Batches, model: PreTrainedModel, seed: int) -> Batches:
-    """Batches of text or images with the model's embeddings as labels, and what `tasks.embeddings` makes a loss with.
+    """Batches with the model's embeddings as labels, and what `tasks.embeddings` makes a loss with.
 
     Args:
         seed: draws the directions of gradients.
@@ -32,12 +32,15 @@ def with_embeddings(found: Batches, model: PreTrainedModel, seed: int) -> Batche
     Raises:
         ValueError: the model pools in a way that is not known here.
     """
-    how = pooling_of(model) if any("input_ids" in batch for batch in found) else None
+    reads_text = any("input_ids" in batch for batch in found)
+    is_of_both = reads_text and any("pixel_values" in batch for batch in found)
+    how = pooling_of(model) if reads_text and not is_of_both else None
     generator = torch.Generator().manual_seed(seed)
     items = tuple(_labelled(batch, model, how, generator) for batch in found)
     if how is None and items:
         _check_repeats(items[0], model)
-    words = f"; {_WAYS[how]}, normalised, and the loss is 1 - cos to the dense model's"
+    pooled = _OF_BOTH if is_of_both else _WAYS[how]
+    words = f"; {pooled}, normalised, and the loss is 1 - cos to the dense model's"
     return replace(found, items=items, protocol=found.protocol + words)
 
 
@@ -47,6 +50,9 @@ _WAYS: dict[Pooling | None, str] = {
     "last": "a text's embedding is its last token",
     None: "an image's embedding is what the model pools, or its class token where it pools nothing",
 }
+
+
+_OF_BOTH = "the embeddings are those of an image and of its text"
 
 
 @torch.no_grad()

@@ -205,13 +205,14 @@ class Labels:
         assert spec.task.batch_of is not None, "the task reads rows"
         if opened.is_plain:
             raise ValueError(
-                f"{opened.name} is plain text, and {spec.task.name} needs rows with labels: give a data set with a "
-                "column of them (calibration, evaluation), or batches with 'labels'."
+                f"{opened.name} is plain text, and {spec.task.name} needs {spec.task.data}: give a data set with a "
+                "column of them (calibration, evaluation), or batches that the model returns a loss for."
             )
         rows, order = _taken(opened, spec)
         if not rows:
             return Batches.none()
         inputs, label = _columns(spec, rows[0])
+        rows = _with_names(rows, opened, spec, inputs)
         reader = self._reader(inputs, label, _stored_names(opened.rows, label))
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
         if any(map(_mixes_rows, items)):
@@ -360,6 +361,19 @@ def _stored_names(rows: Any, label: str | None) -> tuple[str, ...]:
     feature = (getattr(rows, "features", None) or {}).get(label)
     feature = getattr(feature, "feature", feature)
     return tuple(getattr(feature, "names", None) or ())
+
+
+def _with_names(rows: list[Row], opened: Source, spec: RowSpec, inputs: Sequence[str]) -> list[Row]:
+    """Rows in which a class that stands for a text has its name: of what is in a picture its number says nothing."""
+    if TEXT not in spec.task.inputs:
+        return rows
+    columns = template_columns(spec.text.text_template) if spec.text.text_template else inputs
+    for column in columns:
+        if names := _stored_names(opened.rows, column):
+            rows = [
+                {**row, column: names[row[column]]} if row.get(column) in range(len(names)) else row for row in rows
+            ]
+    return rows
 
 
 def _row_label(row: Row, reader: RowReader, task: Task) -> Tensor | None:

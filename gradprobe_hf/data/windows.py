@@ -82,9 +82,8 @@ def load_batches(
     source = str(source) if isinstance(source, Path) else source
     labels = None if task is None else Labels.of(task, windows, model, processing_class)
     if labels is not None and is_mixture(source) and not labels.spec.task.takes_text_alone:
-        raise ValueError(
-            f"a mixture is of texts, and {labels.spec.task.name} reads rows with labels: give one data set of them."
-        )
+        reads = labels.spec.task
+        raise ValueError(f"a mixture is of texts, and {reads.name} reads {reads.data}: give one data set of them.")
     if labels is not None and not is_mixture(source) and not _is_self(source):
         source = open_rows(source, part, windows.seed) or source
         if isinstance(source, Source) and (found := labels.batches(source)) is not None:

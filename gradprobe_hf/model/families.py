@@ -22,6 +22,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 )
 
 from gradprobe_hf.model.config_names import text_attribute
@@ -160,7 +161,8 @@ def cache_name(model: PreTrainedModel) -> str | None:
 
 def needs_pairs(model: PreTrainedModel) -> bool:
     """Whether a text is nothing to the model without an image beside it."""
-    return getattr(model.config, "model_type", "") in _PAIRED
+    name = type(model).__name__.removeprefix("FSDP")
+    return model.config.model_type in _PAIRED or name in MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
 
 
 def computes_time_first(model: PreTrainedModel) -> bool:
@@ -378,13 +380,10 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
     """
     config, name = model.config, model.main_input_name
     if name == "pixel_values":
-        vision = getattr(config, "vision_config", None) or getattr(config, "encoder", config)
-        side = getattr(vision, "image_size", ANY_SIZE)
-        size = side if isinstance(side, (list, tuple)) else (side, side)
         per_pixel = type(model).__name__.endswith("ForSemanticSegmentation")
         written = (length,) if config.is_encoder_decoder else ()
-        labels = _ids(rows, *size) if per_pixel else _ids(rows, *written)
-        return {name: _values(model, rows, getattr(vision, "num_channels", 3), *size), "labels": labels}
+        images = _images(model, rows)
+        return {name: images, "labels": _ids(rows, *images.shape[2:]) if per_pixel else _ids(rows, *written)}
     if name == "input_features":
         labels = _ids(rows) if _is_classifier(model) else _ids(rows, length if config.is_encoder_decoder else 2)
         return {name: _values(model, rows, *_features_of_speech(model, length)), "labels": labels}
@@ -395,8 +394,18 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
         return {name: _values(model, rows, config.max_length, config.num_mel_bins), "labels": _ids(rows)}
     if is_causal(model):
         return {"input_ids": _ids(rows, length)}
+    if needs_pairs(model):
+        return {"input_ids": _ids(rows, min(length, longest_text(model) or length)), _MEDIA[0]: _images(model, rows)}
     labels = _ids(rows) if labels_whole_sequences(model) else _ids(rows, length)
     return {"input_ids": _ids(rows, length), "labels": labels}
+
+
+def _images(model: PreTrainedModel, rows: int) -> torch.Tensor:
+    """Pixels `[rows, channels, height, width]`."""
+    vision = getattr(model.config, "vision_config", None) or getattr(model.config, "encoder", model.config)
+    side = getattr(vision, "image_size", ANY_SIZE)
+    size = side if isinstance(side, (list, tuple)) else (side, side)
+    return _values(model, rows, getattr(vision, "num_channels", 3), *size)
 
 
 def _features_of_speech(model: PreTrainedModel, length: int) -> tuple[int, int]:

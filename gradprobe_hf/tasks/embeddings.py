@@ -3,8 +3,11 @@
     e = normalised sum_t pooling[t] hidden[t]        loss = 1/2 sum_rows |e - y|^2 = sum_rows 1 - cos(e, y)
 
 A batch has y, of length one too, as `labels` `[rows, hidden]`, and of texts under `POOLING` what each token weighs in
-its row, `[rows, tokens]`; images are pooled by the model. Where y is the model's own e, the loss and its gradients are
-zero. So n `[rows, hidden]`, under `DIRECTION`, is added to the gradient by e, and not to the loss. With n normal, of
+its row, `[rows, tokens]`; images are pooled by the model. One that makes an embedding of a text and one of an image
+(CLIP) has both in e, one behind the other, so that cos(e, y) is the mean of their two cosines.
+
+Where y is the model's own e, the loss and its gradients are zero. So n `[rows, hidden]`, under `DIRECTION`, is added to
+the gradient by e, and not to the loss. With n normal, of
 deviation s, the gradient by the weights is J^T n there, J the derivative of e, and the mean of its squares s^2
 diag(J^T J): the diagonal of the loss's Hessian, times a number that is the same for all weights. (n as drawn from the
 model's own distribution: Martens, arXiv:1412.1193, section 5.)
@@ -22,6 +25,7 @@ from torch import Tensor
 # Names of no input of any model.
 POOLING = "gradprobe_pooling"
 DIRECTION = "gradprobe_direction"
+BOTH = ("image_embeds", "text_embeds")  # what such a model's output has
 Pooling = Literal["mean", "cls", "last"]
 
 
@@ -51,7 +55,20 @@ def embedded(model: Any, batch: Mapping[str, Any], **call: Any) -> Tensor:
     if POOLING in batch:
         hidden = _wide(output.last_hidden_state)
         return F.normalize((batch[POOLING].to(hidden)[:, None] @ hidden)[:, 0], dim=-1)
+    if BOTH[0] in output:
+        return F.normalize(torch.cat([_of_one(model, output, name) for name in BOTH], dim=-1), dim=-1)
     return F.normalize(_wide(_of_images(model, output)), dim=-1)
+
+
+def _of_one(model: Any, output: Any, name: str) -> Tensor:
+    """`[rows, hidden]` of length one, of the images or the texts of a batch."""
+    found = output[name]
+    if found.ndim != 2:
+        raise ValueError(
+            f"{type(model).__name__} makes {name} of {list(found.shape)}, and no single vector of each row, that could "
+            "be compared with the one before: give a loss_fn."
+        )
+    return F.normalize(_wide(found), dim=-1)
 
 
 def _of_images(model: Any, output: Any) -> Tensor:

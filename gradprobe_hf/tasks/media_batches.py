@@ -31,6 +31,19 @@ def images_alone(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
     return _tensors(reader.image_processor(images=images, return_tensors="pt"), reader)
 
 
+def images_with_captions(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
+    """Pixels, and the tokens `[rows, tokens]` of one text for each image, padded as the model saw them in training."""
+    image, text = reader.inputs
+    captions = [_caption(row, text, reader) for row in rows]
+    images = [as_image(value_of(row, image), _mode(reader.config)) for row in rows]
+    # SigLIP's text encoder is told of no padding: it was trained on texts of one length.
+    padding = "max_length" if "siglip" in reader.config.model_type else True
+    limits = {"padding": padding, "max_length": reader.length, "truncation": True}
+    tokens = reader.tokenizer(captions, return_tensors="pt", **limits)
+    pixels = reader.image_processor(images=images, return_tensors="pt")
+    return _tensors({**tokens, **pixels}, reader)
+
+
 def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
     """Speech, and as labels `[rows, tokens]` those of what is said."""
     extractor = reader.feature_extractor
@@ -88,6 +101,18 @@ def _texts(rows: Sequence[Row], images: Sequence[int], reader: RowReader) -> tup
     ]
     pairs = [(one, "") if isinstance(one, str) else one for one in made]
     return [text for text, _ in pairs], [suffix for _, suffix in pairs if suffix]
+
+
+def _caption(row: Row, column: str, reader: RowReader) -> str:
+    """The text of an image.
+
+    Raises:
+        ValueError: there is none, or there are several.
+    """
+    found = filled(row, reader.text_template) if reader.text_template is not None else value_of(row, column)
+    if not isinstance(found, str) or not found.strip():
+        raise ValueError(f"a row has {shown(found)} where one text of its image is needed ({column}).")
+    return found
 
 
 def _images(value: Any, mode: str) -> list[Image]:

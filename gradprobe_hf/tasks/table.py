@@ -22,7 +22,13 @@ from gradprobe_hf.tasks.columns import (
     find_pair,
 )
 from gradprobe_hf.tasks.embeddings import predicted_embeddings
-from gradprobe_hf.tasks.media_batches import classified_images, images_alone, images_with_text, transcribed_speech
+from gradprobe_hf.tasks.media_batches import (
+    classified_images,
+    images_alone,
+    images_with_captions,
+    images_with_text,
+    transcribed_speech,
+)
 from gradprobe_hf.tasks.metrics import METRICS, Compared, Metric
 from gradprobe_hf.tasks.predictions import (
     Predicted,
@@ -119,20 +125,24 @@ class Task:
     @property
     def medium(self) -> ColumnKind | None:
         """What it reads beside text, which it may also be given alone."""
-        return next((kind for kind in self.inputs if kind is not TEXT), None) if TEXT in self.inputs else None
+        may_be_alone = TEXT in self.inputs and not self.embeds  # a pair has two embeddings
+        return next((kind for kind in self.inputs if kind is not TEXT), None) if may_be_alone else None
 
     @property
     def takes_text_alone(self) -> bool:
         """Whether text without anything beside it can be its data, cut into windows."""
         return self.cuts_windows or self.medium is not None
 
+    @property
+    def data(self) -> str:
+        """What a data set for it holds, for errors."""
+        return f"rows of {self.row}" if self.embeds else "rows with labels"
+
     def reads(self, first: Row) -> bool:
         """Whether a data set with such rows is made into batches here, and not cut into windows of text."""
         if self.batch_of is None:
             return False
-        # A model that takes images and text can be given text alone.
-        apart = [kind for kind in self.inputs if kind is not TEXT] if len(self.inputs) > 1 else []
-        return all(kind.is_in(first) for kind in apart)
+        return self.medium is None or self.medium.is_in(first)
 
     def columns(
         self, first: Row, text_column: str | None = None, label_column: str | None = None
@@ -153,7 +163,7 @@ class Task:
         found: list[str] = []
         for kind in self.inputs:
             named = text_column if kind in (TEXT, WORDS) else None
-            if kind is TEXT and len(self.inputs) > 1 and named is None:  # what is said of an image may be a chat
+            if kind is TEXT and self.medium is not None and named is None:  # what is said of an image may be a chat
                 named = find_chat(first)
             found.append(find_column(first, kind, named, apart=[*found, *([label] if label else [])]))
         return tuple(found), label
@@ -426,14 +436,6 @@ _ROWS = (
         row="images",
         term="pixels",
     ),
-    Task(
-        name="zero-shot-image-classification",
-        auto_class="AutoModelForZeroShotImageClassification",
-        mapping="MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        objective="ForZeroShotImageClassification",
-        row="images with text",
-        term="images",
-    ),
     _EMBEDS,
     # The encoder of an encoder-decoder, as a class of its own.
     replace(
@@ -457,6 +459,21 @@ _ROWS = (
         compares="embeddings",
         default_metric="cosine",
         snippet=_pipeline("image-feature-extraction", '"picture.png", return_tensors=True') + "  # of each patch",
+    ),
+    Task(
+        name="zero-shot-image-classification",
+        auto_class="AutoModelForZeroShotImageClassification",
+        mapping="MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
+        objective="Model",
+        inputs=(IMAGE, TEXT),
+        batch_of=images_with_captions,
+        embeds=True,
+        row="images with text",
+        term="images",
+        predict=predicted_embeddings,
+        compares="embeddings",
+        default_metric="cosine",
+        snippet=_pipeline("zero-shot-image-classification", '"picture.png", candidate_labels=["a cat", "a dog"]'),
     ),
 )
 # What the names begin with of what a batch has of images and recordings.
