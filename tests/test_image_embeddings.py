@@ -235,6 +235,22 @@ def test_pixels_have_the_dtype_of_the_model(dtype):
     assert report.evaluation["metric"]["dense"] == pytest.approx(1, abs=1e-3)
 
 
+def test_two_that_are_stored_in_different_dtypes_are_compared(tmp_path, capsys):
+    torch.manual_seed(0)
+    model = enlarged(BeitModel(BeitConfig(**SIZES, intermediate_size=32)))
+    for name, dtype in (("dense", torch.float32), ("other", torch.bfloat16)):
+        model.to(dtype).save_pretrained(tmp_path / name)
+        PROCESSOR.save_pretrained(tmp_path / name)
+    (tmp_path / "data").mkdir()
+    for number, image in enumerate(images()):
+        image.save(tmp_path / "data" / f"{number}.png")
+    asked = ["evaluate", str(tmp_path / "other"), "--against", str(tmp_path / "dense"), "--quiet", "--json"]
+    assert main([*asked, "--data", str(tmp_path / "data")]) == 0
+    found = json.loads(capsys.readouterr().out)["metric"]
+    assert (found["dense"], found["pruned"]) == (pytest.approx(1), pytest.approx(1, abs=1e-2))
+    assert found["pruned"] < 1
+
+
 def test_a_card_is_true_of_a_model_that_pools_nothing(tmp_path):
     torch.manual_seed(0)
     model = enlarged(ViTMSNModel(ViTMSNConfig(**SIZES, intermediate_size=32)))

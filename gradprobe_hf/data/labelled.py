@@ -133,7 +133,7 @@ class Labels:
         """
         task = self.spec.task
         if not task.cuts_windows and self._is_prepared(opened):
-            return self._embedded(self._in_its_dtype(self._prepared(opened)))
+            return self._embedded(media_in_dtype(self._prepared(opened), self.model.dtype))
         first = _first_row(opened)
         would_be_left_out = task.medium is not None and task.medium.is_in(first)
         if task.prepared and (would_be_left_out or not self._reads_text(opened, first)):
@@ -150,7 +150,7 @@ class Labels:
                 )
             return None
         _check_text_options(self.spec)
-        return self._embedded(self._in_its_dtype(self._read(opened)))
+        return self._embedded(media_in_dtype(self._read(opened), self.model.dtype))
 
     def _check_all_read(self, opened: Source, first: Row) -> None:
         """Raise ValueError for media that the model takes beside text, and no batch here is made of."""
@@ -179,15 +179,6 @@ class Labels:
         items = tuple(prepare(batch, reader) for batch in found)
         masked = f"; 15% of the tokens masked with seed {self.spec.seed}"
         return replace(found, items=items, protocol=found.protocol + masked)
-
-    def _in_its_dtype(self, found: Batches) -> Batches:
-        """Pixels and recordings in the model's dtype: not every model converts them by itself."""
-
-        def of(name: str, value: Any) -> Any:
-            is_media = isinstance(value, Tensor) and value.is_floating_point() and name.startswith(OF_MEDIA)
-            return value.to(self.model.dtype) if is_media else value
-
-        return replace(found, items=tuple({name: of(name, value) for name, value in item.items()} for item in found))
 
     def _embedded(self, found: Batches) -> Batches:
         """With the model's embeddings as labels, whatever labels the rows have: those of tokens, of a chat say."""
@@ -275,6 +266,16 @@ class Labels:
             generator=torch.Generator().manual_seed(self.spec.seed),
             generation=getattr(self.model, "generation_config", None),
         )
+
+
+def media_in_dtype(found: Batches, dtype: torch.dtype) -> Batches:
+    """Pixels and recordings in a model's dtype: not every model converts them by itself."""
+
+    def of(name: str, value: Any) -> Any:
+        is_media = isinstance(value, Tensor) and value.is_floating_point() and name.startswith(OF_MEDIA)
+        return value.to(dtype) if is_media else value
+
+    return replace(found, items=tuple({name: of(name, value) for name, value in item.items()} for item in found))
 
 
 def _check_text_options(spec: RowSpec) -> None:

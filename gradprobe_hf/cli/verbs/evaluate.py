@@ -202,6 +202,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None) -> dict[str, Any]:
     """The loss on a text, and how far the predictions are from a dense model's."""
+    from gradprobe_hf.data.labelled import media_in_dtype
     from gradprobe_hf.evaluation.divergence import check_one_vocabulary, measure_pair
     from gradprobe_hf.evaluation.perplexity import measure
     from gradprobe_hf.evaluation.task_metric import measure_metric, metric_of
@@ -223,9 +224,11 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
     batches = _batches(options, labelled_by, task)
     known = _warn_of_known_text(options, batches)
     metric = metric_of(task, options.metric, batches, pruned.tokenizer)
-    works = {"pruned": Workload(pruned.model, batches, progress=shows_progress(options))}
-    if dense is not None:
-        works["dense"] = Workload(dense.model, batches, progress=shows_progress(options))
+    models = {"pruned": pruned.model} | ({"dense": dense.model} if dense is not None else {})
+    works = {
+        name: Workload(model, media_in_dtype(batches, model.dtype), progress=shows_progress(options))
+        for name, model in models.items()
+    }
     values: dict[str, Any] = {"task": task.name if task else None, "metric": None, **batches.describe()}
     values["loss_in_nats"] = is_in_nats(pruned.model)
     values |= {"known_text": known} if known else {}
