@@ -14,6 +14,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.cli import main
 from gradprobe_hf.model.families import is_causal, objective
 from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.model.targets import find_targets
 from tests.architectures import (
     ARCHITECTURES,
     BEGIN_IMAGE,
@@ -233,6 +234,31 @@ def test_images_of_some_rows_alone_are_told_apart(tmp_path):
     towers = {one.block.split(".")[1] for one in result.report.matrices}
     assert towers == {"vision_tower", "language_model"}, "both are pruned"
     assert not any("text alone" in warning for warning in result.report.warnings)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"order": "sequential"}, {"include": [r"re:vision_tower\.encoder\.layers\.[01]\."]}, {"refinement": "blocks"}],
+    ids=["sequential", "the tower alone", "blocks"],
+)
+def test_a_text_without_an_image_says_nothing_of_the_tower_that_sees(options):
+    """Whether it comes first or last of the batches."""
+    llava, found = BY_NAME["LLaVA"], {}
+    batches = llava.batches()
+    ids = torch.randint(200, (2, 12), generator=torch.Generator().manual_seed(1))
+    text = {"input_ids": ids, "labels": ids}
+    config = GradProbeConfig(**{"sparsity": 0.5, "update": "none", **options})
+    for name, given in (("first", [text, *batches]), ("last", [*batches, text]), ("without", batches)):
+        model = llava.build()
+        prune_pretrained(model, config, calibration=given, evaluation=False, progress=False)
+        # LLaVA looks at what the block before the last makes.
+        tower = [one for one in find_targets(model) if "vision_tower" in one.name and "layers.2" not in one.name]
+        found[name] = {target.name: target.matrix(model).clone() for target in tower}
+    for name, values in found["without"].items():
+        assert (values == 0).any()
+        if "include" in options:  # else the text has a part in what the whole budget leaves to the tower
+            assert torch.equal(found["first"][name], values)
+            assert torch.equal(found["last"][name], values)
 
 
 def test_one_that_hears_is_pruned_on_text_and_of_recordings_takes_prepared_rows(texts, tmp_path):

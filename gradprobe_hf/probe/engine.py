@@ -142,7 +142,7 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
                 if one.cache is not None:
                     one.cache.start_batch(len(tally))
                 # A batch that does not count is differentiated all the same, for the collectives in it.
-                loss, terms = _differentiated(work, batch, is_first=not len(tally), label=one.label)
+                loss, terms = _differentiated(work, batch, folding, is_first=not len(tally), label=one.label)
                 folding.finish_batch()
                 tally.add(loss if counted else torch.zeros_like(loss), terms if counted else None)
                 bar.update()
@@ -182,13 +182,16 @@ def _measuring(work: Workload, one: ProbePass, first_sequence: int) -> Iterator[
         yield folding
 
 
-def _differentiated(work: Workload, batch: Batch, is_first: bool, label: str) -> tuple[Tensor, Tensor | None]:
+def _differentiated(
+    work: Workload, batch: Batch, folding: Folding, is_first: bool, label: str
+) -> tuple[Tensor, Tensor | None]:
     """The loss of one batch after its backward pass, detached: its graph is freed before the next batch builds one."""
     loss, terms = (work.loss_fn(work.model, batch), None) if work.loss_fn else summed_loss(work.model, batch)
-    _check_loss(loss, work.model)
+    _check_loss(loss, work.model, is_flat=not folding.was_used)
     if is_first:  # most bad losses are bad from the start: one synchronisation here can save a whole pass
         _check_finite(loss.detach(), label)
-    loss.backward()
+    if loss.grad_fn is not None:
+        loss.backward()
     return loss.detach(), terms
 
 
@@ -236,8 +239,9 @@ def _check_moved(work: Workload, moved: bool, total: ProbeLoss, label: str) -> N
         )
 
 
-def _check_loss(loss: Tensor, model: PreTrainedModel) -> None:
-    if not isinstance(loss, Tensor) or loss.ndim != 0 or loss.grad_fn is None:
+def _check_loss(loss: Tensor, model: PreTrainedModel, is_flat: bool) -> None:
+    """Args: `is_flat`: whether the batch has no part in the matrices, as a text without an image in a vision tower."""
+    if not isinstance(loss, Tensor) or loss.ndim != 0 or (loss.grad_fn is None and not is_flat):
         raise ValueError(
             f"the loss of {type(model).__name__} must be a scalar that depends on the matrices to prune, got "
             f"{_described(loss)}; check loss_fn, include, and that the calibration reaches what include names."

@@ -72,6 +72,14 @@ class Matched:
     kept: int
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of a block: its arguments, positional and by name, and the hidden states that it returned."""
+
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    output: Tensor
+
+
 class BlockExamples:
     """What a block is called with and what it should return, collected batch by batch.
 
@@ -80,10 +88,11 @@ class BlockExamples:
     """
 
     def __init__(self, model: PreTrainedModel, block: str, dense_target: float) -> None:
-        self.examples: list[Example] = []
+        self.examples: list[
+            Example | None
+        ] = []  # None: of a batch that the block has no part in, of text beside images
         self._model, self._block, self._dense_target = model, block, dense_target
-        self._arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})  # of the latest call
-        self._output = torch.empty(0)  # of the same
+        self._call: Call | None = None  # the latest of this batch
         self._dense: Tensor | None = None
 
     @contextmanager
@@ -95,26 +104,27 @@ class BlockExamples:
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = forward(*args, **kwargs)
-        self._arguments, self._output = (args, kwargs), _hidden(result)
+        self._call = Call((args, kwargs), _hidden(result))
         return result
 
     def take_dense(self) -> None:
-        """The latest call was the dense model's, on the batch that is taken next."""
-        self._dense = self._output
+        """What was called since was the dense model's, on the batch that is taken next."""
+        self._dense, self._call = self._call and self._call.output, None
 
     def take(self, batch: Batch) -> None:
-        """The latest call was that of the model as pruned so far, on this batch; this block itself was dense."""
-        target, self._dense = self._output if self._dense is None else self._aimed_at(self._dense), None
+        """What was called since was the model as pruned so far, on this batch; this block itself was dense."""
+        call, dense, self._call, self._dense = self._call, self._dense, None, None
+        self.examples.append(None if call is None else self._example(batch, call, dense))
+
+    def _example(self, batch: Batch, call: Call, dense: Tensor | None) -> Example:
+        target = call.output if dense is None else torch.lerp(call.output, dense, self._dense_target)
         size = _wide(target).square().sum(-1)
         weight = size.clamp_min(torch.finfo(size.dtype).tiny).reciprocal()
         layout = BatchLayout.of(batch, self._model)
         mask = layout.token_mask(Site(self._block, "linear"), layout.by_sequence(target, 1, self._block))
-        before = self.examples[-1].arguments if self.examples else None
-        arguments = tree_map(partial(_shared, _tensors(before)), self._arguments)
-        self.examples.append(Example(arguments, target, weight if mask is None else weight * mask.view_as(weight)))
-
-    def _aimed_at(self, dense: Tensor) -> Tensor:
-        return torch.lerp(self._output, dense, self._dense_target)
+        before = next((one.arguments for one in reversed(self.examples) if one is not None), None)
+        arguments = tree_map(partial(_shared, _tensors(before)), call.arguments)
+        return Example(arguments, target, weight if mask is None else weight * mask.view_as(weight))
 
 
 @dataclass(frozen=True)
@@ -123,14 +133,14 @@ class Matching:
 
     Attributes:
         matrices: the block's targets.
-        examples: of this process, in the order of its batches.
+        examples: of this process, in the order of its batches; None for one that the block has no part in.
         seed: of the order of the steps.
     """
 
     model: PreTrainedModel
     block: str
     matrices: Sequence[Target]
-    examples: Sequence[Example]
+    examples: Sequence[Example | None]
     settings: Refinement
     processes: Processes
     seed: int
@@ -220,10 +230,10 @@ class _Trainer:
         Each is a list of batches, by their number among those of all processes.
         """
         processes, examples = self._task.processes, self._task.examples
-        rows = [len(example.target) for example in examples]
+        rows = [0 if example is None else len(example.target) for example in examples]
         total, windows = processes.sum_(torch.tensor([len(rows), sum(rows)])).tolist()
         largest = int(processes.max_(torch.tensor(max(rows, default=1))))
-        size = max(1, _windows_in_step(self._settings, windows) // largest)
+        size = max(1, _windows_in_step(self._settings, windows) // max(1, largest))
         steps = [list(range(start, min(start + size, total))) for start in range(0, total, size)]
         held_out = max(1, round(self._settings.held_out * len(steps)))
         return (steps[:-held_out], steps[-held_out:]) if len(steps) > 1 else (steps, steps)
@@ -231,7 +241,8 @@ class _Trainer:
     def _mine(self, numbers: Sequence[int]) -> list[Example]:
         """This process's among these batches, as `Processes.mine` deals them."""
         rank, count = self._task.processes.rank, self._task.processes.count
-        return [self._task.examples[number // count] for number in numbers if number % count == rank]
+        mine = [self._task.examples[number // count] for number in numbers if number % count == rank]
+        return [example for example in mine if example is not None]
 
     def _accumulate_gradients(self, numbers: Sequence[int]) -> None:
         """Those of a step, over all processes: sums over tokens, because Adam does not mind their scale."""
@@ -266,7 +277,8 @@ class _Trainer:
         Errors are multiplied by it where they are differentiated: relative ones are so small that their gradients would
         vanish in the activations of a float16 model.
         """
-        pairs = [(example.weight.sum(), (example.weight > 0).sum()) for example in self._task.examples]
+        weights = [example.weight for example in self._task.examples if example is not None]
+        pairs = [(weight.sum(), (weight > 0).sum()) for weight in weights]
         own = torch.tensor([sum(float(pair[part]) for pair in pairs) for part in (0, 1)], dtype=torch.float64)
         inverses, tokens = self._task.processes.sum_(own).tolist()
         return tokens / inverses if inverses else 1.0

@@ -76,6 +76,11 @@ class Folding:
         if not self._recomputing:
             self._uses[target.name] += 1
 
+    @property
+    def was_used(self) -> bool:
+        """Whether the forward pass of this batch has used any of the matrices."""
+        return bool(self._uses)
+
     @contextmanager
     def recomputing(self) -> Iterator[None]:
         """For a forward that checkpointing repeats: it is the same use once more, not a further one."""
