@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.evaluation.perplexity import measure
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.reconstruction.block_matching import BlockExamples
 from gradprobe_hf.updates import refinement
 from tests import cases
 
@@ -27,6 +29,22 @@ def short(monkeypatch):
     settings = refinement.Refinement(**{**vars(refinement.REFINEMENTS["blocks"]), **changed})
     monkeypatch.setitem(refinement.REFINEMENTS, "blocks", settings)
     return settings
+
+
+def test_a_batch_that_a_block_has_no_part_in_is_no_example():
+    """A text without an image, to a tower that sees."""
+    dense, batches = cases.build("llama"), cases.batches("llama", rows=4, batch_size=2)
+    block = find_targets(dense)[0].block
+    examples = BlockExamples(dense, block, 0.5)
+    with torch.no_grad(), examples.recording():
+        for batch, reaches in zip([*batches, batches[0]], (True, False, True), strict=True):
+            for after in (examples.take_dense, partial(examples.take, batch)):
+                if reaches:
+                    dense(**batch, use_cache=False)
+                after()
+    first, none, again = examples.examples
+    assert none is None
+    assert torch.equal(first.target, again.target)
 
 
 def calls_of(block, model, batches):
