@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
+from datasets import ClassLabel, Dataset
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
@@ -62,6 +62,7 @@ def one_chat(template=CHATML, chat=CHAT, **options):
     ]
 
 
+KINDS = ClassLabel(names=["a reason", "a way"])
 COLUMNS = {"question": ["Why?", "How so?"] * 20, "answer": ["Because.", "That way."] * 20}
 
 
@@ -74,6 +75,8 @@ def test_a_column_by_its_name_and_several_by_a_template():
     assert filled.fingerprint == load(texts).fingerprint
     assert filled.describe()["example"] == "Q: Why?\nA: Because."
     assert "example" not in named.describe()
+    classes = rows.map(lambda row, number: {"kind": number % 2}, with_indices=True).cast_column("kind", KINDS)
+    assert load(classes, text_template="{kind}: {answer}").describe()["example"] == "a reason: Because."
 
 
 @pytest.mark.parametrize(

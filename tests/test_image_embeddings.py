@@ -201,7 +201,7 @@ def test_a_checkpoint_without_a_pooler_stays_one(change, tmp_path, caplog):
     assert inspect_checkpoint(out).zeros == ("sparsity" in change) * report.zeros
     taken = {**options, "allow_missing_weights": True, "output_dir": None}
     asked = prune_pretrained(model, GradProbeConfig(**OPTIONS), **taken)
-    assert asked.model.pooler is not None, "as initialised, since that was asked for"
+    assert asked.model.pooler is None, "nobody wants noise for an embedding"
 
 
 def test_what_makes_no_vector_of_an_image_or_another_each_time_is_refused():

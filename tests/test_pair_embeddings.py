@@ -34,7 +34,7 @@ from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.tasks.embeddings import DIRECTION
-from gradprobe_hf.tasks.table import task_of_class
+from gradprobe_hf.tasks.table import task_for, task_of_class
 from tests.architectures import EOS, TEXT, VISION, byte_tokenizer
 from tests.test_image_embeddings import enlarged, images
 
@@ -70,11 +70,14 @@ def rows(count=14, seed=0):
     return Dataset.from_dict({"image": images(count, seed), "caption": captions(count)})
 
 
-def read(model, source, *, batch_size=3, task=TASK, **text):
-    spec = RowSpec(
-        task=task, samples=6, length=512, batch_size=batch_size, seed=0, text=TextOptions(**text), takes_loss=True
-    )
-    return list(Labels(spec, model, processor(model)).batches(open_rows(source, "calibration", 0)))
+def spec_of(*, length=512, batch_size=3, label_column=None, **text):
+    options = {"batch_size": batch_size, "seed": 0, "text": TextOptions(**text), "label_column": label_column}
+    return RowSpec(task=TASK, samples=6, length=length, takes_loss=True, **options)
+
+
+def read(model, source, **options):
+    labels = Labels(spec_of(**options), model, processor(model))
+    return list(labels.batches(open_rows(source, "calibration", 0)))
 
 
 def both(model, batch):
@@ -118,9 +121,19 @@ def test_texts_are_padded_as_in_training_and_rows_do_not_depend_on_each_other(ma
     together, alone = read(model, rows(), batch_size=6)[0], read(model, rows(), batch_size=1)
     widths = {batch["input_ids"].shape[1] for batch in alone}
     assert (widths == {64}) if make is siglip else len(widths) > 1
+    said = Labels(spec_of(length=512), model, processor(model)).batches(open_rows(rows(), "calibration", 0)).protocol
+    assert ("padded to 64 tokens" in said) == (make is siglip)
+    assert "cut at" not in said
     assert "attention_mask" in together if make is clip else "attention_mask" not in together
     torch.testing.assert_close(together["labels"], torch.cat([batch["labels"] for batch in alone]))
     assert torch.equal(together[DIRECTION], torch.cat([batch[DIRECTION] for batch in alone]))
+
+
+def test_a_shorter_text_is_padded_to_all_positions_where_the_last_one_has_the_embedding():
+    whole, cut = read(siglip(), rows())[0], read(siglip(), rows(), length=8)[0]
+    assert whole["input_ids"].shape == cut["input_ids"].shape == (3, 64)
+    assert (cut["input_ids"][:, 8:] == byte_tokenizer().pad_token_id).all()
+    assert not torch.equal(whole["input_ids"], cut["input_ids"])
 
 
 @pytest.mark.parametrize("preset", ["fast", "best"])
@@ -185,6 +198,28 @@ def test_batches_with_the_model_s_own_loss_are_taken_as_they_are():
     assert report.evaluation["pruned"]["loss"] != report.evaluation["dense"]["loss"]
 
 
+def test_prepared_rows_have_both():
+    model = clip()
+    batch = read(model, rows(), batch_size=6)[0]
+    both = {name: batch[name].tolist() for name in ("input_ids", "attention_mask", "pixel_values")}
+    told = Dataset.from_dict({**both, "return_loss": [True] * 6})
+    torch.testing.assert_close(read(model, told, batch_size=6)[0]["labels"].sort(0)[0], batch["labels"].sort(0)[0])
+    with pytest.raises(ValueError, match="embeddings of images with text, and the data has no 'pixel_values'"):
+        read(model, told.remove_columns(["pixel_values"]), batch_size=6)
+
+
+def test_a_batch_without_a_loss_says_what_it_takes():
+    batch = {"input_ids": torch.randint(200, (4, 6)), "pixel_values": torch.randn(4, 3, 8, 8)}
+    with pytest.raises(ValueError, match=r"give batches with return_loss=True, or rows of images with text"):
+        prune_pretrained(clip(), GradProbeConfig(sparsity=0.5), calibration=[batch], evaluation=False, progress=False)
+
+
+def test_one_tower_alone_is_for_something_else():
+    for name in ("CLIPVisionModel", "SiglipTextModel", "CLIPTextModelWithProjection", "BertModel"):
+        with pytest.raises(ValueError, match="task='zero-shot-image-classification' is for models of"):
+            task_for("zero-shot-image-classification", name)
+
+
 def test_a_class_stands_for_its_name():
     named = Dataset.from_dict({"image": images(6), "label": [0, 1, 0, 1, 0, 1]})
     named = named.cast(Features({"image": Image(), "label": ClassLabel(names=["cat", "dog"])}))
@@ -195,6 +230,9 @@ def test_a_class_stands_for_its_name():
         (batch,) = read(clip(), named, batch_size=6, **options)
         found = byte_tokenizer().batch_decode(batch["input_ids"], skip_special_tokens=True)
         assert set(found) == wanted
+    unknown = named.map(lambda row, number: {"label": -1} if number == 3 else {}, with_indices=True)
+    with pytest.raises(ValueError, match=r"a row has class -1 in 'label', of which the data set names 0 to 1"):
+        read(clip(), unknown, batch_size=6, text_column="label")
 
 
 @pytest.mark.parametrize(
@@ -210,6 +248,11 @@ def test_a_class_stands_for_its_name():
 def test_rows_without_one_text_for_each_image_are_refused(column, values, said):
     with pytest.raises(ValueError, match=said):
         read(clip(), Dataset.from_dict({"image": images(6), column: values}))
+
+
+def test_labels_have_no_effect():
+    with pytest.raises(ValueError, match="label_column='caption' has no effect here"):
+        read(clip(), rows(), label_column="caption")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, Value, concatenate_datasets
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -485,6 +485,21 @@ def paligemma():
     )
     torch.manual_seed(0)
     return PaliGemmaForConditionalGeneration(config).eval(), processor
+
+
+def test_a_class_that_is_written_is_written_by_name():
+    """An answer, or a text to write: "1" says nothing of a picture."""
+    asked = {"question": ["What?"] * 2, "animal": [0, 1]}
+    features = {"question": Value("string"), "animal": ClassLabel(names=["cat", "dog"])}
+    named = Dataset.from_dict(asked, features=Features(features))
+    images = Dataset.from_dict({"image": CASES["llava"].rows()["image"][:2]})
+    given = {"text_column": "question", "label_column": "animal", "samples": 2}
+    (batch,) = batches("llava", concatenate_datasets([images, named], axis=1), **given).items
+    tokenizer = byte_tokenizer()
+    told = {tokenizer.decode(ids[ids != -100], skip_special_tokens=True)[-3:] for ids in batch["labels"]}
+    assert told == {"cat", "dog"}
+    (batch,) = batches("t5", named, **given).items
+    assert {tokenizer.decode(ids[ids != -100], skip_special_tokens=True) for ids in batch["labels"]} == {"cat", "dog"}
 
 
 @pytest.mark.parametrize("asked", [{"text": ["A cat", "Two"]}, {"asked": ["What?"] * 2, "said": ["A cat", "Two"]}])

@@ -8,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from datasets import Dataset
+from datasets import Audio, Dataset, List, Value, Video
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.model.families import is_causal, objective
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.tasks.columns import media_in
 from tests.architectures import (
     ARCHITECTURES,
     BEGIN_IMAGE,
@@ -175,7 +176,7 @@ def test_whole_structures_go_of_its_language_model_alone(qwen, texts, tmp_path, 
     assert "and will not be in the result: model.visual" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_recordings_are_not_left_out_in_silence_where_a_model_sees_and_hears():
+def test_recordings_are_not_left_out_in_silence_where_a_model_sees_and_hears(texts, tmp_path):
     """Gemma 4 reads images with text here, and would be given the text of recordings alone."""
     heads = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 16}
     vision = {**heads, "intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 8}
@@ -189,9 +190,27 @@ def test_recordings_are_not_left_out_in_silence_where_a_model_sees_and_hears():
         if hears:
             with pytest.raises(ValueError, match=r"audio \('voice'\), of which no batches.*remove_columns"):
                 prune_pretrained(model, config, calibration=spoken, **options)
+            chat = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "What is it?"}]}]
+            recording = spoken[0]["voice"]
+            spoken.to_parquet(tmp_path / "spoken.parquet")
+            for other in (
+                Dataset.from_list([{"voice": [recording, recording], "text": "a word " * 9}] * 9),
+                Dataset.from_list([{"audio": "one.wav", "text": "a word " * 9}] * 9),
+                Dataset.from_list([{"messages": chat}] * 9),
+                {str(texts / "some.txt"): 1, str(tmp_path / "spoken.parquet"): 1},
+            ):
+                with pytest.raises(ValueError, match=r"audio .*of which no batches"):
+                    prune_pretrained(model, config, calibration=other, **options)
         rows = spoken.remove_columns(["voice"]) if hears else spoken
         report = prune_pretrained(model, config, calibration=rows, **options).report
         assert report.calibration["rows"] == "windows"
+
+
+def test_what_a_column_is_of_is_told_by_the_data_set_where_the_first_row_has_nothing():
+    features = {"voice": Audio(), "parts": List(Audio()), "clip": Video(), "text": Value("string")}
+    row = {"voice": None, "parts": None, "clip": None, "text": "a word"}
+    assert media_in(row, features) == {"voice": "audio", "parts": "audio", "clip": "video"}
+    assert media_in(row) == media_in({"speech": "We shall.", "numbers": [0.5, 1.5]}) == {}
 
 
 @pytest.mark.parametrize("name", ["LLaVA", "SmolVLM", "Gemma 3 (vision)", "Voxtral"])

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.model.families import without_cache
+from gradprobe_hf.model.families import needs_pairs, without_cache
 from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.loading.pooling import pooling_of
 from gradprobe_hf.model.parameters import input_device
@@ -32,6 +32,8 @@ def with_embeddings(found: Batches, model: PreTrainedModel, seed: int) -> Batche
     Raises:
         ValueError: the model pools in a way that is not known here.
     """
+    if needs_pairs(model):
+        _check_pairs(found, model)
     reads_text = any("input_ids" in batch for batch in found)
     is_of_both = reads_text and any("pixel_values" in batch for batch in found)
     how = pooling_of(model) if reads_text and not is_of_both else None
@@ -73,6 +75,15 @@ def _embedded(batch: Mapping[str, Any], model: PreTrainedModel) -> Tensor:
     there = send_to_device(batch, input_device(model))
     with resharded(model), eval_mode(model), upcast_products(model):
         return embedded(model, there, **without_cache(model)).cpu()
+
+
+def _check_pairs(found: Batches, model: PreTrainedModel) -> None:
+    missing = next((name for batch in found for name in ("input_ids", "pixel_values") if name not in batch), None)
+    if missing:
+        raise ValueError(
+            f"{type(model).__name__} makes embeddings of images with text, and the data has no {missing!r}: give both "
+            "in each row."
+        )
 
 
 @torch.no_grad()

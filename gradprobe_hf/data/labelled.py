@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.embedding_labels import with_embeddings
-from gradprobe_hf.data.sources import Source, columns_of, is_streamed, shuffled
+from gradprobe_hf.data.sources import Source, class_names, columns_of, is_streamed, shuffled
 from gradprobe_hf.data.text.packing import WindowSpec, held_out_words
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
 from gradprobe_hf.model.config_names import text_attribute
-from gradprobe_hf.model.families import longest_text
-from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column, media_in, value_of
+from gradprobe_hf.model.families import forward_arguments, longest_text
+from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column, media_in, named_classes, value_of
+from gradprobe_hf.tasks.media_batches import pads_to_one_length
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import OF_MEDIA, Task
 from gradprobe_hf.tasks.text_batches import glues_words, multi_hot
@@ -119,6 +120,7 @@ class Labels:
     def check_texts(self, opened: Iterable[Source]) -> None:
         """Raise ValueError for a source of a mixture that holds more than text."""
         for one in opened:
+            self._check_all_read(one, _first_row(one))
             if self.spec.task.reads(_first_row(one)):
                 raise ValueError(
                     f"a mixture is of texts, and {one.name} holds more than that, of which nothing would be read: give "
@@ -132,6 +134,7 @@ class Labels:
             ValueError: too few rows, no such column, or a value that is not what it should be.
         """
         task = self.spec.task
+        self._check_label_column()
         if not task.cuts_windows and self._is_prepared(opened):
             return self._embedded(media_in_dtype(self._prepared(opened), self.model.dtype))
         first = _first_row(opened)
@@ -156,7 +159,8 @@ class Labels:
         """Raise ValueError for media that the model takes beside text, and no batch here is made of."""
         task = self.spec.task
         read = {kind.what for kind in task.inputs}
-        unread = {name: what for name, what in media_in(first).items() if what not in read and self._takes(what)}
+        found = media_in(first, getattr(opened.rows, "features", None))
+        unread = {name: what for name, what in found.items() if what not in read and self._takes(what)}
         if task.medium is not None and unread:
             raise ValueError(
                 f"{opened.name} has {' and '.join(dict.fromkeys(unread.values()))} ({', '.join(map(repr, unread))}), "
@@ -166,8 +170,10 @@ class Labels:
             )
 
     def _takes(self, medium: str) -> bool:
-        """Whether a model that reads text may be given this medium: most that see, see a video as so many images."""
-        tower = {"images": "vision_config", "audio": "audio_config", "video": "vision_config"}[medium]
+        """Whether a model that reads text may be given this medium."""
+        if medium == "video":
+            return "pixel_values_videos" in forward_arguments(self.model)
+        tower = {"images": "vision_config", "audio": "audio_config"}[medium]
         return getattr(self.model.config, tower, None) is not None
 
     def of_windows(self, found: Batches) -> Batches:
@@ -182,13 +188,15 @@ class Labels:
 
     def _embedded(self, found: Batches) -> Batches:
         """With the model's embeddings as labels, whatever labels the rows have: those of tokens, of a chat say."""
+        is_asked = self.spec.task.embeds and self.spec.takes_loss
+        return with_embeddings(found, self.model, self.spec.seed) if is_asked else found
+
+    def _check_label_column(self) -> None:
         if self.spec.task.embeds and self.spec.label_column is not None:
             raise ValueError(
                 f"label_column={self.spec.label_column!r} has no effect here: for {self.spec.task.name} no labels are "
                 "read. Leave label_column unset."
             )
-        is_asked = self.spec.task.embeds and self.spec.takes_loss
-        return with_embeddings(found, self.model, self.spec.seed) if is_asked else found
 
     def _read(self, opened: Source) -> Batches:
         """Texts, images or speech."""
@@ -203,8 +211,8 @@ class Labels:
         if not rows:
             return Batches.none()
         inputs, label = _columns(spec, rows[0])
-        rows = _with_names(rows, opened, spec, inputs)
-        reader = self._reader(inputs, label, _stored_names(opened.rows, label))
+        rows = _with_names(rows, opened, spec, inputs, label)
+        reader = self._reader(inputs, label, class_names(opened.rows, label))
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
         if any(map(_mixes_rows, items)):
             items = [spec.task.batch_of([row], reader) for row in rows]
@@ -227,9 +235,9 @@ class Labels:
         if not rows:
             return Batches.none()
         label = next((name for name in ("label", "labels") if name in rows[0]), None)
-        names = _stored_names(opened.rows, label)
+        names = class_names(opened.rows, label)
         reader = self._reader((), None, names)
-        keep = [name for name in rows[0] if name in reader.accepts and name != "labels"]
+        keep = [name for name in rows[0] if name in reader.accepts and name not in ("labels", "return_loss")]
         values = [{name: torch.as_tensor(row[name]) for name in keep} for row in rows]
         for one, row in zip(values, rows, strict=True):
             labels = _row_label(row, reader, spec.task)
@@ -357,24 +365,14 @@ def _length(asked: int, model: PreTrainedModel, processing_class: Any) -> int:
     return min([asked, *(int(limit) for limit in limits if limit)])
 
 
-def _stored_names(rows: Any, label: str | None) -> tuple[str, ...]:
-    """What a data set calls its own labels (`datasets.ClassLabel`), of rows or of words."""
-    feature = (getattr(rows, "features", None) or {}).get(label)
-    feature = getattr(feature, "feature", feature)
-    return tuple(getattr(feature, "names", None) or ())
-
-
-def _with_names(rows: list[Row], opened: Source, spec: RowSpec, inputs: Sequence[str]) -> list[Row]:
-    """Rows in which a class that stands for a text has its name: of what is in a picture its number says nothing."""
+def _with_names(rows: list[Row], opened: Source, spec: RowSpec, inputs: Sequence[str], label: str | None) -> list[Row]:
+    """Rows in which a class that is read as a text, or is to be written, has its name."""
     if TEXT not in spec.task.inputs:
         return rows
-    columns = template_columns(spec.text.text_template) if spec.text.text_template else inputs
-    for column in columns:
-        if names := _stored_names(opened.rows, column):
-            rows = [
-                {**row, column: names[row[column]]} if row.get(column) in range(len(names)) else row for row in rows
-            ]
-    return rows
+    template = spec.text.text_template
+    columns = [*(template_columns(template) if template else inputs), *([label] if spec.task.writes_label else [])]
+    names = {column: class_names(opened.rows, column) for column in columns if column is not None}
+    return [named_classes(row, names) for row in rows]
 
 
 def _row_label(row: Row, reader: RowReader, task: Task) -> Tensor | None:
@@ -467,6 +465,8 @@ def _cut(items: Sequence[Mapping[str, Any]], reader: RowReader) -> str:
     """What the protocol says about texts that were longer."""
     length = reader.length
     read = max((item["input_ids"].shape[1] for item in items if "input_ids" in item), default=0)
+    if read and pads_to_one_length(reader.config):
+        return f", padded to {read} tokens"
     found = f", cut at {length} tokens" if read >= length else ""
     if not reader.config.is_encoder_decoder:
         return found

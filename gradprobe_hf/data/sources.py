@@ -87,6 +87,13 @@ class Source:
         return next(iter(self.rows), None)
 
 
+def class_names(rows: Any, column: str | None) -> tuple[str, ...]:
+    """What a data set calls the classes of a column (`datasets.ClassLabel`), of rows or of words; none of any other."""
+    feature = (getattr(rows, "features", None) or {}).get(column)
+    feature = getattr(feature, "feature", feature)
+    return tuple(getattr(feature, "names", None) or ())
+
+
 def open_source(spec: str, part: str, seed: int) -> Source:
     """Open a path (a file or a folder of one kind) or a Hub dataset `id[:config[:split]]`.
 

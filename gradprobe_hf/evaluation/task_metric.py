@@ -74,8 +74,6 @@ def _lacks(metric: Metric, batches: Batches, processing_class: Any) -> str:
     labels = [batch.get("labels") for batch in batches]
     if not all(isinstance(one, Tensor) for one in labels) and any("input_ids" not in batch for batch in batches):
         return "the evaluation batches have no 'labels'"
-    if metric.compares == "embeddings" and not all(map(is_for_embedding, batches)):
-        return "the evaluation batches have no embeddings to compare with"
     if metric.compares != "embeddings" and any(isinstance(one, Tensor) and one.is_floating_point() for one in labels):
         return "the labels are measures, not classes"
     if metric.compares == "embeddings" and not all(map(is_for_embedding, batches)):

@@ -33,7 +33,8 @@ PREDICTIONS = "teacher"
 # What safetensors writes and then renames: a kill leaves it, as large as the best state.
 _UNFINISHED = ".tmp??????"
 # All that a recovery writes in its folder; what others write by such names, too, is ours with our identity beside it.
-_OWN, _SHARED = (f"{IDENTITY_NAME}*", BEST_NAME, PREDICTIONS, "own_text-*"), ("checkpoint-*", _UNFINISHED)
+_IDENTITY_PARTIAL = f"{IDENTITY_NAME}.partial"
+_OWN, _SHARED = (IDENTITY_NAME, _IDENTITY_PARTIAL, BEST_NAME, PREDICTIONS, "own_text-*"), ("checkpoint-*", _UNFINISHED)
 
 _BEST_BYTES, _CHECKPOINT_BYTES = 4, 12  # of each parameter: itself in float32, and AdamW's two moments beside it
 _NAMED = "choose another resume_dir (--resume-dir)"
@@ -156,7 +157,7 @@ def _begun(folder: Path, identity: Mapping[str, Any]) -> Path | None:
         unfinished.unlink()
     path = folder / IDENTITY_NAME
     if not path.exists():
-        unfinished = path.with_name(f"{IDENTITY_NAME}.partial")
+        unfinished = path.with_name(_IDENTITY_PARTIAL)
         unfinished.write_text(json.dumps(identity), encoding="utf-8")
         unfinished.replace(path)  # a kill leaves it whole or not at all
     # Trainer writes its state last: what has none was being written when the run was killed.

@@ -12,18 +12,20 @@ fused parameter is reached with the others.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
 from gradprobe_hf.model.families import expert_kind
+from gradprobe_hf.model.passes.loss import Batch
 from gradprobe_hf.model.sites import plain_uses
 from gradprobe_hf.model.targets import Target, covering_patterns, matches
 from gradprobe_hf.probe.engine import ProbePass, Workload, reached_inputs, run_probe
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.request.compatibility import check_targets
+from gradprobe_hf.tasks.table import OF_MEDIA
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +55,18 @@ def reachable(context: RunContext) -> RunContext:
     _check_reached(context, reached, unreached)
     check_targets(context.model, reached, context.config)  # a pattern of thresholds may name the others alone
     if context.processes.is_main:
-        logger.warning(left_out(reached, unreached))
+        logger.warning(left_out(reached, unreached, context.calibration))
     return replace(context, targets=reached, unreached=unreached)
 
 
-def left_out(reached: Sequence[Target], unreached: Sequence[Target]) -> str:
+def left_out(reached: Sequence[Target], unreached: Sequence[Target], calibration: Iterable[Batch]) -> str:
     """What is said where matrices are left out of the budget."""
     share = _weights(unreached) / (_weights(reached) + _weights(unreached))
+    is_text = not any(name.startswith(OF_MEDIA) for batch in calibration for name in batch)
     return (
         f"{len(unreached)} matrices ({_sample(unreached)}), {share:.1%} of the weights that were asked about, are not "
         "pruned and not part of the budget: the calibration data does not reach them. To prune them, calibrate on what "
-        "does: images or audio beside the text, say."
+        f"does{': images or audio beside the text, say' if is_text else ''}."
     )
 
 

@@ -44,7 +44,8 @@ def random_smaller(model: PreTrainedModel, removal: Removal, dtype: torch.dtype)
     """What is left of a model, with weights that are drawn, on the CPU."""
     state = torch.get_rng_state()  # drawing them is no part of the run
     try:
-        made: PreTrainedModel = type(model)._from_config(smaller_config(model.config, removal), dtype=dtype)
+        config, given = smaller_config(model.config, removal), without_pooler(model)
+        made: PreTrainedModel = type(model)._from_config(config, dtype=dtype, **given)
     finally:
         torch.set_rng_state(state)
     return made.eval()

@@ -75,7 +75,8 @@ WORDS = ColumnKind(("tokens", "words"), _is_words, "words")
 IMAGE = ColumnKind(("image", "img", "images"), _is_image, "images")
 AUDIO = ColumnKind(("audio", "speech"), _is_audio, "audio")
 # What `datasets` decodes, whatever its column is called.
-_DECODED = {"images": _is_image, "audio": _is_recording, "video": _is_video}
+_DECODED = {"audio": _is_recording, "video": _is_video, "images": _is_image}
+_NAMED = {"audio": "audio", "audios": "audio", "video": "video", "videos": "video"}
 # Columns that a pair of sentences usually has.
 PAIRS = (
     ("sentence1", "sentence2"),
@@ -115,6 +116,30 @@ def filled(row: Row, template: str) -> str:
         text + ("" if name is None else text_of(row, name, "the template"))
         for text, name, _, _ in Formatter().parse(template)
     )
+
+
+def named_classes(row: Row, names: Mapping[str, Sequence[str]]) -> Row:
+    """A row in which classes have their names: in a text their numbers say nothing.
+
+    >>> named_classes({"label": 1, "text": "it barks"}, {"label": ("cat", "dog")})
+    {'label': 'dog', 'text': 'it barks'}
+
+    Args:
+        names: of the classes of each column; of a column without classes none.
+
+    Raises:
+        ValueError: a row has no class, which is -1 in splits of the Hub that are to be predicted.
+    """
+    named = {}
+    for column, known in names.items():
+        if known and isinstance(number := row.get(column), Integral):
+            if not 0 <= number < len(known):
+                raise ValueError(
+                    f"a row has class {number} in {column!r}, of which the data set names 0 to {len(known) - 1}: leave "
+                    f"such rows out, dataset.filter(lambda row: row[{column!r}] >= 0)."
+                )
+            named[column] = known[int(number)]
+    return {**row, **named}
 
 
 def text_of(row: Row, column: str, named_by: str) -> str:
@@ -183,13 +208,33 @@ def find_pair(row: Row, given: str | None) -> tuple[str, str] | None:
     return next((pair for pair in PAIRS if set(pair) <= set(row)), None)
 
 
-def media_in(row: Row) -> dict[str, str]:
-    """Columns that hold images, audio or video as `datasets` decodes them, and which of these.
+def media_in(row: Row, features: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Columns that hold images, audio or video, and which of these.
+
+    By the kind that the data set says they are of, by what `datasets` decodes, or by their name, unless it is of text.
+    A chat may hold some, too.
 
     >>> media_in({"text": "a word", "voice": {"array": [0.1], "sampling_rate": 16000}})
     {'voice': 'audio'}
+
+    Args:
+        features: of the data set; its first row may have nothing there.
     """
-    return {name: what for name, value in row.items() for what, holds in _DECODED.items() if holds(value)}
+    found = {name: _medium(name, value, (features or {}).get(name)) for name, value in row.items()}
+    return {name: medium for name, medium in found.items() if medium is not None}
+
+
+def _medium(name: str, value: Any, feature: Any) -> str | None:
+    kind = type(getattr(feature, "feature", feature)).__name__.lower()  # one, or a list of such
+    if kind in ("image", "audio", "video"):
+        return "images" if kind == "image" else kind
+    if is_chat(value):
+        parts = [part for message in value for part in message.get("content") or () if isinstance(part, Mapping)]
+        kinds = [str(part.get("type")) for part in parts]
+        return next((medium for medium in ("audio", "video") if any(medium in one for one in kinds)), None)
+    values = value if isinstance(value, list) and value else [value]
+    decoded = next((medium for medium, holds in _DECODED.items() if all(map(holds, values))), None)
+    return decoded or (_NAMED.get(name.lower()) if value is not None else None)
 
 
 def find_chat(row: Row) -> str | None:

@@ -7,10 +7,9 @@ its row, `[rows, tokens]`; images are pooled by the model. One that makes an emb
 (CLIP) has both in e, one behind the other, so that cos(e, y) is the mean of their two cosines.
 
 Where y is the model's own e, the loss and its gradients are zero. So n `[rows, hidden]`, under `DIRECTION`, is added to
-the gradient by e, and not to the loss. With n normal, of
-deviation s, the gradient by the weights is J^T n there, J the derivative of e, and the mean of its squares s^2
-diag(J^T J): the diagonal of the loss's Hessian, times a number that is the same for all weights. (n as drawn from the
-model's own distribution: Martens, arXiv:1412.1193, section 5.)
+the gradient by e, and not to the loss. With n normal, of deviation s, the gradient by the weights is J^T n there, J the
+derivative of e, and the mean of its squares s^2 diag(J^T J): the diagonal of the loss's Hessian, times a number that is
+the same for all weights. (n as drawn from the model's own distribution: Martens, arXiv:1412.1193, section 5.)
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ def embedded(model: Any, batch: Mapping[str, Any], **call: Any) -> Tensor:
     if POOLING in batch:
         hidden = _wide(output.last_hidden_state)
         return F.normalize((batch[POOLING].to(hidden)[:, None] @ hidden)[:, 0], dim=-1)
-    if BOTH[0] in output:
+    if all(isinstance(getattr(output, name, None), Tensor) for name in BOTH):
         return F.normalize(torch.cat([_of_one(model, output, name) for name in BOTH], dim=-1), dim=-1)
     return F.normalize(_wide(_of_images(model, output)), dim=-1)
 
 
 def _of_one(model: Any, output: Any, name: str) -> Tensor:
     """`[rows, hidden]` of length one, of the images or the texts of a batch."""
-    found = output[name]
+    found = getattr(output, name)
     if found.ndim != 2:
         raise ValueError(
             f"{type(model).__name__} makes {name} of {list(found.shape)}, and no single vector of each row, that could "

@@ -36,10 +36,8 @@ def images_with_captions(rows: Sequence[Row], reader: RowReader) -> dict[str, Te
     image, text = reader.inputs
     captions = [_caption(row, text, reader) for row in rows]
     images = [as_image(value_of(row, image), _mode(reader.config)) for row in rows]
-    # SigLIP's text encoder is told of no padding: it was trained on texts of one length.
-    padding = "max_length" if "siglip" in reader.config.model_type else True
-    limits = {"padding": padding, "max_length": reader.length, "truncation": True}
-    tokens = reader.tokenizer(captions, return_tensors="pt", **limits)
+    tokens = reader.tokenizer(captions, max_length=reader.length, truncation=True)
+    tokens = reader.tokenizer.pad(tokens, return_tensors="pt", **_padding(reader.config))
     pixels = reader.image_processor(images=images, return_tensors="pt")
     return _tensors({**tokens, **pixels}, reader)
 
@@ -101,6 +99,21 @@ def _texts(rows: Sequence[Row], images: Sequence[int], reader: RowReader) -> tup
     ]
     pairs = [(one, "") if isinstance(one, str) else one for one in made]
     return [text for text, _ in pairs], [suffix for _, suffix in pairs if suffix]
+
+
+def _padding(config: Any) -> dict[str, Any]:
+    """How a tokenizer pads texts that stand beside an image each."""
+    if not pads_to_one_length(config):
+        return {"padding": True}
+    return {"padding": "max_length", "max_length": config.text_config.max_position_embeddings}
+
+
+def pads_to_one_length(config: Any) -> bool:
+    """Whether all texts have as many tokens, padding among them.
+
+    SigLIP's text encoder is told of none: it was trained so, and the last token's place is where an embedding is.
+    """
+    return "siglip" in config.model_type
 
 
 def _caption(row: Row, column: str, reader: RowReader) -> str:

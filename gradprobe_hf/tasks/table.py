@@ -134,6 +134,11 @@ class Task:
         return self.cuts_windows or self.medium is not None
 
     @property
+    def writes_label(self) -> bool:
+        """Whether a label is a text that the model is to write."""
+        return self.compares == "texts" or self.label_is_optional
+
+    @property
     def data(self) -> str:
         """What a data set for it holds, for errors."""
         return f"rows of {self.row}" if self.embeds else "rows with labels"
@@ -464,7 +469,7 @@ _ROWS = (
         name="zero-shot-image-classification",
         auto_class="AutoModelForZeroShotImageClassification",
         mapping="MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES",
-        objective="Model",
+        objective="ForZeroShotImageClassification",
         inputs=(IMAGE, TEXT),
         batch_of=images_with_captions,
         embeds=True,

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeAlias
 
-from gradprobe_hf.data.sources import Source
+from gradprobe_hf.data.sources import Source, class_names
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
-from gradprobe_hf.tasks.columns import filled, is_beside
+from gradprobe_hf.tasks.columns import filled, is_beside, named_classes
 from gradprobe_hf.tasks.conversation import CHAT_COLUMNS, Chat, Message, Row, from_json, is_chat, messages_of, shown
 
 # A text, or a chat.
@@ -99,14 +99,15 @@ def _first_row(opened: Source) -> Row:
 def _reader(opened: Source, options: TextOptions) -> Callable[[Row], Document]:
     """What makes a document of a row."""
     first = _first_row(opened)
-    if options.text_template is not None:
-        for name in template_columns(options.text_template):
+    if (template := options.text_template) is not None:
+        for name in template_columns(template):
             if name not in first:
                 raise ValueError(
-                    f"text_template={options.text_template!r} (--text-template) names the column {name!r}, which "
+                    f"text_template={template!r} (--text-template) names the column {name!r}, which "
                     f"{opened.name} does not have; its columns are {', '.join(map(repr, first))}."
                 )
-        return partial(filled, template=options.text_template)
+        names = {name: class_names(opened.rows, name) for name in template_columns(template)}
+        return lambda row: filled(named_classes(row, names), template)
     column = _column(opened, options, first)
     if column is None:
         return _prompt_and_completion

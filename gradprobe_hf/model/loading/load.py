@@ -230,7 +230,7 @@ def _load_checkpoint(
             kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
             with ignored_names() as ignored:
                 model, loading = cls.from_pretrained(name, **kwargs)
-        lacks = () if allow_missing else about_pooler(model, name, loading)
+        lacks = about_pooler(model, name, loading)
         if not allow_missing:
             check_complete(model, name, loading, reinitialises, brought)
         warnings = lacks + about_unused(model, name, loading, ignored)

@@ -28,6 +28,7 @@ from gradprobe_hf.model.parameters import input_device, is_offloaded, parameter_
 from gradprobe_hf.model.passes.loss import forward_only
 from gradprobe_hf.model.passes.patches import eval_mode, in_float32
 from gradprobe_hf.model.passes.upcast import upcast_products
+from gradprobe_hf.model.pooler import without_pooler
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied
@@ -147,7 +148,7 @@ def _difference(
         # Made where the model is, and with no values: they are copied one after the other.
         with torch.device(device), no_init_weights():
             config = smaller_config(model.config, removal)
-            made = type(model)._from_config(config, dtype=masked.dtype).to(device).eval()
+            made = type(model)._from_config(config, dtype=masked.dtype, **without_pooler(model)).to(device).eval()
         values = made.state_dict()
         for name, tensor in model.state_dict().items():
             if (new := removal.name(name)) is not None:
