@@ -4,9 +4,8 @@ SmolLM2-135M in memory, with blocks recomputed, and read from disk, with every k
 Mistral-7B's shape (its configuration, random weights) read from disk, pruned to 50%, saved, and inspected. Beside each
 stands what `gradprobe estimate` says. `--gpu` runs the large model resident on a GPU instead (see `memory_gpu.py`).
 
-The row `from disk, best` takes 6 to 17 minutes a block of two cores, for which it has few blocks: what they take is
-theirs, whatever stands beside them. Ended early, it goes on where it was when it is called again; its seconds are the
-sum.
+The row `from disk, best` takes about four minutes a block of two cores. Ended early, it goes on where it was when it is
+called again; its seconds are the sum. With `--blocks` it has the first blocks alone.
 
     make bench-memory        # into results/memory.json; needs 50 GB of disk
 
@@ -72,7 +71,7 @@ LARGE_ROWS: dict[str, dict[str, Any]] = {
     },
     "from disk, best": {"checkpointing": True, "fisher": "factored", "probes": 1, "update": "admm"},
 }
-BEST_BLOCKS = 4  # of the large model's 32, in the row above
+BEST_BLOCKS = 32  # of the large model, in the row above: all
 
 
 def run_row(name: str, model: str, large: bool, scratch: str) -> dict[str, Any]:

@@ -160,14 +160,14 @@ def _with_inspection(results: dict[str, Any]) -> float:
 
 def _against_bare(results: dict[str, Any]) -> str:
     """How long a probe takes, in bare passes from disk."""
-    passes = [row["seconds"]["bare pass"] for row in results["rows"] if "bare pass" in row["seconds"]]
-    if not passes:
+    of_bare = next((row for row in results["rows"] if "bare pass" in row["seconds"]), None)
+    if of_bare is None:
         return ""
-    bare = passes[0]
+    bare = of_bare["seconds"]["bare pass"]
     ratios = ", ".join(
         f"{statistics.fmean(_probes(row)) / bare:.2f} ({row['row']})"
         for row in results["rows"]
-        if row["large"] and "peak_bytes" in row and row.get("blocks", LARGE_BLOCKS) == LARGE_BLOCKS
+        if row["large"] and "peak_bytes" in row and row.get("cpu") == of_bare.get("cpu")  # else on another machine
     )
     return (
         f" In bare passes from disk, forward and backward with the weights' gradients ({bare:.0f} s), a "
