@@ -12,6 +12,7 @@ from datasets import ClassLabel, Dataset, Features, Image
 from transformers import (
     AutoModelForZeroShotImageClassification,
     CLIPConfig,
+    CLIPForImageClassification,
     CLIPImageProcessorPil,
     CLIPModel,
     CLIPProcessor,
@@ -212,6 +213,13 @@ def test_a_batch_without_a_loss_says_what_it_takes():
     batch = {"input_ids": torch.randint(200, (4, 6)), "pixel_values": torch.randn(4, 3, 8, 8)}
     with pytest.raises(ValueError, match=r"give batches with return_loss=True, or rows of images with text"):
         prune_pretrained(clip(), GradProbeConfig(sparsity=0.5), calibration=[batch], evaluation=False, progress=False)
+
+
+def test_a_classifier_with_clip_s_eyes_wants_labels():
+    model = CLIPForImageClassification(CLIPConfig(vision_config=dict(VISION)))
+    batch = {"pixel_values": torch.randn(4, 3, 8, 8)}
+    with pytest.raises(ValueError, match="CLIPForImageClassification has no loss without labels"):
+        prune_pretrained(model, GradProbeConfig(sparsity=0.5), calibration=[batch], evaluation=False, progress=False)
 
 
 def test_one_tower_alone_is_for_something_else():

@@ -161,6 +161,8 @@ def cache_name(model: PreTrainedModel) -> str | None:
 
 def needs_pairs(model: PreTrainedModel) -> bool:
     """Whether a text is nothing to the model without an image beside it."""
+    if model.main_input_name != "input_ids":  # CLIP's classifier of images
+        return False
     name = type(model).__name__.removeprefix("FSDP")
     return model.config.model_type in _PAIRED or name in MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.values()
 

@@ -88,9 +88,7 @@ class BlockExamples:
     """
 
     def __init__(self, model: PreTrainedModel, block: str, dense_target: float) -> None:
-        self.examples: list[
-            Example | None
-        ] = []  # None: of a batch that the block has no part in, of text beside images
+        self.examples: list[Example | None] = []  # None: the block has no part in the batch, a text among images say
         self._model, self._block, self._dense_target = model, block, dense_target
         self._call: Call | None = None  # the latest of this batch
         self._dense: Tensor | None = None
