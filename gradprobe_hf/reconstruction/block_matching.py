@@ -107,7 +107,7 @@ class BlockExamples:
 
     def take_dense(self) -> None:
         """What was called since was the dense model's, on the batch that is taken next."""
-        self._dense, self._call = self._call and self._call.output, None
+        self._dense, self._call = None if self._call is None else self._call.output, None
 
     def take(self, batch: Batch) -> None:
         """What was called since was the model as pruned so far, on this batch; this block itself was dense."""

@@ -132,13 +132,13 @@ def named_classes(row: Row, names: Mapping[str, Sequence[str]]) -> Row:
     """
     named = {}
     for column, known in names.items():
-        if known and isinstance(number := row.get(column), Integral):
-            if not 0 <= number < len(known):
+        if known and isinstance(value := row.get(column), Integral):
+            if not 0 <= (number := int(value)) < len(known):
                 raise ValueError(
                     f"a row has class {number} in {column!r}, of which the data set names 0 to {len(known) - 1}: leave "
                     f"such rows out, dataset.filter(lambda row: row[{column!r}] >= 0)."
                 )
-            named[column] = known[int(number)]
+            named[column] = known[number]
     return {**row, **named}
 
 
