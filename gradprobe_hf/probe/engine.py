@@ -187,7 +187,8 @@ def _differentiated(
 ) -> tuple[Tensor, Tensor | None]:
     """The loss of one batch after its backward pass, detached: its graph is freed before the next batch builds one."""
     loss, terms = (work.loss_fn(work.model, batch), None) if work.loss_fn else summed_loss(work.model, batch)
-    _check_loss(loss, work.model, is_flat=not folding.was_used)
+    # A loss of the user's own may have forgotten the model.
+    _check_loss(loss, work.model, is_flat=not folding.was_used and work.loss_fn is None)
     if is_first:  # most bad losses are bad from the start: one synchronisation here can save a whole pass
         _check_finite(loss.detach(), label)
     if loss.grad_fn is not None:
@@ -240,7 +241,7 @@ def _check_moved(work: Workload, moved: bool, total: ProbeLoss, label: str) -> N
 
 
 def _check_loss(loss: Tensor, model: PreTrainedModel, is_flat: bool) -> None:
-    """Args: `is_flat`: whether the batch has no part in the matrices, as a text without an image in a vision tower."""
+    """Args: `is_flat`: whether a batch may have no part in the matrices, as a text without an image in a tower."""
     if not isinstance(loss, Tensor) or loss.ndim != 0 or (loss.grad_fn is None and not is_flat):
         raise ValueError(
             f"the loss of {type(model).__name__} must be a scalar that depends on the matrices to prune, got "
