@@ -25,6 +25,7 @@ from transformers import (
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli.main import main
+from gradprobe_hf.data.batches import Batches, shared_rows
 from gradprobe_hf.data.labelled import Labels, RowSpec
 from gradprobe_hf.data.text.text_options import TextOptions
 from gradprobe_hf.data.windows import open_rows
@@ -170,6 +171,7 @@ def test_what_is_measured_is_what_the_checkpoint_computes(preset, tmp_path, caps
     assert "14 images with text (image, text)" in report.evaluation["protocol"]
     assert {row.block.split(".")[0] for row in report.matrices} == {"vision_model", "text_model"}
     assert report.model["task"] == "zero-shot-image-classification"
+    assert not any("also calibrated on" in warning for warning in report.warnings), "these are other images"
     compared = ["evaluate", str(out), "--against", str(model), "--data", str(tmp_path / "others"), "--json"]
     capsys.readouterr()
     assert main(compared) == 0
@@ -197,6 +199,17 @@ def test_batches_with_the_model_s_own_loss_are_taken_as_they_are():
     report = prune_pretrained(model, GradProbeConfig(sparsity=0.5), **options).report
     assert report.evaluation.get("metric") is None
     assert report.evaluation["pruned"]["loss"] != report.evaluation["dense"]["loss"]
+
+
+def test_a_row_is_known_again_by_its_image_and_its_text():
+    """ "A photo of a cat" may be said of many."""
+    model = clip()
+    of = [
+        Batches(tuple(read(model, source, batch_size=size)), source="rows", samples=6, tokens=9, protocol="rows")
+        for source, size in ((rows(6), 3), (rows(6), 6), (rows(6, seed=1), 3))
+    ]
+    assert shared_rows(of[0], of[1]) == 6
+    assert shared_rows(of[0], of[2]) == 0
 
 
 def test_prepared_rows_have_both():

@@ -162,15 +162,32 @@ def _digests(batches: Batches) -> set[bytes]:
 
 
 def _rows(batches: Batches) -> Iterator[tuple[bytes, int]]:
-    """The content of each row without its padding, which the other rows bring, and its tokens; 0 of what is no text."""
+    """The content of each row without its padding, which the other rows bring, and its tokens; 0 of what is no text.
+
+    Of a text beside an image both: "a photo of a cat" may be said of many.
+    """
     for batch in batches:
         ids = _text_of(batch)
         values = _input_of(batch) if ids is None else ids
-        mask = _mask_of(batch, values)
+        mask, beside = _mask_of(batch, values), None if ids is None else _beside_text(batch, len(values))
         for number, row in enumerate(values):
             if mask is not None:
                 row = row[mask[number]]
-            yield row.contiguous().flatten().view(torch.uint8).numpy().tobytes(), 0 if ids is None else len(row)
+            content = _bytes(row) + (b"" if beside is None else _bytes(beside[number]))
+            yield content, 0 if ids is None else len(row)
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _beside_text(batch: Mapping[str, Any], rows: int) -> Tensor | None:
+    """The image or recording of each row, `[rows, ...]`; None: there are none, or which row has which is not known."""
+    media = (value for name, value in batch.items() if name.startswith(("pixel_values", "input_features")))
+    found = next((value for value in media if isinstance(value, Tensor) and value.is_floating_point()), None)
+    if found is None or len(found) == rows:
+        return found
+    return found[None] if rows == 1 else None  # the patches of its images
 
 
 def _input_of(batch: Mapping[str, Any]) -> Tensor:
