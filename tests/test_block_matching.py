@@ -31,14 +31,16 @@ def short(monkeypatch):
     return settings
 
 
-def test_a_batch_that_a_block_has_no_part_in_is_no_example():
+@pytest.mark.parametrize("aims_at_dense", [False, True])
+def test_a_batch_that_a_block_has_no_part_in_is_no_example(aims_at_dense):
     """A text without an image, to a tower that sees."""
     dense, batches = cases.build("llama"), cases.batches("llama", rows=4, batch_size=2)
     block = find_targets(dense)[0].block
     examples = BlockExamples(dense, block, 0.5)
     with torch.no_grad(), examples.recording():
         for batch, reaches in zip([*batches, batches[0]], (True, False, True), strict=True):
-            for after in (examples.take_dense, partial(examples.take, batch)):
+            take = partial(examples.take, batch)
+            for after in (examples.take_dense, take) if aims_at_dense else (take,):
                 if reaches:
                     dense(**batch, use_cache=False)
                 after()
