@@ -48,8 +48,8 @@ BREAKS = [
     Break(
         "of a model with two towers the images alone are compared",
         "tasks/embeddings.py",
-        "for name in BOTH], dim=-1)",
-        "for name in BOTH[:1]], dim=-1)",
+        "for name in _OF_TOWERS], dim=-1)",
+        "for name in _OF_TOWERS[:1]], dim=-1)",
         "test_pair_embeddings.py",
     ),
     Break(

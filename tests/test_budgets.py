@@ -28,7 +28,6 @@ from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.importance import made_up_for
 from gradprobe_hf.structures.plan import Plan
 from tests import cases
-from tests.grids import some
 from tests.test_structures import MIXTURE, SIZES
 
 BLOCKS = 4
@@ -105,11 +104,11 @@ def test_what_a_file_has_beside_parameters_is_known_before_it_is_written(name, t
     assert beside <= bytes_beside_parameters(model) <= 1.1 * beside
 
 
-@some("share", ("90%", "80%", "70%"), fast=("80%",))
+@pytest.mark.parametrize("share", [*(pytest.param(one, marks=pytest.mark.slow) for one in (0.9, 0.7)), 0.8])
 def test_a_file_is_no_larger_than_the_memory_that_was_asked_for(share, tmp_path):
     model = deep()
     save_in_shards(tmp_path / "dense", model)
-    budget = int(int(share.rstrip("%")) / 100 * (tmp_path / "dense" / "model.safetensors").stat().st_size)
+    budget = int(share * (tmp_path / "dense" / "model.safetensors").stat().st_size)
     prune_pretrained(
         model,
         GradProbeConfig(structure="auto", memory=budget),

@@ -9,6 +9,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -407,7 +408,7 @@ def test_one_killed_while_it_writes_its_best_state_goes_on(tmp_path, monkeypatch
 def test_one_killed_while_it_writes_what_it_is_of_begins_anew(tmp_path, monkeypatch):
     dense, (student, _), folder = cases.build(DENSE), half_pruned(), tmp_path / "run"
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "replace", lambda *_: (_ for _ in ()).throw(KilledError))
+        patched.setattr(Path, "replace", Mock(side_effect=KilledError))
         with pytest.raises(KilledError):
             trained(copy.deepcopy(student), dense, folder=folder, steps=2)
     assert [path.name for path in folder.glob("recovery*")] == ["recovery.json.partial"]

@@ -224,7 +224,9 @@ def test_prepared_rows_have_both():
 
 def test_a_batch_without_a_loss_says_what_it_takes():
     batch = {"input_ids": torch.randint(200, (4, 6)), "pixel_values": torch.randn(4, 3, 8, 8)}
-    with pytest.raises(ValueError, match=r"give batches with return_loss=True, or rows of images with text"):
+    with pytest.raises(
+        ValueError, match=r"has return_loss=True\. Give that, rows of images with text, or a loss_fn; score"
+    ):
         prune_pretrained(clip(), GradProbeConfig(sparsity=0.5), calibration=[batch], evaluation=False, progress=False)
 
 

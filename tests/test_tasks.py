@@ -500,6 +500,10 @@ def test_a_class_that_is_written_is_written_by_name():
     assert told == {"cat", "dog"}
     (batch,) = batches("t5", named, **given).items
     assert {tokenizer.decode(ids[ids != -100], skip_special_tokens=True) for ids in batch["labels"]} == {"cat", "dog"}
+    heard = Dataset.from_dict({"audio": CASES["whisper"].rows()["audio"][:2]})
+    spoken = concatenate_datasets([heard, named.select_columns(["animal"])], axis=1)
+    (batch,) = batches("whisper", spoken, label_column="animal", samples=2).items
+    assert {tokenizer.decode(ids[ids != -100], skip_special_tokens=True) for ids in batch["labels"]} == {"cat", "dog"}
 
 
 @pytest.mark.parametrize("asked", [{"text": ["A cat", "Two"]}, {"asked": ["What?"] * 2, "said": ["A cat", "Two"]}])

@@ -12,10 +12,10 @@ from datasets import Audio, Dataset, List, Value, Video
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli import main
+from gradprobe_hf.data.unread_media import media_in
 from gradprobe_hf.model.families import is_causal, objective
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.tasks.columns import media_in
 from tests.architectures import (
     ARCHITECTURES,
     BEGIN_IMAGE,
@@ -188,7 +188,7 @@ def test_recordings_are_not_left_out_in_silence_where_a_model_sees_and_hears(tex
         towers = {"vision_config": vision, "audio_config": heads if hears else None}
         model = hf.Gemma4ForConditionalGeneration(hf.Gemma4Config(text_config=text, **towers)).eval()
         if hears:
-            with pytest.raises(ValueError, match=r"audio \('voice'\), of which no batches.*remove_columns"):
+            with pytest.raises(ValueError, match=r"audio \('voice'\), from which no batches.*out of the data"):
                 prune_pretrained(model, config, calibration=spoken, **options)
             chat = [{"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "What is it?"}]}]
             recording = spoken[0]["voice"]
@@ -199,7 +199,7 @@ def test_recordings_are_not_left_out_in_silence_where_a_model_sees_and_hears(tex
                 Dataset.from_list([{"messages": chat}] * 9),
                 {str(texts / "some.txt"): 1, str(tmp_path / "spoken.parquet"): 1},
             ):
-                with pytest.raises(ValueError, match=r"audio .*of which no batches"):
+                with pytest.raises(ValueError, match=r"audio .*from which no batches"):
                     prune_pretrained(model, config, calibration=other, **options)
         rows = spoken.remove_columns(["voice"]) if hears else spoken
         report = prune_pretrained(model, config, calibration=rows, **options).report

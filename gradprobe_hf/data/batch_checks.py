@@ -35,12 +35,12 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
         needs_loss: whether a loss is made of them, and no forward pass alone.
     """
     if needs_loss and not is_causal(model) and all(set(batch) <= _INPUTS for batch in batches):
+        without = "; score='wanda', or importance='obs' with structure, needs no loss" * (part == "calibration")
         if needs_pairs(model):
             raise ValueError(
-                f"{part}: {type(model).__name__} returns a loss where it is asked for one: give batches with "
-                "return_loss=True, or rows of images with text; or a loss_fn."
+                f"{part}: {type(model).__name__} returns a loss only where a batch has return_loss=True. Give that, "
+                f"rows of images with text, or a loss_fn{without}."
             )
-        without = "; score='wanda', or importance='obs' with structure, needs no loss" * (part == "calibration")
         raise ValueError(
             f"{part}: {type(model).__name__} has no loss without labels, and a batch has "
             f"{', '.join(batches.items[0])} alone, as plain text has. Give batches with labels, or a loss_fn{without}."

@@ -238,7 +238,7 @@ def share_in_sketch(known: Sequence[int], batches: Batches) -> float:
 
 def _numbers(batches: Batches) -> Tensor:
     """Of passages; of rows that are shorter, or hold no text, one each."""
-    short = [content for content, tokens in _rows(batches) if tokens < PASSAGE]
+    short = (content for content, tokens in _rows(batches) if tokens < PASSAGE)  # pixels, not all at once
     hashed = [int.from_bytes(hashlib.sha256(one).digest()[:8], "little", signed=True) for one in short]
     return torch.cat([_passages(batches), torch.tensor(hashed, dtype=torch.long)])
 

@@ -32,16 +32,15 @@ def with_embeddings(found: Batches, model: PreTrainedModel, seed: int) -> Batche
     Raises:
         ValueError: the model pools in a way that is not known here.
     """
-    if needs_pairs(model):
+    if is_of_pairs := needs_pairs(model):
         _check_pairs(found, model)
     reads_text = any("input_ids" in batch for batch in found)
-    is_of_both = reads_text and any("pixel_values" in batch for batch in found)
-    how = pooling_of(model) if reads_text and not is_of_both else None
+    how = pooling_of(model) if reads_text and not is_of_pairs else None
     generator = torch.Generator().manual_seed(seed)
     items = tuple(_labelled(batch, model, how, generator) for batch in found)
     if how is None and items:
         _check_repeats(items[0], model)
-    pooled = _OF_BOTH if is_of_both else _WAYS[how]
+    pooled = _OF_PAIRS if is_of_pairs else _WAYS[how]
     words = f"; {pooled}, normalised, and the loss is 1 - cos to the dense model's"
     return replace(found, items=items, protocol=found.protocol + words)
 
@@ -54,7 +53,7 @@ _WAYS: dict[Pooling | None, str] = {
 }
 
 
-_OF_BOTH = "the embeddings are those of an image and of its text"
+_OF_PAIRS = "the embeddings are those of an image and of its text"
 
 
 @torch.no_grad()

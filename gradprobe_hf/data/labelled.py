@@ -21,9 +21,10 @@ from gradprobe_hf.data.embedding_labels import with_embeddings
 from gradprobe_hf.data.sources import Source, class_names, columns_of, is_streamed, shuffled
 from gradprobe_hf.data.text.packing import WindowSpec, held_out_words
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
+from gradprobe_hf.data.unread_media import check_all_read
 from gradprobe_hf.model.config_names import text_attribute
-from gradprobe_hf.model.families import forward_arguments, longest_text
-from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column, media_in, named_classes, value_of
+from gradprobe_hf.model.families import longest_text
+from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column, named_classes, value_of
 from gradprobe_hf.tasks.media_batches import pads_to_one_length
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import OF_MEDIA, Task
@@ -120,8 +121,9 @@ class Labels:
     def check_texts(self, opened: Iterable[Source]) -> None:
         """Raise ValueError for a source of a mixture that holds more than text."""
         for one in opened:
-            self._check_all_read(one, _first_row(one))
-            if self.spec.task.reads(_first_row(one)):
+            first = _first_row(one)
+            check_all_read(one, first, self.spec.task, self.model)
+            if self.spec.task.reads(first):
                 raise ValueError(
                     f"a mixture is of texts, and {one.name} holds more than that, of which nothing would be read: give "
                     "it alone."
@@ -144,7 +146,7 @@ class Labels:
                 f"{opened.name} has the columns {', '.join(map(repr, first))}, and for {task.name} no batches are made "
                 f"of such rows: prepare rows that hold {task.prepared} (dataset.map), or give batches of that."
             )
-        self._check_all_read(opened, first)
+        check_all_read(opened, first, task, self.model)
         if not task.reads(first):
             if self.spec.label_column is not None:
                 raise ValueError(
@@ -155,29 +157,9 @@ class Labels:
         _check_text_options(self.spec)
         return self._embedded(media_in_dtype(self._read(opened), self.model.dtype))
 
-    def _check_all_read(self, opened: Source, first: Row) -> None:
-        """Raise ValueError for media that the model takes beside text, and no batch here is made of."""
-        task = self.spec.task
-        read = {kind.what for kind in task.inputs}
-        found = media_in(first, getattr(opened.rows, "features", None))
-        unread = {name: what for name, what in found.items() if what not in read and self._takes(what)}
-        if task.medium is not None and unread:
-            raise ValueError(
-                f"{opened.name} has {' and '.join(dict.fromkeys(unread.values()))} ({', '.join(map(repr, unread))}), "
-                f"of which no batches are made here for {task.name}, though a {type(self.model).__name__} may take "
-                f"them: give batches as its processor makes them, or leave them out (dataset.remove_columns"
-                f"({list(unread)}))."
-            )
-
-    def _takes(self, medium: str) -> bool:
-        """Whether a model that reads text may be given this medium."""
-        if medium == "video":
-            return "pixel_values_videos" in forward_arguments(self.model)
-        tower = {"images": "vision_config", "audio": "audio_config"}[medium]
-        return getattr(self.model.config, tower, None) is not None
-
     def of_windows(self, found: Batches) -> Batches:
         """Windows as the task needs them: with masked tokens, or the model's embeddings, as labels."""
+        self._check_label_column()
         found, prepare = self._embedded(found), self.spec.task.prepare
         if prepare is None or any("labels" in batch for batch in found):
             return found
@@ -367,8 +349,6 @@ def _length(asked: int, model: PreTrainedModel, processing_class: Any) -> int:
 
 def _with_names(rows: list[Row], opened: Source, spec: RowSpec, inputs: Sequence[str], label: str | None) -> list[Row]:
     """Rows in which a class that is read as a text, or is to be written, has its name."""
-    if TEXT not in spec.task.inputs:
-        return rows
     template = spec.text.text_template
     columns = [*(template_columns(template) if template else inputs), *([label] if spec.task.writes_label else [])]
     names = {column: class_names(opened.rows, column) for column in columns if column is not None}

@@ -47,23 +47,21 @@ def _is_words(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str) and all(isinstance(one, str) for one in value)
 
 
-def _is_image(value: Any) -> bool:
+def is_image(value: Any) -> bool:
+    """Whether this is an image, or several: decoded, or as `datasets` stores one."""
     if isinstance(value, list) and value:
-        return all(map(_is_image, value))
+        return all(map(is_image, value))
     return hasattr(value, "convert") or (isinstance(value, Mapping) and "bytes" in value and "path" in value)
 
 
 def _is_audio(value: Any) -> bool:
     numbers = isinstance(value, Sequence) and not isinstance(value, str) and value and isinstance(value[0], float)
-    return bool(numbers) or _is_recording(value)
+    return bool(numbers) or is_recording(value)
 
 
-def _is_recording(value: Any) -> bool:
+def is_recording(value: Any) -> bool:
+    """Whether `datasets` has decoded this from a recording."""
     return (isinstance(value, Mapping) and "array" in value) or hasattr(value, "get_all_samples")
-
-
-def _is_video(value: Any) -> bool:
-    return hasattr(value, "get_frame_at")
 
 
 TEXT = ColumnKind(
@@ -72,11 +70,8 @@ TEXT = ColumnKind(
     "text",
 )
 WORDS = ColumnKind(("tokens", "words"), _is_words, "words")
-IMAGE = ColumnKind(("image", "img", "images"), _is_image, "images")
+IMAGE = ColumnKind(("image", "img", "images"), is_image, "images")
 AUDIO = ColumnKind(("audio", "speech"), _is_audio, "audio")
-# What `datasets` decodes, whatever its column is called.
-_DECODED = {"audio": _is_recording, "video": _is_video, "images": _is_image}
-_NAMED = {"audio": "audio", "audios": "audio", "video": "video", "videos": "video"}
 # Columns that a pair of sentences usually has.
 PAIRS = (
     ("sentence1", "sentence2"),
@@ -206,35 +201,6 @@ def find_pair(row: Row, given: str | None) -> tuple[str, str] | None:
             return None
         return checked_column(row, first.strip(), "text_column"), checked_column(row, second.strip(), "text_column")
     return next((pair for pair in PAIRS if set(pair) <= set(row)), None)
-
-
-def media_in(row: Row, features: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Columns that hold images, audio or video, and which of these.
-
-    By the kind that the data set says they are of, by what `datasets` decodes, or by their name, unless it is of text.
-    A chat may hold some, too.
-
-    >>> media_in({"text": "a word", "voice": {"array": [0.1], "sampling_rate": 16000}})
-    {'voice': 'audio'}
-
-    Args:
-        features: of the data set; its first row may have nothing there.
-    """
-    found = {name: _medium(name, value, (features or {}).get(name)) for name, value in row.items()}
-    return {name: medium for name, medium in found.items() if medium is not None}
-
-
-def _medium(name: str, value: Any, feature: Any) -> str | None:
-    kind = type(getattr(feature, "feature", feature)).__name__.lower()  # one, or a list of such
-    if kind in ("image", "audio", "video"):
-        return "images" if kind == "image" else kind
-    if is_chat(value):
-        parts = [part for message in value for part in message.get("content") or () if isinstance(part, Mapping)]
-        kinds = [str(part.get("type")) for part in parts]
-        return next((medium for medium in ("audio", "video") if any(medium in one for one in kinds)), None)
-    values = value if isinstance(value, list) and value else [value]
-    decoded = next((medium for medium, holds in _DECODED.items() if all(map(holds, values))), None)
-    return decoded or (_NAMED.get(name.lower()) if value is not None else None)
 
 
 def find_chat(row: Row) -> str | None:

@@ -24,7 +24,7 @@ from torch import Tensor
 # Names of no input of any model.
 POOLING = "gradprobe_pooling"
 DIRECTION = "gradprobe_direction"
-BOTH = ("image_embeds", "text_embeds")  # what such a model's output has
+_OF_TOWERS = ("image_embeds", "text_embeds")  # in the output of a model with two
 Pooling = Literal["mean", "cls", "last"]
 
 
@@ -54,12 +54,12 @@ def embedded(model: Any, batch: Mapping[str, Any], **call: Any) -> Tensor:
     if POOLING in batch:
         hidden = _wide(output.last_hidden_state)
         return F.normalize((batch[POOLING].to(hidden)[:, None] @ hidden)[:, 0], dim=-1)
-    if all(isinstance(getattr(output, name, None), Tensor) for name in BOTH):
-        return F.normalize(torch.cat([_of_one(model, output, name) for name in BOTH], dim=-1), dim=-1)
+    if all(isinstance(getattr(output, name, None), Tensor) for name in _OF_TOWERS):
+        return F.normalize(torch.cat([_of_tower(model, output, name) for name in _OF_TOWERS], dim=-1), dim=-1)
     return F.normalize(_wide(_of_images(model, output)), dim=-1)
 
 
-def _of_one(model: Any, output: Any, name: str) -> Tensor:
+def _of_tower(model: Any, output: Any, name: str) -> Tensor:
     """`[rows, hidden]` of length one, of the images or the texts of a batch."""
     found = getattr(output, name)
     if found.ndim != 2:
