@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,16 @@ tqdm.monitor_interval = 0
 
 settings.register_profile("shared machine", deadline=None)  # an example may wait for a core
 settings.load_profile("shared machine")
+
+
+def pytest_collection_finish():
+    """Leave what was imported out of garbage collections: it stays, and is most of what they would look at.
+
+    Accelerate asks for a full one with every Trainer, which would take longer than to train a tiny model.
+    """
+    gc.collect()
+    gc.freeze()
+
 
 TEXT = " ".join(
     f"The {i}th of many plain sentences, each a little unlike the {i * 7 % 13} before it." for i in range(400)

@@ -134,18 +134,22 @@ def aliases(model: nn.Module) -> dict[str, str]:
     """Tied parameters: every further name -> the canonical one, the first in the model's order."""
     # Identity finds ties that transformers does not list, but offloading breaks it: it makes a new Parameter of each
     # name in every pass. So what transformers lists counts first, unless both are there and somebody has parted them.
-    tied = listed_ties(model)
+    every = dict(model.named_parameters(remove_duplicate=False))
+    tied = _listed_ties(model, every)
     first: dict[int, str] = {}
     groups: dict[str, list[str]] = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        same = first.setdefault(id(model.get_parameter(name)), name)
+    for name, parameter in every.items():
+        same = first.setdefault(id(parameter), name)
         groups.setdefault(tied.get(name, tied.get(same, same)), []).append(name)
     return {name: names[0] for names in groups.values() for name in names[1:]}
 
 
 def listed_ties(model: nn.Module) -> dict[str, str]:
     """Names that transformers ties -> the one it ties them to, but for those that somebody has parted in memory."""
-    every = dict(model.named_parameters(remove_duplicate=False))
+    return _listed_ties(model, dict(model.named_parameters(remove_duplicate=False)))
+
+
+def _listed_ties(model: nn.Module, every: Mapping[str, nn.Parameter]) -> dict[str, str]:
     listed: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     return {name: other for name, other in listed.items() if not _are_apart(every.get(name), every.get(other))}
 

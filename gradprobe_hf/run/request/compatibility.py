@@ -127,8 +127,11 @@ def check_editable(model: nn.Module, targets: Sequence[Target]) -> None:
         for own in module._parameters:
             full = f"{name}.{own}" if name else own
             users.setdefault(tied.get(full, full), []).append(name)
+    also: dict[str, list[str]] = {}
+    for alias, name in tied.items():
+        also.setdefault(name, []).append(alias)
     for target in targets:
-        _check_editable(model, target)
+        _check_editable(model, target, also.get(target.parameter, ()))
         _check_measured(model, target, users[target.parameter])
 
 
@@ -196,7 +199,7 @@ def _check_reconstruction(model: nn.Module, targets: Sequence[Target], config: G
             )
 
 
-def _check_editable(model: nn.Module, target: Target) -> None:
+def _check_editable(model: nn.Module, target: Target, other_names: Sequence[str]) -> None:
     weight = model.get_parameter(target.parameter)
     if isinstance(weight, DTensor) and target.expert is not None:
         raise ValueError(
@@ -214,11 +217,11 @@ def _check_editable(model: nn.Module, target: Target) -> None:
             f"{target.name} has no data (meta device) and no Accelerate hook says where it is kept. Load the model "
             "with from_pretrained, or offload it with device_map, cpu_offload or disk_offload."
         )
-    for alias, name in aliases(model).items():
-        if name == target.parameter and is_on_disk(model, alias) != is_on_disk(model, name):
+    for alias in other_names:
+        if is_on_disk(model, alias) != is_on_disk(model, target.parameter):
             raise ValueError(
-                f"{name} and {alias} are one weight, and only one of them is offloaded to disk: put both on one device "
-                "in the device_map, or exclude this matrix."
+                f"{target.parameter} and {alias} are one weight, and only one of them is offloaded to disk: put both "
+                "on one device in the device_map, or exclude this matrix."
             )
 
 
