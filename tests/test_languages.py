@@ -96,7 +96,7 @@ def test_a_language_that_the_model_has_not_is_refused():
 
 def _translator():
     """A model, what its tokenizer is made of, and rows."""
-    symbols = ("<s>", "<pad>", "</s>", "<unk>", "▁a", "▁b", "eng_Latn", "deu_Latn")
+    symbols = ("<s>", "<pad>", "</s>", "<unk>", "▁", "a", "b", "eng_Latn", "deu_Latn")
     vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
     config = MBartConfig(vocab_size=16, d_model=8, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2)
     config.decoder_attention_heads, config.encoder_ffn_dim, config.decoder_ffn_dim = 2, 8, 8

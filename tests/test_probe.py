@@ -563,10 +563,12 @@ def test_models_that_compute_on_tokens_first_take_a_row_at_a_time(build):
     """Of eight rows with eight tokens no shape tells which is which."""
     torch.manual_seed(0)
     model, ids = build(), torch.randint(3, 250, (8, 8))
-    labels = torch.arange(8) % 2 if build is xlnet else ids.flip(1)
+    batch = {"input_ids": ids, "labels": torch.arange(8) % 2 if build is xlnet else ids.flip(1)}
+    if build is fsmt:
+        batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"].clone())
     with pytest.raises(ValueError, match=r"computes on \[tokens, sequences\].*set batch_size=1"):
-        cases.prune(model, [{"input_ids": ids, "labels": labels}], sparsity=0.5)
-    rows = [{"input_ids": ids[row : row + 1], "labels": labels[row : row + 1]} for row in range(8)]
+        cases.prune(model, [batch], sparsity=0.5)
+    rows = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(8)]
     assert cases.prune(model, rows, sparsity=0.5).report.sparsity == pytest.approx(0.5, abs=1e-3)
 
 

@@ -114,7 +114,15 @@ class Subject:
         batch, clock = self._batch(work), Clock(self._device)
         last = {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
         begun = clock.mark()
-        self.model(**batch, **without_cache(self.model), **last)
+        try:
+            self.model(**batch, **without_cache(self.model), **last)
+        except (MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # what it wants of a batch that is made up is not known of every class
+            raise ValueError(
+                f"a {type(self.model).__name__} cannot be timed: it does not run on a batch of {', '.join(batch)} that "
+                f"is made up ({type(error).__name__}: {error})."
+            ) from error
         return clock.seconds(begun, clock.mark())
 
     @torch.inference_mode()

@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import AS_GIVEN, BESIDE, Batches
+from gradprobe_hf.data.label_checks import POSITIONS, check_labels
 from gradprobe_hf.data.text.text_options import TextOptions
 from gradprobe_hf.model.families import (
+    answers_by_position,
     computes_time_first,
     forward_arguments,
-    ignored_label,
     is_causal,
     longest_text,
     needs_pairs,
     sees_ahead,
 )
-from gradprobe_hf.tasks.columns import IGNORED
-from gradprobe_hf.tasks.image_texts import sees_prefix_whole
+from gradprobe_hf.tasks.table import task_of_class
 
 _INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
 
@@ -41,9 +39,11 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
                 f"{part}: {type(model).__name__} returns a loss only where a batch has return_loss=True. Give that, "
                 f"rows of images with text, or a loss_fn{without}."
             )
+        labels = " and ".join(POSITIONS) if answers_by_position(model) else "labels"
         raise ValueError(
-            f"{part}: {type(model).__name__} has no loss without labels, and a batch has "
-            f"{', '.join(batches.items[0])} alone, as plain text has. Give batches with labels, or a loss_fn{without}."
+            f"{part}: {type(model).__name__} has no loss without {labels}, and a batch has "
+            f"{', '.join(batches.items[0])} alone, as plain text has. Give batches with {labels}, or a loss_fn"
+            f"{without}."
         )
     if needs_loss and sees_ahead(model):
         raise ValueError(
@@ -62,12 +62,7 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             _check_ids(model, ids, part)
             _check_mask(batch.get("attention_mask"), ids, part)
             _check_layout(model, ids, part)
-        labels = batch.get("labels")
-        if isinstance(labels, Tensor) and labels.is_floating_point() and is_causal(model) and needs_loss:
-            raise ValueError(f"{part}: labels of a language model are tokens, whole numbers, and these {labels.dtype}.")
-        if isinstance(labels, Tensor) and not labels.is_floating_point():
-            _check_labels(model, batch, labels, part)
-            _check_predicted(model, batch.get("token_type_ids"), labels, part)
+        check_labels(model, batch, part, needs_loss)
 
 
 def check_text_options(options: TextOptions, *read: Batches) -> None:
@@ -88,10 +83,12 @@ def check_reads_text(model: PreTrainedModel, part: str) -> None:
     name, needed = type(model).__name__, model.main_input_name
     if needed != "input_ids" or needs_pairs(model):
         alone = {"pixel_values": "images", "input_features": "speech", "input_values": "speech"}
-        what = "images with text" if needs_pairs(model) else alone.get(needed, "more")
+        what = "images with text" if needs_pairs(model) else alone.get(needed, needed)
+        task = task_of_class(name, model.config.is_encoder_decoder)
+        rows = "a data set with them, or " if task is not None else ""  # of others no batches are made here
         raise ValueError(
-            f"{part}: {name} does not read plain text, but {what}: give a data set with them, or batches that it "
-            "returns a loss for."
+            f"{part}: {name} does not read plain text, but {what}: give {rows}batches that it returns a loss for (a "
+            "DataLoader, or a list)."
         )
 
 
@@ -126,42 +123,18 @@ def _check_mask(mask: Any, ids: Tensor, part: str) -> None:
 
 
 def _check_layout(model: PreTrainedModel, ids: Tensor, part: str) -> None:
-    texts = ids.shape[:-1].numel()  # of a multiple choice each of a row's
-    if computes_time_first(model) and texts > 1:
-        raise ValueError(
-            f"{part}: {type(model).__name__} computes on [tokens, sequences], in which a batch of {texts} sequences "
-            "cannot be told apart: set batch_size=1 (or give batches of one row)."
-        )
-
-
-def _check_labels(model: PreTrainedModel, batch: Mapping[str, Any], labels: Tensor, part: str) -> None:
-    ids = batch.get("input_ids")
-    if is_causal(model) and isinstance(ids, Tensor) and labels.shape != ids.shape:
-        raise ValueError(
-            f"{part}: labels are {tuple(labels.shape)}, and input_ids {tuple(ids.shape)}: they must be alike."
-        )
-    classes = _classes(model)
-    ignored = ignored_label(model)
-    counted = labels[(labels != IGNORED) & (labels != ignored)]
-    if classes is None or not counted.numel():
+    texts = ids.shape[:-1].numel()
+    if not computes_time_first(model) or texts == 1:
         return
-    lowest, highest = int(counted.min()), int(counted.max())
-    if lowest < 0 or highest >= classes:
+    if ids.ndim > 2:  # of a multiple choice
         raise ValueError(
-            f"{part}: labels hold {lowest if lowest < 0 else highest}, and {type(model).__name__} predicts 0 to "
-            f"{classes - 1} (and {ignored}, which is not counted)."
+            f"{part}: {type(model).__name__} computes on [tokens, sequences], in which the {ids.shape[-2]} texts of a "
+            "row cannot be told apart: it cannot be measured."
         )
-
-
-def _check_predicted(model: PreTrainedModel, kinds: Any, labels: Tensor, part: str) -> None:
-    if not sees_prefix_whole(model.config) or not isinstance(kinds, Tensor) or kinds.shape != labels.shape:
-        return
-    if bool(((labels != IGNORED) & (kinds == 0)).any()):
-        raise ValueError(
-            f"{part}: there are labels where token_type_ids are 0, and {type(model).__name__} sees all of these tokens "
-            "at once, so that none of them is predicted: give its processor the answers as suffix, or set these labels "
-            f"to {IGNORED}."
-        )
+    raise ValueError(
+        f"{part}: {type(model).__name__} computes on [tokens, sequences], in which a batch of {texts} sequences cannot "
+        "be told apart: set batch_size=1 (or give batches of one row)."
+    )
 
 
 def _tokens(model: PreTrainedModel) -> int | None:
@@ -171,14 +144,3 @@ def _tokens(model: PreTrainedModel) -> int | None:
     except (NotImplementedError, AttributeError):
         return None
     return int(embedding.weight.shape[0]) if isinstance(embedding, nn.Embedding) else None
-
-
-def _classes(model: PreTrainedModel) -> int | None:
-    """How many classes a label may name; None where labels are no classes."""
-    name = type(model).__name__
-    if name.endswith("Classification"):
-        regresses = model.config.num_labels == 1 or "multi" in str(model.config.problem_type)
-        return None if regresses else int(model.config.num_labels)
-    head = model.get_output_embeddings()
-    weight = getattr(head, "weight", None)
-    return int(weight.shape[0]) if isinstance(weight, torch.Tensor) and weight.ndim == 2 else None

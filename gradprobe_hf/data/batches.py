@@ -257,7 +257,16 @@ def _passages(batches: Batches) -> Tensor:
 
 
 def from_rows(rows: Sequence[Mapping[str, Tensor]], batch_size: int, pad_token_id: int, **described: Any) -> Batches:
-    """Rows of token ids `[tokens]`; where their lengths differ, padded on the right within each batch, and masked."""
+    """Rows of token ids `[tokens]`; where their lengths differ, padded on the right within each batch, and masked.
+
+    Raises:
+        ValueError: labels that are not of tokens.
+    """
+    if any(row["labels"].ndim == 0 for row in rows if "labels" in row):
+        raise ValueError(
+            "rows have one label each, and for a model of this class no batches are made of such rows: give batches "
+            "that it returns a loss for (a DataLoader, or a list)."
+        )
     masked = any("attention_mask" in row for row in rows) or len({len(row["input_ids"]) for row in rows}) > 1
     labelled = any("labels" in row for row in rows)
     fill = {"input_ids": pad_token_id, "labels": IGNORED}

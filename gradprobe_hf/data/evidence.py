@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches
-from gradprobe_hf.model.families import is_causal
+from gradprobe_hf.model.families import ignored_label, is_causal
 from gradprobe_hf.model.passes.loss import Batch, counted_labels, next_token_labels
 from gradprobe_hf.tasks.columns import IGNORED
 
@@ -25,8 +25,9 @@ def check_evidence(model: PreTrainedModel, batches: Batches, part: str) -> None:
         return
     where = "no batch has" if len(empty) == len(counts) else f"batch {empty[0]} of {len(counts)} does not have"
     raise ValueError(
-        f"{part} ({batches.source}): {where} a label that counts: all are -100, or padding, so there is no loss to "
-        "measure. Look at how labels and masks are made: answers that are cut off at the end of a row leave none."
+        f"{part} ({batches.source}): {where} a label that counts: all are {ignored_label(model)}, or padding, so "
+        "there is no loss to measure. Look at how labels and masks are made: answers that are cut off at the end of a "
+        "row leave none."
     )
 
 

@@ -18,23 +18,24 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.embedding_labels import with_embeddings
+from gradprobe_hf.data.prepared_rows import prepared_batches, teacher_forced
 from gradprobe_hf.data.sources import Source, class_names, columns_of, is_streamed, shuffled
 from gradprobe_hf.data.text.packing import WindowSpec, held_out_words
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
 from gradprobe_hf.data.unread_media import check_all_read
 from gradprobe_hf.model.config_names import text_attribute
-from gradprobe_hf.model.families import longest_text
-from gradprobe_hf.tasks.columns import IGNORED, TEXT, WORDS, Row, checked_column, named_classes, value_of
-from gradprobe_hf.tasks.media_batches import pads_to_one_length
+from gradprobe_hf.model.families import feels_padding, longest_text
+from gradprobe_hf.tasks.columns import AUDIO, IGNORED, TEXT, WORDS, Row, checked_column, named_classes, value_of
+from gradprobe_hf.tasks.media_batches import hears_padding, pads_to_one_length
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import OF_MEDIA, Task
-from gradprobe_hf.tasks.text_batches import glues_words, multi_hot
+from gradprobe_hf.tasks.text_batches import glues_words
 
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
-SPEECH = ("input_values", "input_features")
 FEWEST_OF_ONE_LABEL = 16  # rows: of fewer, chance has all of one label now and then
+MOST_UNKNOWN = 0.2  # of the tokens of texts to write: a sign or two may be none of a vocabulary, and no letters
 ROWS_MEASURED = 1000  # at most, where no number was asked for: it takes 1,000 to tell accuracies apart by 3%
 
 
@@ -196,8 +197,12 @@ class Labels:
         rows = _with_names(rows, opened, spec, inputs, label)
         reader = self._reader(inputs, label, class_names(opened.rows, label))
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
-        if any(map(_mixes_rows, items)):
+        feels = feels_padding(self.model) and any(map(_pads, items))
+        if feels or any(map(_mixes_rows, items)) or (AUDIO in spec.task.inputs and hears_padding(rows, reader)):
             items = [spec.task.batch_of([row], reader) for row in rows]
+        items = [teacher_forced(item, self.model) for item in items]
+        if label and spec.task.compares == "texts":
+            _check_texts([str(value_of(row, label)) for row in rows], items, reader, f"{opened.name}, {label}")
         if label:
             _warn_of_one_label(opened, spec.task, [value_of(row, label) for row in rows])
         if spec.task.inputs == (WORDS,) and glues_words(reader.tokenizer):
@@ -220,12 +225,7 @@ class Labels:
         names = class_names(opened.rows, label)
         reader = self._reader((), None, names)
         keep = [name for name in rows[0] if name in reader.accepts and name not in ("labels", "return_loss")]
-        values = [{name: torch.as_tensor(row[name]) for name in keep} for row in rows]
-        for one, row in zip(values, rows, strict=True):
-            labels = _row_label(row, reader, spec.task)
-            if labels is not None:
-                one["labels"] = labels
-        items = [_stacked(part, reader) for part in _parts(_masked(values, reader), spec.batch_size)]
+        items = prepared_batches(rows, keep, reader, spec.task, self.model, spec.batch_size)
         if label:
             _warn_of_one_label(opened, spec.task, [row.get(label) for row in rows])
         kind = "tokenised rows" if "input_ids" in keep else spec.task.row
@@ -339,6 +339,23 @@ def _warn_of_one_label(opened: Source, task: Task, labels: Sequence[Any]) -> Non
         )
 
 
+def _check_texts(texts: Sequence[str], items: Sequence[Mapping[str, Any]], reader: RowReader, name: str) -> None:
+    """Raise ValueError for texts to write that are empty, or that the tokenizer does not know the letters of."""
+    if not any(text.strip() for text in texts):
+        raise ValueError(f"{name}: all of the {len(texts)} texts to write are empty.")
+    tokenizer = reader.tokenizer
+    unknown = tokenizer.unk_token_id
+    if unknown is None or unknown in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
+        return  # of bytes, which are all known
+    labels = torch.cat([item["labels"].flatten() for item in items])
+    share = float((labels == unknown).sum() / (labels != IGNORED).sum().clamp_min(1))
+    if share > MOST_UNKNOWN:
+        raise ValueError(
+            f"{name}: the tokenizer does not know {share:.0%} of the tokens to write, as of {texts[0][:60]!r}: give "
+            "texts as the model was trained to write them (in capitals, say), or its own tokenizer (processing_class)."
+        )
+
+
 def _length(asked: int, model: PreTrainedModel, processing_class: Any) -> int:
     """Tokens of a row at most: as asked, or as many as the model has positions for."""
     tokenizer = getattr(processing_class, "tokenizer", processing_class)
@@ -355,72 +372,6 @@ def _with_names(rows: list[Row], opened: Source, spec: RowSpec, inputs: Sequence
     return [named_classes(row, names) for row in rows]
 
 
-def _row_label(row: Row, reader: RowReader, task: Task) -> Tensor | None:
-    """The label of a prepared row: one number, or one for each token; None: it has none."""
-    value = row.get("labels", row.get("label"))
-    if value is None:
-        return None
-    if task.one_label and reader.is_multi_label:
-        return multi_hot(value, reader)
-    found = torch.as_tensor(value) if not isinstance(value, str) else None
-    # Whole numbers are classes, of which a row has one; of fractions transformers takes one for each label.
-    if found is not None and found.ndim and (found.is_floating_point() or found.numel() == 1 or not task.one_label):
-        return found
-    if not task.one_label:
-        return None  # a number beside a text that is to be continued is about something else
-    if reader.is_regression:
-        return torch.as_tensor(value, dtype=torch.float32)
-    return torch.tensor(reader.label_names.number(value, "a row"))
-
-
-def _masked(rows: Sequence[dict[str, Tensor]], reader: RowReader) -> Sequence[dict[str, Tensor]]:
-    """Speech of unequal lengths with a mask of what is no padding, where the model was trained with one."""
-    name = next((name for name in SPEECH if name in rows[0]), None)
-    if name is None or "attention_mask" in rows[0] or len({len(row[name]) for row in rows}) == 1:
-        return rows
-    extractor = getattr(reader.processing_class, "feature_extractor", reader.processing_class)
-    if not getattr(extractor, "return_attention_mask", False) or "attention_mask" not in reader.accepts:
-        return rows
-    return [{**row, "attention_mask": torch.ones(len(row[name]), dtype=torch.long)} for row in rows]
-
-
-def _stacked(rows: Sequence[dict[str, Tensor]], reader: RowReader) -> dict[str, Any]:
-    fill = {"labels": IGNORED}
-    if "input_ids" in rows[0]:
-        fill["input_ids"] = reader.pad_token_id
-        rows = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in rows]
-    missing = next((name for name in rows[0] for row in rows if name not in row), None)
-    if missing is not None or any(len(row) != len(rows[0]) for row in rows):
-        raise ValueError(f"some rows have {missing or 'labels'!r} and others do not.")
-    return {name: _padded(name, [row[name] for row in rows], fill.get(name, 0), rows[0]) for name in rows[0]}
-
-
-def _padded(name: str, values: Sequence[Tensor], fill: int, row: Mapping[str, Tensor]) -> Tensor:
-    """Values of unequal lengths, filled on the right.
-
-    Args:
-        row: the first, for what else it has.
-
-    Raises:
-        ValueError: they differ in more than their length, or their padding would be heard.
-    """
-    if all(value.shape == values[0].shape for value in values):
-        return torch.stack(list(values))
-    if any(value.shape[1:] != values[0].shape[1:] for value in values) or name == "pixel_values":
-        shapes = " and ".join(map(str, sorted({tuple(value.shape) for value in values})[:3]))
-        raise ValueError(
-            f"rows of one batch have {name} of the shapes {shapes}: prepare all of one size, as the model's processor "
-            "does, or set batch_size=1 (--batch-size 1)."
-        )
-    if name in SPEECH and "attention_mask" not in row:
-        raise ValueError(
-            f"{name} have unequal lengths and no attention_mask, so that what they are padded with would be heard as "
-            "silence: set batch_size=1 (--batch-size 1), or give rows with an attention_mask where the model was "
-            "trained with one (return_attention_mask of its feature extractor)."
-        )
-    return torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True, padding_value=fill)
-
-
 def _described(items: Sequence[Mapping[str, Any]], opened: Source, protocol: str) -> Batches:
     return Batches(
         items=tuple(dict(item) for item in items),
@@ -434,6 +385,11 @@ def _described(items: Sequence[Mapping[str, Any]], opened: Source, protocol: str
 
 def _parts(rows: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
+
+
+def _pads(item: Mapping[str, Any]) -> bool:
+    mask = item.get("attention_mask")
+    return isinstance(mask, Tensor) and not bool(mask.all())
 
 
 def _mixes_rows(item: Mapping[str, Any]) -> bool:

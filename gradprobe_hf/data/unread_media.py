@@ -1,4 +1,4 @@
-"""Unread media: images, recordings and videos beside a text, of which the model would be given the text alone.
+"""Unread media: images, recordings, videos and places beside a text, of which the model would be given the text alone.
 
 Gemma 4 sees and hears. Of a data set of recordings with transcripts no batches are made here, and calibrated on the
 transcripts it would lose what nobody measured.
@@ -24,15 +24,24 @@ _DECODED = {
     "images": is_image,
 }
 _NAMED = {"audio": "audio", "audios": "audio", "video": "video", "videos": "video"}
+# Arguments that say where a text stands on its page, which are made of no column here.
+_PLACES = {"bbox": "boxes", "xpath_tags_seq": "paths of tags"}
 _TYPES = {"audio": "audio", "video": "video", "image": "images"}  # of columns, in small letters
 
 
 def check_all_read(opened: Source, first: Row, task: Task, model: PreTrainedModel) -> None:
-    """Raise ValueError for media that the model may take beside text, and from which no batches are made here.
+    """Raise ValueError for what the model may take beside text, and of which no batches are made here.
 
     Args:
         first: the first row.
     """
+    place = next((name for name in _PLACES if name in forward_arguments(model)), None)
+    if place is not None and "input_ids" not in first:
+        raise ValueError(
+            f"{opened.name} is text, and a {type(model).__name__} reads it with {_PLACES[place]} of where it stands, "
+            f"which are made of no column here: give rows or batches as its processor makes them, with 'input_ids', "
+            f"{place!r} and labels."
+        )
     if task.medium is None:
         return
     read = {kind.what for kind in task.inputs}

@@ -18,7 +18,7 @@ from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.passes.loss import summed_loss
-from gradprobe_hf.model.passes.patches import eval_mode
+from gradprobe_hf.model.passes.patches import eval_mode, own_draws
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.probe.steps import share
 
@@ -65,10 +65,12 @@ def measure(
     model, loss_fn = work.model, work.loss_fn
     device, losses, counts = input_device(model), [], []
     # FSDP2 keeps the root's parameters gathered after a forward pass without backward; `resharded` shards them again.
-    with resharded(model), eval_mode(model), nullcontext() if cache is None else cache.skipping():
+    skipping = nullcontext() if cache is None else cache.skipping()
+    with resharded(model), eval_mode(model), own_draws(device) as draw, skipping:
         steps = share(list(work.batches), work.processes, is_sharded(model)) if cache is None else cache.steps
         bar = tqdm(steps, desc=label, unit="batch", disable=not work.progress, leave=False)
         for number, (batch, counted) in enumerate(bar):
+            draw(number)
             if cache is not None:
                 cache.start_batch(number)
             batch = send_to_device(batch, device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,7 +59,13 @@ _TAKEN_BY_KERNELS = ("out_proj", "conv1d")
 # Types of configuration of what is computed on [tokens, sequences, features].
 _TIME_FIRST = ("fsmt", "xlnet", "longformer", "led")
 # Types that pad what they are given on the right, to a multiple of their windows, in front of the first block.
-_WIDENING = ("longformer", "led", "big_bird", "bigbird_pegasus")
+_WIDENING = ("longformer", "led", "big_bird", "bigbird_pegasus", "pegasus_x")
+# Types that read the patches of an image behind the tokens of a text.
+_WITH_PATCHES_BEHIND = ("vilt", "layoutlmv3")
+# Types of encoder-decoders that make what their decoder is given of the source, not of the labels.
+_COPYING = ("fsmt",)
+# Classes that decode with `decoder_input_ids` or labels, though their configuration is of no encoder-decoder.
+_DECODING = ("BlipForQuestionAnswering",)
 _PAIRED = ("clip", "siglip", "siglip2", "align", "altclip", "chinese_clip", "groupvit")  # of a text beside an image
 # Names by which models take what they keep of a text; from transformers 5.24 on most of them call it "cache".
 _CACHES = ("past_key_values", "cache_params", "state", "cache")
@@ -122,7 +128,39 @@ def names_causal_class(architecture: str) -> bool:
 def ignored_label(model: PreTrainedModel) -> int:
     """The label that the model's own loss leaves out: 255 marks the void of a segmented image."""
     segments = type(model).__name__.endswith("ForSemanticSegmentation")
-    return getattr(model.config, "semantic_loss_ignore_index", IGNORED) if segments else IGNORED
+    known = (
+        getattr(model.config, f"{part}loss_ignore_index", None) for part in ("semantic_", "")
+    )  # UperNet's has none
+    return next((int(one) for one in known if one is not None), IGNORED) if segments else IGNORED
+
+
+def makes_decoder_inputs_of_source(model: PreTrainedModel) -> bool:
+    """Whether a decoder is given the source where it is given nothing else, not the labels."""
+    return model.config.model_type in _COPYING
+
+
+def decodes_labels(model: PreTrainedModel) -> bool:
+    """Whether a decoder's inputs are made of the labels, so that there is no forward pass without them."""
+    return model.config.is_encoder_decoder or type(model).__name__ in _DECODING
+
+
+def chooses_among_texts(model: PreTrainedModel) -> bool:
+    """Whether a row has several texts `[rows, choices, tokens]`, and its label is the number of one."""
+    return type(model).__name__.endswith("ForMultipleChoice")
+
+
+def answers_by_position(model: PreTrainedModel) -> bool:
+    """Whether labels are where in the text an answer begins and ends."""
+    return "start_positions" in forward_arguments(model)
+
+
+def feels_padding(model: PreTrainedModel) -> bool:
+    """Whether padding changes what is computed of a row, whatever a mask says.
+
+    An answer's position is one of all that a batch has, padding among them; FNet takes no mask.
+    """
+    takes = forward_arguments(model)
+    return answers_by_position(model) or ("input_ids" in takes and "attention_mask" not in takes)
 
 
 def transcribes_freely(model: PreTrainedModel) -> bool:
@@ -234,7 +272,9 @@ def in_decoder(module: str) -> bool:
     """
     parts = module.split(".")
     crossing = any(part in _CROSS_ATTENTION for part in parts)
-    return "decoder" in parts and not (crossing and parts[-1] in _KEYS_AND_VALUES)
+    return any(part in ("decoder", "text_decoder") for part in parts) and not (
+        crossing and parts[-1] in _KEYS_AND_VALUES
+    )
 
 
 def merges_attention(model: PreTrainedModel) -> bool:
@@ -251,8 +291,7 @@ def frame_mask(model: PreTrainedModel, mask: torch.Tensor, frames: int) -> torch
         mask: False at padding of the samples, bool `[sequences, samples]`.
     """
     # What transformers masks frames with; only models that are masked have it.
-    makers = (one for one in model.modules() if hasattr(one, "_get_feature_vector_attention_mask"))
-    lengths_of: Any = getattr(next(makers, None), "_get_feat_extract_output_lengths", None)
+    lengths_of = _lengths_of(model, "_get_feature_vector_attention_mask")
     if lengths_of is None:
         return None
     if "add_adapter" in inspect.signature(lengths_of).parameters:
@@ -263,14 +302,38 @@ def frame_mask(model: PreTrainedModel, mask: torch.Tensor, frames: int) -> torch
     return torch.arange(frames, device=mask.device) < lengths[:, None]
 
 
+def frame_counts(model: PreTrainedModel, batch: Mapping[str, Any]) -> torch.Tensor | None:
+    """How many frames a model of sound makes of each recording of a batch, `[rows]`; None: it does not say."""
+    lengths_of = _lengths_of(model)
+    heard = batch.get(model.main_input_name)
+    if lengths_of is None or not isinstance(heard, torch.Tensor):
+        return None
+    mask = batch.get("attention_mask")
+    rows, samples = heard.shape[:2]
+    lengths = mask.sum(1) if isinstance(mask, torch.Tensor) else torch.full((rows,), samples)
+    found = lengths_of(lengths)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+def _lengths_of(model: PreTrainedModel, *beside: str) -> Any:
+    """What tells the frames of so many samples, of the first part of a model that also has `beside`; None: nothing."""
+    name = "_get_feat_extract_output_lengths"
+    makers = (one for one in model.modules() if all(hasattr(one, each) for each in (name, *beside)))
+    return getattr(next(makers, None), name, None)
+
+
 def widens_inputs(model: PreTrainedModel) -> bool:
-    """Whether blocks may see more tokens than the model is given: padding that it adds by itself."""
-    return model.config.model_type in _WIDENING
+    """Whether blocks may see more tokens than a text has: padding that the model adds by itself, or an image's."""
+    return model.config.model_type in (*_WIDENING, *_WITH_PATCHES_BEHIND)
 
 
-def widened_mask(mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
-    """A mask `[sequences, tokens]` with padding behind it, which does not count; None where there are fewer tokens."""
-    return nn.functional.pad(mask, (0, tokens - mask.shape[1])) if tokens > mask.shape[1] else None
+def widened_mask(model: PreTrainedModel, mask: torch.Tensor, tokens: int) -> torch.Tensor | None:
+    """A mask `[sequences, tokens]` with what blocks see behind a text; None where there are fewer tokens.
+
+    Padding does not count, and patches do.
+    """
+    behind = model.config.model_type in _WITH_PATCHES_BEHIND
+    return nn.functional.pad(mask, (0, tokens - mask.shape[1]), value=behind) if tokens > mask.shape[1] else None
 
 
 def is_in_tower(module: str) -> bool:
@@ -399,7 +462,8 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
     if needs_pairs(model):
         return {"input_ids": _ids(rows, min(length, longest_text(model) or length)), _MEDIA[0]: _images(model, rows)}
     labels = _ids(rows) if labels_whole_sequences(model) else _ids(rows, length)
-    return {"input_ids": _ids(rows, length), "labels": labels}
+    texts = (2,) if chooses_among_texts(model) else ()
+    return {"input_ids": _ids(rows, *texts, length), "labels": labels}
 
 
 def _images(model: PreTrainedModel, rows: int) -> torch.Tensor:

@@ -17,7 +17,7 @@ from gradprobe_hf.model.fsdp import resharded
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.passes.loss import Batch, LossFunction, forward_only, summed_loss
-from gradprobe_hf.model.passes.patches import checkpointed, checkpointed_layers, eval_mode, frozen
+from gradprobe_hf.model.passes.patches import checkpointed, checkpointed_layers, eval_mode, frozen, own_draws
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.maps.attachment import instrumented, shrinking
 from gradprobe_hf.probe.maps.folding import Folding
@@ -135,8 +135,9 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
         )
         # Resharded once more inside: `frozen` restores its flags before the outer `resharded` exits, and must set them
         # on the shards, not on gathered parameters.
-        with bar, resharded(work.model):
+        with bar, resharded(work.model), own_draws(device) as draw:
             for batch, counted in steps[len(tally) :]:
+                draw(len(tally))
                 batch = send_to_device(batch, device)
                 folding.start_batch(batch, counted)
                 if one.cache is not None:

@@ -152,7 +152,7 @@ def _frames(model: PreTrainedModel, mask: Tensor | None, of_text: bool) -> Calla
     if mask is None or (of_text and not widens_inputs(model)):
         return None
     # Kept: every map of a batch asks for it.
-    return cache(partial(widened_mask, mask) if of_text else partial(frame_mask, model, mask))
+    return cache(partial(widened_mask if of_text else frame_mask, model, mask))
 
 
 def _decoder_mask(batch: Batch, encoder_mask: Tensor | None) -> Tensor | None:

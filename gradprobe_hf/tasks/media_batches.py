@@ -55,6 +55,14 @@ def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tens
     return inputs | {"labels": stacked(texts, IGNORED)}
 
 
+def hears_padding(rows: Sequence[Row], reader: RowReader) -> bool:
+    """Whether recordings of unequal lengths get no mask, so that what they are padded with is heard as silence."""
+    extractor = reader.feature_extractor
+    if hasattr(extractor, "n_samples") or getattr(extractor, "return_attention_mask", False):
+        return False
+    return len({len(as_wave(reader.input(row), extractor.sampling_rate)) for row in rows}) > 1
+
+
 def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
     """Images with a text each, or with a chat; every token of the text is a label, and none of an image's.
 

@@ -423,6 +423,13 @@ _ROWS = (
         prepared="'input_ids', 'start_positions' and 'end_positions'",
     ),
     Task(
+        name="visual-question-answering",
+        auto_class="AutoModelForVisualQuestionAnswering",
+        mapping="MODEL_FOR_VISUAL_QUESTION_ANSWERING_MAPPING_NAMES",
+        objective="ForQuestionAnswering",
+        prepared="'pixel_values', 'input_ids' and 'labels', as the processor makes them",
+    ),
+    Task(
         name="multiple-choice",
         auto_class="AutoModelForMultipleChoice",
         mapping="MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES",

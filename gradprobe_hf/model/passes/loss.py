@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import (
+    decodes_labels,
     ignored_label,
     is_causal,
     shifts_labels,
@@ -56,8 +57,14 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     if is_for_embedding(batch):
         return embedding_loss(model, batch, **without_cache(model))
     # A key-value cache would be in memory for nothing, and a block that is recomputed would append to it again.
-    with _WideLosses():
-        output = model(**{**batch, **without_cache(model)})
+    try:
+        with _WideLosses():
+            output = model(**{**batch, **without_cache(model)})
+    except NotImplementedError as error:  # depth, and images made larger: transformers has no loss of these
+        raise ValueError(
+            f"{type(model).__name__} has no loss of its own ({error}): give a loss_fn, which is called with the model "
+            "and a batch and returns the summed loss."
+        ) from error
     loss = getattr(output, "loss", None)
     if loss is None:
         raise ValueError(
@@ -144,8 +151,7 @@ def forward_only(model: PreTrainedModel, batch: Batch) -> Any:
     """A forward pass for what happens on the way, and its output: no loss and no key-value cache."""
     if is_for_embedding(batch):
         return model(**embedding_inputs(batch), **without_cache(model))
-    # An encoder-decoder makes its decoder's inputs from the labels; any other model would only compute a loss.
-    unused = () if model.config.is_encoder_decoder else ("labels",)
+    unused = () if decodes_labels(model) else ("labels",)  # any other model would only compute a loss
     return model(**{name: value for name, value in batch.items() if name not in unused}, **without_cache(model))
 
 

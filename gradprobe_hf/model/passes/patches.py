@@ -30,6 +30,17 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def own_draws(device: torch.device) -> Iterator[Callable[[int], Any]]:
+    """Yield what gives a batch random numbers of its own, by its number: the same in every pass.
+
+    Some models draw in evaluation, too: PatchTSMixer masks its input, Mask2Former takes points of each image. Two
+    passes would see other losses, and a difference that is chance. Behind it the caller's generators are as they were.
+    """
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield torch.manual_seed
+
+
+@contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
     """No parameter requires a gradient, so that autograd neither computes nor keeps any."""
     # By name, not by object: Accelerate replaces an offloaded Parameter by a new one in every pass.

@@ -1,0 +1,311 @@
+"""Labels that a model would take for something else, or not at all, and rows whose padding would change their loss."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+from datasets import Dataset
+
+from gradprobe_hf import GradProbeConfig, prune_pretrained
+from tests import cases
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+BERT = {**SIZES, "vocab_size": cases.VOCABULARY, "max_position_embeddings": 64}
+SEQ2SEQ = {
+    "d_model": 32,
+    **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
+    **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
+    **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+}
+
+
+def prune(model, calibration, evaluation=False, **options):
+    given = {name: options.pop(name) for name in ("apply", "processing_class") if name in options}
+    config = GradProbeConfig(**{"sparsity": 0.5, "num_samples": 4, **options})
+    given = {"processing_class": cases.tokenizer(), "calibration": calibration, "evaluation": evaluation, **given}
+    return prune_pretrained(model, config, progress=False, **given)
+
+
+def seeded(cls, config):
+    torch.manual_seed(0)
+    return cls(config).eval()
+
+
+def measured(model, rows, **options):
+    """The dense loss of a report."""
+    return prune(model, rows, rows, apply=False, **options).report.evaluation["dense"]
+
+
+class TestAnswersInATextByPosition:
+    """Of extractive question answering."""
+
+    def rows(self, start=1, end=2, **changes):
+        words = cases.tokenizer()
+        ids = [words(f"question {'and ' * (number % 3)}")["input_ids"] for number in range(8)]
+        return [{"input_ids": one, "start_positions": start, "end_positions": end, **changes} for one in ids]
+
+    def model(self):
+        return seeded(hf.BertForQuestionAnswering, hf.BertConfig(**BERT))
+
+    def test_rows_of_unequal_lengths_are_measured_without_padding(self):
+        """The softmax over positions would run over it."""
+        model, rows = self.model(), self.rows()
+        own = [model(**{name: torch.tensor([value]) for name, value in row.items()}).loss for row in rows]
+        for batch_size in (1, 4):
+            found = measured(model, Dataset.from_list(rows), batch_size=batch_size, num_samples=8)
+            assert found["loss"] == pytest.approx(float(torch.stack(own).mean()), rel=1e-5)
+            assert found["terms"] == 8
+
+    @pytest.mark.parametrize("name", ["start_positions", "end_positions"])
+    @pytest.mark.parametrize("position", [-1, 50])
+    def test_an_answer_that_is_not_in_the_row_is_refused(self, name, position):
+        rows = Dataset.from_list(self.rows(**{name: position}))
+        with pytest.raises(ValueError, match=rf"calibration: a row has {name} {position}, and \d+ tokens: the answer"):
+            prune(self.model(), rows)
+
+    def test_an_answer_in_padding_is_refused(self):
+        batch = {
+            "input_ids": torch.ones(1, 6, dtype=torch.long),
+            "attention_mask": torch.tensor([[1, 1, 1, 1, 0, 0]]),
+            "start_positions": torch.tensor([2]),
+            "end_positions": torch.tensor([4]),
+        }
+        with pytest.raises(ValueError, match="a row has end_positions 4, and 4 tokens"):
+            prune(self.model(), [batch])
+
+    @pytest.mark.parametrize(
+        ("changes", "complaint"),
+        [
+            ({"start_positions": None}, "a row has start_positions nothing"),
+            ({"start_positions": 1.5}, "start_positions are the numbers of tokens, whole numbers, and these"),
+        ],
+    )
+    def test_what_is_no_position_is_refused(self, changes, complaint):
+        rows = self.rows()
+        with pytest.raises(ValueError, match=complaint):
+            prune(self.model(), Dataset.from_list([{**rows[0], **changes}, *({**row, **changes} for row in rows[1:])]))
+
+    def test_an_end_is_missed(self):
+        rows = [{name: value for name, value in row.items() if name != "end_positions"} for row in self.rows()]
+        with pytest.raises(ValueError, match=r"no loss without start_positions and end_positions, and .* lacks end"):
+            prune(self.model(), Dataset.from_list(rows))
+
+
+class TestMultipleChoice:
+    def model(self):
+        return seeded(hf.BertForMultipleChoice, hf.BertConfig(**BERT))
+
+    def rows(self, choices=lambda number: 4, label=lambda number, choices: number % choices):
+        words, rows = cases.tokenizer(), []
+        for number in range(8):
+            count = choices(number)
+            ids = words([f"choice {'x' * place * number}" for place in range(count)])["input_ids"]
+            rows.append({"input_ids": ids, "label": label(number, count)})
+        return rows
+
+    @pytest.mark.parametrize("choices", [lambda number: 4, lambda number: 2 + number % 2], ids=["4", "2 or 3"])
+    def test_rows_as_a_tokenizer_gives_them_are_measured_as_one_by_one(self, choices):
+        """With more choices than the configuration has labels, and of unequal lengths."""
+        model, rows, own = self.model(), self.rows(choices), []
+        for row in rows:
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(one) for one in row["input_ids"]], batch_first=True)
+            lengths = torch.tensor([len(one) for one in row["input_ids"]])
+            mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+            label = torch.tensor([row["label"]])
+            own.append(model(input_ids=ids[None], attention_mask=mask[None], labels=label).loss)
+        found = measured(model, Dataset.from_list(rows), num_samples=8, batch_size=4)
+        assert found["loss"] == pytest.approx(float(torch.stack(own).mean()), rel=1e-5)
+
+    @pytest.mark.parametrize("label", [4, -1, "d"])
+    def test_a_label_that_is_no_choice_is_refused(self, label):
+        rows = self.rows(label=lambda *_: label)
+        with pytest.raises(ValueError, match=rf"a row has the label {label!r}, and 4 choices: .* 0 to 3"):
+            prune(self.model(), Dataset.from_list(rows))
+
+    def test_a_batch_with_such_a_label_is_refused(self):
+        batch = {"input_ids": torch.ones(1, 3, 5, dtype=torch.long), "labels": torch.tensor([3])}
+        with pytest.raises(ValueError, match="labels hold 3, and BertForMultipleChoice predicts 0 to 2"):
+            prune(self.model(), [batch])
+
+
+class TestTextsToWrite:
+    def test_labels_that_end_with_pad_tokens_are_refused(self):
+        config = hf.BartConfig(**SEQ2SEQ, vocab_size=64, max_position_embeddings=32, pad_token_id=1, eos_token_id=2)
+        batch = {"input_ids": torch.full((2, 5), 7), "labels": torch.tensor([[7, 8, 2, 1, 1], [7, 8, 9, 9, 2]])}
+        with pytest.raises(ValueError, match=r"labels end with pad tokens \(1\), which the loss counts .* -100"):
+            prune(seeded(hf.BartForConditionalGeneration, config), [batch])
+
+    def test_texts_that_are_all_empty_are_refused(self):
+        config = hf.BartConfig(**SEQ2SEQ, vocab_size=cases.VOCABULARY, max_position_embeddings=32)
+        rows = Dataset.from_dict({"document": ["a b"] * 4, "summary": [" "] * 4})
+        with pytest.raises(ValueError, match="summary: all of the 4 texts to write are empty"):
+            prune(seeded(hf.BartForConditionalGeneration, config), rows)
+
+    def test_fsmt_is_taught_with_its_labels(self):
+        """By itself it would give its decoder the source."""
+        vocabulary = {"langs": ["en", "de"], "src_vocab_size": cases.VOCABULARY, "tgt_vocab_size": cases.VOCABULARY}
+        model = seeded(hf.FSMTForConditionalGeneration, hf.FSMTConfig(**SEQ2SEQ, **vocabulary))
+        words = cases.tokenizer()
+        texts = {"document": [f"row {number} ab" for number in range(4)], "summary": ["longer than that"] * 4}
+        own = []
+        for source, target in zip(*texts.values(), strict=True):
+            labels = torch.tensor([words(target)["input_ids"]])
+            begun = torch.cat([labels[:, -1:], labels[:, :-1]], 1)
+            ids = torch.tensor([words(source)["input_ids"]])
+            own.append(model(input_ids=ids, decoder_input_ids=begun, labels=labels).loss)
+        found = measured(model, Dataset.from_dict(texts), batch_size=1)
+        assert found["loss"] == pytest.approx(float(torch.stack(own).mean()), rel=1e-5)
+
+
+class TestTranscripts:
+    """Of models with CTC."""
+
+    @pytest.fixture
+    def heard(self, tmp_path):
+        """A model, and what makes a processor with or without a mask."""
+        path = tmp_path / "vocab.json"
+        signs = ["<pad>", "<s>", "</s>", "<unk>", "|", *"ABCDEFGHIJKLMNOPQRSTUVWXYZ"]
+        path.write_text(json.dumps({sign: number for number, sign in enumerate(signs)}))
+        convolutions = {"conv_dim": (16, 16), "conv_stride": (8, 8), "conv_kernel": (16, 8)}
+        positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2}
+        config = hf.Wav2Vec2Config(
+            **SIZES, **convolutions, **positions, num_feat_extract_layers=2, vocab_size=31, pad_token_id=0
+        )
+
+        def processor(masks=True):
+            extractor = hf.Wav2Vec2FeatureExtractor(return_attention_mask=masks)
+            return hf.Wav2Vec2Processor(extractor, hf.Wav2Vec2CTCTokenizer(str(path)))
+
+        return seeded(hf.Wav2Vec2ForCTC, config), processor
+
+    def rows(self, text, lengths=lambda number: 1600 + 600 * (number % 4)):
+        waves = [np.random.default_rng(number).normal(size=lengths(number)).tolist() for number in range(8)]
+        return Dataset.from_dict({"audio": waves, "text": [text] * 8})
+
+    def test_letters_that_the_vocabulary_lacks_are_refused(self, heard):
+        model, processor = heard
+        with pytest.raises(ValueError, match=r"text: the tokenizer does not know 78% .* 'a cat sat'.*in capitals"):
+            prune(model, self.rows("a cat sat"), processing_class=processor())
+
+    @pytest.mark.parametrize("part", ["calibration", "evaluation"])
+    def test_a_text_that_is_longer_than_its_recording_is_refused(self, heard, part):
+        model, processor = heard
+        good, bad = self.rows("A CAT SAT"), self.rows("A CAT SAT", lambda number: 400)
+        given = (bad, False) if part == "calibration" else (good, bad)
+        with pytest.raises(ValueError, match=rf"{part}: a recording has 6 frames, and its text needs 9.*infinite"):
+            prune(model, *given, processing_class=processor())
+        model.config.ctc_zero_infinity = True
+        assert prune(model, good, bad, processing_class=processor(), apply=False).masks
+
+    def test_a_letter_twice_needs_a_blank_between(self, heard):
+        model, processor = heard
+        rows = self.rows("AAAAAA", lambda number: 500)
+        with pytest.raises(ValueError, match="a recording has 7 frames, and its text needs 11"):
+            prune(model, rows, processing_class=processor())
+
+    def test_without_a_mask_no_silence_is_heard_behind_a_recording(self, heard):
+        model, processor = heard
+        rows = self.rows("A CAT SAT")
+        losses = [
+            measured(model, rows, batch_size=size, num_samples=8, processing_class=processor(masks=False))["loss"]
+            for size in (1, 4)
+        ]
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_pixels_of_no_class_are_refused_and_void_is_not():
+    sizes = {"depths": (1, 1), "num_encoder_blocks": 2, "sr_ratios": (2, 1), "hidden_sizes": (16, 32)}
+    shapes = {"patch_sizes": (7, 3), "strides": (4, 2), "num_attention_heads": (1, 2), "mlp_ratios": (2, 2)}
+    model = seeded(
+        hf.SegformerForSemanticSegmentation,
+        hf.SegformerConfig(**sizes, **shapes, decoder_hidden_size=16, num_labels=3),
+    )
+    batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.randint(3, (2, 32, 32))}
+    batch["labels"][:, :4] = 255
+    assert prune(model, [batch], apply=False).masks
+    for wrong in (9, -100):
+        labels = batch["labels"].clone()
+        labels[0, 0, 0] = wrong
+        with pytest.raises(ValueError, match=rf"evaluation: labels hold {wrong}, and Segformer.* 0 to 2 \(and 255"):
+            prune(model, [batch], [{**batch, "labels": labels}])
+    with pytest.raises(ValueError, match=r"class of each pixel, whole numbers, and these torch\.float32"):
+        prune(model, [{**batch, "labels": batch["labels"].float()}])
+    with pytest.raises(ValueError, match="all are 255, or padding"):
+        prune(model, [{**batch, "labels": torch.full((2, 32, 32), 255)}])
+
+
+def test_void_of_upernet_has_its_own_name():
+    stages = {"depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 4), "out_features": [f"stage{one}" for one in range(1, 5)]}
+    swin = hf.SwinConfig(image_size=32, patch_size=2, embed_dim=8, window_size=2, **stages)
+    config = hf.UperNetConfig(backbone_config=swin, hidden_size=16, pool_scales=[1, 2], num_labels=3)
+    config.use_auxiliary_head = False
+    model = seeded(hf.UperNetForSemanticSegmentation, config)
+    batches = []
+    for number in range(4):
+        labels = torch.randint(3, (1, 32, 32))
+        labels[:, : 6 * number] = 255
+        batches.append({"pixel_values": torch.randn(1, 3, 32, 32), "labels": labels})
+    counts = [int((batch["labels"] != 255).sum()) for batch in batches]
+    own = sum(model(**batch).loss.item() * count for batch, count in zip(batches, counts, strict=True)) / sum(counts)
+    found = measured(model, batches)
+    assert (found["loss"], found["terms"]) == (pytest.approx(own, rel=1e-5), sum(counts))
+
+
+def test_words_with_a_place_on_a_page_are_not_read_without_it():
+    model = seeded(hf.LayoutLMForTokenClassification, hf.LayoutLMConfig(**BERT, num_labels=3))
+    rows = Dataset.from_dict({"tokens": [["a", "b"]] * 4, "bboxes": [[[0, 0, 1, 1]] * 2] * 4, "ner_tags": [[0, 1]] * 4})
+    with pytest.raises(ValueError, match=r"LayoutLMForTokenClassification reads it with boxes .*'input_ids', 'bbox'"):
+        prune(model, rows)
+
+
+def test_one_label_a_row_of_a_class_that_no_task_is_known_of_is_refused():
+    model = seeded(hf.BertForNextSentencePrediction, hf.BertConfig(**BERT))
+    rows = Dataset.from_list([{"input_ids": [1, 2, 3], "labels": number % 2} for number in range(4)])
+    with pytest.raises(ValueError, match="rows have one label each, and for a model of this class no batches are made"):
+        prune(model, rows)
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.tensor([0, 2])}
+    with pytest.raises(ValueError, match="labels hold 2, and BertForNextSentencePrediction predicts 0 to 1"):
+        prune(model, [batch])
+
+
+def test_a_model_without_a_loss_wants_one():
+    sizes = {"image_size": 32, "patch_size": 8, "neck_hidden_sizes": [8, 16, 16, 16], "fusion_hidden_size": 16}
+    config = hf.DPTConfig(**SIZES | {"num_hidden_layers": 4}, **sizes, backbone_out_indices=[0, 1, 2, 3])
+    model = seeded(hf.DPTForDepthEstimation, config)
+    batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.rand(2, 32, 32)}
+    with pytest.raises(ValueError, match=r"DPTForDepthEstimation has no loss of its own .* give a loss_fn"):
+        prune(model, [batch], include=["dpt.encoder.layer.*"])
+
+
+def test_a_model_that_answers_by_decoding_keeps_its_labels():
+    """BLIP's configuration is of no encoder-decoder, and without labels it does not run."""
+    text = {**SIZES, "vocab_size": cases.VOCABULARY, "encoder_hidden_size": 32, "max_position_embeddings": 64}
+    text |= {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 258, "sep_token_id": 257, "projection_dim": 16}
+    vision = {**SIZES, "image_size": 32, "patch_size": 8}
+    config = hf.BlipConfig(text_config=text, vision_config=vision, projection_dim=16)
+    ids = torch.randint(5, 250, (2, 6))
+    batch = {"pixel_values": torch.randn(2, 3, 32, 32), "input_ids": ids, "labels": ids}
+    batch["attention_mask"] = torch.ones_like(ids)
+    result = prune(seeded(hf.BlipForQuestionAnswering, config), [batch])
+    assert result.report.sparsity == pytest.approx(0.5, abs=1e-3)
+
+
+def test_a_loss_that_draws_is_measured_on_the_same_draws():
+    """PatchTSMixer hides a part of its input in evaluation, too."""
+    sizes = {"num_input_channels": 2, "context_length": 16, "patch_length": 4, "patch_stride": 4, "d_model": 16}
+    model = seeded(hf.PatchTSMixerForPretraining, hf.PatchTSMixerConfig(**sizes, num_layers=2))
+    batches = [{"past_values": torch.randn(4, 16, 2)} for _ in range(4)]
+    results = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        results.append(prune(model, batches[:2], batches[2:], sparsity=0.001, update="none", apply=False))
+        assert torch.initial_seed() == seed, "the caller's generator is theirs"
+    first, second = (result.report.evaluation for result in results)
+    assert first == second
+    assert first["pruned"]["loss"] == pytest.approx(first["dense"]["loss"], rel=1e-3)
+    for name, mask in results[0].masks.items():
+        assert torch.equal(mask, results[1].masks[name])
