@@ -88,6 +88,7 @@ def test_code_of_its_own_writes_as_others_do():
     assert seen == [8, 1, 1, 1]
 
 
+@pytest.mark.slow
 def test_of_a_model_that_reads_images_no_tokens_are_said(tmp_path, capsys):
     cases.build("vit").save_pretrained(tmp_path / "vit")
     command = ["bench", str(tmp_path / "vit"), "--repeats", "1", "--quiet"]
@@ -392,7 +393,7 @@ def test_no_weight_stays_mapped_to_its_file(tmp_path):
     model = cases.build("tied")
     model.save_pretrained(tmp_path)
     subject = Subject.load(tmp_path)
-    assert "model.safetensors" not in MAPS.read_text()
+    assert str(tmp_path) not in MAPS.read_text()
     assert subject.facts.parameters == model.num_parameters(), "tied weights are one"
     assert cases.changed(subject.model, model.state_dict()) == []
 

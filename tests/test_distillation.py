@@ -166,9 +166,13 @@ def test_what_is_held_out_is_measured_by_token_however_it_is_batched(parts):
     assert found.held_out[0] == pytest.approx(wanted.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("options", [{}, {"lora_r": 2}], ids=["whole", "adapters"])
-@pytest.mark.parametrize(("dtype", "rate"), [(torch.float32, 5e-3), (torch.bfloat16, 5e-3), (torch.bfloat16, 1e-4)])
-def test_what_rounding_takes_of_a_recovery_is_told(dtype, rate, options, caplog):
+@grid(
+    "trained_as, options",
+    {"float32": (torch.float32, 5e-3), "bfloat16": (torch.bfloat16, 5e-3), "rounded away": (torch.bfloat16, 1e-4)},
+    {"whole": {}, "adapters": {"lora_r": 2}},
+)
+def test_what_rounding_takes_of_a_recovery_is_told(trained_as, options, caplog):
+    dtype, rate = trained_as
     dense, (student, _) = cases.build(DENSE, dtype), half_pruned(DENSE, dtype)
     rows = text((12, 3, 3, 12, 5, 4) * 9, held_out=5)
     found = trained(student, dense, rows, steps=12, learning_rate=rate, eval_steps=4, bf16=False, **options)

@@ -171,7 +171,7 @@ def test_files_that_cannot_be_read_are_named(text_file, tmp_path):
 
 
 @pytest.mark.parametrize("placed", ["memory", pytest.param("disk", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("preset", ["fast", "best"])
+@pytest.mark.parametrize("preset", [pytest.param("fast", marks=pytest.mark.slow), "best"])
 def test_what_is_measured_is_what_the_checkpoint_computes(preset, placed, text_file, other_text_file, tmp_path):
     name, out = saved(tmp_path / "model", pooling=CLS), tmp_path / "out"
     arguments = ["prune", name, "--output", str(out), "--preset", preset, "--sparsity", "0.5", "--num-samples", "6"]

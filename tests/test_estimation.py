@@ -361,7 +361,12 @@ def test_a_model_that_needs_data_gets_a_formula(monkeypatch):
 
 @pytest.mark.parametrize(
     ("options", "products"),
-    [({}, 3), ({"fisher": "factored"}, 2), ({"fisher": "token"}, 3), ({"probes": 1}, 1.5)],
+    [
+        ({}, 3),
+        ({"fisher": "factored"}, 2),
+        pytest.param({"fisher": "token"}, 3, marks=pytest.mark.slow),
+        ({"probes": 1}, 1.5),
+    ],
 )
 def test_terms_decide_what_a_probe_multiplies(options, products):
     model = skeleton(DEEP)

@@ -24,6 +24,7 @@ from gradprobe_hf.probe.maps.attachment import serving
 from gradprobe_hf.probe.statistics import Statistics
 from gradprobe_hf.scores.fisher import estimated_fisher
 from tests import cases
+from tests.grids import grid
 from tests.reference import naive
 from tests.structure_page import MASKED
 
@@ -139,8 +140,7 @@ def test_two_probes_add_up():
         torch.testing.assert_close(statistics[name].input_sq()[0], first[name]["x_sq"], rtol=1e-9, atol=1e-18)
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 4])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "bert"])
+@grid("name, batch_size", ["llama", "gpt2", "opt", "bert"], [1, 3, 4])
 def test_a_gradient_that_explodes_is_limited(name, batch_size):
     """Its energy at a matrix, in what it had there in the first probe; whatever the batches."""
     model = cases.build(name, torch.float64)

@@ -92,7 +92,7 @@ CLOSE = {"sequence, int8": 0.02, "obs": 1e-9, "admm": 1e-6, "sparsegpt": 1e-9}
 CLOSE |= {"structures": 1e-6, "structures for a budget": 1e-6}
 
 
-@some("kind", CONFIGURATIONS, fast=("sequence, int8", "threshold", "2:4", "admm", "sequential", "structures"))
+@some("kind", CONFIGURATIONS, fast=("sequence, int8", "2:4", "admm", "structures"))
 def test_two_processes_end_with_the_masks_of_one(kind):
     options = CONFIGURATIONS[kind]
     alone = pruned("llama", torch.float64, 4, options)

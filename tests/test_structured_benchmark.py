@@ -179,6 +179,7 @@ def test_a_cell_that_is_there_is_not_made_again(bench, monkeypatch):
     assert first["rows"][0] in found["rows"]
 
 
+@pytest.mark.slow
 def test_what_runs_elsewhere_is_beside_what_transformers_writes(tmp_path, monkeypatch):
     """With this environment in place of one of its own."""
     model = cases.build("llama")

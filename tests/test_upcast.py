@@ -24,6 +24,7 @@ from gradprobe_hf.model.passes.upcast import native_products, upcast_products
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.shapes.latency import _Subject
 from tests import cases
+from tests.grids import grid
 
 HALF = (torch.bfloat16, torch.float16)
 # Every operation that torch itself counts as products, those of experts, and the CPU's attention.
@@ -71,8 +72,7 @@ def error(found, exact):
     return sum(float((found[name] - exact[name]).square().sum()) for name in exact) ** 0.5
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=["bfloat16", "float16"])
-@pytest.mark.parametrize("name", list(cases.CASES))
+@grid("name, dtype", list(cases.CASES), dict(zip(("bfloat16", "float16"), HALF, strict=True)))
 def test_gradients_are_as_near_to_float32_as_those_of_half_precision(name, dtype, without_units, monkeypatch):
     """The weights are the same numbers in all three."""
     monkeypatch.setattr(upcast, "_FEW_ROWS", 0)
