@@ -57,7 +57,7 @@ class TestAnswersInATextByPosition:
         own = [model(**{name: torch.tensor([value]) for name, value in row.items()}).loss for row in rows]
         for batch_size in (1, 4):
             found = measured(model, Dataset.from_list(rows), batch_size=batch_size, num_samples=8)
-            assert found["loss"] == pytest.approx(float(torch.stack(own).mean()), rel=1e-5)
+            assert found["loss"] == pytest.approx(torch.stack(own).mean().item(), rel=1e-5)
             assert found["terms"] == 8
 
     @pytest.mark.parametrize("name", ["start_positions", "end_positions"])
@@ -118,7 +118,7 @@ class TestMultipleChoice:
             label = torch.tensor([row["label"]])
             own.append(model(input_ids=ids[None], attention_mask=mask[None], labels=label).loss)
         found = measured(model, Dataset.from_list(rows), num_samples=8, batch_size=4)
-        assert found["loss"] == pytest.approx(float(torch.stack(own).mean()), rel=1e-5)
+        assert found["loss"] == pytest.approx(torch.stack(own).mean().item(), rel=1e-5)
 
     @pytest.mark.parametrize("label", [4, -1, "d"])
     def test_a_label_that_is_no_choice_is_refused(self, label):
@@ -158,7 +158,7 @@ class TestTextsToWrite:
             ids = torch.tensor([words(source)["input_ids"]])
             own.append(model(input_ids=ids, decoder_input_ids=begun, labels=labels).loss)
         found = measured(model, Dataset.from_dict(texts), batch_size=1)
-        assert found["loss"] == pytest.approx(float(torch.stack(own).mean()), rel=1e-5)
+        assert found["loss"] == pytest.approx(torch.stack(own).mean().item(), rel=1e-5)
 
 
 class TestTranscripts:
@@ -279,6 +279,34 @@ def test_a_model_without_a_loss_wants_one():
     batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.rand(2, 32, 32)}
     with pytest.raises(ValueError, match=r"DPTForDepthEstimation has no loss of its own .* give a loss_fn"):
         prune(model, [batch], include=["dpt.encoder.layer.*"])
+
+
+def test_images_to_restore_need_no_labels():
+    """ViTMAE hides what it draws, the same in each pass; another has to be told what is hidden."""
+    sizes = {**SIZES, "image_size": 32, "patch_size": 8}
+    decoder = {"decoder_num_attention_heads": 4, "decoder_hidden_size": 16, "decoder_num_hidden_layers": 1}
+    mae = hf.ViTMAEConfig(**sizes, **decoder, decoder_intermediate_size=24)
+    batches = [{"pixel_values": torch.randn(2, 3, 32, 32)} for _ in range(2)]
+    found = prune(seeded(hf.ViTMAEForPreTraining, mae), batches, batches, sparsity=0.001, update="none").report
+    assert found.evaluation["pruned"]["loss"] == pytest.approx(found.evaluation["dense"]["loss"], rel=1e-3)
+    with pytest.raises(
+        ValueError, match=r"returns no loss for a batch of pixel_values. Give what else it needs for one"
+    ):
+        prune(seeded(hf.ViTForMaskedImageModeling, hf.ViTConfig(**sizes, encoder_stride=8)), batches)
+
+
+def test_structures_of_what_no_batch_can_be_made_up_for_are_refused():
+    wide = SEQ2SEQ | {"encoder_ffn_dim": 256, "decoder_ffn_dim": 256}
+    config = hf.TimeSeriesTransformerConfig(
+        **wide, prediction_length=4, context_length=16, lags_sequence=[1], num_time_features=1
+    )
+    past = {"past_values": torch.randn(4, 17), "past_time_features": torch.randn(4, 17, 1)}
+    future = {"future_values": torch.randn(4, 4), "future_time_features": torch.randn(4, 4, 1)}
+    batch = {**past, "past_observed_mask": torch.ones(4, 17), **future}
+    model = seeded(hf.TimeSeriesTransformerForPrediction, config)
+    with pytest.raises(ValueError, match="no batch can be made up for a TimeSeriesTransformerForPrediction"):
+        prune(model, [batch], structure={"ffn": 64}, sparsity=None)
+    assert prune(model, [batch], apply=False).masks
 
 
 def test_a_model_that_answers_by_decoding_keeps_its_labels():

@@ -32,7 +32,10 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
         part: what the batches are for: the name of an argument.
         needs_loss: whether a loss is made of them, and no forward pass alone.
     """
-    if needs_loss and not is_causal(model) and all(set(batch) <= _INPUTS for batch in batches):
+    takes = forward_arguments(model)
+    alone = all(set(batch) <= _INPUTS for batch in batches)
+    may_be_labelled = not takes or "labels" in takes or answers_by_position(model) or needs_pairs(model)
+    if needs_loss and not is_causal(model) and alone and may_be_labelled:
         without = "; score='wanda', or importance='obs' with structure, needs no loss" * (part == "calibration")
         if needs_pairs(model):
             raise ValueError(
@@ -51,9 +54,8 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             "config.is_decoder is False: their cross entropy means nothing. Load it with is_decoder=True, or as a "
             "masked language model; or give a loss_fn."
         )
-    taken = forward_arguments(model)
     for batch in batches:
-        if taken and not any(name in taken for name in batch if name not in BESIDE):
+        if takes and not any(name in takes for name in batch if name not in BESIDE):
             raise ValueError(
                 f"{part}: {type(model).__name__} takes {model.main_input_name}, and a batch has "
                 f"{', '.join(map(str, batch))}."

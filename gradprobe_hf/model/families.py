@@ -441,7 +441,7 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
     """A batch on the meta device that the model returns a loss for: text, image or speech, with labels.
 
     Raises:
-        ValueError: speech in a form that is not known here.
+        ValueError: a model of something else, or of speech in a form that is not known here.
     """
     config, name = model.config, model.main_input_name
     if name == "pixel_values":
@@ -461,6 +461,8 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
         return {"input_ids": _ids(rows, length)}
     if needs_pairs(model):
         return {"input_ids": _ids(rows, min(length, longest_text(model) or length)), _MEDIA[0]: _images(model, rows)}
+    if "input_ids" not in forward_arguments(model) and type(model).forward.__module__.startswith("transformers."):
+        raise ValueError(f"no batch can be made up for a {type(model).__name__}, which takes {name}.")
     labels = _ids(rows) if labels_whole_sequences(model) else _ids(rows, length)
     texts = (2,) if chooses_among_texts(model) else ()
     return {"input_ids": _ids(rows, *texts, length), "labels": labels}

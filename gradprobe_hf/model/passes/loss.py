@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import (
     decodes_labels,
+    forward_arguments,
     ignored_label,
     is_causal,
     shifts_labels,
@@ -67,9 +68,11 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
         ) from error
     loss = getattr(output, "loss", None)
     if loss is None:
+        takes = forward_arguments(model)
+        needed = "batches with 'labels'" if not takes or "labels" in takes else "what else it needs for one"
         raise ValueError(
-            f"{type(model).__name__} returns no loss for a batch of {', '.join(batch)}. Give batches with 'labels', "
-            "or a loss_fn, which is called with the model and a batch and returns the summed loss."
+            f"{type(model).__name__} returns no loss for a batch of {', '.join(batch)}. Give {needed}, or a "
+            "loss_fn, which is called with the model and a batch and returns the summed loss."
         )
     terms = _mean_over(model, batch)
     loss = loss.float() if loss.dtype in _HALF else loss  # its product with their number ends at 65,504 in float16
