@@ -266,7 +266,7 @@ def _units(model: PreTrainedModel, name: str, block: str, roles: Mapping[str, Ta
     if found is None:
         raise ValueError(
             f"structure {name!r} has no {row.units} in {block} of {type(model).__name__}: its matrices are "
-            f"{', '.join(roles)}. Leave {name!r} out."
+            f"{', '.join(roles) or 'of other kinds'}. Leave {name!r} out."
         )
     reader, makers = roles[found[0]], tuple((roles[role], parts) for role, parts in found[1].items())
     around = reader.parameter.rsplit(".", 2)[0]
