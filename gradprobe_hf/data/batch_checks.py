@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -18,6 +19,7 @@ from gradprobe_hf.model.families import (
     is_causal,
     longest_text,
     needs_pairs,
+    place_argument,
     sees_ahead,
 )
 from gradprobe_hf.tasks.table import task_of_class
@@ -64,6 +66,7 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             _check_ids(model, ids, part)
             _check_mask(batch.get("attention_mask"), ids, part)
             _check_layout(model, ids, part)
+            _check_place(model, batch, part)
         check_labels(model, batch, part, needs_loss)
 
 
@@ -137,6 +140,15 @@ def _check_layout(model: PreTrainedModel, ids: Tensor, part: str) -> None:
         f"{part}: {type(model).__name__} computes on [tokens, sequences], in which a batch of {texts} sequences cannot "
         "be told apart: set batch_size=1 (or give batches of one row)."
     )
+
+
+def _check_place(model: PreTrainedModel, batch: Mapping[str, Any], part: str) -> None:
+    place = place_argument(model)
+    if place is not None and place not in batch:
+        raise ValueError(
+            f"{part}: a {type(model).__name__} reads tokens with their place on the page, and a batch has no "
+            f"{place!r}, without which all would stand at one: give it as its processor makes it."
+        )
 
 
 def _tokens(model: PreTrainedModel) -> int | None:

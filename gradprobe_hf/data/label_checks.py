@@ -15,6 +15,7 @@ from gradprobe_hf.model.families import (
     frame_counts,
     ignored_label,
     is_causal,
+    is_transducer,
     makes_decoder_inputs_of_source,
     transcribes_freely,
 )
@@ -31,27 +32,28 @@ def check_labels(model: PreTrainedModel, batch: Mapping[str, Any], part: str, ne
         part: what the batch is for: the name of an argument.
         needs_loss: whether a loss is made of it, and no forward pass alone.
     """
-    if answers_by_position(model):
-        _check_positions(model, batch, part, needs_loss)
+    if answers_by_position(model) and needs_loss:
+        _check_positions(model, batch, part)
     labels = batch.get("labels")
     if not isinstance(labels, Tensor):
         return
     if labels.is_floating_point():
-        _check_whole(model, labels, part, needs_loss)
+        if needs_loss:
+            _check_whole(model, labels, part)
         return
     _check_shape(model, batch, labels, part)
     _check_classes(model, batch, labels, part)
     _check_predicted(model, batch.get("token_type_ids"), labels, part)
-    if model.config.is_encoder_decoder and model.can_generate():
+    if needs_loss and model.config.is_encoder_decoder and model.can_generate() and not is_transducer(model):
         _check_written(model, batch, labels, part)
-    if transcribes_freely(model):
+    if needs_loss and transcribes_freely(model):
         _check_frames(model, batch, labels, part)
 
 
-def _check_whole(model: PreTrainedModel, labels: Tensor, part: str, needs_loss: bool) -> None:
-    if is_causal(model) and needs_loss:
+def _check_whole(model: PreTrainedModel, labels: Tensor, part: str) -> None:
+    if is_causal(model):
         raise ValueError(f"{part}: labels of a language model are tokens, whole numbers, and these {labels.dtype}.")
-    if type(model).__name__.endswith("ForSemanticSegmentation"):
+    if type(model).__name__.endswith("ForSemanticSegmentation") and model.config.num_labels > 1:
         raise ValueError(
             f"{part}: labels of a {type(model).__name__} are the class of each pixel, whole numbers, and these "
             f"{labels.dtype}."
@@ -69,7 +71,6 @@ def _check_shape(model: PreTrainedModel, batch: Mapping[str, Any], labels: Tenso
 def _check_classes(model: PreTrainedModel, batch: Mapping[str, Any], labels: Tensor, part: str) -> None:
     classes = _classes(model, batch)
     ignored = ignored_label(model)
-    # -100 is left out by cross entropy, unless another number is in its place.
     counted = labels[labels != ignored]
     if classes is None or not counted.numel():
         return
@@ -92,18 +93,23 @@ def _check_predicted(model: PreTrainedModel, kinds: Any, labels: Tensor, part: s
         )
 
 
-def _check_positions(model: PreTrainedModel, batch: Mapping[str, Any], part: str, needs_loss: bool) -> None:
+def _check_positions(model: PreTrainedModel, batch: Mapping[str, Any], part: str) -> None:
     """Positions of an answer. Models leave out those behind the last token without a word, and none at padding."""
     missing = [name for name in POSITIONS if batch.get(name) is None]
-    if missing and needs_loss and "labels" not in batch:
+    if missing and "labels" not in batch:
         raise ValueError(
             f"{part}: a {type(model).__name__} has no loss without {' and '.join(POSITIONS)}, and a batch lacks "
             f"{' and '.join(missing)}."
         )
     for name in POSITIONS:
         found, ids = batch.get(name), batch.get("input_ids")
-        if not isinstance(found, Tensor) or not isinstance(ids, Tensor) or found.ndim != 1:
-            continue  # XLNet and XLM take more than one thing by this name, and it is for the model to complain
+        if not isinstance(found, Tensor) or not isinstance(ids, Tensor):
+            continue
+        found = found.squeeze(-1) if found.ndim == 2 else found  # as models do
+        if found.shape != ids.shape[:1]:
+            raise ValueError(
+                f"{part}: {name} are {tuple(found.shape)}, and a batch has {len(ids)} rows: give one number for each."
+            )
         if found.is_floating_point():
             raise ValueError(f"{part}: {name} are the numbers of tokens, whole numbers, and these {found.dtype}.")
         mask = batch.get("attention_mask")
@@ -126,11 +132,11 @@ def _check_written(model: PreTrainedModel, batch: Mapping[str, Any], labels: Ten
             f"{part}: a {type(model).__name__} makes its decoder's inputs of the source, not of the labels: give "
             "'decoder_input_ids', as model.prepare_decoder_input_ids_from_labels(labels) makes them."
         )
-    config = model.config.get_text_config(decoder=True)
-    pad, ends = config.pad_token_id, config.eos_token_id
-    if pad is None or pad in (ends if isinstance(ends, list) else [ends]) or labels.ndim != 2 or labels.shape[1] < 2:
-        return
-    if bool((labels[:, -2:] == pad).all(1).any()):
+    configs = (model.config, model.config.get_text_config(decoder=True))
+    pad = next((one for config in configs if (one := getattr(config, "pad_token_id", None)) is not None), None)
+    ends = [getattr(config, "eos_token_id", None) for config in configs]
+    ends = [one for each in ends for one in (each if isinstance(each, list) else [each])]
+    if pad is not None and pad not in ends and labels.ndim == 2 and bool((labels[:, -1:] == pad).any()):
         raise ValueError(
             f"{part}: labels end with pad tokens ({pad}), which the loss counts like words: set them to {IGNORED}, as "
             "DataCollatorForSeq2Seq does."
@@ -142,7 +148,8 @@ def _check_frames(model: PreTrainedModel, batch: Mapping[str, Any], labels: Tens
     frames = frame_counts(model, batch)
     if frames is None or labels.ndim != 2 or getattr(model.config, "ctc_zero_infinity", False):
         return
-    kept = labels >= 0  # the others are padding
+    blank = model.config.pad_token_id
+    kept = (labels >= 0) & (labels != blank)  # the others are padding
     repeated = ((labels[:, 1:] == labels[:, :-1]) & kept[:, 1:]).sum(1)  # which need a blank between them
     needed = kept.sum(1) + repeated
     short = (needed > frames.to(needed.device)).nonzero()

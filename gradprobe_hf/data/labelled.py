@@ -197,7 +197,7 @@ class Labels:
         rows = _with_names(rows, opened, spec, inputs, label)
         reader = self._reader(inputs, label, class_names(opened.rows, label))
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
-        feels = feels_padding(self.model) and any(map(_pads, items))
+        feels = feels_padding(self.model) and any(_pads(item, reader) for item in items)
         if feels or any(map(_mixes_rows, items)) or (AUDIO in spec.task.inputs and hears_padding(rows, reader)):
             items = [spec.task.batch_of([row], reader) for row in rows]
         items = [teacher_forced(item, self.model) for item in items]
@@ -350,8 +350,9 @@ def _check_texts(texts: Sequence[str], items: Sequence[Mapping[str, Any]], reade
     labels = torch.cat([item["labels"].flatten() for item in items])
     share = float((labels == unknown).sum() / (labels != IGNORED).sum().clamp_min(1))
     if share > MOST_UNKNOWN:
+        example = next(text for text in texts if unknown in tokenizer(text_target=text)["input_ids"])
         raise ValueError(
-            f"{name}: the tokenizer does not know {share:.0%} of the tokens to write, as of {texts[0][:60]!r}: give "
+            f"{name}: the tokenizer does not know {share:.0%} of the tokens to write, as of {example[:60]!r}: give "
             "texts as the model was trained to write them (in capitals, say), or its own tokenizer (processing_class)."
         )
 
@@ -387,9 +388,12 @@ def _parts(rows: Sequence[Item], size: int) -> list[Sequence[Item]]:
     return [rows[start : start + size] for start in range(0, len(rows), size)]
 
 
-def _pads(item: Mapping[str, Any]) -> bool:
-    mask = item.get("attention_mask")
-    return isinstance(mask, Tensor) and not bool(mask.all())
+def _pads(item: Mapping[str, Any], reader: RowReader) -> bool:
+    """Whether rows of a batch were padded, also for a model that takes no mask."""
+    mask, ids = item.get("attention_mask"), item.get("input_ids")
+    if isinstance(mask, Tensor):
+        return not bool(mask.all())
+    return isinstance(ids, Tensor) and bool((ids[:, -1] == reader.pad_token_id).any())
 
 
 def _mixes_rows(item: Mapping[str, Any]) -> bool:

@@ -12,7 +12,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import chooses_among_texts, feels_padding, makes_decoder_inputs_of_source
+from gradprobe_hf.model.families import (
+    chooses_among_texts,
+    embeds_labels,
+    feels_padding,
+    makes_decoder_inputs_of_source,
+)
 from gradprobe_hf.tasks.columns import IGNORED, Row
 from gradprobe_hf.tasks.conversation import shown
 from gradprobe_hf.tasks.row_reader import RowReader
@@ -39,8 +44,10 @@ def prepared_batches(
         one = {name: _tensor(name, _of_choices(name, row, reader) if choosing else row[name]) for name in columns}
         labels = _choice(row, one) if choosing else _row_label(row, reader, task)
         made.append(one if labels is None else {**one, "labels": labels})
-    alike = len({one["input_ids"].shape for one in made if "input_ids" in one}) <= 1
-    size = size if alike or not (choosing or feels_padding(model)) else 1
+    felt = ("input_ids",) if choosing or feels_padding(model) else ()
+    felt = (*felt, "labels") if embeds_labels(model) else felt  # which cannot be padded with -100
+    alike = all(len({one[name].shape for one in made if name in one}) <= 1 for name in felt)
+    size = size if alike else 1
     made = list(_masked(made, reader))
     return [teacher_forced(_stacked(made[start : start + size], reader), model) for start in range(0, len(made), size)]
 

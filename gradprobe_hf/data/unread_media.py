@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.sources import Source
-from gradprobe_hf.model.families import forward_arguments
+from gradprobe_hf.model.families import forward_arguments, place_argument
 from gradprobe_hf.tasks.columns import Row, is_image, is_recording
 from gradprobe_hf.tasks.conversation import is_chat
 from gradprobe_hf.tasks.table import Task
@@ -24,8 +24,6 @@ _DECODED = {
     "images": is_image,
 }
 _NAMED = {"audio": "audio", "audios": "audio", "video": "video", "videos": "video"}
-# Arguments that say where a text stands on its page, which are made of no column here.
-_PLACES = {"bbox": "boxes", "xpath_tags_seq": "paths of tags"}
 _TYPES = {"audio": "audio", "video": "video", "image": "images"}  # of columns, in small letters
 
 
@@ -35,11 +33,11 @@ def check_all_read(opened: Source, first: Row, task: Task, model: PreTrainedMode
     Args:
         first: the first row.
     """
-    place = next((name for name in _PLACES if name in forward_arguments(model)), None)
+    place = place_argument(model)
     if place is not None and "input_ids" not in first:
         raise ValueError(
-            f"{opened.name} is text, and a {type(model).__name__} reads it with {_PLACES[place]} of where it stands, "
-            f"which are made of no column here: give rows or batches as its processor makes them, with 'input_ids', "
+            f"{opened.name} is text, and a {type(model).__name__} also reads where each token stands on its page, "
+            "which is made of no column here: give rows or batches as its processor makes them, with 'input_ids', "
             f"{place!r} and labels."
         )
     if task.medium is None:

@@ -83,6 +83,7 @@ _RANDOM = re.compile(r"dropout|layerdrop|_pdrop$|^(input_)?jitter_noise$|jitter_
 _CHOOSING = ("router", "modality_router", "shared_expert_gate", "altup")
 _WITH_MEDIA = {*MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values(), *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.values()}
 _NEVER_WITHOUT = ("VoxtralRealtimeForConditionalGeneration",)  # of these, what want their medium with every token
+_PLACES = ("bbox", "xpath_tags_seq")  # what says where on its page a token stands
 _MEDIA = ("pixel_values", "input_features", "input_values")  # what images and recordings are called
 _PLAIN = ("FalconLinear",)  # subclasses of nn.Linear whose own forward computes the same, x W^T + b
 
@@ -148,7 +149,12 @@ def makes_decoder_inputs_of_source(model: PreTrainedModel) -> bool:
 
 def decodes_labels(model: PreTrainedModel) -> bool:
     """Whether a decoder's inputs are made of the labels, so that there is no forward pass without them."""
-    return model.config.is_encoder_decoder or type(model).__name__ in _DECODING
+    return model.config.is_encoder_decoder or embeds_labels(model)
+
+
+def embeds_labels(model: PreTrainedModel) -> bool:
+    """Whether labels are the decoder's inputs as they are, -100 among them."""
+    return type(model).__name__ in _DECODING
 
 
 def chooses_among_texts(model: PreTrainedModel) -> bool:
@@ -171,6 +177,11 @@ def feels_padding(model: PreTrainedModel) -> bool:
     return answers_by_position(model) or unmasked or model.config.model_type in _WITH_MEANS_OF_ALL
 
 
+def is_transducer(model: PreTrainedModel) -> bool:
+    """Whether labels are what a transducer writes, whose loss leaves out pad tokens by itself."""
+    return type(model).__name__.endswith(("ForRNNT", "ForTDT"))
+
+
 def transcribes_freely(model: PreTrainedModel) -> bool:
     """Whether the loss is CTC: one of each sequence as a whole, with labels that are aligned with nothing."""
     return type(model).__name__.endswith("ForCTC")
@@ -181,6 +192,11 @@ def forward_arguments(model: PreTrainedModel) -> frozenset[str]:
     # Of the class: Accelerate hangs a wrapper that takes anything on an offloaded model.
     _, *found = inspect.signature(type(model).forward).parameters.values()
     return frozenset(one.name for one in found if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD))
+
+
+def place_argument(model: PreTrainedModel) -> str | None:
+    """The name by which a model is told where each token stands on its page; None: it reads text alone."""
+    return next((name for name in _PLACES if name in forward_arguments(model)), None)
 
 
 def sums_own_loss(model: PreTrainedModel) -> bool:

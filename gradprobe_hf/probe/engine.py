@@ -212,9 +212,12 @@ def observe_inputs(work: Workload, targets: Sequence[Target], statistics: Statis
     steps = own_steps(model, targets, work.batches, work.processes)
     folding = Folding(statistics, model)
     maps = instrumented(model, targets, ServedWeights(), on_input=folding.fold_inputs)
-    with resharded(model), eval_mode(model), maps:
-        for batch, counted in tqdm(steps, desc="inputs", unit="batch", disable=not work.progress, leave=False):
-            batch = send_to_device(batch, input_device(model))
+    device = input_device(model)
+    with resharded(model), eval_mode(model), maps, own_draws(device) as draw:
+        bar = tqdm(steps, desc="inputs", unit="batch", disable=not work.progress, leave=False)
+        for number, (batch, counted) in enumerate(bar):
+            draw(number)
+            batch = send_to_device(batch, device)
             folding.start_batch(batch, counted)
             forward_only(model, batch)
             batch_done(model, batch)
@@ -225,9 +228,11 @@ def reached_inputs(work: Workload, targets: Sequence[Target]) -> set[str]:
     """Names of the targets that a forward pass over the batches gives an input."""
     model, reached = work.model, set[str]()
     maps = instrumented(model, targets, ServedWeights(), on_input=lambda target, *_: reached.add(target.name))
-    with resharded(model), eval_mode(model), maps:
-        for batch in work.batches:
-            forward_only(model, send_to_device(batch, input_device(model)))
+    device = input_device(model)
+    with resharded(model), eval_mode(model), maps, own_draws(device) as draw:
+        for number, batch in enumerate(work.batches):
+            draw(number)
+            forward_only(model, send_to_device(batch, device))
     return reached
 
 

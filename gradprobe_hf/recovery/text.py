@@ -34,7 +34,12 @@ from gradprobe_hf.data.text.self_generated import KeptText
 from gradprobe_hf.data.text.special_tokens import tokenizer_of
 from gradprobe_hf.data.text.text_options import SELF, is_written
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, Writing, load_batches, window_length
-from gradprobe_hf.model.families import forward_arguments, is_causal, without_cache
+from gradprobe_hf.model.families import (
+    forward_arguments,
+    is_causal,
+    makes_decoder_inputs_of_source,
+    without_cache,
+)
 from gradprobe_hf.model.passes.loss import next_token_labels
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.columns import IGNORED
@@ -292,6 +297,11 @@ def _check_read(model: PreTrainedModel, batches: Batches) -> None:
         raise ValueError(
             "text: recovery reads an attention_mask of a number for each token, and one of these batches has another. "
             "Leave it out, and give texts in rows of their own."
+        )
+    if makes_decoder_inputs_of_source(model):
+        raise ValueError(
+            f"text: a {type(model).__name__} cannot be recovered: it makes its decoder's inputs of the source, not of "
+            "the labels."
         )
     taken = forward_arguments(model) - reads
     if others := sorted({name for batch in batches for name in batch} & taken):

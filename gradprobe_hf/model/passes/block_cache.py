@@ -27,7 +27,7 @@ from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.model.fsdp import forget_pass
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import Batch, forward_only
-from gradprobe_hf.model.passes.patches import eval_mode, frozen, replace_forward
+from gradprobe_hf.model.passes.patches import eval_mode, frozen, own_draws, replace_forward
 from gradprobe_hf.model.targets import Target
 
 
@@ -60,7 +60,9 @@ class BlockSequence:
                 module = model.get_submodule(name)
                 replace_forward(module, partial(trace.run, name, module.forward), undo)
             undo.enter_context(torch.enable_grad())  # not for gradients: the graph tells who reads what
-            trace.read(forward_only(model, send_to_device(batch, input_device(model))))
+            device = input_device(model)
+            undo.enter_context(own_draws(device))(0)
+            trace.read(forward_only(model, send_to_device(batch, device)))
         for name in wanted:
             if trace.ran.count(name) != 1:
                 raise ValueError(
@@ -207,12 +209,15 @@ class BlockOutputCache:
         self.finished += blocks
 
     def _forward(self, number: int) -> None:
-        batch = send_to_device(self.batches[number], input_device(self.model))
+        device = input_device(self.model)
+        batch = send_to_device(self.batches[number], device)
         self.start_batch(number)
-        try:
-            forward_only(self.model, batch)
-        except _StopForward:
-            forget_pass(self.model)
+        with own_draws(device) as draw:
+            draw(number)
+            try:
+                forward_only(self.model, batch)
+            except _StopForward:
+                forget_pass(self.model)
 
     @contextmanager
     def _capturing(self, ends: set[str], last: str) -> Iterator[dict[str, Any]]:

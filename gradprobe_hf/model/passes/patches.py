@@ -30,14 +30,22 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def own_draws(device: torch.device) -> Iterator[Callable[[int], Any]]:
+def own_draws(device: torch.device) -> Iterator[Callable[[int], None]]:
     """Yield what gives a batch random numbers of its own, by its number: the same in every pass.
 
     Some models draw in evaluation, too: PatchTSMixer masks its input, Mask2Former takes points of each image. Two
     passes would see other losses, and a difference that is chance. Behind it the caller's generators are as they were.
     """
+
+    def draw(number: int) -> None:
+        # Not `torch.manual_seed`: it seeds every device that there is, and none but this one is put back.
+        torch.default_generator.manual_seed(number)
+        if device.type == "cuda":
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(number)
+
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield torch.manual_seed
+        yield draw
 
 
 @contextmanager
