@@ -103,8 +103,15 @@ DRAWS ?= 0 1 2
 STORIES15M = $(QUALITY) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) --num-samples 32 --sequence-length 256 \
 	--evaluation-samples 48 --blocks-per-step 2
 
-bench-stories: $(READY)  ## every row in every column on a model of 15M (STORIES, STORIES_TEXT, DRAWS)
-	$(STORIES15M) --full --seed $(DRAWS) --output benchmarks/results/stories.json $(FLAGS)
+# Without the rows of bench-rivals and bench-refined-stories.
+GRID := wanda sparsegpt "sparsegpt + admm" "two probes" "two probes + obs" "two probes + least squares" \
+	"two probes + admm" "wanda + obs" "wanda + admm" "one probe" "one probe + obs" "one probe + admm" magnitude \
+	"magnitude + obs" random "random + obs" "threshold rule" "threshold rule + obs" rounds "rounds + obs" \
+	"rounds + admm" sequential "sequential + obs" "sequential + admm"
+
+bench-stories: $(READY)  ## these rows in every column on a model of 15M (STORIES, STORIES_TEXT, DRAWS)
+	$(STORIES15M) --methods $(GRID) --columns 0.5 0.6 0.7 2:4 4:8 --seed $(DRAWS) \
+		--output benchmarks/results/stories.json $(FLAGS)
 
 bench-matching: $(READY)  ## settings of block matching, on a part of the text that no other benchmark measures on
 	$(BIN)/python -m benchmarks.matching --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
