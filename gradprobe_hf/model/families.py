@@ -136,9 +136,8 @@ def names_causal_class(architecture: str) -> bool:
 def ignored_label(model: PreTrainedModel) -> int:
     """The label that the model's own loss leaves out: 255 marks the void of a segmented image."""
     segments = type(model).__name__.endswith("ForSemanticSegmentation")
-    known = (
-        getattr(model.config, f"{part}loss_ignore_index", None) for part in ("semantic_", "")
-    )  # UperNet's has none
+    names = ("semantic_loss_ignore_index", "loss_ignore_index")  # the second is UperNet's
+    known = (getattr(model.config, name, None) for name in names)
     return next((int(one) for one in known if one is not None), IGNORED) if segments else IGNORED
 
 
@@ -296,9 +295,8 @@ def in_decoder(module: str) -> bool:
     """
     parts = module.split(".")
     crossing = any(part in _CROSS_ATTENTION for part in parts)
-    return any(part in ("decoder", "text_decoder") for part in parts) and not (
-        crossing and parts[-1] in _KEYS_AND_VALUES
-    )
+    inside = any(part in ("decoder", "text_decoder") for part in parts)
+    return inside and not (crossing and parts[-1] in _KEYS_AND_VALUES)
 
 
 def merges_attention(model: PreTrainedModel) -> bool:
