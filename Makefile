@@ -109,7 +109,7 @@ GRID := wanda sparsegpt "sparsegpt + admm" "two probes" "two probes + obs" "two 
 	"magnitude + obs" random "random + obs" "threshold rule" "threshold rule + obs" rounds "rounds + obs" \
 	"rounds + admm" sequential "sequential + obs" "sequential + admm"
 
-bench-stories: $(READY)  ## these rows in every column on a model of 15M (STORIES, STORIES_TEXT, DRAWS)
+bench-stories: $(READY)  ## its rows in every column on a model of 15M (STORIES, STORIES_TEXT, DRAWS)
 	$(STORIES15M) --methods $(GRID) --columns 0.5 0.6 0.7 2:4 4:8 --seed $(DRAWS) \
 		--output benchmarks/results/stories.json $(FLAGS)
 

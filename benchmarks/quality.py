@@ -10,7 +10,7 @@ from the same model and windows, in the environment of that Python (see `peer.py
 
     make bench-c4 bench-wikitext      # SmolLM2-135M, calibrated on C4 and on WikiText-2
     make bench-qwen bench-paper       # a second model; the paper protocol
-    make bench-stories                # a model of 15M, every row in every column
+    make bench-stories                # a model of 15M, most rows in every column
 
 usage: python -m benchmarks.quality --model DIR [--calibration SPEC] [--evaluation SPEC ...] [--columns 0.5 2:4]
 """

@@ -10,8 +10,10 @@ import torch
 import transformers as hf
 from datasets import Dataset
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
+from gradprobe_hf.bench.subject import Subject, Workload
 from gradprobe_hf.model.families import sample_batch
+from gradprobe_hf.model.passes.loss import summed_loss
 from tests import cases
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -331,6 +333,32 @@ def test_a_model_without_a_loss_wants_one():
     batch = {"pixel_values": torch.randn(2, 3, 32, 32), "labels": torch.rand(2, 32, 32)}
     with pytest.raises(ValueError, match=r"DPTForDepthEstimation has no loss of its own .* give a loss_fn"):
         prune(model, [batch], include=["dpt.encoder.layer.*"])
+
+
+def test_an_operation_that_a_device_lacks_is_no_missing_loss(monkeypatch):
+    def lacks(*_, **__):
+        raise NotImplementedError("The operator 'aten::one' is not currently implemented for this device.")
+
+    model = seeded(hf.BertForSequenceClassification, hf.BertConfig(**BERT))
+    monkeypatch.setattr(type(model), "forward", lacks)
+    with pytest.raises(NotImplementedError, match="aten::one"):
+        summed_loss(model, {"input_ids": torch.ones(1, 3, dtype=torch.long), "labels": torch.tensor([1])})
+
+
+def test_what_does_not_run_on_a_batch_that_is_made_up_is_not_timed():
+    model = seeded(hf.BertForSequenceClassification, hf.BertConfig(**BERT))
+    model.forward = lambda **_: [][0]
+    with pytest.raises(ValueError, match=r"BertForSequenceClassification cannot be timed: .* \(IndexError: "):
+        Subject(model).prefill(Workload(prompt_length=4, new_tokens=1))
+
+
+def test_fsmt_is_not_recovered_towards_its_source():
+    vocabulary = {"langs": ["en", "de"], "src_vocab_size": cases.VOCABULARY, "tgt_vocab_size": cases.VOCABULARY}
+    models = [seeded(hf.FSMTForConditionalGeneration, hf.FSMTConfig(**SEQ2SEQ, **vocabulary)) for _ in range(2)]
+    rows = Dataset.from_dict({"document": ["a b"] * 40, "summary": ["b a"] * 40})
+    prune(models[0], rows, batch_size=1)
+    with pytest.raises(ValueError, match="FSMTForConditionalGeneration cannot be recovered"):
+        recover_pretrained(*models, RecoveryConfig(steps=2), text=rows, processing_class=cases.tokenizer())
 
 
 def test_images_to_restore_need_no_labels():

@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, StoppingCriteria, StoppingCriteriaList
 
 from gradprobe_hf.estimation.peak import begin_peak, peak_bytes
+from gradprobe_hf.memory.memory_errors import is_out_of_memory
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text, random_batch, without_cache
 from gradprobe_hf.model.loading.load import load_model
@@ -116,9 +117,9 @@ class Subject:
         begun = clock.mark()
         try:
             self.model(**batch, **without_cache(self.model), **last)
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
         except Exception as error:  # what it wants of a batch that is made up is not known of every class
+            if is_out_of_memory(error):
+                raise
             raise ValueError(
                 f"a {type(self.model).__name__} cannot be timed: it does not run on a batch of {', '.join(batch)} that "
                 f"is made up ({type(error).__name__}: {error})."

@@ -197,8 +197,9 @@ class Labels:
         rows = _with_names(rows, opened, spec, inputs, label)
         reader = self._reader(inputs, label, class_names(opened.rows, label))
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
+        hears = AUDIO in spec.task.inputs and spec.batch_size > 1
         feels = feels_padding(self.model) and any(_pads(item, reader) for item in items)
-        if feels or any(map(_mixes_rows, items)) or (AUDIO in spec.task.inputs and hears_padding(rows, reader)):
+        if feels or any(map(_mixes_rows, items)) or (hears and hears_padding(rows, reader)):
             items = [spec.task.batch_of([row], reader) for row in rows]
         items = [teacher_forced(item, self.model) for item in items]
         if label and spec.task.compares == "texts":

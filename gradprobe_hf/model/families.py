@@ -292,6 +292,8 @@ def in_decoder(module: str) -> bool:
 
     >>> [in_decoder(f"decoder.block.0.layer.{name}") for name in ("0.SelfAttention.k", "1.EncDecAttention.k")]
     [True, False]
+    >>> in_decoder("text_decoder.layers.0.self_attn.k_proj")  # SeamlessM4T
+    True
     """
     parts = module.split(".")
     crossing = any(part in _CROSS_ATTENTION for part in parts)

@@ -61,7 +61,10 @@ def summed_loss(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Tensor]:
     try:
         with _WideLosses():
             output = model(**{**batch, **without_cache(model)})
-    except NotImplementedError as error:  # depth, and images made larger: transformers has no loss of these
+    except NotImplementedError as error:
+        # Depth, and images made larger: "Training is not ...". Torch raises it too, of operations that a device lacks.
+        if not str(error).startswith("Training"):
+            raise
         raise ValueError(
             f"{type(model).__name__} has no loss of its own ({error}): give a loss_fn, which is called with the model "
             "and a batch and returns the summed loss."
