@@ -80,11 +80,11 @@ class Bench:
                         yield method, column, seed
 
     def _methods(self, column: str) -> list[str]:
-        """Those of a column, and with a row those that are as sparse as it comes to."""
+        """Those of a column as they were asked for, and behind them what is as sparse as one of them comes to."""
         args = self.args
         asked = args.methods or [name for name in self.rows if args.full or in_table(name, column)]
-        wanted = {*asked, *(name for name, row in self.rows.items() if row.like in asked)}
-        return [name for name, row in self.rows.items() if name in wanted and (args.peers or not row.peer)]
+        wanted = dict.fromkeys([*asked, *(name for name, row in self.rows.items() if row.like in asked)])
+        return [name for name in wanted if args.peers or not self.rows[name].peer]
 
     def _task(self, method: str, column: str, seed: int) -> worker.CellTask:
         like = self.rows[method].like

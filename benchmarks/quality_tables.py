@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def headline_table(results: dict[str, Any]) -> str:
         lines.append(f"| {label} | {' | '.join(shown)} |")
     settings = results["settings"]
     note = (
-        f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']} "
+        f"{settings['model']}, {_made_in(settings)}; calibrated on {settings['calibration']} "
         f"({CALIBRATED_ON[results['made_by']]}), {_draws(results)}{_mixture(results)}. Made by {_command(results)}."
     )
     return "\n".join([*lines, "", note])
@@ -425,6 +425,14 @@ def _are_alone(results: dict[str, Any]) -> bool:
     return all(row.get("commit") for row in results["rows"])
 
 
+def _made_in(settings: Mapping[str, Any]) -> str:
+    """
+    >>> _made_in({"dtype": "bfloat16", "device": "NVIDIA H100 80GB HBM3"})
+    'bfloat16 on one NVIDIA H100 80GB HBM3'
+    """
+    return settings["dtype"] + (f" on one {settings['device']}" if "device" in settings else "")
+
+
 def commits_of(results: dict[str, Any]) -> list[str]:
     """Of the code that made the cells; files that are older than this note of it have cells without."""
     return sorted({row.get("commit") or UNNOTED for row in results["rows"]})
@@ -449,7 +457,7 @@ def _setting(results: dict[str, Any]) -> str:
     settings = results["settings"]
     measured = ", ".join(f"{found['text']} of {name}" for name, found in settings["evaluation"].items())
     return (
-        f"{settings['model']}, {settings['dtype']}; calibration {settings['calibration']}, {_draws(results)}; "
+        f"{settings['model']}, {_made_in(settings)}; calibration {settings['calibration']}, {_draws(results)}; "
         f"evaluation {measured}"
     )
 

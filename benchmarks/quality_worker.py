@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks.quality_cells import Cell, Dense
@@ -27,6 +28,7 @@ from gradprobe_hf.data.text.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
+from gradprobe_hf.model.loading.placement import accelerator
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, find_targets
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -97,7 +99,8 @@ class Bench:
 
     def __init__(self, protocol: Protocol) -> None:
         self.protocol = protocol
-        self.model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(protocol.model, dtype=protocol.dtype).eval()
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(protocol.model, dtype=protocol.dtype)
+        self.model = model.eval().to(accelerator())
         self.tokenizer = AutoTokenizer.from_pretrained(protocol.model)
         self.targets: tuple[Target, ...] = find_targets(self.model)
         specs = [TextSpec.parse(spec) for spec in protocol.evaluation]
@@ -116,6 +119,7 @@ class Bench:
                 name: {"text": f"{text.samples} x {text.longest}", "fingerprint": text.fingerprint}
                 for name, text in self.texts.items()
             },
+            **on_device(self.model.device),
         }
 
     def check(self, settings: dict[str, Any]) -> None:
@@ -181,6 +185,11 @@ class Bench:
             model=self.model,
             processing_class=self.tokenizer,
         )
+
+
+def on_device(device: torch.device) -> dict[str, str]:
+    """The setting of cells that a GPU has made, which round otherwise; those of a CPU have none."""
+    return {"device": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}
 
 
 def measure_dense(protocol: Protocol) -> tuple[dict[str, Any], Dense]:
