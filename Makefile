@@ -6,7 +6,7 @@ MODEL := runs/smollm2-135m-instruct
 MINILM := runs/all-minilm-l6-v2
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all check docs architectures bench bench-quality bench-c4 bench-wikitext \
+.PHONY: demo test test-all test-gpu check docs architectures bench bench-quality bench-c4 bench-wikitext \
 	bench-wikitext-rows bench-qwen bench-paper bench-refined bench-refined-stories bench-variants bench-stories \
 	bench-structured bench-structured-stories bench-structured-smollm2 bench-structured-speed bench-elsewhere \
 	bench-structure-options bench-rivals bench-matching bench-gradient-admm bench-choices bench-texts bench-mixtures \
@@ -27,6 +27,9 @@ test: $(READY)  ## the fast suite
 
 test-all: $(READY) $(MODEL) $(MINILM)  ## everything: whole grids, more kills, real launchers and real models
 	GRADPROBE_SMOLLM2=$(MODEL) GRADPROBE_MINILM=$(MINILM) $(PYTEST) -m ""
+
+test-gpu: $(READY)  ## what is the same on a GPU as on the CPU, where there is one
+	GRADPROBE_GPU=1 $(BIN)/pytest tests/test_cuda.py
 
 check: $(READY)  ## lint, format, types, and the pages: what they show is what was measured, and the site builds
 	$(BIN)/ruff check .

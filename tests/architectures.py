@@ -503,7 +503,7 @@ ARCHITECTURES = [
         "GPT-OSS",
         hf.GptOssConfig(**GROUPED, head_dim=4, num_local_experts=4, num_experts_per_tok=2, sliding_window=8),
         hf.GptOssForCausalLM,
-        note="load the MXFP4 checkpoints dequantised (`Mxfp4Config(dequantize=True)`)",
+        note="MXFP4 checkpoints are dequantised as they are loaded",
         **MIXTURE,
     ),
     _decoder(

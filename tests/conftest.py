@@ -10,6 +10,9 @@ from functools import partial
 # Before anything imports the Hub's client: it reads these once. No test may reach the network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+# A GPU rounds otherwise, and processes that fork cannot share one: its tests are run by themselves, `make test-gpu`.
+if "GRADPROBE_GPU" not in os.environ:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Before torch: matrices are tiny, the cores have a worker each, and no fork may find the lock of a thread pool held.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

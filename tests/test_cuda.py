@@ -1,4 +1,4 @@
-"""The same on a GPU as on the CPU: where there is one, what is pruned, measured, trained, resumed and timed there."""
+"""The same on a GPU as on the CPU: what is pruned, measured, trained, resumed and timed there. `make test-gpu`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradprobe_hf.training import StatePruningCallback
 from tests import cases
 from tests.trainers import Rows, arguments, half_pruned
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU, and `make test-gpu`")
 
 GPU = "cuda:0"
 METHODS = {

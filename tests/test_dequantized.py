@@ -8,6 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.write import save_weights
@@ -91,6 +93,21 @@ def test_what_was_fp8_is_saved_in_the_dtype_that_was_measured(name, dtype, confi
     if found.report.structure is None:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
         assert cases.changed(loaded, cases.bits(found.model)) == []
+
+
+@pytest.mark.parametrize(
+    ("make", "quantizer"),
+    [(lambda folder: as_fp8("llama", folder), FineGrainedFP8HfQuantizer), (as_mxfp4, Mxfp4HfQuantizer)],
+    ids=["fp8", "mxfp4"],
+)
+def test_a_gpu_that_computes_in_it_changes_nothing(make, quantizer, tmp_path, monkeypatch):
+    """There transformers leaves the weights as they are, unless it is asked not to."""
+    source = make(tmp_path / "source")
+    expected = cases.bits(load_model(source, dequantize=True))
+    monkeypatch.setattr(quantizer, "validate_environment", lambda *_, **__: None)
+    assert cases.changed(load_model(source, dequantize=True), expected) == []
+    if quantizer is FineGrainedFP8HfQuantizer:
+        assert prune(source, tmp_path / "out").report.model["stored_as"] == "fp8"
 
 
 def test_it_is_the_same_from_disk_and_of_a_model_in_memory(tmp_path):

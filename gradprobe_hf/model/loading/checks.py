@@ -88,8 +88,7 @@ def check_quantization(kwargs: Mapping[str, Any]) -> None:
     if asked:
         raise ValueError(
             f"{', '.join(asked)} quantizes weights, and quantized weights cannot be pruned: leave it out, prune, and "
-            "quantize the result. (For a checkpoint that is stored in FP8 or MXFP4: its own configuration with "
-            "dequantize=True.)"
+            "quantize the result. (What is stored in FP8 or MXFP4 is dequantized by itself.)"
         )
 
 

@@ -6,9 +6,14 @@ packed ones, and a configuration that says nothing of it.
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from typing import Any
+
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightTransform
+from transformers.quantizers.auto import AutoQuantizationConfig
+
+PLAIN_WITHOUT_KERNELS = ("fp8", "mxfp4")  # what transformers dequantises where nothing computes in it
 
 
 def keep_dequantized(model: PreTrainedModel) -> str | None:
@@ -22,6 +27,19 @@ def keep_dequantized(model: PreTrainedModel) -> str | None:
     plain = [own.get(tuple(one.target_patterns)) if _quantised_type(one) else one for one in used]
     model._weight_conversions = [one for one in plain if one is not None]
     return stored_as
+
+
+def made_plain(config: PreTrainedConfig) -> dict[str, Any]:
+    """The arguments with which a checkpoint in FP8 or MXFP4 gets plain weights; none for others.
+
+    Without a GPU that computes in these transformers does so by itself. Where there is one it would not: the same
+    checkpoint, which can be pruned on one machine, would be refused on another.
+    """
+    stored = getattr(config, "quantization_config", None)
+    if not isinstance(stored, dict) or stored.get("quant_method") not in PLAIN_WITHOUT_KERNELS:
+        return {}
+    # All that is stored, and not `dequantize` alone: a list of what is plain already would be replaced, too.
+    return {"quantization_config": AutoQuantizationConfig.from_dict(stored | {"dequantize": True})}
 
 
 def _quantised_type(conversion: WeightTransform) -> str | None:

@@ -46,7 +46,7 @@ from gradprobe_hf.model.loading.checks import (
     check_source,
     load_errors,
 )
-from gradprobe_hf.model.loading.dequantized import keep_dequantized
+from gradprobe_hf.model.loading.dequantized import keep_dequantized, made_plain
 from gradprobe_hf.model.loading.report import about_pooler, about_unused, check_complete, ignored_names
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.runtime.paths import expanded_model
@@ -111,6 +111,7 @@ def load(
     merge_adapters: bool | None = False,
     allow_missing_weights: bool = False,
     limits: Limits = None,
+    dequantize: bool = False,
     **from_pretrained_kwargs: Any,
 ) -> Loaded:
     """A loaded model as it is, or `from_pretrained` with the class the checkpoint asks for.
@@ -126,6 +127,7 @@ def load(
         allow_missing_weights: take weights that the checkpoint does not have, or in another size, as they are
             initialised.
         limits: the model without its weights -> `max_memory`, where a device map is planned and none is given.
+        dequantize: of a checkpoint in FP8 or MXFP4 to make plain weights, also on a GPU that computes in these.
 
     Raises:
         ValueError: arguments for loading given with a loaded model, a device map that names no module, adapters that
@@ -147,13 +149,13 @@ def load(
         if merge_adapters:
             load_config(name, **_source(from_pretrained_kwargs))  # a name with nothing behind it is an error of its own
             raise ValueError(f"merge_adapters=True has no effect here: {name!r} is no adapter. Leave it out.")
-        return _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes, limits)
+        return _load_checkpoint(name, allow_missing_weights, from_pretrained_kwargs, auto_classes, limits, dequantize)
     base_kwargs = {key: value for key, value in from_pretrained_kwargs.items() if key not in ("revision", "subfolder")}
     if adapter.base_revision is not None:
         base_kwargs["revision"] = adapter.base_revision
     base_name = check_mergeable(adapter, merge_adapters is not False)
     classes = auto_classes or adapter.auto_classes
-    base = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, adapter.brings)
+    base = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, dequantize, adapter.brings)
     tokenizer = _stored_tokenizer(adapter)
     model = merge_stored(base.model, adapter, None if tokenizer is None else len(tokenizer))
     return replace(base, model=model, processing_name=model.name_or_path if tokenizer is None else name, adapter=name)
@@ -204,6 +206,7 @@ def _load_checkpoint(
     from_pretrained_kwargs: dict[str, Any],
     auto_classes: Sequence[Any],
     limits: Limits,
+    dequantize: bool,
     brought: Collection[str] = (),
 ) -> Loaded:
     """A model from its checkpoint.
@@ -215,6 +218,8 @@ def _load_checkpoint(
     check_dtype(from_pretrained_kwargs.get("dtype"), getattr(config, "dtype", None))
     cls = chosen_class(config, auto_classes)
     kwargs = from_pretrained_kwargs | _of_gguf(from_pretrained_kwargs, config)
+    if dequantize and "quantization_config" not in kwargs:
+        kwargs |= made_plain(config)
     bare = partial(skeleton, config, cls, trust_remote_code=kwargs.get("trust_remote_code"))
     kwargs |= _planned(kwargs, bare, limits)
     stored_as, stored = _stored_as(config, kwargs.get("gguf_file")), getattr(config, "dtype", None)

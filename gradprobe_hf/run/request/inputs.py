@@ -162,7 +162,7 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
         kwargs["offload_folder"] = Path(kwargs["offload_folder"]) / f"process-{processes.rank}"
     auto = auto_classes(request.config.task)
     limits = partial(weight_limits, config=request.config, processes=processes.count)
-    loaded = load(request.model_or_id, auto_classes=auto, limits=limits, **kwargs)
+    loaded = load(request.model_or_id, auto_classes=auto, limits=limits, dequantize=True, **kwargs)
     if not isinstance(request.model_or_id, nn.Module):
         to_accelerator(loaded.model, kwargs)
     unload_leftovers(loaded.model)
