@@ -238,6 +238,21 @@ def test_accumulators_go_where_a_placement_fits():
         assert (found.fits, item.device) == (True, where)
 
 
+def test_what_cuda_takes_is_there_at_every_stage():
+    """The host has no weights then, and the libraries; the device has the weights, and workspaces of cuBLAS."""
+    sizes = sizes_with(AccumulatorSizes(10**9, "same"))
+    alone = footprint_of("resident", sizes, NOTHING, {"host": 0, "disk": 0})
+    beside = footprint_of("resident", sizes, NOTHING, {"host": 0, "accelerator": 0, "disk": 0})
+    for one, other in zip(alone.stages, beside.stages, strict=True):
+        process = next(item.bytes for item in one.items if item.label == "Python, libraries, tokenizer")
+        assert other.bytes_on("host") >= process + 10**9, one.name
+        assert other.bytes_on("accelerator") >= 10**8 + 64 * 2**20, one.name
+    needed = beside.needed("accelerator")
+    for short in (0, 1):
+        room = {"host": 10**12, "accelerator": needed - short, "disk": 10**12}
+        assert footprint_of("resident", sizes, NOTHING, room).fits == (not short)
+
+
 def real_pass(model, targets, batch):
     """(bytes that autograd saved, peak, operations) of the engine's own probe on the CPU."""
     saved: dict[int, int] = {}

@@ -34,7 +34,7 @@ from gradprobe_hf.profiling.fixing.changes import CHANGES
 from gradprobe_hf.profiling.fixing.trial import run_trial
 from gradprobe_hf.profiling.observing import step_trace
 from gradprobe_hf.profiling.observing.observation import Compilation
-from gradprobe_hf.profiling.observing.places import Place
+from gradprobe_hf.profiling.observing.places import Place, library_folders
 from gradprobe_hf.profiling.script import profile_script
 from tests import cases, planted, trainers
 
@@ -312,6 +312,14 @@ def test_the_loop_knows_better_than_its_optimizer():
     assert report.shares["optimizer"] > 0
     drawn = [span.stage for span in report.observation.spans]
     assert drawn.count("optimizer") == 2 * 2, "of the two timed steps; those before the loop spoke are not drawn"
+
+
+def test_a_library_is_one_wherever_it_is(tmp_path, monkeypatch):
+    """A clone that was installed as editable is in no site-packages."""
+    (tmp_path / "cloned").mkdir()
+    (tmp_path / "cloned" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert library_folders(["cloned", "not_installed"]) == (f"{tmp_path / 'cloned'}/",)
 
 
 def test_what_changes_is_not_constant():

@@ -29,6 +29,11 @@ CHUNK_TENSORS = 6
 TOKENIZER_BYTES_PER_TOKEN = 1000
 # Pages of the libraries that a run touches first, and the calibration text with its tokens: measured with "pydoc".
 FIRST_USE_BYTES = 50 * 10**6
+# What CUDA adds: its context and libraries to the process, and on the device a workspace of cuBLAS for each of the two
+# threads that multiply, forward and backward. Measured with the model of 15M on an H100 (torch 2.11), which has the
+# largest workspaces.
+CUDA_PROCESS_BYTES = 1050 * 10**6
+CUDA_WORKSPACES_BYTES = 2 * 32 * 2**20
 # glibc takes blocks below 32 MiB from a heap that grows and shrinks at its end alone. In a forward pass temporaries and
 # activations alternate there: temporaries that are freed leave holes between activations that backward needs, and the
 # holes stay resident. As a fraction of the blocks that are alive, measured with SmolLM2; there are no holes under
@@ -215,13 +220,20 @@ class _Stages:
         items = (*self._model(), self._masks(), *self._new_weights(), own, compared, *self._written(), *on_disk)
         return Stage("save", items)
 
-    def _model(self) -> tuple[Item, Item]:
+    def _model(self) -> tuple[Item, ...]:
         """The process and the weights in memory, which are there at every stage."""
         model = self.sizes.model
         process = self.sizes.process + FIRST_USE_BYTES + model.vocabulary * TOKENIZER_BYTES_PER_TOKEN
         # Offloaded: the embedding or the output head, and one block after the other.
         held = min(model.weights, model.block + model.ends) if self.offloaded else model.weights
-        return Item("Python, libraries, tokenizer", "host", process), Item(WEIGHTS, self.where, held)
+        items = (Item("Python, libraries, tokenizer", "host", process), Item(WEIGHTS, self.where, held))
+        if self.where == "host":
+            return items
+        cuda = (
+            Item("CUDA and its libraries", "host", CUDA_PROCESS_BYTES),
+            Item("workspaces of cuBLAS", self.where, CUDA_WORKSPACES_BYTES),
+        )
+        return (*items, *cuda)
 
     def _accumulators(self) -> Item:
         devices: dict[str, Device] = {"same": self.where, "cpu": "host", "disk": "disk"}

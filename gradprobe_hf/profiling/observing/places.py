@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from types import FrameType
 from typing import Literal
 
@@ -15,11 +16,21 @@ import torch
 
 Owner = Literal["user", "torch", "library", "package", "here"]
 
+
+def library_folders(names: Iterable[str]) -> tuple[str, ...]:
+    """Where these packages are, those that there are."""
+    specs = filter(None, map(find_spec, names))
+    return tuple(os.path.abspath(folder) + os.sep for one in specs for folder in one.submodule_search_locations or ())
+
+
 _HERE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep  # all of profiling/
 _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # And what installed commands are, such as `gradprobe` itself.
 _STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
+
+# Libraries wherever they are: a clone that was installed as editable is in no site-packages.
+_LIBRARIES = library_folders(("transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "peft", "trl"))
 # Both read scalars by design: the step counts of an optimizer are on the CPU, and a loss scale has to be looked at.
 # Not all of torch.amp: a forward pass under autocast is called from there.
 _BY_DESIGN = (_TORCH + "optim" + os.sep, os.path.join(_TORCH, "amp", "grad_scaler.py"))
@@ -81,7 +92,7 @@ def _owner(file: str) -> Owner:
     if path.startswith(_TORCH):
         return "torch"
     installed = "site-packages" in path or "dist-packages" in path
-    return "library" if installed or path.startswith(_STANDARD) else "user"
+    return "library" if installed or path.startswith((*_STANDARD, *_LIBRARIES)) else "user"
 
 
 def _within_package(file: str) -> str:
