@@ -26,6 +26,7 @@ from transformers import (
     Wav2Vec2CTCTokenizer,
     Wav2Vec2FeatureExtractor,
     Wav2Vec2ForCTC,
+    Wav2Vec2ForSequenceClassification,
     Wav2Vec2Processor,
     WhisperConfig,
     WhisperFeatureExtractor,
@@ -128,6 +129,13 @@ def _wav2vec2() -> PreTrainedModel:
         pad_token_id=0,
     )
     return Wav2Vec2ForCTC(config)
+
+
+def _classifies_recordings() -> PreTrainedModel:
+    config = _wav2vec2().config
+    config.feat_extract_norm, config.classifier_proj_size = "layer", 16  # as models that are trained with masks
+    config.label2id, config.id2label = LABELS, {number: name for name, number in LABELS.items()}
+    return Wav2Vec2ForSequenceClassification(config)
 
 
 def _wav2vec2_processor() -> Wav2Vec2Processor:
@@ -258,6 +266,13 @@ CASES = {
         lambda: Dataset.from_dict({"audio": _waves(ROWS), "text": ["ab cd", "abc"] * (ROWS // 2)}),
         "automatic-speech-recognition",
         "wer",
+    ),
+    "recordings": LabelledCase(
+        _classifies_recordings,
+        lambda: _wav2vec2_processor().feature_extractor,
+        lambda: Dataset.from_dict({"audio": _waves(ROWS), "label": [number % 3 for number in range(ROWS)]}),
+        "audio-classification",
+        "accuracy",
     ),
     "llava": LabelledCase(
         _llava,

@@ -12,6 +12,9 @@ from datasets import ClassLabel, Dataset, Features, Value, concatenate_datasets
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    ASTConfig,
+    ASTFeatureExtractor,
+    ASTForAudioClassification,
     BertForQuestionAnswering,
     GemmaConfig,
     PaliGemmaConfig,
@@ -20,7 +23,6 @@ from transformers import (
     PreTrainedTokenizerFast,
     SiglipImageProcessorPil,
     SiglipVisionConfig,
-    Wav2Vec2ForSequenceClassification,
 )
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
@@ -66,7 +68,7 @@ def test_rows_of_every_task_prune_its_model(name):
         sparsity=0.5,
         num_samples=4,
         evaluation_samples=4,
-        sequence_length=None if name in ("vit", "wav2vec2") else 32,
+        sequence_length=None if name in ("vit", "wav2vec2", "recordings") else 32,
         batch_size=2,
     )
     report = result.report
@@ -197,6 +199,44 @@ def test_prepared_images_of_several_sizes_are_refused():
         batches("vit", rows.add_column("label", [0] * 4))
 
 
+@pytest.mark.parametrize("has_mask", [True, False])
+def test_recordings_are_heard_as_their_extractor_makes_them_one_by_one(has_mask):
+    case, model = CASES["recordings"], labelled.build("recordings")
+    extractor = case.processor()
+    extractor.return_attention_mask = has_mask
+    found = batches("recordings", samples=8, batch_size=4, processor=extractor)
+    assert len(found) == (2 if has_mask else 8)  # without a mask padding would be heard
+    expected = []
+    for row in case.rows().shuffle(seed=0).select(range(8)):
+        inputs = extractor(row["audio"], sampling_rate=16_000, return_tensors="pt")
+        loss = torch.nn.functional.cross_entropy(model(**inputs).logits, torch.tensor([row["label"]]))
+        expected.append(loss.item())
+    losses = [model(**batch).loss.item() * len(batch["labels"]) for batch in found]
+    assert sum(losses) == pytest.approx(sum(expected), rel=1e-5)
+
+
+def test_recordings_that_are_filled_to_one_length_go_together():
+    """AST's features are of as many frames, whatever is heard."""
+    config = ASTConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_length=64,
+        num_mel_bins=32,
+        num_labels=3,
+    )
+    extractor = ASTFeatureExtractor(num_mel_bins=32, max_length=64)
+    names = Features({"audio": [Value("float32")], "label": ClassLabel(names=["LABEL_2", "LABEL_0", "LABEL_1"])})
+    rows = CASES["recordings"].rows().cast(names)
+    found = batches("recordings", rows, model=ASTForAudioClassification(config).eval(), processor=extractor)
+    assert [batch["input_values"].shape for batch in found] == [(2, 64, 32)] * 2
+    taken = rows.shuffle(seed=0).select(range(4))
+    assert torch.cat([batch["labels"] for batch in found]).tolist() == [(2, 0, 1)[label] for label in taken["label"]]
+    alone = extractor(taken[0]["audio"], sampling_rate=16_000, return_tensors="pt")["input_values"][0]
+    assert torch.equal(found.items[0]["input_values"][0], alone)
+
+
 @pytest.mark.parametrize("seconds", [1.0, 1.5])
 def test_speech_that_the_model_would_not_hear_the_end_of_is_refused(seconds):
     rows = Dataset.from_dict({"audio": [[0.1] * int(16_000 * seconds)] * 2, "text": ["all that is said"] * 2})
@@ -284,11 +324,6 @@ UNREAD = {
         lambda: next(one for one in ARCHITECTURES if one.name == "SegFormer").build(),
         {"image": [Image.new("RGB", (8, 8))], "label": [Image.new("L", (8, 8))]},
         "'pixel_values', .* and 'labels', a class for each pixel",
-    ),
-    "audio-classification": (
-        lambda: Wav2Vec2ForSequenceClassification(labelled.build("wav2vec2").config),
-        {"audio": [[0.1] * 400], "label": [0]},
-        "'input_values' .* and a 'label'",
     ),
 }
 

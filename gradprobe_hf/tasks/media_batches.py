@@ -44,23 +44,40 @@ def images_with_captions(rows: Sequence[Row], reader: RowReader) -> dict[str, Te
 
 def transcribed_speech(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
     """Speech, and as labels `[rows, tokens]` those of what is said."""
-    extractor = reader.feature_extractor
-    rate = extractor.sampling_rate
-    waves = [as_wave(reader.input(row), rate) for row in rows]
-    _check_heard(max(map(len, waves)), extractor, reader.inputs[0])
-    # Whisper's pads to 30 seconds whatever it is given; others pad to the longest of the batch, if they are told to.
-    whole = {} if hasattr(extractor, "n_samples") else {"padding": True}
-    inputs = _tensors(extractor(waves, sampling_rate=rate, return_tensors="pt", **whole), reader)
+    waves = _waves(rows, reader)
+    _check_heard(max(map(len, waves)), reader.feature_extractor, reader.inputs[0])
     texts = [target_ids(_said(row, reader), reader, reader.told) for row in rows]
-    return inputs | {"labels": stacked(texts, IGNORED)}
+    return _heard(waves, reader) | {"labels": stacked(texts, IGNORED)}
+
+
+def classified_recordings(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
+    """Recordings with a label `[rows]` each. What is longer than the extractor hears it cuts, as a pipeline's does."""
+    return _heard(_waves(rows, reader), reader) | {"labels": class_labels(rows, reader)}
 
 
 def hears_padding(rows: Sequence[Row], reader: RowReader) -> bool:
     """Whether recordings of unequal lengths get no mask, so that what they are padded with is heard as silence."""
     extractor = reader.feature_extractor
-    if hasattr(extractor, "n_samples") or getattr(extractor, "return_attention_mask", False):
+    if _makes_one_length(extractor) or getattr(extractor, "return_attention_mask", False):
         return False
-    return len({len(as_wave(reader.input(row), extractor.sampling_rate)) for row in rows}) > 1
+    return len(set(map(len, _waves(rows, reader)))) > 1
+
+
+def _waves(rows: Sequence[Row], reader: RowReader) -> list[Any]:
+    rate = reader.feature_extractor.sampling_rate
+    return [as_wave(reader.input(row), rate) for row in rows]
+
+
+def _heard(waves: Sequence[Any], reader: RowReader) -> dict[str, Tensor]:
+    """What the extractor makes of recordings; it pads to the longest of them, if it is told to."""
+    extractor = reader.feature_extractor
+    whole = {} if _makes_one_length(extractor) else {"padding": True}
+    return _tensors(extractor(waves, sampling_rate=extractor.sampling_rate, return_tensors="pt", **whole), reader)
+
+
+def _makes_one_length(extractor: Any) -> bool:
+    """Whether it fills and cuts recordings to one length by itself: Whisper's to 30 seconds, AST's to 1,024 frames."""
+    return hasattr(extractor, "n_samples") or getattr(extractor, "max_length", None) is not None
 
 
 def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from gradprobe_hf.tasks.columns import (
 from gradprobe_hf.tasks.embeddings import predicted_embeddings
 from gradprobe_hf.tasks.media_batches import (
     classified_images,
+    classified_recordings,
     images_alone,
     images_with_captions,
     images_with_text,
@@ -401,20 +402,23 @@ _ROWS = (
         has_classes=True,
         snippet=_pipeline("fill-mask", 'f"The largest ocean is the {pipe.tokenizer.mask_token}."'),
     ),
-    # What has no function yet is given as batches; a card still knows what such a model is for.
     Task(
         name="audio-classification",
         auto_class="AutoModelForAudioClassification",
         mapping="MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
         objective="ForSequenceClassification",
         one_label=True,
-        prepared="'input_values' or 'input_features', as the feature extractor makes them, and a 'label'",
+        inputs=(AUDIO,),
+        labels=("label", "labels", "intent_class", "genre", "emotion"),
+        batch_of=classified_recordings,
         row="recordings",
         term="recordings",
         predict=predicted_labels,
         has_classes=True,
         default_metric="accuracy",
+        snippet=_pipeline("audio-classification", '"sound.wav"'),
     ),
+    # What has no function yet is given as batches; a card still knows what such a model is for.
     Task(
         name="question-answering",
         auto_class="AutoModelForQuestionAnswering",
