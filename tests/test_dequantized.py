@@ -6,6 +6,8 @@ import json
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -16,6 +18,8 @@ from gradprobe_hf.checkpoint.write import save_weights
 from gradprobe_hf.model.loading.load import load_model
 from tests import cases
 
+# What a model was dequantised from, and goes back to that when it is saved.
+REMEMBERS = Version(transformers.__version__) < Version("5.24")
 BLOCK = 8  # inputs and outputs that share a scale
 
 
@@ -115,7 +119,8 @@ def test_it_is_the_same_from_disk_and_of_a_model_in_memory(tmp_path):
     prune(source, tmp_path / "named")
     prune(source, tmp_path / "offloaded", device_map="disk")
     handed_in = prune(AutoModelForCausalLM.from_pretrained(source), tmp_path / "memory")
-    assert handed_in.report.model["stored_as"] == "fp8", "which its configuration no longer says"
+    if REMEMBERS:
+        assert handed_in.report.model["stored_as"] == "fp8", "which its configuration no longer says"
     wanted = load_file(tmp_path / "named" / "model.safetensors")
     for folder in ("offloaded", "memory"):
         found = load_file(tmp_path / folder / "model.safetensors")
@@ -132,6 +137,7 @@ def test_what_was_mxfp4_has_experts_by_their_plain_names(tmp_path):
     assert cases.changed(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), cases.bits(model)) == []
 
 
+@pytest.mark.skipif(not REMEMBERS, reason="transformers writes plain weights by itself since 5.24")
 @pytest.mark.parametrize(
     ("make", "difference"),
     [

@@ -1,7 +1,7 @@
 """Dequantised weights: of a checkpoint in FP8 or MXFP4, which transformers makes plain numbers of as it loads it.
 
-It remembers how, and `save_pretrained` would go that way back: weights rounded again, or experts under the names of
-packed ones, and a configuration that says nothing of it.
+Before 5.24 it remembers how, and `save_pretrained` would go that way back: weights rounded again, or experts under the
+names of packed ones, and a configuration that says nothing of it.
 """
 
 from __future__ import annotations
