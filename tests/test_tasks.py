@@ -200,12 +200,14 @@ def test_prepared_images_of_several_sizes_are_refused():
 
 
 @pytest.mark.parametrize("has_mask", [True, False])
-def test_recordings_are_heard_as_their_extractor_makes_them_one_by_one(has_mask):
+def test_recordings_are_heard_as_their_extractor_makes_them_one_by_one(has_mask, caplog):
+    caplog.set_level("INFO")
     case, model = CASES["recordings"], labelled.build("recordings")
     extractor = case.processor()
     extractor.return_attention_mask = has_mask
     found = batches("recordings", samples=8, batch_size=4, processor=extractor)
     assert len(found) == (2 if has_mask else 8)  # without a mask padding would be heard
+    assert ("they are read one by one" in caplog.text) == (not has_mask)
     expected = []
     for row in case.rows().shuffle(seed=0).select(range(8)):
         inputs = extractor(row["audio"], sampling_rate=16_000, return_tensors="pt")

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.embedding_labels import with_embeddings
-from gradprobe_hf.data.prepared_rows import prepared_batches, teacher_forced
+from gradprobe_hf.data.prepared_rows import prepared_batches, teacher_forced, tell_one_by_one
 from gradprobe_hf.data.sources import Source, class_names, columns_of, is_streamed, shuffled
 from gradprobe_hf.data.text.packing import WindowSpec, held_out_words
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
@@ -199,7 +199,10 @@ class Labels:
         items = [spec.task.batch_of(part, reader) for part in _parts(rows, spec.batch_size)]
         hears = AUDIO in spec.task.inputs and spec.batch_size > 1
         feels = feels_padding(self.model) and any(_pads(item, reader) for item in items)
-        if feels or any(map(_mixes_rows, items)) or (hears and hears_padding(rows, reader)):
+        felt = feels or (hears and hears_padding(rows, reader))
+        if felt:
+            tell_one_by_one()
+        if felt or any(map(_mixes_rows, items)):
             items = [spec.task.batch_of([row], reader) for row in rows]
         items = [teacher_forced(item, self.model) for item in items]
         if label and spec.task.compares == "texts":

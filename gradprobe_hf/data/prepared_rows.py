@@ -5,6 +5,7 @@ They are padded on the right within each batch, unless the model would compute s
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from gradprobe_hf.tasks.conversation import shown
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import Task
 from gradprobe_hf.tasks.text_batches import multi_hot
+
+logger = logging.getLogger(__name__)
 
 SPEECH = ("input_values", "input_features")
 
@@ -47,9 +50,16 @@ def prepared_batches(
     felt = ("input_ids",) if choosing or feels_padding(model) else ()
     felt = (*felt, "labels") if embeds_labels(model) else felt  # which cannot be padded with -100
     alike = all(len({one[name].shape for one in made if name in one}) <= 1 for name in felt)
-    size = size if alike else 1
+    if not alike and size > 1:
+        tell_one_by_one()
+        size = 1
     made = list(_masked(made, reader))
     return [teacher_forced(_stacked(made[start : start + size], reader), model) for start in range(0, len(made), size)]
+
+
+def tell_one_by_one() -> None:
+    """Say that rows go alone, whatever `batch_size` says: passes over them take longer."""
+    logger.info("rows have unequal lengths, and padding would change the loss: they are read one by one")
 
 
 def teacher_forced(batch: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
