@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from datasets import Dataset
+from packaging.version import Version
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.bench.subject import Subject, Workload
@@ -249,6 +250,7 @@ class TestTranscripts:
         with pytest.raises(ValueError, match="a recording has 7 frames, and its text needs 11"):
             prune(model, rows, processing_class=processor())
 
+    @pytest.mark.skipif(Version(hf.__version__) < Version("5.23"), reason="transformers counts them as letters")
     def test_labels_may_be_padded_with_the_blank(self, heard):
         model, _ = heard
         labels = torch.tensor([[7, 8, 9] + [0] * 30, [7, 8, 9, 10] + [0] * 29])

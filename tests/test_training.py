@@ -7,7 +7,7 @@ import logging
 import pytest
 import torch
 from accelerate import Accelerator
-from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainerCallback
+from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainerCallback, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
@@ -24,6 +24,11 @@ from gradprobe_hf.training.callback import StepCallback
 from tests import cases
 from tests.grids import grid
 from tests.trainers import Rows, arguments, half_pruned, hooks_of, trained, trained_to_its_best, weights, zeros
+
+# As this version of transformers calls it.
+RECOMPUTE = next(
+    one for one in ("activation_checkpointing", "gradient_checkpointing") if hasattr(TrainingArguments, one)
+)
 
 
 class Watching(TrainerCallback):
@@ -54,7 +59,7 @@ class Watching(TrainerCallback):
         "bfloat16 weights": ({}, torch.bfloat16),
         "sgd": ({"optim": "sgd", "optim_args": "momentum=0.9"}, torch.float32),
         "adafactor": ({"optim": "adafactor"}, torch.float32),
-        "recomputed": ({"activation_checkpointing": True}, torch.float32),
+        "recomputed": ({RECOMPUTE: True}, torch.float32),
     },
     ["llama", "gpt2", "mixtral"],
 )
