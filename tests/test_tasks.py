@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Value, concatenate_datasets
+from datasets import Audio, ClassLabel, Dataset, Features, Value, concatenate_datasets
 from PIL import Image
 from tokenizers.processors import TemplateProcessing
 from transformers import (
@@ -215,6 +216,24 @@ def test_recordings_are_heard_as_their_extractor_makes_them_one_by_one(has_mask,
         expected.append(loss.item())
     losses = [model(**batch).loss.item() * len(batch["labels"]) for batch in found]
     assert sum(losses) == pytest.approx(sum(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_recordings_are_decoded_at_the_rate_that_the_model_hears(streamed, monkeypatch):
+    """A library that decodes audio is not always there: this one hears a second of silence in every file."""
+
+    def decoded(feature, value, **_):
+        rate = feature.sampling_rate or 48_000  # the file's own
+        samples = SimpleNamespace(data=torch.zeros(1, rate) + len(value["bytes"]), sample_rate=rate)
+        return SimpleNamespace(get_all_samples=lambda: samples)
+
+    monkeypatch.setattr(Audio, "decode_example", decoded)
+    columns = {"audio": [{"bytes": b"0" * number, "path": None} for number in range(1, 5)], "label": [0, 1, 2, 0]}
+    rows = Dataset.from_dict(columns).cast_column("audio", Audio())
+    assert rows[0]["audio"].get_all_samples().sample_rate == 48_000
+    found = batches("recordings", rows.to_iterable_dataset() if streamed else rows)
+    assert [batch["input_values"].shape for batch in found] == [(2, 16_000)] * 2
+    assert rows.features["audio"].sampling_rate is None, "the user's own stays as it is"
 
 
 def test_recordings_that_are_filled_to_one_length_go_together():

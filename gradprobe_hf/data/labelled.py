@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.data.batches import Batches, row_count, token_count
 from gradprobe_hf.data.embedding_labels import with_embeddings
 from gradprobe_hf.data.prepared_rows import prepared_batches, teacher_forced, tell_one_by_one
-from gradprobe_hf.data.sources import Source, class_names, columns_of, is_streamed, shuffled
+from gradprobe_hf.data.sources import Source, at_rate, class_names, columns_of, is_streamed, shuffled
 from gradprobe_hf.data.text.packing import WindowSpec, held_out_words
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
 from gradprobe_hf.data.unread_media import check_all_read
@@ -190,6 +190,8 @@ class Labels:
                 f"{opened.name} is plain text, and {spec.task.name} needs {spec.task.data}: give a data set with a "
                 "column of them (calibration, evaluation), or batches that the model returns a loss for."
             )
+        if AUDIO in spec.task.inputs:
+            opened = at_rate(opened, self._reader((), None, ()).feature_extractor.sampling_rate)
         rows, order = _taken(opened, spec)
         if not rows:
             return Batches.none()

@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -92,6 +92,17 @@ def class_names(rows: Any, column: str | None) -> tuple[str, ...]:
     feature = (getattr(rows, "features", None) or {}).get(column)
     feature = getattr(feature, "feature", feature)
     return tuple(getattr(feature, "names", None) or ())
+
+
+def at_rate(opened: Source, rate: int) -> Source:
+    """The source with its columns of recordings (`datasets.Audio`) decoded at this rate, as pipelines do."""
+    from datasets import Audio
+
+    rows: Any = opened.rows
+    for name, feature in (getattr(rows, "features", None) or {}).items():
+        if isinstance(feature, Audio) and feature.sampling_rate != rate:
+            rows = rows.cast_column(name, replace(feature, sampling_rate=rate))
+    return replace(opened, rows=rows)
 
 
 def open_source(spec: str, part: str, seed: int) -> Source:
