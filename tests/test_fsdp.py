@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -220,14 +220,19 @@ def refusals():
         with pytest.raises(ValueError) as caught:  # noqa: PT011
             outcome(sharded(name, torch.float32), name, options, 4)
         said.append(str(caught.value))
-    return said
+    with pytest.MonkeyPatch.context() as older:
+        older.delattr(FSDPModule, "reset_iter_state")
+        with pytest.raises(ValueError, match="forget a pass") as caught:
+            outcome(sharded("llama", torch.float32), "llama", {"sparsity": 0.5}, 4)
+    return [*said, str(caught.value)]
 
 
 def test_what_cannot_be_sharded_is_refused_with_what_to_do():
-    for experts, rows, blocks in together(refusals):
+    for experts, rows, blocks, older in together(refusals):
         assert "one whole model per process" in experts
         assert "sharded by inputs" in rows
         assert "refinement='blocks' trains whole blocks" in blocks
+        assert "take torch 2.13 or later" in older
 
 
 def test_zero_3_is_refused_with_what_to_use():

@@ -74,6 +74,12 @@ def check_sharding(model: nn.Module) -> None:
             "the model is partitioned by DeepSpeed ZeRO-3, whose parameters have no data and no shape of their own. "
             "Use FSDP2 (examples/accelerate_fsdp2.yaml), offload (device_map='auto'), or one whole model per process."
         )
+    # Without it, a pass that stops half-way, as those for the inputs of a block do, would spoil all that follow.
+    if isinstance(model, FSDPModule) and not hasattr(model, "reset_iter_state"):
+        raise ValueError(
+            f"torch {torch.__version__} cannot make FSDP2 forget a pass (FSDPModule.reset_iter_state): take torch 2.13 or "
+            "later, offload (device_map='auto'), or one whole model per process."
+        )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and (
             parameter.device_mesh.ndim != 1 or not all(type(placed) is Shard for placed in parameter.placements)
