@@ -77,8 +77,8 @@ def check_sharding(model: nn.Module) -> None:
     # Without it, a pass that stops half-way, as those for the inputs of a block do, would spoil all that follow.
     if isinstance(model, FSDPModule) and not hasattr(model, "reset_iter_state"):
         raise ValueError(
-            f"torch {torch.__version__} cannot make FSDP2 forget a pass (FSDPModule.reset_iter_state): take torch 2.13 or "
-            "later, offload (device_map='auto'), or one whole model per process."
+            f"torch {torch.__version__} cannot make FSDP2 forget a pass (FSDPModule.reset_iter_state): take torch 2.13 "
+            "or later, offload (device_map='auto'), or one whole model per process."
         )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) and (
