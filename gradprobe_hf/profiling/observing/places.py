@@ -28,7 +28,6 @@ _PACKAGE = os.path.dirname(os.path.dirname(_HERE)) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 # And what installed commands are, such as `gradprobe` itself.
 _STANDARD = tuple(os.path.abspath(sysconfig.get_path(name)) + os.sep for name in ("stdlib", "platstdlib", "scripts"))
-
 # Libraries wherever they are: a clone that was installed as editable is in no site-packages.
 _LIBRARIES = library_folders(("transformers", "accelerate", "datasets", "evaluate", "huggingface_hub", "peft", "trl"))
 # Both read scalars by design: the step counts of an optimizer are on the CPU, and a loss scale has to be looked at.
