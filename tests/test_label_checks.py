@@ -13,6 +13,7 @@ from packaging.version import Version
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.bench.subject import Subject, Workload
+from gradprobe_hf.data.label_checks import check_labels
 from gradprobe_hf.model.families import sample_batch
 from gradprobe_hf.model.passes.loss import summed_loss
 from tests import cases
@@ -288,6 +289,39 @@ def test_pixels_of_no_class_are_refused_and_void_is_not():
     assert prune(seeded(hf.SegformerForSemanticSegmentation, one_class), [mask], apply=False).masks
     with pytest.raises(ValueError, match="all are 255, or padding"):
         prune(model, [{**batch, "labels": torch.full((2, 32, 32), 255)}])
+
+
+@pytest.mark.parametrize(
+    ("classes", "boxes", "said"),
+    [
+        ([1], [[0.5, 0.5, 1.0, 1.0005]], None),
+        ([], [], None),
+        ([1], [[120.0, 80.0, 64.0, 32.0]], r"a box holds 120, and .*fractions of the image"),
+        ([0], [[-0.1, 0.5, 0.2, 0.2]], r"a box holds -0\.1, and"),
+        ([3], [[0.5, 0.5, 0.2, 0.2]], r"class_labels hold 3, and .* predicts 0 to 2"),
+        ([0, 1], [[0.5, 0.5, 0.2, 0.2]], r"a dict with its 'class_labels' \[boxes\] and 'boxes' \[boxes, 4\]"),
+    ],
+)
+def test_boxes_are_fractions_of_their_image(classes, boxes, said):
+    """In pixels they would have a loss, too: thousands of times as large, and of nothing that the model predicts."""
+    config = hf.YolosConfig(
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=[16, 16],
+        patch_size=8,
+        num_detection_tokens=4,
+        num_labels=3,
+    )
+    labels = [{"class_labels": torch.tensor(classes).long(), "boxes": torch.tensor(boxes).reshape(-1, 4)}]
+    batch = {"pixel_values": torch.randn(1, 3, 16, 16), "labels": labels}
+    model = hf.YolosForObjectDetection(config).eval()
+    if said is None:
+        check_labels(model, batch, "calibration", needs_loss=True)
+        return
+    with pytest.raises(ValueError, match=rf"calibration: .*(?:{said})"):
+        prune(model, [batch])
 
 
 def test_void_of_upernet_has_its_own_name():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from gradprobe_hf.model.families import (
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.image_texts import sees_prefix_whole
 
+ROUNDED = 1e-3  # what a box may end behind the edge of its image
 POSITIONS = ("start_positions", "end_positions")
 
 
@@ -35,6 +36,8 @@ def check_labels(model: PreTrainedModel, batch: Mapping[str, Any], part: str, ne
     if answers_by_position(model) and needs_loss:
         _check_positions(model, batch, part)
     labels = batch.get("labels")
+    if isinstance(labels, Sequence) and needs_loss and type(model).__name__.endswith("ForObjectDetection"):
+        _check_boxes(model, labels, part)
     if not isinstance(labels, Tensor):
         return
     if labels.is_floating_point():
@@ -80,6 +83,31 @@ def _check_classes(model: PreTrainedModel, batch: Mapping[str, Any], labels: Ten
             f"{part}: labels hold {lowest if lowest < 0 else highest}, and {type(model).__name__} predicts 0 to "
             f"{classes - 1} (and {ignored}, which is not counted)."
         )
+
+
+def _check_boxes(model: PreTrainedModel, labels: Sequence[Any], part: str) -> None:
+    for row in labels:
+        found = [row.get(name) if isinstance(row, Mapping) else None for name in ("class_labels", "boxes")]
+        classes, boxes = (one if isinstance(one, Tensor) else None for one in found)
+        if classes is None or boxes is None or boxes.shape != (len(classes), 4):
+            raise ValueError(
+                f"{part}: labels of a {type(model).__name__} are, for each image, a dict with its 'class_labels' "
+                "[boxes] and 'boxes' [boxes, 4], as the image processor makes them."
+            )
+        if not len(classes):
+            continue
+        lowest, highest = float(boxes.min()), float(boxes.max())
+        if lowest < 0 or highest > 1 + ROUNDED:
+            raise ValueError(
+                f"{part}: a box holds {lowest if lowest < 0 else highest:g}, and {type(model).__name__} takes "
+                "fractions of the image: center x, center y, width and height, as the image processor makes them."
+            )
+        first, last = int(classes.min()), int(classes.max())
+        if first < 0 or last >= model.config.num_labels:
+            raise ValueError(
+                f"{part}: class_labels hold {first if first < 0 else last}, and {type(model).__name__} predicts 0 to "
+                f"{model.config.num_labels - 1}."
+            )
 
 
 def _check_predicted(model: PreTrainedModel, kinds: Any, labels: Tensor, part: str) -> None:
