@@ -94,26 +94,30 @@ def test_parts_on_the_gpu_and_parts_beside_it_give_the_same(tmp_path):
         )
 
 
-def test_a_run_that_was_stopped_goes_on_to_the_same_masks(tmp_path, monkeypatch):
-    whole = pruned(cases.build("llama").to(GPU), sparsity=0.5, probes=2)
+def test_a_run_that_was_stopped_goes_on_to_the_same_masks(tmp_path):
+    whole, passes = counted(cases.build("llama").to(GPU))
+    wanted = pruned(whole, sparsity=0.5, probes=2)
+    # One to see what a pass reaches, four of the first probe, two of the second.
+    model, _ = counted(cases.build("llama").to(GPU), most=7)
     with pytest.raises(KeyboardInterrupt):
-        _stopped_in_the_second_probe(monkeypatch, tmp_path)
-    monkeypatch.undo()
-    again = pruned(cases.build("llama").to(GPU), sparsity=0.5, probes=2, resume_dir=tmp_path)
-    assert cases.differing(_on_cpu(whole.masks), _on_cpu(again.masks)) == 0
+        pruned(model, sparsity=0.5, probes=2, resume_dir=tmp_path)
+    again, left = counted(cases.build("llama").to(GPU))
+    found = pruned(again, sparsity=0.5, probes=2, resume_dir=tmp_path)
+    assert cases.differing(_on_cpu(wanted.masks), _on_cpu(found.masks)) == 0
+    assert len(left) <= len(passes) - 4, "the first probe is not made again"
 
 
-def _stopped_in_the_second_probe(monkeypatch, folder):
-    model = cases.build("llama").to(GPU)
+def counted(model, most=None):
+    """The model and a list that grows with its passes, of which the one behind the `most`th raises."""
     passes = []
 
-    def stop(*_):
-        passes.append(None)
-        if len(passes) == 7:  # four batches of the first probe, and some of the second
+    def note(*_):
+        if len(passes) == most:
             raise KeyboardInterrupt
+        passes.append(None)
 
-    model.register_forward_pre_hook(stop)
-    pruned(model, sparsity=0.5, probes=2, resume_dir=folder)
+    model.register_forward_pre_hook(note)
+    return model, passes
 
 
 def test_draws_are_the_same_in_every_pass_and_the_callers_are_as_they_were():
