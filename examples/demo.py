@@ -23,6 +23,7 @@ from gradprobe_hf import GradProbeConfig, PruneResult, bench_pretrained, prune_p
 from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.loading.load import load_model
+from gradprobe_hf.model.loading.placement import accelerator
 from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.report.report import Report
 
@@ -30,7 +31,7 @@ PROMPT = "The Earth goes around the Sun, and the Moon"
 
 
 def sentence(model: Any, tokenizer: Any) -> str:
-    inputs = tokenizer(PROMPT, return_tensors="pt")
+    inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
     written = model.generate(**inputs, max_new_tokens=24, do_sample=False)
     return str(tokenizer.decode(written[0], skip_special_tokens=True)).replace("\n", " ")
 
@@ -111,7 +112,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write all of it to this file, too")
     args = parser.parse_args()
     start = time.perf_counter()
-    model = load_model(args.model, dtype=torch.bfloat16).eval()
+    model = load_model(args.model, dtype=torch.bfloat16).eval().to(accelerator())  # where the others will be
     tokenizer = load_processing_class(model)
     sentences, results = [sentence(model, tokenizer)], {}
     windows = WindowSpec(args.num_samples, args.sequence_length, batch_size=4)

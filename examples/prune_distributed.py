@@ -25,7 +25,7 @@ def placement() -> dict[str, Any]:
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":  # what accelerate_fsdp2.yaml asks for
         return {"distributed_config": DistributedConfig(fsdp_size=int(os.environ["WORLD_SIZE"]))}
     if torch.accelerator.is_available():
-        return {"device_map": {"": int(os.environ["LOCAL_RANK"])}}
+        return {"device_map": {"": int(os.environ.get("LOCAL_RANK", 0))}}  # a single process may have none
     return {}
 
 

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
@@ -30,6 +31,7 @@ from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.divergence import measure_pair
 from gradprobe_hf.evaluation.divergence_loss import TopPredictions
 from gradprobe_hf.model.loading.load import load_model
+from gradprobe_hf.model.loading.placement import accelerator
 from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.probe.engine import Workload
 from gradprobe_hf.recovery.text import Reading, read_text
@@ -43,6 +45,11 @@ KL, OWN, LABELS, DENSE_LABELS = "recovered", "recovered, own text", "cross-entro
 ROWS = DENSE, PRUNED, KL, LABELS, DENSE_LABELS, OWN
 
 
+def loaded(name: str | Path) -> PreTrainedModel:
+    """In float32, where models compute: on the accelerator if there is one."""
+    return load_model(name, dtype=torch.float32).eval().to(accelerator())
+
+
 class Labels:
     """A teacher that is certain of the text: the divergence from it is cross-entropy."""
 
@@ -50,7 +57,8 @@ class Labels:
 
     def predictions(self, batch: Mapping[str, Tensor]) -> TopPredictions:
         ids = batch["shift_labels"].flatten().clamp(min=0)[:, None]
-        return TopPredictions(torch.zeros(ids.shape), ids, torch.full(ids.shape[:1], -torch.inf))
+        nothing_else = torch.full(ids.shape[:1], -torch.inf, device=ids.device)
+        return TopPredictions(torch.zeros(ids.shape, device=ids.device), ids, nothing_else)
 
 
 @dataclass
@@ -61,7 +69,7 @@ class Bench:
     found: dict[str, Any]
 
     def __post_init__(self) -> None:
-        self.dense = load_model(self.args.model, dtype=torch.float32).eval()
+        self.dense = loaded(self.args.model)
         self.tokenizer = load_processing_class(self.dense)
         spec = WindowSpec(self.args.evaluation_samples, self.args.sequence_length, self.args.batch_size)
         self.texts = {
@@ -109,7 +117,7 @@ class Bench:
         if not self.args.pruned.exists():
             options = {"num_samples": self.args.num_samples, "sequence_length": self.args.sequence_length}
             prune_pretrained(
-                load_model(self.args.model, dtype=torch.float32).eval(),
+                loaded(self.args.model),
                 GradProbeConfig(sparsity=self.args.sparsity, **options),
                 calibration=self.args.text,
                 evaluation=False,
@@ -146,7 +154,7 @@ class Bench:
                 "tokens": recovery["tokens"],
             }
             self.save()
-        return load_model(folder, dtype=torch.float32)
+        return loaded(folder)
 
     def towards_labels(self, model: Any, keeps_zeros: bool) -> Any:
         """The same steps of cross-entropy at the rate that was chosen; its best held-out state."""
@@ -177,9 +185,9 @@ def run(args: argparse.Namespace) -> None:
     bench = Bench(args, found)
     made = {
         DENSE: lambda: bench.row(DENSE, bench.dense),
-        PRUNED: lambda: bench.row(PRUNED, load_model(bench.pruned(), dtype=torch.float32)),
+        PRUNED: lambda: bench.row(PRUNED, loaded(bench.pruned())),
         KL: lambda: chosen(bench),
-        LABELS: lambda: bench.row(LABELS, bench.towards_labels(load_model(bench.pruned(), dtype=torch.float32), True)),
+        LABELS: lambda: bench.row(LABELS, bench.towards_labels(loaded(bench.pruned()), True)),
         DENSE_LABELS: lambda: bench.row(DENSE_LABELS, bench.towards_labels(copy.deepcopy(bench.dense), False)),
         OWN: lambda: bench.row(OWN, bench.towards_dense(OWN, float(found["learning_rate"]), "self")),
     }

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from accelerate import dispatch_model
@@ -173,6 +177,15 @@ def test_a_bench_runs_there_and_counts_the_memory_of_the_device(checkpoint):
     assert first.peak_memory_bytes == second.peak_memory_bytes
     assert 0 < first.peak_memory_bytes < 1e9
     assert first.prefill_seconds.median > 0
+
+
+def test_the_demo_runs_there(checkpoint, tmp_path):
+    demo = Path(__file__).parent.parent / "examples" / "demo.py"
+    command = [sys.executable, demo, "--model", checkpoint, "--output", tmp_path / "out", "--num-samples", "8"]
+    command += ["--sequence-length", "32", "--channels", "8", "--repeats", "1"]
+    ran = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("The Earth goes around") == 3
 
 
 def _on_cpu(masks):
