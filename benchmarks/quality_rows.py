@@ -52,7 +52,6 @@ OBS: Options = {"update": "obs"}
 ADMM: Options = {"update": "admm"}
 BLOCKS: Options = {"refinement": "blocks"}
 RECOVERY: Options = {"recovery_steps": 100}  # of 8 windows each: 410,000 tokens at 512
-LONG: Options = {"recovery_steps": 488}  # 2.0 million tokens
 AS_PRUNED: Options = {"dense_target": 0.0}  # outputs of the model as pruned so far, as SparseGPT published it
 HALF_WAY: Options = {"dense_target": 0.5}
 
@@ -105,8 +104,6 @@ METHODS: dict[str, Row] = {
     "wanda + blocks": Row(WANDA | BLOCKS),
     "one probe + admm + recovery": Row(ONE_PROBE | ADMM | RECOVERY),
     "one probe + admm + blocks + recovery": Row(ONE_PROBE | ADMM | BLOCKS | RECOVERY),
-    "one probe + admm + blocks + recovery, 2M tokens": Row(ONE_PROBE | ADMM | BLOCKS | LONG),
-    "sparsegpt + admm + blocks + recovery, 2M tokens": Row({"update": "sparsegpt+admm"} | BLOCKS | LONG),
     "sparsegpt + recovery": Row(SPARSEGPT | RECOVERY),
     "sparsegpt + admm + recovery": Row({"update": "sparsegpt+admm"} | RECOVERY),
     "magnitude": Row(MAGNITUDE),
@@ -156,8 +153,6 @@ EXTRA = (  # made when asked for
     "wanda + blocks",
     "one probe + admm + recovery",
     "one probe + admm + blocks + recovery",
-    "one probe + admm + blocks + recovery, 2M tokens",
-    "sparsegpt + admm + blocks + recovery, 2M tokens",
     "sparsegpt + recovery",
     "sparsegpt + admm + recovery",
 )

@@ -22,7 +22,7 @@ from gradprobe_hf.model.families import (
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.image_texts import sees_prefix_whole
 
-ROUNDED = 1e-3  # what a box may end behind the edge of its image
+BEYOND = 1.0  # how far boxes of real data may reach past the edges of their image, in images; pixels are hundreds
 POSITIONS = ("start_positions", "end_positions")
 
 
@@ -97,9 +97,9 @@ def _check_boxes(model: PreTrainedModel, labels: Sequence[Any], part: str) -> No
         if not len(classes):
             continue
         lowest, highest = float(boxes.min()), float(boxes.max())
-        if lowest < 0 or highest > 1 + ROUNDED:
+        if lowest < -BEYOND or highest > 1 + BEYOND:
             raise ValueError(
-                f"{part}: a box holds {lowest if lowest < 0 else highest:g}, and {type(model).__name__} takes "
+                f"{part}: a box holds {lowest if lowest < -BEYOND else highest:g}, and {type(model).__name__} takes "
                 "fractions of the image: center x, center y, width and height, as the image processor makes them."
             )
         first, last = int(classes.min()), int(classes.max())

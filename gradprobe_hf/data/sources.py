@@ -102,7 +102,7 @@ def at_rate(opened: Source, rate: int) -> Source:
     for name, feature in (getattr(rows, "features", None) or {}).items():
         if isinstance(feature, Audio) and feature.sampling_rate != rate:
             rows = rows.cast_column(name, replace(feature, sampling_rate=rate))
-    return replace(opened, rows=rows)
+    return opened if rows is opened.rows else replace(opened, rows=rows)
 
 
 def open_source(spec: str, part: str, seed: int) -> Source:
