@@ -17,7 +17,7 @@ from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.files.offload_store import check_store_room
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loading.load import name_of
+from gradprobe_hf.model.loading.load import folders_of
 from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -120,7 +120,7 @@ def prune_pretrained(
     if metric_fn is not None and config.max_metric_drop is None:
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
-    out.check(name_of(model_or_id))
+    out.check(*folders_of(model_or_id, from_pretrained_kwargs))
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:

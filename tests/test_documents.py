@@ -462,6 +462,24 @@ def test_chats_that_cannot_be_read_are_refused(template, row, options, message):
         load([row], samples=1, packing=False, tokenizer=chatting(template), **options)
 
 
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_parts_of_a_content_are_joined_for_a_template_that_reads_text(template):
+    """Rendered as they are they would be Python's form of a list, or an error of the template."""
+    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in CHAT]
+    found, plain = (one_chat(tokenizer=chatting(template), chat=chat) for chat in (parts, CHAT))
+    assert torch.equal(found["input_ids"], plain["input_ids"])
+    seen = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, *parts[1:]]
+    with pytest.raises(ValueError, match="a part of type 'image'"):
+        one_chat(tokenizer=chatting(template), chat=seen)
+
+
+def test_a_template_that_reads_parts_is_given_them():
+    reads = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
+    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in CHAT]
+    rendered = ChatTemplate.of(chatting(reads), "x").render(Chat(parts), assistant_only=False)
+    assert rendered.text == "".join(f"<{one['content']}>" for one in CHAT)
+
+
 def test_the_generation_marks_win_over_prefixes():
     """The template forgets earlier turns, but says itself what the assistant writes."""
     forgetful = MARKED.replace(
@@ -654,3 +672,20 @@ def test_an_example_of_a_text_that_is_not_on_the_hub_is_in_no_file(evaluation, t
         text = (tmp_path / "out" / name).read_text()
         assert "Because" not in text
         assert result.report.calibration["fingerprint"][:16] in text
+
+
+@pytest.mark.parametrize("name", ["x[1].jsonl", "x?.jsonl", "x*.jsonl"])
+def test_a_file_is_read_and_none_that_its_name_would_match(name, tmp_path):
+    (tmp_path / name).write_text('{"text": "This one."}\n')
+    (tmp_path / "x1.jsonl").write_text('{"text": "Another."}\n')
+    assert [row["text"] for row in sources.open_source(str(tmp_path / name), "calibration", 0).rows] == ["This one."]
+
+
+@pytest.mark.parametrize("form", ["arrow", "pandas", "numpy", "torch"])
+def test_a_data_set_is_read_whatever_its_format(form):
+    data = Dataset.from_list([{"messages": CHAT}] * 2)
+    found = load(data.with_format(form), samples=2, packing=False, tokenizer=chatting(CHATML))
+    plain = load(data, samples=2, packing=False, tokenizer=chatting(CHATML))
+    assert all(
+        torch.equal(one["input_ids"], other["input_ids"]) for one, other in zip(found.items, plain.items, strict=True)
+    )

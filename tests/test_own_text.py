@@ -33,7 +33,8 @@ def sampled(model, first, chances):
 def test_every_token_is_drawn_from_the_models_distribution(name, monkeypatch):
     monkeypatch.setattr(decoding, "SLOTS", 4)  # so that the cache grows
     model = cases.build(name)
-    model.generation_config.update(cache_implementation="static", use_cache=False)  # whatever the checkpoint says
+    asked = {"suppress_tokens": [*range(20)], "return_dict_in_generate": True}
+    model.generation_config.update(cache_implementation="static", use_cache=False, **asked)  # whatever it says
     before, attributes = torch.random.get_rng_state(), set(model.__dict__)
     found = own_text(model, 3, 12, seed=4, progress=False)
     chances = torch.rand(3, 12, generator=torch.Generator().manual_seed(4), dtype=torch.float32)

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
+from accelerate import Accelerator
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM, ViTImageProcessor, Wav2Vec2Config, Wav2Vec2FeatureExtractor
 
@@ -21,8 +22,9 @@ from gradprobe_hf.checkpoint.write import check_destination, check_writable
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.verbs import compare
 from gradprobe_hf.model.loading import stored_files
-from gradprobe_hf.model.loading.load import load, load_config
+from gradprobe_hf.model.loading.load import load, load_config, skeleton
 from gradprobe_hf.model.loading.processing import load_processing_class
+from gradprobe_hf.report.card.base_model import base_metadata
 from tests import cases
 
 QUICK = GradProbeConfig(score="magnitude")
@@ -320,6 +322,55 @@ def test_companions_on_the_hub_are_those_of_the_commit_that_was_loaded(source, t
         assert {path.relative_to(tmp_path / folder).as_posix() for path in there} == found
     assert asked == [("user/model", "abc")] * 2
     assert "whether user/model has a licence" in caplog.text
+
+
+def test_the_commit_in_the_cache_is_known_where_transformers_does_not_tell_it(tmp_path, monkeypatch):
+    """transformers 5.23 sets no `_commit_hash` any more, and without one nobody's licence or pooling were found."""
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    repository = tmp_path / "models--user--model"
+    snapshot = repository / "snapshots" / commit
+    cases.build("llama").save_pretrained(snapshot)
+    with_companions(snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    model = load("user/model", cache_dir=str(tmp_path)).model
+    assert stored_files.loaded_commit(model) == commit
+    assert "_commit_hash" not in model.config.to_dict()
+    del model.config._commit_hash
+    assert stored_files.cached_commit("user/model", cache_dir=str(tmp_path)) == commit
+    assert stored_files.cached_commit("user/other", cache_dir=str(tmp_path)) is None
+
+
+def test_languages_that_yaml_takes_for_no_are_norwegian(tmp_path):
+    for written, found in (("[en, no]", ["en", "no"]), ("no", "no"), ("en", "en")):
+        (tmp_path / "README.md").write_text(f"---\nlanguage: {written}\n---\n")
+        assert base_metadata(str(tmp_path))["language"] == found
+
+
+def test_the_subfolder_that_is_read_is_not_overwritten(tmp_path):
+    cases.build("llama").save_pretrained(tmp_path / "root" / "sub")
+    with pytest.raises(ValueError, match="is a model that is read"):
+        prune_pretrained(
+            str(tmp_path / "root"), QUICK, subfolder="sub", output_dir=tmp_path / "root" / "sub", overwrite=True
+        )
+
+
+def test_a_model_that_is_left_in_mixed_precision_is_refused():
+    model = cases.build("llama")
+    Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    with pytest.raises(ValueError, match="Accelerate has prepared this LlamaForCausalLM for mixed precision"):
+        prune(model, QUICK)
+
+
+def test_a_model_was_saved_before_it_is_checked(tmp_path):
+    """`save_pretrained` leaves the dtype as a text in the configuration."""
+    model = cases.build("llama")
+    model.save_pretrained(tmp_path / "saved")
+    assert next(skeleton(model.config).parameters()).dtype == model.dtype
+    model.config.dtype = "float8_e4m3fn"
+    with pytest.raises(ValueError, match="stored in float8_e4m3fn"):
+        skeleton(model.config)
 
 
 def test_a_folder_that_is_not_there_any_more_is_nobody_s_repository(tmp_path, monkeypatch):

@@ -14,7 +14,7 @@ from huggingface_hub import HfApi
 from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.own_files import is_companion
-from gradprobe_hf.model.loading.stored_files import stored_file
+from gradprobe_hf.model.loading.stored_files import loaded_commit, stored_file
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ def copy_companions(folder: Path, model: PreTrainedModel) -> None:
 
 def _listed(model: PreTrainedModel) -> list[str]:
     """The files stored beside a model, at the top and one folder below; none where nobody knows."""
-    name, commit = model.name_or_path, getattr(model.config, "_commit_hash", None)
+    name, commit = model.name_or_path, loaded_commit(model)
     if name and Path(name).is_dir():
         found = [path for pattern in ("*", "*/*") for path in Path(name).glob(pattern) if path.is_file()]
         return [path.relative_to(name).as_posix() for path in found]

@@ -34,7 +34,7 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading.load import CONFIG_KEY
 from gradprobe_hf.model.loading.pooling import MODULES
 from gradprobe_hf.model.loading.processing import PROCESSOR_FILES
-from gradprobe_hf.model.loading.stored_files import stored_file
+from gradprobe_hf.model.loading.stored_files import loaded_commit, stored_file
 from gradprobe_hf.model.parameters import is_offloaded, parameter_bytes
 from gradprobe_hf.report.card.base_model import base_metadata
 from gradprobe_hf.report.card.build import build_card, build_recovered_card
@@ -221,7 +221,7 @@ def _dense_bytes(made: Checkpoint) -> int:
 
 def _card(scratch: Path, made: Checkpoint, where: str) -> ModelCard:
     name = made.model.name_or_path
-    if not Path(name).is_dir() and getattr(made.model.config, "_commit_hash", None) is None:
+    if not Path(name).is_dir() and loaded_commit(made.model) is None:
         name = ""  # a path from another working directory, say, and no repository: that would be somebody else's
     # With its modules beside it a sentence encoder is used as before.
     base = base_metadata(name, keeps_use=(scratch / MODULES).is_file())

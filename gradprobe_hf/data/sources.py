@@ -6,6 +6,7 @@ in pieces of whole lines.
 
 from __future__ import annotations
 
+import glob
 import logging
 import re
 import sys
@@ -378,7 +379,8 @@ def _loaded(path: Path, kind: str, files: list[str], streaming: bool, options: d
     level = own.level
     own.setLevel(logging.CRITICAL)  # it logs a traceback of its own before it raises
     try:
-        rows = load_dataset(kind, data_files=files, split="train", streaming=streaming, **options)
+        named = [glob.escape(file) for file in files]  # it reads brackets and stars as patterns
+        rows = load_dataset(kind, data_files=named, split="train", streaming=streaming, **options)
     except (DatasetsError, ArrowException, ValueError, TypeError, StopIteration) as error:
         # ValueError and StopIteration come from files without a row.
         cause = error.__cause__ or error

@@ -219,6 +219,9 @@ def open_rows(source: Any, part: Part, seed: int) -> Source | None:
         return open_source(source, part, seed)
     if is_dataset(source):
         known = getattr(source.info, "dataset_name", None)
+        # Columns as plain Python, whatever a user reads them as; a transform of the user's own stays.
+        if (getattr(source, "format", None) or {}).get("type") not in (None, "custom"):
+            source = source.with_format(None)
         return Source(source, f"a Dataset ({known})" if known else "a Dataset")
     if isinstance(source, Sequence) and source:
         if not isinstance(source[0], Mapping):

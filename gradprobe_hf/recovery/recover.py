@@ -16,7 +16,7 @@ from gradprobe_hf.data.text.self_generated import KeptText
 from gradprobe_hf.data.text.text_options import SELF, TextOptions, is_written
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.fingerprint import weights_fingerprint
-from gradprobe_hf.model.loading.load import name_of
+from gradprobe_hf.model.loading.load import folders_of, name_of
 from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -127,7 +127,8 @@ def recover_pretrained(
     check_processing_class(processing_class)
     check_texts(text, evaluation)
     check_columns(TextOptions.of(config), text, evaluation)
-    out.check(name_of(pruned.model if isinstance(pruned, PruneResult) else pruned), name_of(teacher))
+    source = pruned.model if isinstance(pruned, PruneResult) else pruned
+    out.check(*folders_of(source, from_pretrained_kwargs), *folders_of(teacher, from_pretrained_kwargs))
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:

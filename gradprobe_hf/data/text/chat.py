@@ -6,10 +6,11 @@ The template renders the special tokens itself, a BOS among them, so that none a
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradprobe_hf.tasks.conversation import Chat
+from gradprobe_hf.tasks.conversation import Chat, Message
 
 ASSISTANT = "assistant"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -66,6 +67,7 @@ class ChatTemplate:
         Raises:
             ValueError: the template refuses the messages, or does not tell what the assistant says.
         """
+        chat = self._with_plain_contents(chat)
         text = self._text(chat)
         if assistant_only and _GENERATION.search(self.template):
             found = self.tokenizer.apply_chat_template(
@@ -85,6 +87,22 @@ class ChatTemplate:
         starts = [start for start, _ in found["offset_mapping"]]
         counted = [any(first <= start < last for first, last in spans) for start in starts]
         return RenderedChat(text, list(found["input_ids"]), counted)
+
+    def _with_plain_contents(self, chat: Chat) -> Chat:
+        """The parts of a content joined, `[{"type": "text", "text": ...}]`, where the template does not read them.
+
+        Such a template writes Python's form of the list into the text, or fails at it.
+        """
+        parts = [one["content"] for one in chat.messages if isinstance(one.get("content"), list)]
+        if not parts:
+            return chat
+        try:
+            rendered = self._text(chat)
+        except ValueError:
+            rendered = None
+        if rendered is not None and not any(str(content) in rendered for content in parts):
+            return chat
+        return replace(chat, messages=[_joined(message) for message in chat.messages])
 
     def _assistant_spans(self, chat: Chat, text: str) -> list[tuple[int, int]]:
         """Where in the rendered text the assistant speaks: each turn is what it adds to the turns before it."""
@@ -115,3 +133,17 @@ class ChatTemplate:
     def _asked(self, chat: Chat) -> dict[str, Any]:
         given = {"conversation": list(chat.messages), "chat_template": self.template, "tools": chat.tools}
         return {**chat.template_options, **given}
+
+
+def _joined(message: Message) -> Message:
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+    if other := [part for part, text in zip(content, texts, strict=True) if not isinstance(text, str)]:
+        kind = other[0].get("type") if isinstance(other[0], Mapping) else type(other[0]).__name__
+        raise ValueError(
+            f"a message holds a part of type {kind!r}, and this chat template reads text alone: leave such chats out, "
+            "or prune the model that reads them with its processor."
+        )
+    return {**message, "content": "".join(map(str, texts))}

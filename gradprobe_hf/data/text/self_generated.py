@@ -7,7 +7,8 @@ trained on, so no dataset is needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from gradprobe_hf.model.config_names import of_each_block, text_attribute
 from gradprobe_hf.model.families import cache_name, is_causal
@@ -154,25 +155,30 @@ def _written(model: PreTrainedModel, first: Tensor, sampler: _Sampler, length: i
     if name is not None and device.type == "cpu" and not is_sharded(model):
         cache = growing_cache(model, length)
         kept = {} if cache is None else {name: cache, **WITH_CACHE}
-    # Whatever the checkpoint's generation config says: options that sharpen or truncate the distribution would
-    # calibrate on another one than the model was trained on.
-    written = model.generate(
-        first,
-        attention_mask=torch.ones_like(first),
-        logits_processor=LogitsProcessorList([sampler]),
-        do_sample=False,
-        num_beams=1,
-        temperature=1.0,
-        top_k=50,
-        top_p=1.0,
-        repetition_penalty=1.0,
-        no_repeat_ngram_size=0,
-        min_new_tokens=new,  # an end-of-text token would leave a window that is not full
-        max_new_tokens=new,
-        pad_token_id=0,
-        **kept,
-    )
+    with _plain_generation(model):
+        written = model.generate(
+            first,
+            attention_mask=torch.ones_like(first),
+            logits_processor=LogitsProcessorList([sampler]),
+            min_new_tokens=new,  # an end-of-text token would leave a window that is not full
+            max_new_tokens=new,
+            pad_token_id=0,
+            **kept,
+        )
     return written.cpu()
+
+
+@contextmanager
+def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Greedy, and without the options of the checkpoint's generation config, which would forbid words, sharpen the
+    distribution or return something else: it would be another one than the model was trained on. Arguments of
+    `generate` do not cover them all."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def written_at_once(model: PreTrainedModel, length: int) -> int:

@@ -24,6 +24,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import CONFIG_NAME
 
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.loading.adapters import (
@@ -48,6 +49,7 @@ from gradprobe_hf.model.loading.checks import (
 )
 from gradprobe_hf.model.loading.dequantized import keep_dequantized, made_plain
 from gradprobe_hf.model.loading.report import about_pooler, about_unused, check_complete, ignored_names
+from gradprobe_hf.model.loading.stored_files import cached_commit
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.runtime.paths import expanded_model
 
@@ -181,6 +183,12 @@ def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str
             f"{compiled} of this {type(model).__name__} is compiled by itself: prune the model as it was before, and "
             "compile the result."
         )
+    if "_original_forward" in vars(model):
+        raise ValueError(
+            f"Accelerate has prepared this {type(model).__name__} for mixed precision (a Trainer with bf16=True does), "
+            "and its forward pass would go on in that, with rounded weights that are kept from step to step: save the "
+            "model, and pass the folder or a model loaded from it."
+        )
     if any(parameter.is_inference() for parameter in model.parameters()):
         raise ValueError(
             f"this {type(model).__name__} was made under torch.inference_mode, and no gradient can be taken of its "
@@ -245,6 +253,8 @@ def _load_checkpoint(
     if "gguf_file" in kwargs:
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
+    if getattr(model.config, "_commit_hash", None) is None:  # its companions and its card are those of this commit
+        model.config._commit_hash = cached_commit(name, kwargs.get("gguf_file", CONFIG_NAME), **kwargs)
     keep_dequantized(model)
     forget_false_ties(model)
     plain = None if stored_as or kwargs.get("dtype") in (None, "auto") or stored in (None, model.dtype) else str(stored)
@@ -334,6 +344,12 @@ def name_of(model_or_id: Any) -> str:
     return str(getattr(model_or_id, "name_or_path", "") if isinstance(model_or_id, nn.Module) else model_or_id)
 
 
+def folders_of(model_or_id: Any, source: Mapping[str, Any]) -> list[str]:
+    """Names of what is read: the model's, and that of the `subfolder` which it is loaded from."""
+    name, inside = name_of(model_or_id), source.get("subfolder")
+    return [name, str(Path(name) / inside)] if name and inside else [name]
+
+
 def load_config(name_or_path: str, **source: Any) -> PreTrainedConfig:
     """The configuration of a Hub id, a folder or a JSON file. No weight is fetched or read.
 
@@ -372,6 +388,7 @@ def skeleton(
         ValueError: no such dtype.
     """
     stored = getattr(config, "dtype", None)
+    stored = getattr(torch, stored) if isinstance(stored, str) else stored  # `save_pretrained` leaves a text there
     check_dtype(dtype, stored)
     dtype = (None if dtype == "auto" else dtype) or stored or torch.float32
     dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype

@@ -29,6 +29,7 @@ def base_metadata(name: str, keeps_use: bool = False) -> dict[str, Any]:
     try:
         card = ModelCard.load(folder / "README.md" if folder else name, ignore_metadata_errors=True)
         data = card.data.to_dict()
+        data["language"] = _languages(data.get("language"))
     except Exception as error:  # a missing, broken or unreachable card of the base must not cost a finished result
         logger.debug("no card of the base model %s: %s", name, error)
         data = {}
@@ -43,3 +44,10 @@ def _names_repository(name: str) -> bool:
     except HFValidationError:
         return False
     return bool(name)
+
+
+def _languages(found: Any) -> Any:
+    """Norwegian's code without quotes is `False` to YAML 1.1."""
+    if isinstance(found, list):
+        return [_languages(one) for one in found]
+    return "no" if found is False else found
