@@ -192,6 +192,18 @@ def test_a_prompt_that_was_learned_cannot_be_folded():
         run(model, merge_adapters=True)
 
 
+@pytest.mark.parametrize("end", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_one_end_of_tied_weights_is_refused(end):
+    """PEFT folds it into the one tensor of both, which makes another model."""
+    tied, untied = cases.build("llama"), cases.build("llama")
+    tied.config.tie_word_embeddings = True
+    tied.lm_head.weight = tied.model.embed_tokens.weight
+    adapter = peft.LoraConfig(r=4, target_modules=[end])
+    with pytest.raises(ValueError, match=f"an adapter of .*{end} cannot be folded in: its weight is tied"):
+        run(trained(peft.get_peft_model(tied, adapter)), merge_adapters=True)
+    assert run(trained(peft.get_peft_model(untied, adapter)), merge_adapters=True).model is not None
+
+
 def test_a_model_without_adapters_has_none_to_fold(checkpoint):
     for model in (cases.build("llama"), checkpoint):
         with pytest.raises(ValueError, match="merge_adapters=True has no effect here"):

@@ -473,6 +473,15 @@ def test_parts_of_a_content_are_joined_for_a_template_that_reads_text(template):
         one_chat(tokenizer=chatting(template), chat=seen)
 
 
+def test_tools_are_rendered_by_the_template_of_their_own():
+    tokenizer = chatting({"default": CHATML, "tool_use": "{{ tools | tojson }}" + CHATML})
+    tools = [{"type": "function", "function": {"name": "weather"}}]
+    for asked in (None, tools):
+        rendered = ChatTemplate.of(tokenizer, "x").render(Chat(CHAT, asked), assistant_only=False).text
+        assert rendered == tokenizer.apply_chat_template(CHAT, tools=asked, tokenize=False)
+        assert ("weather" in rendered) == bool(asked)
+
+
 def test_a_template_that_reads_parts_is_given_them():
     reads = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
     parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in CHAT]

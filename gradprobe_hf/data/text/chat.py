@@ -33,10 +33,15 @@ class RenderedChat:
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A tokenizer and its chat template."""
+    """A tokenizer and its chat template.
+
+    Attributes:
+        with_tools: the one of chats with tools, where it has one of their own.
+    """
 
     tokenizer: Any
     template: str
+    with_tools: str | None = None
 
     @classmethod
     def of(cls, processing_class: Any, name: str) -> ChatTemplate:
@@ -48,15 +53,16 @@ class ChatTemplate:
         tokenizer = getattr(processing_class, "tokenizer", processing_class)
         found = [getattr(one, "chat_template", None) for one in (tokenizer, processing_class)]
         template = next((one for one in found if one), None)
-        if isinstance(template, dict):  # several by name
-            template = template.get("default")
+        with_tools = None
+        if isinstance(template, dict):  # several by name, of which transformers takes this one for tools
+            with_tools, template = template.get("tool_use"), template.get("default")
         if template is None:
             raise ValueError(
                 f"{name} holds chats, and this {type(tokenizer).__name__} has no chat template. Give a tokenizer that "
                 "has one (processing_class=), or read the columns as plain text with a text_template "
                 '(--text-template "{prompt} {completion}") or a text_column.'
             )
-        return cls(tokenizer, template)
+        return cls(tokenizer, template, with_tools)
 
     def render(self, chat: Chat, assistant_only: bool) -> RenderedChat:
         """The whole conversation.
@@ -69,7 +75,7 @@ class ChatTemplate:
         """
         chat = self._with_plain_contents(chat)
         text = self._text(chat)
-        if assistant_only and _GENERATION.search(self.template):
+        if assistant_only and _GENERATION.search(self._of(chat)):
             found = self.tokenizer.apply_chat_template(
                 **self._asked(chat), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
             )
@@ -130,8 +136,11 @@ class ChatTemplate:
         except Exception as error:  # templates raise what they like
             raise ValueError(f"the chat template cannot render these messages: {error}") from error
 
+    def _of(self, chat: Chat) -> str:
+        return self.with_tools if chat.tools and self.with_tools else self.template
+
     def _asked(self, chat: Chat) -> dict[str, Any]:
-        given = {"conversation": list(chat.messages), "chat_template": self.template, "tools": chat.tools}
+        given = {"conversation": list(chat.messages), "chat_template": self._of(chat), "tools": chat.tools}
         return {**chat.template_options, **given}
 
 

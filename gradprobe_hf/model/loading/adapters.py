@@ -188,6 +188,7 @@ def _check_in_memory(model: nn.Module) -> None:
 
 def _merged(model: Any) -> PreTrainedModel:
     peft = imported_peft()
+    _check_untied(model, peft)
     if isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
         if not isinstance(getattr(model, "base_model", None), peft.tuners.tuners_utils.BaseTuner):
             raise ValueError(
@@ -202,6 +203,28 @@ def _merged(model: Any) -> PreTrainedModel:
     plain._hf_peft_config_loaded = False
     plain.requires_grad_(True)  # PEFT froze what is under the adapters; a model that is loaded can be trained
     return plain
+
+
+def _check_untied(model: nn.Module, peft: Any) -> None:
+    """Raise ValueError for an adapter of one end of tied weights: folded in, it would change the other end, too."""
+    holders: dict[int, list[str]] = {}
+    for name, module in model.named_modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(name)
+    for name, module in model.named_modules():
+        # Trained tokens are replaced at both ends by PEFT itself.
+        if (
+            isinstance(module, peft.tuners.tuners_utils.BaseTunerLayer)
+            and "TrainableTokens" not in type(module).__name__
+        ):
+            weight = getattr(module.get_base_layer(), "weight", None)
+            others = [other for other in holders.get(id(weight), []) if not other.startswith(f"{name}.")]
+            if others:
+                raise ValueError(
+                    f"an adapter of {name} cannot be folded in: its weight is tied to that of {', '.join(others)}, "
+                    "which would change with it. Untie them first (tie_word_embeddings=False, and a weight for each "
+                    "end), fold with PEFT's merge_and_unload, save the result, and prune that."
+                )
 
 
 def _unload_inside(model: nn.Module, layer: type[Any]) -> None:
