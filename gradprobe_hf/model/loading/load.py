@@ -254,7 +254,7 @@ def _load_checkpoint(
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
     if getattr(model.config, "_commit_hash", None) is None:  # its companions and its card are those of this commit
-        model.config._commit_hash = cached_commit(name, kwargs.get("gguf_file", CONFIG_NAME), **kwargs)
+        model.config._commit_hash = cached_commit(name, kwargs.get("gguf_file") or CONFIG_NAME, **kwargs)
     keep_dequantized(model)
     forget_false_ties(model)
     plain = None if stored_as or kwargs.get("dtype") in (None, "auto") or stored in (None, model.dtype) else str(stored)
