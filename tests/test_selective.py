@@ -90,6 +90,45 @@ def test_the_report_says_who_trained_how_often(tmp_path, caplog):
     assert set(patterns.members) == {"q_proj.weight", REST}
 
 
+def test_groups_are_of_what_the_optimizer_trains(tmp_path):
+    """The largest gradient of a parameter that no optimizer holds would take the place of one that can move."""
+    model = cases.build("llama")
+    optimizer = torch.optim.SGD([p for name, p in model.named_parameters() if "layers.2" in name], lr=0.1)
+    with attached(SelectiveUpdateCallback(top_k=1), model, optimizer) as callback:
+        before = weights(model)
+        model(**batch()).loss.backward()
+        optimizer.step()
+    assert set(callback.members) == {"model.layers.2"} == groups_that_moved(callback, before, model)
+    callback = SelectiveUpdateCallback(top_k=1, groups=["*.layers.0.*"])
+    with pytest.raises(ValueError, match=r"layers\.0\.\*' of groups matches no parameter that the optimizer trains"):
+        callback.start(model, optimizer)
+
+
+def test_what_is_unfrozen_on_the_way_joins_a_group():
+    model = cases.build("llama")
+    model.model.layers[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attached(SelectiveUpdateCallback(top_k=1), model, optimizer) as callback:
+        for step in range(4):
+            model.model.layers[0].requires_grad_(step > 1)
+            before = weights(model)
+            model(**batch(step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert groups_that_moved(callback, before, model) == set(callback.chosen)
+            assert ("model.layers.0" in callback.members) == (step > 1)
+            assert len(callback.chosen) == 1
+
+
+def test_a_report_of_other_groups_counts_its_own(tmp_path):
+    kept = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3}
+    trained(cases.build("llama"), tmp_path, [SelectiveUpdateCallback(top_k=2)], **kept)
+    callback = SelectiveUpdateCallback(top_k=1, groups="matrix")
+    trained(cases.build("llama"), tmp_path, [callback], resume=str(tmp_path / "checkpoint-3"))
+    assert set(callback.counts) <= set(callback.members)
+    assert f"{len(callback.members) - len(callback.counts)} groups were never updated" in callback.summary()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -162,6 +201,21 @@ def test_clipping_waits_for_v_and_resets_begin_anew():
 def test_spike_arguments_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         SpikeAwareClip(**options)
+
+
+def test_a_reset_begins_nadam_anew():
+    """Its bias correction is a product over the steps, without which the first steps after a reset are too small."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.NAdam(model.parameters(), lr=0.1)
+    with attached(SpikeAwareClip(warmup=1, reset_every=3), model, optimizer):
+        for _ in range(4):
+            model(torch.ones(4)).sum().backward()
+            optimizer.step()
+    fresh = torch.optim.NAdam(model.parameters(), lr=0.1)
+    fresh.step()
+    for parameter in model.parameters():
+        assert optimizer.state[parameter]["step"] == 1
+        assert torch.equal(optimizer.state[parameter]["mu_product"], fresh.state[parameter]["mu_product"])
 
 
 def test_spikes_need_a_second_moment(tmp_path):

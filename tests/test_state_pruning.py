@@ -414,3 +414,50 @@ def test_more_zeros_than_the_target_are_refused(tmp_path):
         model.model.layers[0].mlp.down_proj.weight.zero_()  # as it may be made: it has yet to learn
     trained(model, tmp_path, [StatePruningCallback(0.1, begin_step=5, end_step=6)])
     assert model.model.layers[0].mlp.down_proj.weight.any()
+
+
+def asked_for(sparsity, **more):
+    return StatePruningCallback(sparsity, **{"begin_step": 1, "end_step": 3, "every": 1, **more})
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (asked_for(0.3), r"target_sparsity=0\.3 with scope='global' asks for [\d,]+ zeros where it has"),
+        (asked_for(0.7), r"target_sparsity=0\.7 .* to prune further, load the checkpoint's model"),
+        (asked_for(0.5, scope="tensor"), "with scope='tensor' asks for"),
+        (asked_for(0.5, exclude=["*.mlp.*"]), r"choose other matrices \(.*mlp"),
+        (asked_for(0.5, end_step=6), "end_step=6 comes after its step 4"),
+    ],
+    ids=["less", "more", "scope", "matrices", "later"],
+)
+def test_a_frozen_mask_is_of_the_arguments_that_chose_it(other, message, tmp_path):
+    kept = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    trained(cases.build("llama"), tmp_path, [asked_for(0.5)], **kept)
+    with pytest.raises(ValueError, match=message):
+        trained(cases.build("llama"), tmp_path, [other], resume=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_run_resumed_beyond_a_nearer_end_is_pruned_to_its_target(tmp_path, caplog):
+    """Between two updates pruned weights grow back: the zeros of the checkpoint are no mask."""
+    kept = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    trained(cases.build("llama"), tmp_path, [asked_for(0.5, end_step=40, every=3)], **kept)
+    model, callback = cases.build("llama"), asked_for(0.5, end_step=4)
+    with caplog.at_level(logging.WARNING):
+        trained(model, tmp_path, [callback], resume=str(tmp_path / "checkpoint-5"), max_steps=8)
+    assert "checkpoint-5 is of step 5, and not pruned to target_sparsity=0.5 yet" in caplog.text
+    assert [(update.step, update.sparsity) for update in callback.history] == [
+        (1, 0.0),
+        (4, pytest.approx(0.106, abs=0.01)),
+        (6, 0.5),
+    ]
+    targets = find_targets(model)
+    zeros = sum(int((target.matrix(model) == 0).sum()) for target in targets)
+    assert zeros == callback.keeper.zeros == round(0.5 * sum(target.numel for target in targets))
+
+
+def test_a_resumed_run_brings_no_weight_back(tmp_path):
+    kept = {"max_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    trained(cases.build("llama"), tmp_path, [asked_for(0.8, end_step=7)], **kept)
+    with pytest.raises(ValueError, match=r"checkpoint-5 has been pruned to .*target_sparsity=0\.3 would bring some"):
+        trained(cases.build("llama"), tmp_path, [asked_for(0.3, end_step=7)], resume=str(tmp_path / "checkpoint-5"))

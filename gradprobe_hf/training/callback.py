@@ -125,7 +125,7 @@ class StepCallback(TrainerCallback):
 
     def check_optimized(self, names: Iterable[str], remedy: str) -> None:
         """Raise ValueError where one of these parameters trains, and in none of the optimizers that this one sees."""
-        held = {id(one) for optimizer in self.optimizers for one in _parameters_of(optimizer)}
+        held = {id(one) for optimizer in self.optimizers for one in parameters_of(optimizer)}
         for name in names:
             parameter = self.model.get_parameter(name)
             if parameter.requires_grad and id(parameter) not in held:
@@ -263,7 +263,8 @@ def _unwrapped(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _parameters_of(optimizer: Any) -> list[nn.Parameter]:
+def parameters_of(optimizer: Any) -> list[nn.Parameter]:
+    """What an optimizer holds, whether it trains now or not."""
     return [one for group in optimizer.param_groups for one in group["params"]]
 
 
@@ -292,7 +293,7 @@ def _check_supported(callback: StepCallback, model: nn.Module, optimizers: list[
             "Call model.requires_grad_(True), and make the optimizer after that."
         )
     own = {id(parameter) for parameter in model.parameters()}
-    if not any(id(one) in own for optimizer in optimizers for one in _parameters_of(optimizer)):
+    if not any(id(one) in own for optimizer in optimizers for one in parameters_of(optimizer)):
         raise ValueError(
             f"{name}: the optimizer trains none of this {type(model).__name__}'s parameters, a copy's say: make it of "
             "the model that is passed."

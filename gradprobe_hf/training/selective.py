@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Literal
 
@@ -20,7 +20,7 @@ from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.fsdp import is_sharded, local
 from gradprobe_hf.model.targets import matches
 from gradprobe_hf.runtime.option_checks import number, patterns, whole
-from gradprobe_hf.training.callback import StepCallback, logger
+from gradprobe_hf.training.callback import StepCallback, logger, parameters_of
 
 Grouping = Literal["block", "matrix"] | Sequence[str]
 
@@ -37,7 +37,8 @@ class SelectiveUpdateCallback(StepCallback):
         fraction: fraction of the groups that train, in (0, 1], at least one; instead of `top_k`.
         every: steps for which a choice stands.
         groups: `"block"`, one group per block of the model, and one for everything outside the blocks; `"matrix"`, one
-            per parameter; or patterns of parameter names, one group per pattern, and one for the rest.
+            per parameter; or patterns of parameter names, one group per pattern, and one for the rest. They are made of
+            what the optimizer holds and trains, and made again when it trains more, as with layers unfrozen on the way.
 
     Attributes:
         members: group -> its parameters, once training has begun.
@@ -79,6 +80,7 @@ class SelectiveUpdateCallback(StepCallback):
         self.members: dict[str, list[nn.Parameter]] = {}
         self.chosen: list[str] = []
         self.counts: Counter[str] = Counter()
+        self._frozen: list[nn.Parameter] = []  # what the optimizer holds, and does not train yet
 
     @property
     def groups_per_step(self) -> int:
@@ -88,17 +90,24 @@ class SelectiveUpdateCallback(StepCallback):
         return max(1, round((self.fraction or 0.0) * len(self.members)))
 
     def begin(self) -> None:
+        self._group()
+        self.chosen, self.counts = [], Counter()
+
+    def _group(self) -> None:
+        held = {id(parameter) for parameter in parameters_of(self.optimizer)}
+        self._frozen = [one for one in self.model.parameters() if id(one) in held and not one.requires_grad]
         self.members = {}
-        for label, parameter in _grouped(self.model, self.groups):
+        for label, parameter in _grouped(self.model, self.groups, held):
             self.members.setdefault(label, []).append(parameter)
         if self.top_k is not None and self.top_k > len(self.members):
             raise ValueError(
                 f"top_k={self.top_k} of {len(self.members)} groups ({', '.join(self.members)}): choose fewer."
             )
-        self.chosen, self.counts = [], Counter()
 
     @torch.no_grad()
     def before_step(self) -> None:
+        if any(one.grad is not None for one in self._frozen):
+            self._group()  # of what was frozen until now, and in no group: it would train at every step
         # By the number of the step, so that a resumed run chooses at the same steps; `restore` has the choice between.
         if not self.chosen or (self.step - 1) % self.every == 0:
             self.chosen = self._largest_groups()
@@ -125,7 +134,7 @@ class SelectiveUpdateCallback(StepCallback):
             saved = json.loads((folder / FILE_NAME).read_text())
             # With other `groups` than in the run that saved, its choice means nothing: the next step chooses anew.
             self.chosen = [label for label in saved["chosen"] if label in self.members]
-            self.counts = Counter(saved["counts"])
+            self.counts = Counter({label: n for label, n in saved["counts"].items() if label in self.members})
 
     def _largest_groups(self) -> list[str]:
         """The groups with the largest gradient norm: one foreach call and one synchronisation with the device."""
@@ -154,9 +163,9 @@ def _squared_norms(gradients: Sequence[Tensor]) -> Tensor:
     return torch.stack([norm.to(norms[0].device) for norm in norms]).square()
 
 
-def _grouped(model: nn.Module, groups: Grouping) -> list[tuple[str, nn.Parameter]]:
-    """(group, parameter) of every parameter that requires a gradient."""
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+def _grouped(model: nn.Module, groups: Grouping, held: Set[int]) -> list[tuple[str, nn.Parameter]]:
+    """(group, parameter) of every parameter that requires a gradient and whose id is among those held."""
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad and id(one) in held]
     if groups == "matrix":
         return named
     if groups == "block":
@@ -164,7 +173,8 @@ def _grouped(model: nn.Module, groups: Grouping) -> list[tuple[str, nn.Parameter
     for pattern in groups:
         if not any(matches(pattern, name) for name, _ in named):
             raise ValueError(
-                f"pattern {pattern!r} of groups matches no parameter; their names are like {named[0][0]!r}."
+                f"pattern {pattern!r} of groups matches no parameter that the optimizer trains; their names are like "
+                f"{named[0][0]!r}."
             )
     return [
         (next((pattern for pattern in groups if matches(pattern, name)), REST), parameter) for name, parameter in named

@@ -25,7 +25,7 @@ from gradprobe_hf.runtime.option_checks import number, patterns, whole
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.selection.packed_masks import PackedMasks
-from gradprobe_hf.selection.select import select_masks
+from gradprobe_hf.selection.select import select_masks, units
 from gradprobe_hf.training.callback import StepCallback, logger
 from gradprobe_hf.training.keeper import MaskKeeper, load_masks
 from gradprobe_hf.training.optimizer_state import check_one_copy, check_state, saliency_keys, steps_of_state
@@ -94,7 +94,11 @@ class StatePruningCallback(StepCallback):
         ValueError: an argument out of range; when training begins, an optimizer that keeps none of the state that the
             saliency reads or has a second copy of the weights (schedule-free ones), matrices that do not train or are
             in no optimizer that was passed, more zeros than the target, PEFT adapters, or masks in `output_dir` of
-            other weights; at an update, a parameter whose state is empty.
+            other weights, or of another target, scope or choice of matrices; at an update, a parameter whose state is
+            empty.
+
+    A run that is resumed may have another schedule, as long as its mask is not frozen and no pruned weight comes back:
+    one that is past a nearer `end_step` without a mask chooses it at its next step.
 
     An update that falls within 10 steps of a reset of the moments (`SpikeAwareClip` makes them) waits until these are
     over: a moment of one step is the gradient of one batch. The last one is made at `end_step` all the same, with a
@@ -189,7 +193,11 @@ class StatePruningCallback(StepCallback):
         self.history, self.keeper, self._is_due = [], None, False
         self._first, self._earlier = self.initial_sparsity, None
         if self.step >= self.end_step:  # a resumed run; `restore` has the exact mask, unless its file is missing
-            self._freeze(PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets}))
+            zeros = PackedMasks({target.name: target.matrix(self.model) == 0 for target in self.targets})
+            # Fewer than the target's are no mask: the run that was saved had a later end_step.
+            self._is_due = any(count < asked for count, asked in self._counts(zeros))
+            if not self._is_due:
+                self._freeze(zeros)
         elif self.step < self.begin_step:  # nothing was pruned by this callback yet
             self._keep_earlier()
 
@@ -207,8 +215,8 @@ class StatePruningCallback(StepCallback):
             return
         if self.step < self.begin_step:  # the first step has filled the state: no need to wait for an update
             check_state(self.optimizer, self.saliency)
-        elif self.step <= self.end_step:
-            is_last = self.step == self.end_step
+        else:
+            is_last = self.step >= self.end_step
             self._is_due = self._is_due or is_last or (self.step - self.begin_step) % self.every == 0
             if self._is_due and (is_last or not self._forgot()):
                 self.update()
@@ -272,15 +280,28 @@ class StatePruningCallback(StepCallback):
             self._first, self.history = kept["initial_sparsity"], [MaskUpdate(**update) for update in kept["updates"]]
             # An update may have been waiting when the checkpoint was saved.
             since = (self.step - self.begin_step) % self.every
-            self._is_due = self.step >= self.begin_step and all(one.step < self.step - since for one in self.history)
-        if self.keeper is None:
-            return
+            waits = self.step >= self.begin_step and all(one.step < self.step - since for one in self.history)
+            self._is_due = self._is_due or waits
         masks = load_masks(self.model, folder)
-        if masks is None:
+        if masks is not None:
+            self._check_frozen(masks, folder)
+            self._freeze(masks).check_restored(folder)
+        elif self.keeper:
             logger.warning("%s has no masks of this callback: the weights that are zero now are kept at zero", folder)
-            return
-        self._freeze(masks)
-        self.keeper.check_restored(folder)
+        elif self.step >= self.end_step:
+            logger.warning(
+                "%s is of step %d, and not pruned to target_sparsity=%s yet, although end_step=%d: the mask is chosen "
+                "and frozen after the next step",
+                folder,
+                self.step,
+                self.target_sparsity,
+                self.end_step,
+            )
+        elif self.history and self.history[-1].sparsity > self.target_sparsity:
+            raise ValueError(
+                f"{folder} has been pruned to {self.history[-1].sparsity:.1%} already, and target_sparsity="
+                f"{self.target_sparsity} would bring some of the weights back: choose a larger one, or begin anew."
+            )
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -300,8 +321,38 @@ class StatePruningCallback(StepCallback):
         reads = self.saliency != "magnitude"
         return reads and steps_of_state(self.optimizer, self.step) < min(MOMENT_STEPS, self.step)
 
-    def _freeze(self, masks: PackedMasks) -> None:
+    def _freeze(self, masks: PackedMasks) -> MaskKeeper:
         self.keeper = MaskKeeper(self.model, self.targets, masks)
+        return self.keeper
+
+    def _counts(self, masks: PackedMasks) -> list[tuple[int, int]]:
+        """Of each unit of the scope the weights that these masks prune, and those that the target asks for."""
+        found = torch.tensor([int(masks[target.name].sum()) for target in self.targets])
+        by_name = dict(zip((t.name for t in self.targets), self._processes().sum_(found).tolist(), strict=True))
+        return [
+            (sum(by_name[one.name] for one in unit), round(self.target_sparsity * sum(one.numel for one in unit)))
+            for unit in units(self.targets, self.scope)
+        ]
+
+    def _check_frozen(self, masks: PackedMasks, folder: Path) -> None:
+        """Raise ValueError if the frozen mask of a checkpoint is not what this callback was asked for."""
+        own = {target.name for target in self.targets}
+        if self.step < self.end_step:
+            reason = f"end_step={self.end_step} comes after its step {self.step}"
+        elif names := sorted(set(masks) ^ own):
+            reason = f"include and exclude choose other matrices ({', '.join(names[:3])})"
+        elif counts := [(count, asked) for count, asked in self._counts(masks) if count != asked]:
+            count, asked = counts[0]
+            reason = (
+                f"target_sparsity={self.target_sparsity} with scope={self.scope!r} asks for {asked:,} zeros where it "
+                f"has {count:,}"
+            )
+        else:
+            return
+        raise ValueError(
+            f"the mask in {folder} is frozen, and {reason}. Resume with the arguments of the run that saved it; to "
+            "prune further, load the checkpoint's model and begin a new run."
+        )
 
     def _keep_earlier(self) -> None:
         """Begin from zeros that are there: the first update chooses among all weights, and the others grow back.
