@@ -9,13 +9,17 @@ import os
 
 import pytest
 import torch
+from accelerate import Accelerator
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from accelerate.state import AcceleratorState
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 from transformers import BertConfig, BertLMHeadModel, LlamaForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from gradprobe_hf import GradProbeConfig, compare_pretrained, prune_pretrained
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
 from gradprobe_hf.data.batches import from_iterable
+from gradprobe_hf.model.loading.load import load_model
 from gradprobe_hf.training import keep_sparsity
 from tests import cases
 
@@ -214,6 +218,31 @@ def test_the_callers_modes_change_nothing():
         model = cases.build("llama")
     with pytest.raises(ValueError, match=r"made under torch\.inference_mode"):
         pruned(model)
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+def test_a_model_left_in_mixed_precision_is_pruned_in_its_own(hooked):
+    """A Trainer with bf16=True leaves it so, and rounded copies of the weights would be measured. It stays so after."""
+    model, plain = cases.build("llama"), cases.build("llama")
+    if hooked:
+        add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
+    Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    AcceleratorState._reset_state()
+    before = dict(vars(model))
+    left, expected = (pruned(one, evaluation=cases.batches("llama"), apply=True) for one in (model, plain))
+    assert cases.differing(left.masks, expected.masks) == 0
+    assert left.report.evaluation == expected.report.evaluation
+    options = {"text": cases.batches("llama"), "evaluation": False, "progress": False}
+    for result in (left, expected):
+        recover_pretrained(result, cases.build("llama"), RecoveryConfig(steps=1, batch_size=2, bf16=False), **options)
+    assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
+    assert {name: vars(model).get(name) for name in ("forward", "_original_forward")} == {
+        name: before[name] for name in ("forward", "_original_forward")
+    }
+    ids = torch.arange(12)[None]
+    assert not torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    with pytest.raises(ValueError, match="Accelerate has prepared this LlamaForCausalLM for mixed precision"):
+        load_model(model)  # of a verb that leaves it so
 
 
 def test_an_optimizer_of_a_copy_is_refused():

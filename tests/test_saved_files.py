@@ -12,7 +12,6 @@ from types import SimpleNamespace
 
 import pytest
 import transformers
-from accelerate import Accelerator
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM, ViTImageProcessor, Wav2Vec2Config, Wav2Vec2FeatureExtractor
 
@@ -354,13 +353,6 @@ def test_the_subfolder_that_is_read_is_not_overwritten(tmp_path):
         prune_pretrained(
             str(tmp_path / "root"), QUICK, subfolder="sub", output_dir=tmp_path / "root" / "sub", overwrite=True
         )
-
-
-def test_a_model_that_is_left_in_mixed_precision_is_refused():
-    model = cases.build("llama")
-    Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
-    with pytest.raises(ValueError, match="Accelerate has prepared this LlamaForCausalLM for mixed precision"):
-        prune(model, QUICK)
 
 
 def test_a_model_was_saved_before_it_is_checked(tmp_path):

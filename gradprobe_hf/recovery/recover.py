@@ -18,6 +18,7 @@ from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loading.load import folders_of, name_of
 from gradprobe_hf.model.loading.processing import load_processing_class
+from gradprobe_hf.model.passes.own_precision import in_own_precision
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import (
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 
 @plain_computation()
+@in_own_precision
 def recover_pretrained(
     pruned: PreTrainedModel | PruneResult | str | Path,
     teacher: PreTrainedModel | str | Path,
