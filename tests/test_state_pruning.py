@@ -361,6 +361,19 @@ class Elsewhere(torch.Tensor):
         return super().__torch_function__(function, types, args, kwargs)
 
 
+def test_an_update_waits_for_a_first_step_that_a_scaler_skips():
+    """In fp16 a Trainer tells of a step although its GradScaler has left it out, as it does until its scale fits."""
+    model = cases.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    with attached(StatePruningCallback(0.5, initial_sparsity=0.2, end_step=9), model, optimizer) as callback:
+        callback.step = 1
+        callback.after_step()
+        assert callback.history == []
+        model(**{key: value[None] for key, value in Rows()[0].items()}).loss.backward()
+        optimizer.step()
+        assert [update.step for update in callback.history] == [2]
+
+
 def test_steps_are_counted_over_all_devices():
     """A fused optimizer of a model on several devices counts on each of them."""
     one, other = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))

@@ -218,7 +218,9 @@ class StatePruningCallback(StepCallback):
         else:
             is_last = self.step >= self.end_step
             self._is_due = self._is_due or is_last or (self.step - self.begin_step) % self.every == 0
-            if self._is_due and (is_last or not self._forgot()):
+            # A Trainer tells of steps, too, that its GradScaler skips: the first ones, as a rule, and there is no state.
+            begun = self.saliency == "magnitude" or any(self.optimizer.state.values())
+            if self._is_due and (is_last or (begun and not self._forgot())):
                 self.update()
 
     def end(self) -> None:
