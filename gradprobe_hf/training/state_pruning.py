@@ -218,7 +218,7 @@ class StatePruningCallback(StepCallback):
         else:
             is_last = self.step >= self.end_step
             self._is_due = self._is_due or is_last or (self.step - self.begin_step) % self.every == 0
-            # A Trainer tells of steps, too, that its GradScaler skips: the first ones, as a rule, and there is no state.
+            # A Trainer tells of steps that its GradScaler skips, too. The first ones are as a rule, and leave no state.
             begun = self.saliency == "magnitude" or any(self.optimizer.state.values())
             if self._is_due and (is_last or (begun and not self._forgot())):
                 self.update()
