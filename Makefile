@@ -70,7 +70,7 @@ bench-quality: bench-c4 bench-wikitext bench-wikitext-rows bench-qwen bench-pape
 
 bench-c4: $(READY) $(MODEL)  ## the main table, calibrated on C4: three draws of the README's rows and Wanda (C4)
 	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --seed $(DRAWS) --methods wanda $(README_ROWS) \
-		--output benchmarks/results/c4.json $(FLAGS)
+		--columns 0.5 0.6 0.7 2:4 4:8 --output benchmarks/results/c4.json $(FLAGS)
 
 ON_WIKITEXT = $(SMOLLM2) $(TEXTS)
 
@@ -96,7 +96,8 @@ QWEN := runs/qwen2.5-coder-0.5b-instruct
 
 bench-qwen: $(READY) $(QWEN)  ## a second model, fewer rows
 	$(QUALITY) --model $(QWEN) $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=40 pydoc=24 \
-		--methods wanda $(README_ROWS) "sparsegpt, dense_target 0.5" "one probe + admm + blocks" --columns 0.6 2:4 0.5 0.7 --output benchmarks/results/qwen.json $(FLAGS)
+		--methods wanda $(README_ROWS) "sparsegpt, dense_target 0.5" "one probe + admm + blocks" \
+		--columns 0.6 --output benchmarks/results/qwen.json $(FLAGS)
 
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
 	$(QUALITY) --variants --model $(MODEL) $(TEXTS) $(FLAGS)
@@ -124,8 +125,11 @@ bench-choices: $(READY)  ## constants and presets beside their neighbours, on th
 	$(BIN)/python -m benchmarks.choices --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
-EQUALS := wanda "wanda + obs" "wanda + obs, dense_target 0" sparsegpt "sparsegpt, dense_target 0.5" \
-	"two probes" "two probes + obs" "two probes + obs, dense_target 0" "sparsegpt + admm" "one probe + admm"
+EQUALS := wanda "wanda + obs" "wanda + obs, dense_target 0" "wanda + obs, dense_target 0.25" sparsegpt \
+	"sparsegpt, dense_target 0.25" "sparsegpt, dense_target 0.5" "two probes" "two probes + obs" \
+	"two probes + obs, dense_target 0" "two probes + obs, dense_target 0.25" "sparsegpt + admm" \
+	"sparsegpt + admm, dense_target 0" "sparsegpt + admm, dense_target 0.5" "one probe + admm" \
+	"one probe + admm, dense_target 0" "one probe + admm, dense_target 0.5"
 RIVALS := "sparsegpt, owl" "sparsegpt, budgets of one probe" "sparsegpt + admm, owl" \
 	"sparsegpt + admm, budgets of one probe" gblm "wanda, block by block" "wanda, owl" "one probe" "two probes + admm"
 

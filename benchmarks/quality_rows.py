@@ -54,6 +54,7 @@ BLOCKS: Options = {"refinement": "blocks"}
 RECOVERY: Options = {"recovery_steps": 100}  # of 8 windows each: 410,000 tokens at 512
 AS_PRUNED: Options = {"dense_target": 0.0}  # outputs of the model as pruned so far, as SparseGPT published it
 HALF_WAY: Options = {"dense_target": 0.5}
+A_QUARTER: Options = {"dense_target": 0.25}
 
 RULE = "threshold rule"
 AS_SPARSE = ", as sparse as the threshold rule"
@@ -74,6 +75,7 @@ METHODS: dict[str, Row] = {
     "wanda, owl": Row(WANDA, owl_masks),
     "gblm": Row({"score": "gblm", "probes": 1}),
     "sparsegpt": Row(SPARSEGPT),
+    "sparsegpt, dense_target 0.25": Row(SPARSEGPT | A_QUARTER),
     "sparsegpt, dense_target 0.5": Row(SPARSEGPT | HALF_WAY),
     "sparsegpt, owl": Row(WANDA | {"update": "sparsegpt in budgets"}, owl_masks),
     "sparsegpt, budgets of one probe": Row(ONE_PROBE | {"update": "sparsegpt in budgets"}),
@@ -86,10 +88,12 @@ METHODS: dict[str, Row] = {
     "two probes": Row(TWO_PROBES),
     "two probes + obs": Row(TWO_PROBES | OBS),
     "two probes + obs, dense_target 0": Row(TWO_PROBES | OBS | AS_PRUNED),
+    "two probes + obs, dense_target 0.25": Row(TWO_PROBES | OBS | A_QUARTER),
     "two probes + least squares": Row(TWO_PROBES | {"update": "least_squares"}),
     "two probes + admm": Row(TWO_PROBES | ADMM),
     "wanda + obs": Row(WANDA | OBS),
     "wanda + obs, dense_target 0": Row(WANDA | OBS | AS_PRUNED),
+    "wanda + obs, dense_target 0.25": Row(WANDA | OBS | A_QUARTER),
     "wanda + admm": Row(WANDA | ADMM),
     "one probe": Row(ONE_PROBE),
     "one probe + obs": Row(ONE_PROBE | OBS),
@@ -140,10 +144,13 @@ IMPORTANT = (  # rows that the further columns have too
     *PEERS,
 )
 EXTRA = (  # made when asked for
+    "sparsegpt, dense_target 0.25",
     "sparsegpt + least squares",
     "sparsegpt + admm, dense_target 0",
     "sparsegpt + admm, dense_target 0.5",
+    "two probes + obs, dense_target 0.25",
     "two probes + least squares",
+    "wanda + obs, dense_target 0.25",
     "wanda + admm",
     "one probe + admm, dense_target 0",
     "one probe + admm, dense_target 0.5",

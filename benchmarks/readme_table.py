@@ -20,6 +20,7 @@ from benchmarks.candidate_sums import candidate_sums_table
 from benchmarks.choices import choices_table
 from benchmarks.elsewhere import elsewhere_table
 from benchmarks.embeddings import embeddings_table
+from benchmarks.goals_table import goals_table
 from benchmarks.gradient_admm import gradient_admm_table
 from benchmarks.matching import matching_table
 from benchmarks.mixtures_table import mixtures_table
@@ -331,6 +332,7 @@ PAGES = (
     "docs/guides/smaller.md",
     "docs/method.md",
     "docs/experiments.md",
+    "docs/intervals.md",
     "docs/memory.md",
     "docs/training.md",
 )
@@ -387,10 +389,15 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "qwen divergence": (("qwen",), divergence_table),
     "refined": (("refined",), quality_table),
     "refined divergence": (("refined",), divergence_table),
+    "refined goals": (("refined",), goals_table),
+    "refined intervals": (("refined",), intervals_table),
     "refined stories": (("refined-stories",), quality_table),
+    "refined stories intervals": (("refined-stories",), intervals_table),
+    "refined stories divergence": (("refined-stories",), divergence_table),
     "choices": (("choices",), choices_table),
     "gradient admm": (("gradient_admm",), gradient_admm_table),
     "paper": (("paper",), quality_table),
+    "paper intervals": (("paper",), intervals_table),
     "paper divergence": (("paper",), divergence_table),
     "faces": (("demo",), faces_table),
     "smaller stories": (("structured_stories",), structured_table),
