@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
@@ -122,6 +123,14 @@ def test_an_adapters_folder_is_its_base_with_the_adapter_folded_in(stored, tmp_p
     assert dense.report.model["adapter"] == "adapter"
     assert dense.report.model["name"] == "base"
     assert "the adapter `adapter` was folded into" in str(build_card(dense.report, dense.config, {}, "here"))
+
+
+def test_the_subfolder_of_an_adapter_is_not_its_bases(stored, half, tmp_path):
+    """Its base's tokenizer was looked for there: a checkpoint without one came of it."""
+    shutil.copytree(stored[1], tmp_path / "adapters" / "first")
+    found = run(tmp_path / "adapters", subfolder="first", merge_adapters=True, apply=False, output_dir=tmp_path / "out")
+    assert found.processing_class is not None
+    assert (tmp_path / "out" / "tokenizer.json").is_file()
 
 
 def test_a_classifiers_adapter_brings_the_head_that_its_base_lacks(stored):

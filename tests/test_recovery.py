@@ -328,23 +328,21 @@ def test_each_model_has_a_revision_of_its_own(monkeypatch, tmp_path):
 def test_a_teachers_tokenizer_has_the_teachers_revision(monkeypatch):
     asked = []
 
-    def load(name, **_):
-        return Loaded(half_pruned()[0] if name == "me/pruned" else cases.build(DENSE), name)
+    def load(name, revision=None, **_):
+        model = half_pruned()[0] if name == "me/pruned" else cases.build(DENSE)
+        return Loaded(model, name, processing_kwargs={"revision": revision})
 
-    def load_tokenizer(model, name=None, **options):
-        asked.append((name, options.get("revision")))
-
-    def load_fallback(model, **options):
-        asked.append(("instead", options.get("revision")))
-        raise OSError("enough")
+    def load_tokenizer(model, name, revision):
+        asked.append((name, revision))
+        if len(asked) == 3:  # the pruned model has none
+            raise OSError("enough")
 
     monkeypatch.setattr("gradprobe_hf.recovery.models.load", load)
     monkeypatch.setattr("gradprobe_hf.recovery.models.stored_report", lambda *_: (None, None))
     monkeypatch.setattr("gradprobe_hf.recovery.models.load_processing_class", load_tokenizer)
-    monkeypatch.setattr("gradprobe_hf.recovery.recover.load_processing_class", load_fallback)
     with pytest.raises(OSError, match="enough"):
         recover_pretrained("me/pruned", "me/dense", revision="v1", teacher_revision="v2", progress=False)
-    assert asked == [("me/pruned", "v1"), ("me/dense", "v2"), ("instead", "v2")]
+    assert asked == [("me/pruned", "v1"), ("me/dense", "v2"), ("me/dense", "v2")]
 
 
 def test_windows_that_cannot_be_dealt_are_refused_before_a_model_is_loaded(monkeypatch):

@@ -53,7 +53,9 @@ class Student:
             found = processing_class or load_processing_class(loaded.model, loaded.processing_name)
             return cls(loaded.model, loaded.model is not pruned, found)
         loaded = load(pruned, **kwargs)
-        found = processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)
+        found = processing_class or load_processing_class(
+            loaded.model, loaded.processing_name, **loaded.processing_kwargs
+        )
         model = loaded.model.to(PartialState().device)
         report, config = stored_report(str(pruned), kwargs)
         return cls(model, True, found, report, config)
@@ -111,9 +113,11 @@ class Dense:
     @property
     def processing_class(self) -> Any:
         """The tokenizer of a model that is named."""
-        if self._named is None:
-            return None
-        return load_processing_class(self.model, self._loaded.processing_name, **self.kwargs)
+        return None if self._named is None else self.stored_processing_class()
+
+    def stored_processing_class(self) -> Any:
+        """The tokenizer that is where the model came from."""
+        return load_processing_class(self.model, self._loaded.processing_name, **self._loaded.processing_kwargs)
 
     def check_origin(self, report: Report | None) -> None:
         """Raise ValueError where it is named, and is not what was pruned."""

@@ -17,7 +17,6 @@ from gradprobe_hf.data.text.text_options import SELF, TextOptions, is_written
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loading.load import folders_of, name_of
-from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.model.passes.own_precision import in_own_precision
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -143,7 +142,7 @@ def recover_pretrained(
         student.check(dense, config)
         check_written(student.model, text)
         if student.processing_class is None:
-            student = replace(student, processing_class=load_processing_class(dense.model, **dense.kwargs))
+            student = replace(student, processing_class=dense.stored_processing_class())
     if resume_dir is not None:
         of = {"weights": weights_fingerprint(student.model), "teacher": weights_fingerprint(dense.model)}
         check_begun(Path(resume_dir), config, processes, **of)

@@ -91,8 +91,8 @@ class _Loaded:
 
         loaded = load(name, auto_classes=auto_classes(task), **kwargs)
         to_accelerator(loaded.model, kwargs)
-        source = {key: value for key, value in kwargs.items() if key in SOURCE}
-        return cls(name, loaded, load_processing_class(loaded.model, loaded.processing_name, **source))
+        tokenizer = load_processing_class(loaded.model, loaded.processing_name, **loaded.processing_kwargs)
+        return cls(name, loaded, tokenizer)
 
     @property
     def model(self) -> Any:

@@ -9,7 +9,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -69,6 +69,7 @@ class Loaded:
 
     Attributes:
         processing_name: where its tokenizer or processor is; "": nowhere.
+        processing_kwargs: what that is loaded with: the `revision`, `subfolder`, `token`, ... of this name.
         adapter: that was folded into it.
         stored_as: the quantised type that its weights were stored in.
         converted_from: the plain type that they were stored in, where they were loaded in another.
@@ -81,6 +82,7 @@ class Loaded:
     stored_as: str | None = None
     converted_from: str | None = None
     warnings: tuple[str, ...] = ()
+    processing_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def origin(self) -> dict[str, Any]:
@@ -160,7 +162,10 @@ def load(
     base = _load_checkpoint(base_name, allow_missing_weights, base_kwargs, classes, limits, dequantize, adapter.brings)
     tokenizer = _stored_tokenizer(adapter)
     model = merge_stored(base.model, adapter, None if tokenizer is None else len(tokenizer))
-    return replace(base, model=model, processing_name=model.name_or_path if tokenizer is None else name, adapter=name)
+    base = replace(base, model=model, adapter=name)
+    if tokenizer is None:  # the base's counts, which has a revision of its own
+        return base
+    return replace(base, processing_name=name, processing_kwargs=_source(from_pretrained_kwargs))
 
 
 def _in_memory(model: nn.Module, merge_adapters: bool | None, given: Mapping[str, Any]) -> Loaded:
@@ -264,6 +269,7 @@ def _load_checkpoint(
         stored_as=stored_as,
         converted_from=plain and plain.removeprefix("torch."),
         warnings=warnings,
+        processing_kwargs=_source(from_pretrained_kwargs),
     )
 
 

@@ -166,7 +166,9 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
     if not isinstance(request.model_or_id, nn.Module):
         to_accelerator(loaded.model, kwargs)
     unload_leftovers(loaded.model)
-    found = request.processing_class or load_processing_class(loaded.model, loaded.processing_name, **kwargs)
+    found = request.processing_class or load_processing_class(
+        loaded.model, loaded.processing_name, **loaded.processing_kwargs
+    )
     return loaded, found
 
 
