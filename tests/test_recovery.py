@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -31,7 +32,7 @@ from gradprobe_hf.model.loading.load import Loaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.recovery.distil import distil
 from gradprobe_hf.recovery.of_pruning import text_read_before
-from gradprobe_hf.recovery.result import RecoverResult
+from gradprobe_hf.recovery.result import RecoverResult, made_worse
 from gradprobe_hf.recovery.text import Reading, read_text
 from gradprobe_hf.recovery.trainer import training_arguments
 from gradprobe_hf.report.report import Report
@@ -239,6 +240,27 @@ def test_a_recovery_that_leads_away_from_the_dense_model_is_told(beside, text_fi
     assert said in caplog.text
     result.save_pretrained(tmp_path / "out")
     assert f"\n- {said}" in (tmp_path / "out" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("dense", "then", "now", "told"),
+    [
+        (0.5, 0.4, 0.48, False),  # a classifier that is surer than it is right: nearer to the dense one
+        (0.5, 0.4, 0.7, True),
+        (0.5, 0.8, 0.9, True),
+        (0.5, 0.8, 0.6, False),
+        (0.5, 0.7, 0.2, False),  # farther from the dense one, and better
+    ],
+)
+def test_where_no_divergence_is_known_a_loss_is_held_against_the_dense_one(dense, then, now, told, pruned):
+    loss = {name: {"loss": value} for name, value in (("dense", dense), ("pruned", now))}
+    before = {"dense": {"loss": dense}, "pruned": {"loss": then}}
+    report = replace(
+        Report.load(pruned),
+        recovery={"before": before, "rows": "rows"},
+        evaluation={**loss, "divergence": None, "source": "sst2"},
+    )
+    assert (made_worse(report) is not None) == told
 
 
 def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):

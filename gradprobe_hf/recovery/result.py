@@ -153,10 +153,11 @@ def made_worse(report: Report) -> str | None:
     if recovery is None or after is None or (before := recovery["before"]) is None:
         return None
     if after["divergence"] is None:
-        what, then, now = "loss", before["pruned"]["loss"], after["pruned"]["loss"]
+        # A fine-tuned model is surer than it is right. A pruned one may have less loss, and more as it comes nearer.
+        what, then, now, aim = "loss", before["pruned"]["loss"], after["pruned"]["loss"], after["dense"]["loss"]
     else:
-        what, then, now = "KL from the dense model", before["divergence"]["kl"], after["divergence"]["kl"]
-    if now <= then:
+        what, then, now, aim = "KL from the dense model", before["divergence"]["kl"], after["divergence"]["kl"], 0.0
+    if now <= then or abs(now - aim) <= abs(then - aim):
         return None
     kind = "text" if recovery["rows"] == "windows" else "data"
     return (
