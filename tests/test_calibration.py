@@ -328,6 +328,25 @@ def test_tokenised_rows_are_padded_and_masked():
         load(rows, samples=9)
 
 
+@pytest.mark.parametrize("labelled", [False, True])
+def test_tokenised_rows_count_where_trl_says_so(labelled, caplog):
+    """Prompts are no part of its loss, and were all of ours."""
+    columns = {
+        "input_ids": [[1, 2, 3, 4], [5, 6, 7, 8]],
+        "completion_mask": [[0, 0, 1, 1], [0, 1, 1, 1]],
+        "assistant_masks": [[1, 1, 1, 1], [0, 0, 1, 1]],
+    }
+    if labelled:
+        columns["labels"] = [[1, 2, 3, -100], [5, 6, 7, 8]]
+    found = load(Dataset.from_dict(columns), samples=2)
+    pairs = [pair for one in found for pair in zip(one["input_ids"].tolist(), one["labels"].tolist(), strict=True)]
+    labels = {ids[0]: row for ids, row in pairs}
+    assert labels == {1: [-100, -100, 3, -100 if labelled else 4], 5: [-100, -100, 7, 8]}
+    assert not caplog.text
+    load(Dataset.from_dict({"input_ids": [[1, 2, 3]], "position_ids": [[0, 1, 0]]}), samples=1)
+    assert "has position_ids, as packed rows do, which is not read: each row is one text" in caplog.text
+
+
 def test_tokenised_rows_of_a_stream_are_drawn_from_more_than_its_beginning(tmp_path, monkeypatch):
     rows = Dataset.from_dict({"input_ids": [[0, number % 250, number // 250] for number in range(5000)]})
     found = load(rows.to_iterable_dataset(), samples=16, length=3)

@@ -7,6 +7,7 @@ seeds compare.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -39,6 +40,11 @@ from gradprobe_hf.data.text.special_tokens import is_tokenizer, special_tokens, 
 from gradprobe_hf.data.text.text_options import DEFAULT_LENGTH, OWN_TEXT, PYDOC, SELF, TextOptions
 from gradprobe_hf.model.families import longest_text
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.tasks.columns import IGNORED
+
+logger = logging.getLogger(__name__)
+
+_COUNTS = ("completion_mask", "assistant_masks")  # of tokenised rows: 1 where a token counts in the loss
 
 __all__ = ["TextOptions", "WindowSpec", "load_batches"]
 
@@ -267,10 +273,16 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
     """Rows of a dataset that has `input_ids`: shuffled, and neither cut nor joined."""
     assert not isinstance(opened.rows, list), "plain texts are not tokenised"
     there = columns_of(opened.rows)
-    keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids") if name in there]
+    keep = [name for name in ("input_ids", "attention_mask", "labels", "token_type_ids", *_COUNTS) if name in there]
+    if packed := [name for name in ("position_ids", "seq_lengths") if name in there]:
+        logger.warning(
+            "%s has %s, as packed rows do, which is not read: each row is one text, as windows of plain text are",
+            opened.name,
+            " and ".join(packed),
+        )
     rows, order = shuffled(opened, windows.seed)
-    taken: list[dict[str, torch.Tensor]] = [
-        {name: torch.as_tensor(row[name]) for name in keep}
+    taken = [
+        _with_labels({name: torch.as_tensor(row[name]) for name in keep})
         for row in islice(rows, windows.drawn.start, windows.drawn.stop)
     ]
     if len(taken) < windows.samples and not windows.held_out and not (windows.at_most and taken):
@@ -278,6 +290,15 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
     taken = [{"attention_mask": torch.ones_like(row["input_ids"]), **row} for row in taken]
     protocol = f"{len(taken)} tokenised rows, {order}{windows.words}"
     return Drawn(taken, opened.name, protocol, opened.dataset_id)
+
+
+def _with_labels(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A row whose labels are those tokens alone that count in training: TRL has masks of them."""
+    counts = [row.pop(name) for name in _COUNTS if name in row]
+    if not counts:
+        return row
+    labels = row.get("labels", row["input_ids"])
+    return row | {"labels": labels.masked_fill(~torch.stack(counts).bool().all(0), IGNORED)}
 
 
 def window_length(wanted: int | None, model: PreTrainedModel) -> int:
