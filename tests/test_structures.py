@@ -421,7 +421,7 @@ REFUSED = [
     ("opt", {"kv_groups": 1}, "OPTForCausalLM cannot do without 1 of its 4 key-value heads; leave 'kv_groups' out"),
     ("olmo2", {"kv_groups": 1}, "cannot do without 1 of its 2 key-value heads"),
     ("bert5", {"blocks": 1}, "does not hand on what it is given"),
-    ("mixtral", {"ffn": 7}, "no FFN channels in model.layers.0"),
+    ("mixtral", {"ffn": 7}, "no FFN channels that could go in model.layers.0"),
     ("mixtral", {"experts": 3}, "3 of 4 experts cannot go, since every token is sent to 2 of them: 1 to 2 can"),
     ("mixtral", {"experts": 0.05}, "a share of 0.05 of 4 experts is none of them. Give how many go, 1 say"),
     ("llama", {"experts": 1}, "LlamaForCausalLM has no experts, or none beside a router of their own"),

@@ -265,8 +265,8 @@ def _units(model: PreTrainedModel, name: str, block: str, roles: Mapping[str, Ta
     found = row.matrices(frozenset(roles))
     if found is None:
         raise ValueError(
-            f"structure {name!r} finds no {row.units} that could go in {block} of {type(model).__name__}: its matrices are "
-            f"{', '.join(roles) or 'of other kinds'}. Leave {name!r} out."
+            f"structure {name!r} finds no {row.units} that could go in {block} of {type(model).__name__}: its matrices "
+            f"are {', '.join(roles) or 'of other kinds'}. Leave {name!r} out."
         )
     reader, makers = roles[found[0]], tuple((roles[role], parts) for role, parts in found[1].items())
     around = reader.parameter.rsplit(".", 2)[0]
