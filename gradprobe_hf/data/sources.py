@@ -55,9 +55,19 @@ _OF_A_SAVED_DATASET = ("state.json", "dataset_dict.json")
 _OF_A_MODEL = ("config.json", "adapter_config.json")  # whose vocabulary or figures are no texts or images to learn from
 # In order of preference: with two splits or more, calibration and evaluation read different ones.
 SPLITS = {"calibration": ("train", "validation", "test"), "evaluation": ("test", "validation", "train")}
-# What files and folders of a split are called, alone or with a number: train.jsonl, test-00000-of-00002.parquet.
-_SPLIT_NAMES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "eval": "test"}
-_OF_A_SPLIT = re.compile(rf"({'|'.join({*SPLITS['calibration'], *_SPLIT_NAMES})})([-_.]?\d.*)?", re.IGNORECASE)
+# What files and folders of a split are called, between what is no letter, as `datasets` has it: train.jsonl,
+# test-00000-of-00002.parquet, data_train.jsonl. `datasets` minds capitals, and we do not.
+_SPLIT_NAMES = {
+    "training": "train",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "testing": "test",
+    "eval": "test",
+    "evaluation": "test",
+}
+_SPLITS = "|".join({*SPLITS["calibration"], *_SPLIT_NAMES})
+_OF_A_SPLIT = re.compile(rf"(?:.*[-._ \d])?({_SPLITS})(?:[-._ \d].*)?", re.IGNORECASE)
 
 Rows: TypeAlias = "Dataset | IterableDataset | list[str]"
 
