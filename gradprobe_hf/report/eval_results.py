@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -55,10 +56,13 @@ def _data_set(dataset_id: str | None, source: str) -> dict[str, Any]:
     'wikitext (wikitext-2-raw-v1), test'
     >>> _data_set(None, "a Dataset (sst2)")["dataset_type"], _data_set(None, "pydoc (held out)")["dataset_type"]
     ('Dataset', 'pydoc')
+    >>> _data_set(None, "2 texts")["dataset_type"], _data_set(None, "40 rows")["dataset_type"]
+    ('texts', 'rows')
     """
     rest = source.removeprefix(f"{dataset_id}:").split(":") if dataset_id else []
     if dataset_id is None or not 1 <= len(rest) <= 2 or not source.startswith(f"{dataset_id}:"):
-        kind = source.removeprefix("a ").split(" ")[0]  # of one in memory, "a Dataset (sst2)"
+        # Of one in memory, "a Dataset (sst2)" or "2 texts", of which the number is no type.
+        kind = re.sub(r"^(a|\d+) (?=\S)", "", source).split(" ")[0]
         return {"dataset_type": dataset_id or kind, "dataset_name": source}
     *config, split = rest
     return {
