@@ -227,6 +227,15 @@ def test_a_large_text_is_read_in_pieces_of_whole_lines(tmp_path, monkeypatch):
     assert all(piece in "".join(lines) for piece in pieces)
 
 
+@pytest.mark.parametrize("streamed_from", [1, 2**20], ids=["in pieces", "whole"])
+def test_the_mark_of_an_encoding_is_no_text(streamed_from, tmp_path, monkeypatch):
+    """Editors of Windows write one before UTF-8."""
+    (tmp_path / "a.txt").write_bytes("\ufeffIt was late.\n".encode())
+    monkeypatch.setattr(sources, "STREAMED_FROM_BYTES", streamed_from)
+    (row,) = sources.open_source(str(tmp_path / "a.txt"), "calibration", 0).rows
+    assert row["text"].rstrip() == "It was late."
+
+
 def test_a_stream_of_token_ids_is_not_tokenised_anew():
     rows = Dataset.from_dict({"text": ["some words"] * 8, "input_ids": [[7, 8, 9, number] for number in range(8)]})
     streamed = rows.to_iterable_dataset().map(lambda row: row)

@@ -276,7 +276,8 @@ def _local(path: Path, part: str, seed: int) -> Source:
     if kind == "text":
         if streaming:
             return Source(_pieces(path, files, seed), path.name, is_plain=True, split=split)
-        options = {"sample_by": "document"}  # a whole file is one, so its line breaks reach the tokenizer
+        # A whole file is one, so its line breaks reach the tokenizer; the mark of its encoding does not.
+        options = {"sample_by": "document", "encoding": "utf-8-sig"}
     rows = _loaded(path, kind, [str(file) for file in files], streaming, options)
     if kind == "csv":
         _check_separator(path, rows.column_names or [], options.get("sep", ","))
@@ -361,7 +362,7 @@ def _piece(path: Path, file: Path, start: int) -> str:
         while opened.tell() < start + PIECE_BYTES and (line := opened.readline()):
             lines.append(line)
     try:
-        return b"".join(lines).decode("utf-8").replace("\r\n", "\n")
+        return b"".join(lines).decode("utf-8" if start else "utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} cannot be read as text: {error}. Save it as UTF-8.") from error
 
