@@ -236,6 +236,18 @@ def test_the_mark_of_an_encoding_is_no_text(streamed_from, tmp_path, monkeypatch
     assert row["text"].rstrip() == "It was late."
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, r"row 2: the column 'text' must .* dataset\.filter\(lambda row: row\['text'\]\)"),
+        ("It was\0late.", "row 2: its text holds a NUL character"),
+    ],
+)
+def test_a_row_without_a_text_is_named_with_a_way_to_leave_it_out(text, message):
+    with pytest.raises(ValueError, match=message):
+        load(Dataset.from_dict({"text": ["It was late. " * 40, text]}))
+
+
 def test_a_stream_of_token_ids_is_not_tokenised_anew():
     rows = Dataset.from_dict({"text": ["some words"] * 8, "input_ids": [[7, 8, 9, number] for number in range(8)]})
     streamed = rows.to_iterable_dataset().map(lambda row: row)

@@ -78,9 +78,13 @@ def _first_document(opened: Source, read: Callable[[Row], Document]) -> Document
 
 def _document(opened: Source, read: Callable[[Row], Document], number: int, row: Row) -> Document:
     try:
-        return read(row)
+        document = read(row)
+        # It ends documents where they are joined: one that is in a text would do so, too.
+        if isinstance(document, str) and "\0" in document:
+            raise ValueError("its text holds a NUL character. Take it out, or leave such rows out (dataset.filter).")
     except ValueError as error:
         raise ValueError(f"{opened.name}, row {number + 1}: {error}") from error
+    return document
 
 
 def _rows(opened: Source, order: Iterable[int] | None = None) -> Iterator[tuple[int, Any]]:
@@ -188,7 +192,10 @@ def _one_column(row: Row, column: str) -> Document:
         return value
     if _is_list_of(Mapping, value):
         return Chat.of_row(messages_of(value, column), row)
-    raise ValueError(f"the column {column!r} must hold a text, or a list of messages, and holds {shown(value)}.")
+    remedy = f" Leave such rows out: dataset.filter(lambda row: row[{column!r}])." if value is None else ""
+    raise ValueError(
+        f"the column {column!r} must hold a text, or a list of messages, and holds {shown(value)}.{remedy}"
+    )
 
 
 def _prompt_and_completion(row: Row) -> Document:
