@@ -328,6 +328,12 @@ def test_tokenised_rows_are_padded_and_masked():
         load(rows, samples=9)
 
 
+def test_token_ids_alone_are_rows():
+    found = load([{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}], samples=2)
+    assert found.tokens == 5
+    assert "2 tokenised rows" in found.protocol
+
+
 @pytest.mark.parametrize("labelled", [False, True])
 def test_tokenised_rows_count_where_trl_says_so(labelled, caplog):
     """Prompts are no part of its loss, and were all of ours."""
@@ -376,7 +382,7 @@ def test_a_loader_that_shuffles_gives_the_same_batches_twice():
         ([1, 2], ValueError, "a list of texts must hold strings, got int"),
         ([], ValueError, "holds no batches"),
         (iter([{"input_ids": torch.ones(1, 2)}]), ValueError, "re-iterable"),
-        ([{"input_ids": [1, 2]}], ValueError, "mapping of tensors"),
+        ([{"input_ids": [[1, 2]]}], ValueError, "mapping of tensors"),
         ([(torch.ones(1, 2), torch.ones(1))], ValueError, "list of batches must hold dicts of tensors"),
         ("", ValueError, "which is empty"),
         ("texts/train.docx", ValueError, "no such file or folder"),

@@ -483,7 +483,13 @@ def test_chats_that_cannot_be_read_are_refused(template, row, options, message):
         load([row], samples=1, packing=False, tokenizer=chatting(template), **options)
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED])
+AS_JSON = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | tojson }}"
+    "{% endif %}</s>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, AS_JSON])
 def test_parts_of_a_content_are_joined_for_a_template_that_reads_text(template):
     """Rendered as they are they would be Python's form of a list, or an error of the template."""
     parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in CHAT]

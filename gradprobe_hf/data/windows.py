@@ -237,6 +237,7 @@ def open_rows(source: Any, part: Part, seed: int) -> Source | None:
         named = [value for name, value in source[0].items() if name != "input_ids"]
         has_tensor = any(isinstance(value, torch.Tensor) for value in source[0].values())
         is_row = bool(named) and not has_tensor  # an image with its label, say
+        is_row = is_row or _is_flat(source[0].get("input_ids"))  # token ids alone
         if not is_batch and (is_row or any(isinstance(value, (str, list)) for value in named)):
             return Source(rows_from(source), f"{len(source)} rows")
     if not isinstance(source, Iterable):
@@ -244,6 +245,11 @@ def open_rows(source: Any, part: Part, seed: int) -> Source | None:
             f"calibration and evaluation take a name, a path, texts, a Dataset or batches, got {type(source).__name__}."
         )
     return None
+
+
+def _is_flat(ids: Any) -> bool:
+    """Whether they are one row of token ids, in a list."""
+    return isinstance(ids, (list, tuple)) and bool(ids) and isinstance(ids[0], int)
 
 
 def _is_chats(opened: Any, text: TextOptions) -> bool:

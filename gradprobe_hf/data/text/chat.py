@@ -13,6 +13,7 @@ from typing import Any
 from gradprobe_hf.tasks.conversation import Chat, Message
 
 ASSISTANT = "assistant"
+_PART = re.compile(r"""["']type["']\s*:\s*["'](text|image|audio|video)""")  # of a content, written as data
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -97,7 +98,7 @@ class ChatTemplate:
     def _with_plain_contents(self, chat: Chat) -> Chat:
         """The parts of a content joined, `[{"type": "text", "text": ...}]`, where the template does not read them.
 
-        Such a template writes Python's form of the list into the text, or fails at it.
+        Such a template writes the list into the text, in Python's form or as JSON, or fails at it.
         """
         parts = [one["content"] for one in chat.messages if isinstance(one.get("content"), list)]
         if not parts:
@@ -106,7 +107,8 @@ class ChatTemplate:
             rendered = self._text(chat)
         except ValueError:
             rendered = None
-        if rendered is not None and not any(str(content) in rendered for content in parts):
+        said = "".join(str(part.get("text", "")) for content in parts for part in content if isinstance(part, Mapping))
+        if rendered is not None and len(_PART.findall(rendered)) <= len(_PART.findall(said)):
             return chat
         return replace(chat, messages=[_joined(message) for message in chat.messages])
 
