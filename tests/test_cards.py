@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import torch
 from huggingface_hub import EvalResult, ModelCard
 from transformers import AutoModelForCausalLM
 
@@ -135,6 +136,22 @@ def test_nor_is_one_that_is_sparse_and_does_not_say_so():
     assert "towards the predictions of the dense model (" in card
     half = {**found.report.recovery["teacher"], "is_sparse": True}
     assert replace(found.report, recovery={"teacher": half}).beside.column == "before"
+
+
+@torch.no_grad()
+def test_but_one_that_was_trained_without_its_zeros_is(twice, text_file, tmp_path):
+    """What had been said of its zeros stays in its configuration."""
+    model = AutoModelForCausalLM.from_pretrained(twice / "half")
+    for parameter in model.parameters():
+        parameter.add_(1e-3)
+    shutil.copytree(twice / "half", tmp_path / "tuned")
+    model.save_pretrained(tmp_path / "tuned")
+    report = pruned(tmp_path / "tuned", text_file, tmp_path / "again", sparsity=0.5)
+    assert (report.beside.column, report.model["once_pruned_to"]) == ("dense", 0.5)
+    assert not {"pruned_to", "pattern"} & set(report.model)
+    card = (tmp_path / "again" / "README.md").read_text()
+    assert "It had once been pruned, to a sparsity of 50.0%, and was trained without keeping its zeros since" in card
+    assert "| | dense | pruned |" in card
 
 
 @pytest.mark.parametrize(("dtype", "said"), [("bfloat16", True), ("float32", False), (None, False)])

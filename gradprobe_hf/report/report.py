@@ -79,8 +79,9 @@ class Report:
         model: name, class, sizes; whether what was measured is a `loss_in_nats`; the Auto classes that load its
             `own_code`, where it brings any; the `adapter` that was folded into it (and the model that is of,
             `adapter_of`, if that was before an earlier pruning), the quantised type it was `stored_as`, or the plain
-            one it was `converted_from`, and, if it had been pruned before, the sparsity that it was `pruned_to`, the
-            n:m `pattern` of its zeros, and how much of each `structure` had gone.
+            one it was `converted_from`, and, if it had been pruned before, the sparsity that it was `pruned_to`
+            (`once_pruned_to`, if its zeros are weights again), the n:m `pattern` of its zeros, and how much of each
+            `structure` had gone.
         config: as plain data.
         matrices: one row each.
         unreached: matrices that were asked for and left out.

@@ -51,7 +51,10 @@ from gradprobe_hf.model.loading.dequantized import keep_dequantized, made_plain
 from gradprobe_hf.model.loading.report import about_pooler, about_unused, check_complete, ignored_names
 from gradprobe_hf.model.loading.stored_files import cached_commit
 from gradprobe_hf.model.loading.ties import forget_false_ties
+from gradprobe_hf.model.sites import plain_uses
+from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.runtime.paths import expanded_model
+from gradprobe_hf.runtime.row_chunks import row_chunks
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 
@@ -88,16 +91,20 @@ class Loaded:
     def origin(self) -> dict[str, Any]:
         """What a report says of it, where there is something: the `adapter` folded into it, and the model that is of
         (`adapter_of`) if it was done before; `stored_as`, `converted_from`; and of a pruned one the sparsity that it
-        was `pruned_to`, the `pattern` of its zeros, and the `structure` that went."""
+        was `pruned_to`, the `pattern` of its zeros, and the `structure` that went; `once_pruned_to`, if the zeros are
+        gone since."""
         before = _said_before(self.model.config)
         # Reports are published, and paths tell about the machine.
         adapter = Path(self.adapter).name if self.adapter and Path(self.adapter).is_dir() else self.adapter
         found = {"adapter": adapter, "stored_as": self.stored_as, "structure": before.get("structure")}
         found |= {"converted_from": self.converted_from}
-        # What was made smaller since says what it had been pruned to before that, and not what of it is zero now.
-        found |= {"pruned_to": before.get("sparsity") or before.get("pruned_to")}
-        if before.get("pattern") != "unstructured":
-            found |= {"pattern": before.get("pattern")}
+        # A training that does not keep zeros saves the configuration as it was.
+        if (sparsity := before.get("sparsity")) and not _has_zeros(self.model, sparsity):
+            found |= {"once_pruned_to": sparsity}
+        else:
+            # What was made smaller since says what it had been pruned to before that, and not what of it is zero now.
+            found |= {"pruned_to": sparsity or before.get("pruned_to")}
+            found |= {"pattern": before.get("pattern")} if before.get("pattern") != "unstructured" else {}
         if adapter is None:
             found |= {"adapter": before.get("adapter"), "adapter_of": before.get("adapter_of")}
         return {name: value for name, value in found.items() if value}
@@ -313,6 +320,19 @@ def _said_before(config: PreTrainedConfig) -> dict[str, Any]:
     """What a checkpoint of this package says of itself in its configuration; nothing of any other."""
     found = getattr(config, CONFIG_KEY, None)
     return found if isinstance(found, dict) else {}
+
+
+def _has_zeros(model: PreTrainedModel, sparsity: float) -> bool:
+    """Whether any matrix has about the zeros that are told of all: the first one that is looked at, as a rule.
+
+    One that is zero throughout shows nothing: it may have yet to learn.
+    """
+    for target in find_targets(model, include=["*"]) if plain_uses(model) else ():
+        matrix = target.matrix(model)
+        zeros = sum(int((matrix[rows] == 0).sum()) for rows in row_chunks(matrix.shape))
+        if sparsity / 2 * matrix.numel() <= zeros < matrix.numel():
+            return True
+    return False
 
 
 def _source(from_pretrained_kwargs: Mapping[str, Any]) -> dict[str, Any]:

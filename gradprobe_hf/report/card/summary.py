@@ -46,6 +46,11 @@ def origins(model: dict[str, Any]) -> list[str]:
         said.append(f"Before, the adapter `{model['adapter']}` was folded into the weights of its base.")
     if "pruned_to" in model:
         said.append(f"The model it was made of had been pruned already, to a sparsity of {model['pruned_to']:.1%}.")
+    if "once_pruned_to" in model:
+        said.append(
+            f"It had once been pruned, to a sparsity of {model['once_pruned_to']:.1%}, and was trained without keeping "
+            "its zeros since: it was dense again."
+        )
     if "structure" in model:
         said.append(f"It had been made smaller before: without {shape_words(model['structure'])}.")
     if "converted_from" in model:
