@@ -275,6 +275,20 @@ def test_a_full_disk(when, checkpoint, text_file, tmp_path, monkeypatch):
         subprocess.run(["umount", small], check=True)
 
 
+@pytest.mark.parametrize(("number", "said"), [(28, "the disk is full"), (5, "could not write .*os error 5")])
+def test_what_tokenizers_says_of_a_disk_is_an_error_of_the_disk(number, said, text_file, tmp_path, monkeypatch):
+    """It raises plain `Exception`, which the command line took for a fault of its own."""
+    tokenizer = cases.tokenizer()
+
+    def full(*_, **__):
+        raise Exception(f"{os.strerror(number)} (os error {number})")
+
+    monkeypatch.setattr(type(tokenizer), "save_pretrained", full)
+    with pytest.raises(OSError, match=said):
+        prune(cases.build("llama"), text_file, output_dir=tmp_path / "out", processing_class=tokenizer)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_infinite_perplexity_and_a_broken_base_card_cost_no_result(checkpoint, text_file, tmp_path):
     source = tmp_path / "source"
     shutil.copytree(checkpoint, source)

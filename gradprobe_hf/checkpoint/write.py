@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import secrets
 import shutil
 import tempfile
@@ -258,14 +259,24 @@ def _replacing(path: Path) -> Iterator[Path]:
         scratch.mkdir()  # inside the try: an interrupt right after it must not leave the folder behind
         yield scratch
         _swap(scratch, path)
-    except SafetensorError as error:  # safetensors reports a full disk as an error of its own
-        raise OSError(f"could not write {path}: {error}. Nothing was kept of it.") from error
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
+    except Exception as error:
+        if _errno(error) == errno.ENOSPC:
             raise OSError(errno.ENOSPC, f"the disk is full; nothing was kept of {path.name}", str(path)) from error
+        if isinstance(error, SafetensorError) or (_errno(error) is not None and not isinstance(error, OSError)):
+            raise OSError(f"could not write {path}: {error}. Nothing was kept of it.") from error
         raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _errno(error: Exception) -> int | None:
+    """The system's number of what is wrong with a file or its disk; None of any other error."""
+    if isinstance(error, OSError):
+        return error.errno
+    # What is written in Rust: safetensors has an error of its own, and tokenizers raises plain `Exception`.
+    in_rust = isinstance(error, SafetensorError) or type(error) is Exception
+    found = re.search(r"\(os error (\d+)\)", str(error)) if in_rust else None
+    return None if found is None else int(found[1])
 
 
 def _swap(scratch: Path, path: Path) -> None:
