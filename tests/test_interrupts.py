@@ -42,28 +42,47 @@ def test_it_waits_and_then_interrupts():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_termination_is_an_interrupt_and_waits_like_one():
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_termination_is_an_interrupt_and_waits_like_one(number):
     done = []
 
     def body():
         with uninterrupted():
-            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(number)
             done.append(1)
 
     with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
         body()
     assert done
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(number) is signal.SIG_DFL
 
 
-@pytest.mark.parametrize("ignored", [signal.SIGINT, signal.SIGTERM])
+def test_a_terminal_that_is_closed_interrupts_once():
+    """Its shell sends the signal, too, and what is taken back then would stay half done."""
+    done = []
+
+    def body():
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            signal.raise_signal(signal.SIGHUP)
+            done.append(1)
+
+    with pytest.raises(KeyboardInterrupt), ended_as_interrupted():
+        body()
+    assert done
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("ignored", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_handlers_that_somebody_has_set_stay(ignored):
-    """Where SIGINT is ignored, termination would be too."""
+    """Where SIGINT is ignored, termination would be too; nohup ignores SIGHUP."""
+    numbers = [signal.SIGTERM, signal.SIGHUP] if ignored == signal.SIGINT else [ignored]
     before = signal.signal(ignored, signal.SIG_IGN)
     try:
-        kept = signal.getsignal(signal.SIGTERM)
+        kept = [signal.getsignal(number) for number in numbers]
         with ended_as_interrupted():
-            assert signal.getsignal(signal.SIGTERM) is kept
+            assert [signal.getsignal(number) for number in numbers] == kept
     finally:
         signal.signal(ignored, before)
 

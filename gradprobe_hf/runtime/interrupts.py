@@ -1,4 +1,4 @@
-"""Interrupts: a KeyboardInterrupt waits until weights are restored, and SIGTERM raises one too."""
+"""Interrupts: a KeyboardInterrupt waits until weights are restored, and SIGTERM and SIGHUP raise one too."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 
 @contextmanager
@@ -28,18 +29,28 @@ def uninterrupted() -> Iterator[None]:
 
 @contextmanager
 def ended_as_interrupted() -> Iterator[None]:
-    """SIGTERM, as a scheduler or `kill` sends it, is a Ctrl-C in the body: what was half done is taken back.
+    """SIGTERM, as a scheduler or `kill` sends it, and SIGHUP, as a terminal that is closed does, are a Ctrl-C in the
+    body: what was half done is taken back.
 
-    Where the program has a handler of its own, that stays; and where SIGINT is ignored, as in the background of a
-    shell, SIGTERM ends the process as ever.
+    Where the program has a handler of its own, or nohup ignores SIGHUP, that stays; and where SIGINT is ignored, as in
+    the background of a shell, either ends the process as ever.
     """
-    usual = {signal.SIGTERM: signal.SIG_DFL, signal.SIGINT: signal.default_int_handler}
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or any(signal.getsignal(number) is not handler for number, handler in usual.items()):
+    if not in_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
         return
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    named = (getattr(signal, name, None) for name in ("SIGTERM", "SIGHUP"))  # Windows has no SIGHUP
+    taken = [one for one in named if one is not None and signal.getsignal(one) is signal.SIG_DFL]
+
+    def interrupt(number: int, _: FrameType | None) -> None:
+        # A shell sends SIGHUP and so does the kernel: the second must not interrupt what takes back.
+        signal.signal(number, signal.SIG_IGN)
+        signal.raise_signal(signal.SIGINT)
+
+    for one in taken:
+        signal.signal(one, interrupt)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for one in taken:
+            signal.signal(one, signal.SIG_DFL)
