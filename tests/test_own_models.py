@@ -226,6 +226,7 @@ def test_a_model_left_in_mixed_precision_is_pruned_in_its_own(hooked):
     model, plain = cases.build("llama"), cases.build("llama")
     if hooked:
         add_hook_to_module(model, AlignDevicesHook(io_same_device=True))
+    AcceleratorState._reset_state()  # of a Trainer that ran before
     Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
     AcceleratorState._reset_state()
     before = dict(vars(model))
