@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers
 from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM, ViTImageProcessor, Wav2Vec2Config, Wav2Vec2FeatureExtractor
@@ -22,6 +24,7 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.verbs import compare
 from gradprobe_hf.model.loading import stored_files
 from gradprobe_hf.model.loading.load import load, load_config, skeleton
+from gradprobe_hf.model.loading.pooling import pooling_of
 from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.report.card.base_model import base_metadata
 from tests import cases
@@ -341,10 +344,50 @@ def test_the_commit_in_the_cache_is_known_where_transformers_does_not_tell_it(tm
     assert stored_files.cached_commit("user/other", cache_dir=str(tmp_path)) is None
 
 
+@pytest.mark.parametrize("subfolder", ["", "encoder"])
+def test_what_is_beside_a_model_is_found_where_it_was_loaded_from(subfolder, tmp_path, monkeypatch):
+    """In another cache, a subfolder, and without the Hub: pooling was the mean, and no licence or card was found."""
+    commit, repository = "0123456789abcdef0123456789abcdef01234567", tmp_path / "models--user--model"
+    snapshot = repository / "snapshots" / commit
+    inside = snapshot / subfolder
+    cases.build("llama").save_pretrained(inside)
+    cases.tokenizer().save_pretrained(inside)
+    (inside / "1_Pooling").mkdir()
+    (inside / "1_Pooling" / "config.json").write_text('{"pooling_mode": "cls"}')
+    (inside / "modules.json").write_text('[{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]')
+    (snapshot / "LICENSE").write_text("of the dense model")
+    (snapshot / "README.md").write_text("---\nlicense: mit\n---\n")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("another")
+    (repository / "refs" / "v1").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    source = {"cache_dir": str(tmp_path), "revision": "v1", **({"subfolder": subfolder} if subfolder else {})}
+    assert pooling_of(load("user/model", **source).model) == "cls"
+    prune("user/model", output_dir=tmp_path / "out", **source)
+    assert (tmp_path / "out" / "LICENSE").read_text() == "of the dense model"
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file()
+    card = ModelCard.load(tmp_path / "out" / "README.md").data
+    assert (card.license, card.base_model) == ("mit", "user/model")
+
+
+def test_a_token_is_handed_on_and_in_no_file_of_the_model(source, monkeypatch):
+    asked = []
+    model = load(str(source), token="hf_secret").model
+
+    def cached(name, file, **options):
+        asked.append(options["token"])
+
+    monkeypatch.setattr(stored_files, "cached_file", cached)
+    stored_files.stored_file(model, "modules.json")
+    assert asked == ["hf_secret"]
+    torch.save(model, pickled := io.BytesIO())
+    assert b"hf_secret" not in pickled.getvalue()
+
+
 def test_languages_that_yaml_takes_for_no_are_norwegian(tmp_path):
     for written, found in (("[en, no]", ["en", "no"]), ("no", "no"), ("en", "en")):
         (tmp_path / "README.md").write_text(f"---\nlanguage: {written}\n---\n")
-        assert base_metadata(str(tmp_path))["language"] == found
+        assert base_metadata(str(tmp_path), tmp_path / "README.md")["language"] == found
 
 
 def test_the_subfolder_that_is_read_is_not_overwritten(tmp_path):

@@ -10,11 +10,11 @@ import logging
 import shutil
 from pathlib import Path
 
-from huggingface_hub import HfApi
+from huggingface_hub import HfApi, snapshot_download
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.own_files import is_companion
-from gradprobe_hf.model.loading.stored_files import loaded_commit, stored_file
+from gradprobe_hf.checkpoint.own_files import is_companion, is_licence
+from gradprobe_hf.model.loading.stored_files import loaded_commit, source_of, stored_file
 
 logger = logging.getLogger(__name__)
 
@@ -23,24 +23,50 @@ _PATIENCE = 10.0  # seconds for the Hub's answer
 
 def copy_companions(folder: Path, model: PreTrainedModel) -> None:
     """Copy those of the model that was loaded into the folder of a checkpoint, where it has no such file yet."""
-    for name in filter(is_companion, _listed(model)):
-        if (folder / name).exists() or (stored := stored_file(model, name)) is None:
+    listed, subfolder = _listed(model), source_of(model).get("subfolder") or ""
+    prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+    beside = [name.removeprefix(prefix) for name in listed if name.startswith(prefix)]
+    found = [(subfolder, name) for name in beside if is_companion(name)]
+    found += [("", name) for name in listed if is_licence(name)]  # of all folders of a repository
+    for inside, name in found:
+        if (folder / name).exists() or (stored := stored_file(model, name, inside)) is None:
             continue
         (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(stored, folder / name)
 
 
 def _listed(model: PreTrainedModel) -> list[str]:
-    """The files stored beside a model, at the top and one folder below; none where nobody knows."""
+    """The files of the folder or repository that a model is from; none where nobody knows."""
     name, commit = model.name_or_path, loaded_commit(model)
     if name and Path(name).is_dir():
-        found = [path for pattern in ("*", "*/*") for path in Path(name).glob(pattern) if path.is_file()]
-        return [path.relative_to(name).as_posix() for path in found]
+        return _inside(Path(name), source_of(model).get("subfolder") or "")
     if not name or commit is None:
         return []
     try:
-        files = HfApi().model_info(name, revision=commit, timeout=_PATIENCE).siblings
+        files = HfApi(token=source_of(model).get("token")).model_info(name, revision=commit, timeout=_PATIENCE).siblings
+        return [file.rfilename for file in files or []]
     except Exception as error:  # an unreachable Hub must not cost a finished result
-        logger.warning("whether %s has a licence, or modules of sentence-transformers, is not known: %s", name, error)
+        found = _cached(model, commit)
+        if not any(map(is_companion, found)):
+            logger.warning(
+                "whether %s has a licence, or modules of sentence-transformers, is not known: %s", name, error
+            )
+        return found
+
+
+def _cached(model: PreTrainedModel, commit: str) -> list[str]:
+    """The files of a commit that were downloaded."""
+    source = source_of(model)
+    try:
+        snapshot = snapshot_download(
+            model.name_or_path, revision=commit, cache_dir=source.get("cache_dir"), local_files_only=True
+        )
+    except (OSError, ValueError):
         return []
-    return [file.rfilename for file in files or []]
+    return _inside(Path(snapshot), source.get("subfolder") or "")
+
+
+def _inside(folder: Path, subfolder: str) -> list[str]:
+    """The files of a folder and one below, and so of its subfolder."""
+    found = {path for top in {folder, folder / subfolder} for pattern in ("*", "*/*") for path in top.glob(pattern)}
+    return [path.relative_to(folder).as_posix() for path in found if path.is_file()]

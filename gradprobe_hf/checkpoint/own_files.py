@@ -25,8 +25,9 @@ _DESCRIPTIONS = (
     r"README(\.(md|txt))?|\.git(attributes|ignore)",
 )
 # What a licence asks to hand on, and what sentence-transformers makes of a model.
+_LICENCES = r"(LICEN[CS]E([-_]\w+)?|NOTICE|USE_POLICY)(\.(md|txt|pdf))?"
 _COMPANIONS = (
-    r"(LICEN[CS]E([-_]\w+)?|NOTICE|USE_POLICY)(\.(md|txt|pdf))?",
+    _LICENCES,
     r"modules\.json|config_sentence_transformers\.json|sentence_\w+_config\.json",
 )
 _PROCESSING = (
@@ -37,6 +38,7 @@ _PROCESSING = (
     r"(tokenizer|spiece|sentencepiece(\.bpe)?|spm(_char)?|tiktoken)\.model|(source|target)\.spm",
     r"[\w-]+\.tiktoken|prophetnet\.tokenizer",
 )
+_LICENCE = re.compile(_LICENCES, re.IGNORECASE)
 _COMPANION = re.compile("|".join(_COMPANIONS), re.IGNORECASE)
 _OF_CHECKPOINT = re.compile("|".join((*_WEIGHTS, *_DESCRIPTIONS, *_COMPANIONS, *_PROCESSING)), re.IGNORECASE)
 # Folders and files of sentence-transformers' modules: 1_Pooling/config.json, 2_Dense/model.safetensors.
@@ -54,6 +56,11 @@ def is_companion(name: str) -> bool:
     if folder:
         return bool(_MODULE.fullmatch(folder) and _OF_MODULE.fullmatch(file))
     return bool(_COMPANION.fullmatch(file))
+
+
+def is_licence(name: str) -> bool:
+    """Whether a file at the top of a repository is of its licence."""
+    return bool(_LICENCE.fullmatch(name))
 
 
 def is_checkpoint(path: Path) -> bool:

@@ -46,6 +46,8 @@ from gradprobe_hf.structures.removal import Removal
 
 logger = logging.getLogger(__name__)
 
+CARD = "README.md"
+
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:
     """Refuse, before any work, a folder that must not be replaced.
@@ -180,7 +182,7 @@ def write_checkpoint(
         made.report.save(scratch)
         save_plots(made.report, scratch / "assets")
         # The folder's own name, of `.` too.
-        _card(scratch, made, where or os.path.basename(os.path.abspath(path))).save(scratch / "README.md")
+        _card(scratch, made, where or os.path.basename(os.path.abspath(path))).save(scratch / CARD)
     return made.report
 
 
@@ -225,7 +227,8 @@ def _card(scratch: Path, made: Checkpoint, where: str) -> ModelCard:
     if not Path(name).is_dir() and loaded_commit(made.model) is None:
         name = ""  # a path from another working directory, say, and no repository: that would be somebody else's
     # With its modules beside it a sentence encoder is used as before.
-    base = base_metadata(name, keeps_use=(scratch / MODULES).is_file())
+    described = stored_file(made.model, CARD, subfolder="") if name else None  # of all folders of a repository
+    base = base_metadata(name, described, keeps_use=(scratch / MODULES).is_file())
     if made.config is None:
         return build_recovered_card(made.report, base, where)
     return build_card(made.report, made.config, base, where)

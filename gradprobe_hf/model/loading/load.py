@@ -49,7 +49,7 @@ from gradprobe_hf.model.loading.checks import (
 )
 from gradprobe_hf.model.loading.dequantized import keep_dequantized, made_plain
 from gradprobe_hf.model.loading.report import about_pooler, about_unused, check_complete, ignored_names
-from gradprobe_hf.model.loading.stored_files import cached_commit
+from gradprobe_hf.model.loading.stored_files import cached_commit, remember_source
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.model.sites import plain_uses
 from gradprobe_hf.model.targets import find_targets
@@ -255,6 +255,10 @@ def _load_checkpoint(
             kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
             with ignored_names() as ignored:
                 model, loading = cls.from_pretrained(name, **kwargs)
+        # Its companions and its card are those of this commit.
+        remember_source(model, from_pretrained_kwargs)
+        if getattr(model.config, "_commit_hash", None) is None:
+            model.config._commit_hash = cached_commit(name, kwargs.get("gguf_file") or CONFIG_NAME, **kwargs)
         lacks = about_pooler(model, name, loading)
         if not allow_missing:
             check_complete(model, name, loading, reinitialises, brought)
@@ -265,8 +269,6 @@ def _load_checkpoint(
     if "gguf_file" in kwargs:
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)
-    if getattr(model.config, "_commit_hash", None) is None:  # its companions and its card are those of this commit
-        model.config._commit_hash = cached_commit(name, kwargs.get("gguf_file") or CONFIG_NAME, **kwargs)
     keep_dequantized(model)
     forget_false_ties(model)
     plain = None if stored_as or kwargs.get("dtype") in (None, "auto") or stored in (None, model.dtype) else str(stored)

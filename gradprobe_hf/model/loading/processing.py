@@ -71,7 +71,7 @@ def _warn_of_unread(model: PreTrainedModel, reason: str, source: dict[str, Any])
     """Say that the tokenizer is not all that the model has. Args: reason: why it is all that was loaded."""
     if "gguf_file" in source:  # of which no processor was looked for
         return
-    if files := [file for file in PROCESSOR_FILES if stored_file(model, file, **source)]:
+    if files := [file for file in PROCESSOR_FILES if stored_file(model, file)]:
         named = ", ".join(files)
         logger.warning(
             "%s of %s cannot be used: %s. Its tokenizer alone is loaded.", named, model.name_or_path, reason.rstrip(".")

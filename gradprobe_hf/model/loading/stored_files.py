@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,31 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
+_FINDING = ("subfolder", "cache_dir", "token", "local_files_only")
+# What each model was loaded with. Beside the models, not in them: a token must not be saved with one.
+_sources: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
 
-def stored_file(model: PreTrainedModel, file: str, **source: Any) -> Path | None:
-    """Where a file is that is stored beside a model; None where there is none, or nobody knows."""
+
+def remember_source(model: PreTrainedModel, source: Mapping[str, Any]) -> None:
+    """Note what a model was loaded with, of the keyword arguments of `from_pretrained`, for the files beside it."""
+    _sources[model] = {key: source[key] for key in _FINDING if source.get(key) is not None}
+
+
+def source_of(model: PreTrainedModel) -> dict[str, Any]:
+    """What was noted; nothing of a model that somebody else has loaded."""
+    return _sources.get(model, {})
+
+
+def stored_file(model: PreTrainedModel, file: str, subfolder: str | None = None) -> Path | None:
+    """Where a file is that is stored beside a model; None where there is none, or nobody knows.
+
+    Args:
+        subfolder: of its folder or repository; by default the one that the model was loaded from.
+    """
     name, commit = model.name_or_path, loaded_commit(model)
     if not name or (commit is None and not Path(name).is_dir()):
         return None
-    where = {key: source[key] for key in ("subfolder", "cache_dir", "token", "local_files_only") if key in source}
+    where = source_of(model) | ({} if subfolder is None else {"subfolder": subfolder})
     try:
         # At a commit, what is in the cache, or known not to be there, is not asked for over the network.
         found = cached_file(name, file, revision=commit, _raise_exceptions_for_missing_entries=False, **where)
@@ -30,7 +50,7 @@ def loaded_commit(model: PreTrainedModel) -> str | None:
     Of a model that somebody else has loaded it is that of the main branch in the cache.
     """
     known = getattr(model.config, "_commit_hash", None)
-    return known or cached_commit(model.name_or_path)
+    return known or cached_commit(model.name_or_path, **source_of(model))
 
 
 def cached_commit(name: str, file: str = CONFIG_NAME, **source: Any) -> str | None:

@@ -17,24 +17,23 @@ _HANDED_ON = ("license", "license_name", "license_link", "language")
 _USED_WITH = ("library_name", "pipeline_tag", "tags")
 
 
-def base_metadata(name: str, keeps_use: bool = False) -> dict[str, Any]:
+def base_metadata(name: str, card: Path | None, keeps_use: bool = False) -> dict[str, Any]:
     """`base_model`, `license` and `language` of the model that was pruned, as far as can be told.
 
     A name is a repository. A folder has no name on the Hub: its card, if there is one, names what it derives from.
 
     Args:
+        card: the file, if it has one.
         keeps_use: whether what it is used with, and for, still holds of the pruned one.
     """
-    folder = Path(name) if name and Path(name).is_dir() else None
     try:
-        card = ModelCard.load(folder / "README.md" if folder else name, ignore_metadata_errors=True)
-        data = card.data.to_dict()
+        data = {} if card is None else ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
         data["language"] = _languages(data.get("language"))
-    except Exception as error:  # a missing, broken or unreachable card of the base must not cost a finished result
+    except Exception as error:  # a broken card of the base must not cost a finished result
         logger.debug("no card of the base model %s: %s", name, error)
         data = {}
     kept = {key: data[key] for key in (*_HANDED_ON, *(_USED_WITH if keeps_use else ())) if data.get(key)}
-    base = data.get("base_model") if folder else (name if _names_repository(name) else None)
+    base = data.get("base_model") if name and Path(name).is_dir() else (name if _names_repository(name) else None)
     return {**kept, "base_model": base} if base else kept
 
 
