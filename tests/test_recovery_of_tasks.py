@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import csv
 import json
 import math
@@ -12,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from huggingface_hub import ModelCard
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, ResNetConfig, ResNetForImageClassification
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
@@ -24,7 +25,7 @@ from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.tasks.table import task_of_class
-from tests import labelled
+from tests import cases, labelled
 from tests.trainers import zeros
 
 RECOVERED = ("bert", "llama", "tags", "masked", "t5", "vit", "whisper")
@@ -206,6 +207,27 @@ def test_what_predicts_no_class_is_refused(make):
 
 
 PIXELS = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+LABELS = torch.tensor([0, 1, 2, 0])
+
+
+def test_convolutions_that_something_else_has_pruned_are_recovered(tmp_path):
+    """No zero was seen in a model that has its weights in these alone."""
+    config = ResNetConfig(num_labels=3, embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
+    dense = ResNetForImageClassification(config).eval()
+    pruned = copy.deepcopy(dense)
+    masks = {name: one.abs() < one.abs().median() for name, one in pruned.named_parameters() if one.ndim == 4}
+    with torch.no_grad():
+        for name, mask in masks.items():
+            pruned.get_parameter(name)[mask] = 0
+    before = cases.bits(pruned)
+    with pytest.raises(ValueError, match="no weight is zero"):
+        recover_pretrained(dense, copy.deepcopy(dense), OF_IMAGES, text=[{"pixel_values": PIXELS, "labels": LABELS}])
+    options = {"text": [{"pixel_values": PIXELS, "labels": LABELS}], "output_dir": tmp_path / "out", "progress": False}
+    found = recover_pretrained(pruned, dense, replace(OF_IMAGES, steps=3), **options)
+    assert cases.changed(pruned, before)
+    assert all(not pruned.get_parameter(name)[mask].any() for name, mask in masks.items())
+    assert {row.name for row in found.report.matrices} == masks.keys()
+    assert found.report.zeros == sum(int(mask.sum()) for mask in masks.values())
 
 
 @pytest.mark.parametrize(

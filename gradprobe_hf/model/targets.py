@@ -173,6 +173,17 @@ def other_targets(model: nn.Module, targets: Sequence[Target]) -> list[Target]:
     return found
 
 
+def default_targets(model: PreTrainedModel) -> tuple[Target, ...]:
+    """What `find_targets` finds unasked; nothing of a model that has none of them, of convolutions say."""
+    return find_targets(model) if _inside_blocks(model, plain_uses(model)) else ()
+
+
+def every_matrix(model: nn.Module) -> tuple[Target, ...]:
+    """All that can have zeros to keep: what a run can prune, embeddings too, and all other parameters but vectors."""
+    prunable = find_targets(model, include=["*"]) if plain_uses(model) else ()
+    return (*prunable, *other_targets(model, prunable))
+
+
 def is_routed(targets: Sequence[Target]) -> bool:
     """Whether any target belongs to an expert, which is sent tokens of any sequence in any order."""
     return any(is_expert(target.name) for target in targets)

@@ -19,7 +19,7 @@ from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading.adapters import active_adapters, has_adapters, stored_adapter
 from gradprobe_hf.model.parameters import is_offloaded
-from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.model.targets import every_matrix
 from gradprobe_hf.run.apply import check_whole
 from gradprobe_hf.run.request.checks import check_paths
 from gradprobe_hf.tasks.table import task_of_class
@@ -202,7 +202,7 @@ def check_pruned(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
     """Raise ValueError unless a weight is zero that the dense model has, or whole structures are gone."""
     if is_smaller(pruned, dense):
         return
-    for target in find_targets(pruned, include=["*"]):
+    for target in every_matrix(pruned):  # something else may have pruned convolutions
         dense_matrix = target.matrix(dense)
         if bool(((target.matrix(pruned) == 0) & (dense_matrix != 0).to(target.matrix(pruned).device)).any()):
             return

@@ -26,7 +26,7 @@ from gradprobe_hf.memory.memory_errors import memory_errors
 from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.passes.upcast import upcast_products
-from gradprobe_hf.model.targets import Target, find_targets
+from gradprobe_hf.model.targets import Target, default_targets, every_matrix, find_targets
 from gradprobe_hf.recovery.adapters import with_adapters
 from gradprobe_hf.recovery.divergence import divergence_as_left
 from gradprobe_hf.recovery.resuming import PREDICTIONS, checkpoint_to_resume, disk_errors, ended_state, seconds_until
@@ -47,7 +47,7 @@ from gradprobe_hf.recovery.trainer import (
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
-from gradprobe_hf.training.keeper import every_matrix, is_unlearned
+from gradprobe_hf.training.keeper import is_unlearned
 from gradprobe_hf.training.lora import masked_adapters, merge_with_masks
 from gradprobe_hf.training.sparsity import SparsityCallback
 
@@ -323,7 +323,7 @@ def _masks(student: PreTrainedModel, adapted: bool) -> tuple[tuple[Target, ...],
     Args:
         adapted: whether adapters train, and no weight itself: then only what can have one is to be masked.
     """
-    inside, masks = {target.name for target in find_targets(student)}, PackedMasks()
+    inside, masks = {target.name for target in default_targets(student)}, PackedMasks()
     every = find_targets(student, include=["*"]) if adapted else every_matrix(student)
     for target in every:
         zero = target.matrix(student).flatten(1) == 0

@@ -17,7 +17,7 @@ from gradprobe_hf.estimation.peak import higher, peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
-from gradprobe_hf.model.targets import find_targets
+from gradprobe_hf.model.targets import default_targets, every_matrix
 from gradprobe_hf.recovery.distil import Trained
 from gradprobe_hf.recovery.text import RecoveryText
 from gradprobe_hf.report.build import published_name, versions
@@ -67,7 +67,7 @@ class Taught:
 
     @classmethod
     def by(cls, teacher: PreTrainedModel) -> Taught:
-        targets = find_targets(teacher, include=["*"])
+        targets = every_matrix(teacher)
         zeros = sum(int((target.matrix(teacher) == 0).sum()) for target in targets)
         is_sparse = zeros >= SPARSE * sum(target.numel for target in targets)
         return cls(published_name(teacher), parameter_count(teacher), parameter_bytes(teacher), is_sparse)
@@ -114,7 +114,7 @@ def recovered_report(
 ) -> Report:
     """The report of a pruning, after the recovery; what was measured before it stands in `recovery`."""
     # The rows of a model that lost whole structures are of the dense one's matrices: what they say stays.
-    found = find_targets(model, include=["*"]) if report.structure is None else ()
+    found = every_matrix(model) if report.structure is None else ()
     targets = {target.name: target for target in found}
     rows = [
         replace(row, zeros_after=int((targets[row.name].matrix(model) == 0).sum())) if row.name in targets else row
@@ -174,9 +174,11 @@ def timings_of(report: Report, seconds: Mapping[str, float]) -> dict[str, float]
 def report_without_pruning(model: PreTrainedModel, dense: PreTrainedModel, processing_class: Any) -> Report:
     """What can be said of a model that something else has pruned."""
     task = task_for(None, type(model).__name__, model.config.is_encoder_decoder)
-    rows = []
-    for target in find_targets(model):
+    rows, inside = [], {target.name for target in default_targets(model)}
+    for target in every_matrix(model):
         zeros, before = (int((target.matrix(one) == 0).sum()) for one in (model, dense))
+        if target.name not in inside and zeros <= before:  # nobody has pruned it
+            continue
         rows.append(
             MatrixRow(
                 name=target.name,

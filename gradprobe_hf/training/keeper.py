@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.model.fsdp import is_sharded, local, reshard
-from gradprobe_hf.model.sites import plain_uses
-from gradprobe_hf.model.targets import Target, find_targets, other_targets
+from gradprobe_hf.model.targets import Target, every_matrix
 from gradprobe_hf.runtime.processes import Processes, join_processes
 from gradprobe_hf.selection.masked_values import zero_masked_
 from gradprobe_hf.selection.packed_masks import PackedMasks
@@ -137,12 +136,6 @@ def check_source(source: Any) -> None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             kind = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"masks[{name!r}] must be a bool tensor [out, in], True = pruned, got {kind}.")
-
-
-def every_matrix(model: nn.Module) -> tuple[Target, ...]:
-    """All that can have zeros to keep: what a run can prune, embeddings too, and all other parameters but vectors."""
-    prunable = find_targets(model, include=["*"]) if plain_uses(model) else ()
-    return (*prunable, *other_targets(model, prunable))
 
 
 def is_unlearned(target: Target, zeros: int) -> bool:
