@@ -27,6 +27,7 @@ from gradprobe_hf.model.loading.load import load, load_config, skeleton
 from gradprobe_hf.model.loading.pooling import pooling_of
 from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.report.card.base_model import base_metadata
+from gradprobe_hf.report.report import Report
 from tests import cases
 
 QUICK = GradProbeConfig(score="magnitude")
@@ -287,6 +288,16 @@ def test_the_card_of_a_sentence_encoder_says_how_it_is_used(is_encoder, source, 
     assert card.library_name == ("sentence-transformers" if is_encoder else "transformers")
     assert card.pipeline_tag == ("sentence-similarity" if is_encoder else "text-generation")
     assert card.tags == [*kept, "sparse"]
+
+
+def test_a_report_says_that_no_tokenizer_was_saved(source, tmp_path):
+    said = "No tokenizer or processor was found for source, and a checkpoint that is written has none"
+    assert not any(said in warning for warning in prune(source).report.warnings)
+    for file in source.glob("*token*"):
+        file.unlink()
+    prune(source, output_dir=tmp_path / "out")
+    assert said in (tmp_path / "out" / "README.md").read_text()
+    assert any(said in warning for warning in Report.load(tmp_path / "out").warnings)
 
 
 def test_what_hears_without_a_tokenizer_is_taken(tmp_path, caplog):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +38,19 @@ def foreseen_warnings(context: RunContext) -> list[str]:
     found += about_own_maps(context.model, context.config)
     for warning in found:
         logger.warning(warning)
-    return [*context.of_loading, *found]  # these were logged as they came up
+    return [*context.of_loading, *_about_tokenizer(context), *found]  # these were logged as they came up
+
+
+def _about_tokenizer(context: RunContext) -> list[str]:
+    """Where a model that came from somewhere brings nothing to read its inputs with."""
+    name = context.model.name_or_path
+    if context.processing_class is not None or not name:
+        return []
+    where = Path(name).name if Path(name).is_dir() else name  # reports are published
+    return [
+        f"No tokenizer or processor was found for {where}, and a checkpoint that is written "
+        "has none: put its files beside the model, or give a processing_class."
+    ]
 
 
 def _about_data(context: RunContext) -> list[str]:
