@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import shutil
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -141,6 +142,19 @@ def test_a_mount_point_is_refused_with_a_folder_in_it(overwrite, tmp_path, monke
         with pytest.raises(ValueError, match=rf"{name}' \(--output\) is a mount point.*{name}/model'"):
             check_destination(tmp_path / name, "", overwrite)
         check_destination(tmp_path / name / "model", "", overwrite)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="binding a folder needs root")
+def test_so_is_a_folder_of_the_same_disk_that_is_bound_there(source, tmp_path):
+    (tmp_path / "bound").mkdir()
+    found = subprocess.run(["mount", "--bind", source, tmp_path / "bound"], capture_output=True, check=False)
+    if found.returncode:
+        pytest.skip(f"this machine binds no folders: {found.stderr.decode().strip()}")
+    try:
+        with pytest.raises(ValueError, match="is a mount point"):
+            check_destination(tmp_path / "bound", "", overwrite=True)
+    finally:
+        subprocess.run(["umount", tmp_path / "bound"], check=True)
 
 
 def test_a_model_in_the_home_folder_is_found_by_all_that_load_one(home):

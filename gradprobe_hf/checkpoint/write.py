@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 from huggingface_hub import ModelCard
 from safetensors import SafetensorError
 from transformers import PreTrainedModel
@@ -72,7 +73,7 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
     if not path.exists():
         check_folder("output_dir", directory)
         return
-    if os.path.ismount(path.resolve()):
+    if _is_mount_point(path.resolve()):
         raise ValueError(
             f"output_dir={str(directory)!r} (--output) is a mount point, and cannot be renamed when the checkpoint "
             f"takes its place: name a folder in it, {str(path / 'model')!r}."
@@ -86,6 +87,16 @@ def check_destination(directory: str | Path, model_name: str, overwrite: bool) -
             f"{directory} holds {min(others)}, which is no part of a checkpoint, so it is not overwritten: move that, "
             "or choose another folder."
         )
+
+
+def _is_mount_point(path: Path) -> bool:
+    if os.path.ismount(path):
+        return True
+    # A folder of the same file system that is bound there, as containers do, has the same device as the one above it.
+    try:
+        return str(path) in {one.mountpoint for one in psutil.disk_partitions(all=True)}
+    except OSError:  # no /proc: it shows when it is renamed
+        return False
 
 
 def check_writable(folder: Path, directory: str | Path) -> None:
