@@ -18,10 +18,12 @@ from tests import cases
 
 @pytest.fixture(autouse=True)
 def heeded():
-    """A suite in the background of a shell ignores SIGINT, and so would its tests."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    """A suite in the background of a shell ignores SIGINT, one under nohup SIGHUP, and so would its tests."""
+    usual = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
-    signal.signal(signal.SIGINT, before)
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def ctrl_c():
