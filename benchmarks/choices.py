@@ -10,7 +10,8 @@ usage: python -m benchmarks.choices --model DIR --calibration SPEC --evaluation 
 from __future__ import annotations
 
 import argparse
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from unittest.mock import patch
 from benchmarks.quality_tables import geometric_mean
 from benchmarks.resumed_rows import made_rows, row_parser, texts_of, windows_of
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.probe.statistics import Statistics
+from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.updates import admm
 
 RESULTS = Path(__file__).parent / "results"
@@ -28,10 +31,17 @@ TWO_PROBES, BEST, OBS = {"probes": 2}, {"preset": "best"}, {"probes": 1, "update
 
 @dataclass(frozen=True)
 class Choice:
-    """A row. Attributes: `options` of the configuration; `constants` of `updates/admm.py` that are others meanwhile."""
+    """A row.
+
+    Attributes:
+        options: of the configuration.
+        constants: of `updates/admm.py`, that are others meanwhile.
+        first_probe: what the first probe of two counts beside the second.
+    """
 
     options: dict[str, Any]
     constants: dict[str, float] = field(default_factory=dict)
+    first_probe: float = 1.0
 
 
 CHOICES: dict[str, dict[str, Choice]] = {  # what is chosen -> its values; the package's own is the first
@@ -59,6 +69,11 @@ CHOICES: dict[str, dict[str, Choice]] = {  # what is chosen -> its values; the p
     | {str(limit): Choice(TWO_PROBES | {"spike_limit": float(limit)}) for limit in (1, 4)},
     "two probes: reduction_factor": {"0.1": Choice(TWO_PROBES)}
     | {str(factor): Choice(TWO_PROBES | {"reduction_factor": factor}) for factor in (0.0, 0.3)},
+    "two probes: weight of the first": {"1": Choice(TWO_PROBES)}
+    | {
+        name: Choice(TWO_PROBES, first_probe=weight)
+        for name, weight in {"2": 2, "1/2": 0.5, "1/4": 0.25, "0": 0}.items()
+    },
 }
 ALL = {f"{what} = {value}": choice for what, values in CHOICES.items() for value, choice in values.items()}
 
@@ -69,6 +84,22 @@ def run_of(choice: Choice) -> str:
 
 
 ROWS = list(dict.fromkeys(run_of(choice) for choice in ALL.values()))
+
+
+@contextmanager
+def first_probe_counts(weight: float) -> Iterator[None]:
+    """The sums of the first probe of two are multiplied before the second adds to them."""
+    begin = Statistics.begin_second_probe
+
+    def weighted(self: Statistics, processes: Processes) -> None:
+        for matrix in self._of.values():
+            for name, values in matrix.state().items():  # the sums themselves; of an outer product one side is enough
+                if name.startswith("sequence.") or name.endswith(".rows"):
+                    values.mul_(weight)
+        begin(self, processes)
+
+    with patch.object(Statistics, "begin_second_probe", weighted):
+        yield
 
 
 def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -82,6 +113,7 @@ def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
             **choice.options,
         )
         with ExitStack() as changed:
+            changed.enter_context(first_probe_counts(choice.first_probe))
             for constant, value in choice.constants.items():
                 changed.enter_context(patch.object(admm, constant, value))
             result = prune_pretrained(

@@ -13,6 +13,7 @@ import argparse
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.resumed_rows import made_rows, row_parser, texts_of, windows_of
@@ -33,22 +34,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "4 epochs": {"epochs": 4},
     "16 epochs": {"epochs": 16},
 }
-NONE = "no block matching"
+NONE, TWICE, OWN_TEXT = "no block matching", "twice the windows", "as many windows of its own text besides"
 
 
 def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Perplexity of one setting, and what it took."""
     settings = replace(OWN, **SETTINGS.get(name, {}))
     REFINEMENTS["blocks"] = settings
+    windows, texts = windows_of(args), texts_of(args)
+    if name in (TWICE, OWN_TEXT):
+        windows["num_samples"] *= 2
     config = GradProbeConfig(
         sparsity=args.sparsity,
         probes=1,
         update="admm",
         refinement="none" if name == NONE else "blocks",
-        **windows_of(args),
+        **windows,
     )
     start = time.perf_counter()
-    result = prune_pretrained(args.model, config, **texts_of(args), apply=False, dtype="float32", progress=False)
+    with TemporaryDirectory() as folder:
+        if name == OWN_TEXT:  # a mixture is of names
+            file = Path(folder) / "text.txt"
+            file.write_text("".join(texts["calibration"]), encoding="utf-8")
+            texts["calibration"] = {str(file): 1, "self": 1}
+        result = prune_pretrained(args.model, config, **texts, apply=False, dtype="float32", progress=False)
     measured, found = result.report.evaluation, result.report.refinement.values()
     assert measured is not None, "there is a text"
     return {
@@ -64,7 +73,7 @@ def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = row_parser(__doc__, [NONE, *SETTINGS], RESULTS / "matching.json")
+    parser = row_parser(__doc__, [NONE, *SETTINGS, TWICE, OWN_TEXT], RESULTS / "matching.json")
     parser.add_argument("--sparsity", type=float, default=0.6)
     print(matching_table(made_rows(parser.parse_args(), row)))
 

@@ -616,6 +616,12 @@ def test_another_run_is_refused_before_its_work_and_leaves_the_first_ones_state(
         steps=2, batch_size=2, sequence_length=16, num_samples=8, evaluation_samples=2, save_steps=1, teacher_top_k=4
     )
 
+    def trained_on(model):
+        other = copy.deepcopy(model)
+        with torch.no_grad():
+            other.get_input_embeddings().weight *= 1.01
+        return other
+
     def run(config=config, pruned=student, teacher=dense, text="self"):
         options = {"text": text, "processing_class": cases.tokenizer(), "progress": False}
         recover_pretrained(pruned, teacher, config, resume_dir=state, **options)
@@ -628,8 +634,8 @@ def test_another_run_is_refused_before_its_work_and_leaves_the_first_ones_state(
     monkeypatch.setattr("gradprobe_hf.recovery.recover.measure_both", lambda *_: pytest.fail("work was done"))
     for change, said in (
         ({"config": replace(config, seed=7, steps=3)}, r"steps, seed differ \(2 there, 3 here\)"),
-        ({"pruned": half_pruned(seed=1)[0]}, "weights differ"),
-        ({"teacher": cases.build(DENSE, seed=3)}, "teacher differ"),
+        ({"pruned": trained_on(student)}, "weights differ"),
+        ({"teacher": trained_on(dense)}, "teacher differ"),
         ({"text": str(text_file)}, "text differ"),
     ):
         with pytest.raises(ValueError, match=f"state of another run: {said}"):

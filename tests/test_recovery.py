@@ -290,6 +290,7 @@ def test_what_is_reported_of_a_recovered_model_is_its_own(text_file):
     [
         ({"teacher": "gpt2"}, "pruned model is a LlamaForCausalLM and the teacher a GPT2LMHeadModel"),
         ({"teacher": "pruned"}, "no weight is zero in the pruned model that is not zero in the teacher"),
+        ({"teacher": "another"}, r"other embeddings than the pruned model: their cosine is -?0\.0\d"),
         ({"text": None}, "text must be text or batches, got None"),
         ({"text": "{text}", "evaluation": "{text}"}, "is the text that is trained on"),
         ({"text": "{text}", "evaluation": "{copy}"}, "is the text that is trained on"),
@@ -309,6 +310,7 @@ def test_what_cannot_work_is_said_before_anything_is_trained(change, said, text_
     monkeypatch.setattr("gradprobe_hf.recovery.recover.distil", None)
     known = {"llama": cases.build("llama"), "gpt2": cases.build("gpt2"), "bert": cases.build("bert")}
     known["pruned"] = half_pruned()[0]
+    known["another"] = cases.build("llama", seed=9)
     copied = tmp_path / "another-name.txt"
     copied.write_bytes(text_file.read_bytes())
     change = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import filecmp
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,11 +21,13 @@ from gradprobe_hf.model.families import is_causal
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading.adapters import active_adapters, has_adapters, stored_adapter
 from gradprobe_hf.model.parameters import is_offloaded
-from gradprobe_hf.model.targets import every_matrix
+from gradprobe_hf.model.targets import default_targets, every_matrix
 from gradprobe_hf.run.apply import check_whole
 from gradprobe_hf.run.request.checks import check_paths
+from gradprobe_hf.runtime.row_chunks import CACHED_ELEMENTS, row_chunks
 from gradprobe_hf.tasks.table import task_of_class
 
+UNRELATED = 0.1  # cosine of embeddings: a pruning at random of 95% of them would leave 0.22
 # What `accelerate launch` tells a Trainer to do with the weights.
 _LAUNCHED = {"ACCELERATE_USE_FSDP": "sharded by FSDP2", "ACCELERATE_USE_DEEPSPEED": "given to DeepSpeed"}
 
@@ -211,3 +215,29 @@ def check_pruned(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
         "save the result and recover the checkpoint), and give the dense model that it was pruned from as the teacher "
         "(teacher, --teacher)."
     )
+
+
+@torch.no_grad()
+def check_related(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
+    """Raise ValueError where matrices outside of the blocks, embeddings above all, have nothing in common.
+
+    So is a model whose weights were never loaded, or one of the same sizes that was trained from another beginning.
+    A pruning leaves these matrices alone, and a recovery or fine-tuning moves them a little.
+    """
+    inside = {target.parameter for target in default_targets(pruned)}  # they are others where whole blocks are gone
+    others = dict(dense.named_parameters())
+    products = torch.zeros(3, dtype=torch.float64)  # of the two, and of each with itself
+    for name, own in pruned.named_parameters():
+        other = others.get(name)
+        if own.ndim < 2 or name in inside or other is None or own.shape != other.shape:
+            continue
+        for rows in row_chunks((len(own), own[0].numel()), CACHED_ELEMENTS):
+            a, b = own[rows].flatten().float().cpu(), other[rows].flatten().float().cpu()
+            products += torch.stack([a @ b, a @ a, b @ b]).double()
+    between, *squares = products.tolist()
+    if all(squares) and between < UNRELATED * math.sqrt(squares[0] * squares[1]):
+        raise ValueError(
+            "the teacher has other embeddings than the pruned model: their cosine is "
+            f"{between / math.sqrt(squares[0] * squares[1]):.2f}, as of weights that were never loaded, or of another "
+            "training. Give the dense model that it was pruned from (teacher, --teacher)."
+        )

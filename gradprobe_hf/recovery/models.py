@@ -22,6 +22,7 @@ from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.recovery.checks import (
     check_alike,
     check_pruned,
+    check_related,
     check_trainable,
 )
 from gradprobe_hf.recovery.distil import check_top_k
@@ -65,6 +66,7 @@ class Student:
         task_of(self.model, config)
         check_trainable(self.model, "recovery")
         check_alike(self.model, dense.model)
+        check_related(self.model, dense.model)
         dense.check_origin(self.report)
         if dense.processing_class is not None and self.processing_class is not None:
             check_one_vocabulary(self.processing_class, dense.processing_class, ("the pruned model", "the teacher"))

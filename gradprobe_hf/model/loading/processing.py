@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 from transformers import (
@@ -55,6 +56,18 @@ def load_processing_class(model: PreTrainedModel, name: str | None = None, **fro
         return part
     logger.warning("no tokenizer or processor was found for %s: %s", name, reason)
     return None
+
+
+def about_nothing_to_read_with(model: PreTrainedModel, processing_class: Any) -> list[str]:
+    """What a report says where a model that came from somewhere brings nothing to read its inputs with."""
+    name = model.name_or_path
+    if processing_class is not None or not name:
+        return []
+    where = Path(name).name if Path(name).is_dir() else name  # reports are published
+    return [
+        f"No tokenizer or processor was found for {where}, and a checkpoint that is written "
+        "has none: put its files beside the model, or give a processing_class."
+    ]
 
 
 def _part_alone(name: str, source: dict[str, Any]) -> Any:

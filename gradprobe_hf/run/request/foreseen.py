@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from gradprobe_hf.config.derived import LEAST_DAMPING
 from gradprobe_hf.data.batches import SHARED, shared_passages, shared_rows
 from gradprobe_hf.model.families import is_causal, without_cache
 from gradprobe_hf.model.loading.pooling import MODULES, is_for_embeddings
+from gradprobe_hf.model.loading.processing import about_nothing_to_read_with
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import labels_of, summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode
@@ -38,19 +38,8 @@ def foreseen_warnings(context: RunContext) -> list[str]:
     found += about_own_maps(context.model, context.config)
     for warning in found:
         logger.warning(warning)
-    return [*context.of_loading, *_about_tokenizer(context), *found]  # these were logged as they came up
-
-
-def _about_tokenizer(context: RunContext) -> list[str]:
-    """Where a model that came from somewhere brings nothing to read its inputs with."""
-    name = context.model.name_or_path
-    if context.processing_class is not None or not name:
-        return []
-    where = Path(name).name if Path(name).is_dir() else name  # reports are published
-    return [
-        f"No tokenizer or processor was found for {where}, and a checkpoint that is written "
-        "has none: put its files beside the model, or give a processing_class."
-    ]
+    lacking = about_nothing_to_read_with(context.model, context.processing_class)
+    return [*context.of_loading, *lacking, *found]  # these were logged as they came up
 
 
 def _about_data(context: RunContext) -> list[str]:
