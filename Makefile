@@ -8,7 +8,8 @@ READY := $(VENV)/.installed
 
 .PHONY: demo test test-all test-gpu check docs architectures bench bench-quality bench-c4 bench-wikitext \
 	bench-wikitext-rows bench-qwen bench-paper bench-refined bench-refined-stories bench-variants bench-stories \
-	bench-structured bench-structured-stories bench-structured-smollm2 bench-structured-speed bench-elsewhere \
+	bench-structured bench-structured-stories bench-structured-smollm2 bench-structured-defaults \
+	bench-structured-speed bench-elsewhere \
 	bench-structure-options bench-rivals bench-matching bench-gradient-admm bench-choices bench-texts bench-mixtures \
 	bench-demo bench-accumulators bench-speed bench-memory bench-training bench-recovery bench-profiling \
 	bench-candidates bench-upcast bench-chat bench-embeddings table clean
@@ -156,6 +157,9 @@ bench-structure-options: $(READY)  ## damping chosen on held-out batches, and ga
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
 SMALLER := $(BIN)/python -m benchmarks.structured_quality
+CHANNELS := "channels, OBS + least squares" "channels, Fisher + least squares" "channels, OBS x Fisher + least squares"
+CHANNELS += "channels, OBS + least squares, half own text" "channels, Fisher + least squares, half own text" \
+	"channels, OBS x Fisher + least squares, half own text"
 
 bench-structured-stories: $(READY)  ## ways to make the model of 15M smaller, at equal parameters (STORIES, STORIES_TEXT, DRAWS)
 	$(SMALLER) --model $(STORIES) $(SPLIT_STORIES) --columns 0.17 0.33 0.5 --seed $(DRAWS) --sequence-length 256 \
@@ -164,6 +168,12 @@ bench-structured-stories: $(READY)  ## ways to make the model of 15M smaller, at
 bench-structured-smollm2: $(READY) $(MODEL)  ## the same of SmolLM2-135M, calibrated on C4 (C4)
 	$(SMALLER) --model $(MODEL) --dtype bfloat16 $(C4_CALIBRATION) --evaluation $(WIKI_TEST)=16 pydoc=12 \
 		--output benchmarks/results/structured_smollm2.json $(FLAGS)
+
+bench-structured-defaults: $(READY) $(MODEL)  ## how channels are chosen best, on four texts of no other table (C4, STORIES_TEXT)
+	$(BIN)/python -m benchmarks.docstrings runs/docstrings.txt
+	$(SMALLER) --model $(MODEL) --dtype bfloat16 $(C4_CALIBRATION) --columns 0.2 --evaluation $(WIKI_CALIBRATION)=8 \
+		"$(STORIES_TEXT)=8" "$(C4)[70%:]=8" runs/docstrings.txt=8 --methods $(CHANNELS) \
+		--output benchmarks/results/structured_defaults.json $(FLAGS)
 
 bench-structured-speed: $(READY) $(MODEL)  ## speed, memory and bytes of shapes of SmolLM2-135M beside the dense one
 	$(BIN)/python -m benchmarks.structured_speed --model $(MODEL) $(FLAGS)

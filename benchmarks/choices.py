@@ -63,12 +63,16 @@ CHOICES: dict[str, dict[str, Choice]] = {  # what is chosen -> its values; the p
     },
     "ADMM: dense_target": {"0.25": Choice(BEST)}
     | {str(share): Choice(BEST | {"dense_target": share}) for share in (0.0, 0.5, 1.0)},
-    "obs: dense_target": {"0.5": Choice(OBS)}
-    | {str(share): Choice(OBS | {"dense_target": share}) for share in (0.0, 0.25, 1.0)},
+    "ADMM: damping": {"0.01": Choice(BEST)}
+    | {str(damping): Choice(BEST | {"damping": damping}) for damping in (0.003, 0.1)},
+    "obs: dense_target": {"0.25": Choice(OBS)}
+    | {str(share): Choice(OBS | {"dense_target": share}) for share in (0.0, 0.5, 1.0)},
     "two probes: spike_limit": {"2": Choice(TWO_PROBES), "none": Choice(TWO_PROBES | {"spike_limit": 0.0})}
     | {str(limit): Choice(TWO_PROBES | {"spike_limit": float(limit)}) for limit in (1, 4)},
     "two probes: reduction_factor": {"0.1": Choice(TWO_PROBES)}
     | {str(factor): Choice(TWO_PROBES | {"reduction_factor": factor}) for factor in (0.0, 0.3)},
+    "two probes: fisher": {"blend": Choice(TWO_PROBES)}
+    | {name: Choice(TWO_PROBES | {"fisher": name}) for name in ("sequence", "token", "factored")},
     "two probes: weight of the first": {"1": Choice(TWO_PROBES)}
     | {
         name: Choice(TWO_PROBES, first_probe=weight)

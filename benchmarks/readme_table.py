@@ -42,7 +42,7 @@ from benchmarks.quality_tables import (
 )
 from benchmarks.random_checkpoint import mistral_config
 from benchmarks.structured_speed import speed_of_shapes
-from benchmarks.structured_table import structured_table
+from benchmarks.structured_table import defaults_table, structured_table
 from benchmarks.text_table import texts_table
 from benchmarks.training import check_alike
 from benchmarks.upcast import upcast_table
@@ -402,6 +402,7 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "faces": (("demo",), faces_table),
     "smaller stories": (("structured_stories",), structured_table),
     "smaller smollm2": (("structured_smollm2",), structured_table),
+    "smaller defaults": (("structured_defaults",), defaults_table),
     "smaller speed": (("structured_speed",), speed_of_shapes),
     "smaller elsewhere": (("elsewhere",), elsewhere_table),
 }

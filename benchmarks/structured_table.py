@@ -44,6 +44,24 @@ def structured_table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def defaults_table(results: dict[str, Any]) -> str:
+    """Perplexity of one column: a row for each method, a column for each text; the best in bold."""
+    cells, texts, settings = cells_of(results), results["dense"], results["settings"]
+    best = {text: min(mean_of(rows, text) for rows in cells.values()) for text in texts}
+    lines = [f"| | {' | '.join(texts)} |", "|---|" + "---:|" * len(texts)]
+    lines.append(f"| dense | {' | '.join(f'{dense:.2f}' for dense in texts.values())} |")
+    for (method, _), rows in cells.items():
+        found = {text: mean_of(rows, text) for text in texts}
+        shown = [f"**{value:.2f}**" if value == best[text] else f"{value:.2f}" for text, value in found.items()]
+        lines.append(f"| {method} | {' | '.join(shown)} |")
+    measured = ", ".join(f"{about['text']} of {name}" for name, about in settings["evaluation"].items())
+    note = (
+        f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}, measured on {measured}; "
+        f"{_drawn(cells)}. `make bench-{_target(results)}`, at {', '.join(commits_of(results))}."
+    )
+    return "\n".join([*lines, "", note])
+
+
 def _drawn(cells: Cells) -> str:
     """How many draws the calibration windows had."""
     counts = {len(rows) for rows in cells.values()}

@@ -374,7 +374,7 @@ OWN_MASK = {"score": None, "probes": 0, "rule": "budget"}
         ({"update": "sparsegpt"}, {**OWN_MASK, "dense_target": 0.0}),
         ({"update": "admm"}, {**FISHER_2, "dense_target": 0.25}),
         ({"update": "least_squares"}, {**FISHER_2, "dense_target": 0.25}),
-        ({"update": "obs"}, {**FISHER_2, "dense_target": 0.5}),
+        ({"update": "obs"}, {**FISHER_2, "dense_target": 0.25}),
         ({"update": "obs", "dense_target": 0.0}, {**FISHER_2, "dense_target": 0.0}),
         ({"update": "sparsegpt+least_squares"}, {**OWN_MASK, "dense_target": 0.25}),
     ],

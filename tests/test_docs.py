@@ -13,6 +13,7 @@ import pytest
 
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.cli.main import parser
+from gradprobe_hf.model.loading import processing
 from gradprobe_hf.model.loading import report as loading_report
 from gradprobe_hf.recovery import distil
 from gradprobe_hf.recovery import result as recovered
@@ -92,7 +93,7 @@ def test_the_page_of_warnings_has_all_of_a_run_and_no_others():
     # Those of a report; what is only logged is told where it happens.
     of_reports = [said for module in (warnings, foreseen) for said in sentences(module)]
     assert [said for said in of_reports if not any(one in said for one in quoted)] == []
-    modules = (warnings, foreseen, own_maps, loading_report, reach, distil, recovered)
+    modules = (warnings, foreseen, own_maps, loading_report, processing, reach, distil, recovered)
     every = [said for module in modules for said in sentences(module)]
     assert [one for one in quoted if not any(one in said for said in every)] == []
 

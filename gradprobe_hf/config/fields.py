@@ -73,7 +73,7 @@ class PruningOptions(Options):
             `"least_squares"`.
         dense_target: which outputs an update preserves, from 0 (as pruned so far) to 1 (of the dense model). As
             pruned so far: those of the original matrix on the inputs that the pruned blocks before it give. Default:
-            0.25; 0.5 with `update="obs"`, 0 with `update="sparsegpt"`, as published.
+            0.25; 0 with `update="sparsegpt"`, as published.
         damping: what is added to the diagonal of a Hessian before it is inverted, as a fraction of its mean, > 0.
             `"auto"`, with `update="least_squares"`: for each matrix that of 0.01 to 1 with which its outputs on an
             eighth of the calibration rows, held out from the others, are kept best. Default: 0.01; `"auto"` with

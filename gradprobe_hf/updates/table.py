@@ -91,7 +91,7 @@ UPDATES: dict[str, WeightUpdate] = {
     "none": WeightUpdate(function=None, sentence="No other weight was changed.", source=""),
     "obs": WeightUpdate(
         function=solve_obs,
-        dense_target=0.5,
+        dense_target=0.25,
         sentence="Then the kept weights were changed, block by block, to keep each matrix's outputs on the calibration "
         "inputs (SparseGPT's sweep under this mask).",
         source="Frantar and Alistarh 2023 (arXiv:2301.00774), sections 3.2 to 3.4",
