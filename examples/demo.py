@@ -120,7 +120,7 @@ def main() -> None:
     outputs = {"half zero": args.output, "smaller": f"{args.output}-smaller"}
     faces: dict[str, dict[str, Any]] = {
         "half zero": {"sparsity": 0.5},
-        "smaller": {"structure": {"ffn": args.channels}},
+        "smaller": {"structure": {"ffn": args.channels}, "measure_speed": args.repeats > 0},  # for its card
     }
     for name, options in faces.items():
         config = GradProbeConfig(

@@ -48,6 +48,8 @@ def test_demo(repeats, checkpoint, tmp_path):
     for said in ("perplexity", "50.00", f"{smaller:,}", "GB peak memory", "README.md", "The Earth goes around"):
         assert said in ran.stdout
     assert ("tokens per second" in ran.stdout) == bool(repeats)
+    card = (tmp_path / "out-smaller" / "README.md").read_text()
+    assert ("not measured" in card) == (not repeats)
     found = json.loads((tmp_path / "demo.json").read_text())
     assert [row["parameters"] for row in found["rows"]][1:] == [found["rows"][0]["parameters"], smaller]
     assert repeats == 0 or "| smaller |" in faces_table(found)
