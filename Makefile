@@ -6,7 +6,7 @@ MODEL := runs/smollm2-135m-instruct
 MINILM := runs/all-minilm-l6-v2
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all test-gpu check docs architectures bench bench-quality bench-c4 bench-wikitext \
+.PHONY: demo test test-all test-gpu check docs architectures bench bench-quality bench-c4 bench-c4-targets bench-wikitext \
 	bench-wikitext-rows bench-qwen bench-paper bench-refined bench-refined-stories bench-variants bench-stories \
 	bench-structured bench-structured-stories bench-structured-smollm2 bench-structured-defaults \
 	bench-structured-speed bench-elsewhere \
@@ -67,11 +67,16 @@ QUALITY := $(BIN)/python -m benchmarks.quality
 SMOLLM2 = $(QUALITY) --model $(MODEL) --blocks-per-step 6 $(if $(PEERS),--peers $(PEERS))
 README_ROWS := sparsegpt "two probes" "sparsegpt + admm" "one probe + admm"
 
-bench-quality: bench-c4 bench-wikitext bench-wikitext-rows bench-qwen bench-paper  ## the tables of perplexity after pruning: days on 2 cores
+bench-quality: bench-c4 bench-c4-targets bench-wikitext bench-wikitext-rows bench-qwen bench-paper  ## the tables of perplexity after pruning: days on 2 cores
 
 bench-c4: $(READY) $(MODEL)  ## the main table, calibrated on C4: three draws of the README's rows and Wanda (C4)
 	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --seed $(DRAWS) --methods wanda $(README_ROWS) \
 		--columns 0.5 0.6 0.7 2:4 4:8 --output benchmarks/results/c4.json $(FLAGS)
+
+bench-c4-targets: $(READY) $(MODEL)  ## SparseGPT a quarter of the way to the dense outputs, on the main table's windows (C4)
+	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --seed $(DRAWS) \
+		--methods "sparsegpt, dense_target 0.25" --columns 0.5 0.6 0.7 2:4 4:8 \
+		--output benchmarks/results/c4-targets.json $(FLAGS)
 
 ON_WIKITEXT = $(SMOLLM2) $(TEXTS)
 

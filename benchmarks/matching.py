@@ -11,13 +11,21 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
 
 from benchmarks.resumed_rows import made_rows, row_parser, texts_of, windows_of
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.model.targets import Target, block_vectors
+from gradprobe_hf.reconstruction import reconstruct
+from gradprobe_hf.reconstruction.block_matching import Matched, Matching, match_block
 from gradprobe_hf.updates.refinement import REFINEMENTS
 
 RESULTS = Path(__file__).parent / "results"
@@ -35,6 +43,34 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "16 epochs": {"epochs": 16},
 }
 NONE, TWICE, OWN_TEXT = "no block matching", "twice the windows", "as many windows of its own text besides"
+PARTS = "attention, then MLP"
+
+
+def one_after_the_other(
+    task: Matching, values: Mapping[str, Tensor], masks: Mapping[str, Tensor]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], Matched]:
+    """As `match_block`, in two trainings: attention while the MLP is still dense, and the MLP behind that attention."""
+    parts: list[list[Target]] = [[], []]
+    for target in task.matrices:
+        parts["mlp" in target.role].append(target)
+    new, new_vectors, how = dict[str, Tensor](), dict[str, Tensor](), list[Matched]()
+    with ExitStack() as undo:
+        for part in parts:
+            names = [target.name for target in part]
+            found, vectors, matched = match_block(
+                replace(task, matrices=part),
+                {name: values[name] for name in names},
+                {name: masks[name] for name in names},
+            )
+            how.append(matched)
+            new, new_vectors = new | found, new_vectors | vectors
+            for target in (*part, *block_vectors(task.model, task.block)):
+                if (value := found.get(target.name, vectors.get(target.name))) is not None:
+                    matrix = target.matrix(task.model).detach()
+                    undo.callback(matrix.copy_, matrix.clone())
+                    matrix.copy_(value)
+    first, last = how
+    return new, new_vectors, Matched(first.before, last.after, first.epochs + last.epochs, last.kept)
 
 
 def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -57,7 +93,8 @@ def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
             file = Path(folder) / "text.txt"
             file.write_text("".join(texts["calibration"]), encoding="utf-8")
             texts["calibration"] = {str(file): 1, "self": 1}
-        result = prune_pretrained(args.model, config, **texts, apply=False, dtype="float32", progress=False)
+        with patch.object(reconstruct, "match_block", one_after_the_other if name == PARTS else match_block):
+            result = prune_pretrained(args.model, config, **texts, apply=False, dtype="float32", progress=False)
     measured, found = result.report.evaluation, result.report.refinement.values()
     assert measured is not None, "there is a text"
     return {
@@ -73,7 +110,7 @@ def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = row_parser(__doc__, [NONE, *SETTINGS, TWICE, OWN_TEXT], RESULTS / "matching.json")
+    parser = row_parser(__doc__, [NONE, *SETTINGS, TWICE, OWN_TEXT, PARTS], RESULTS / "matching.json")
     parser.add_argument("--sparsity", type=float, default=0.6)
     print(matching_table(made_rows(parser.parse_args(), row)))
 

@@ -43,6 +43,7 @@ from benchmarks.quality_tables import (
 from benchmarks.random_checkpoint import mistral_config
 from benchmarks.structured_speed import speed_of_shapes
 from benchmarks.structured_table import defaults_table, structured_table
+from benchmarks.targets_table import targets_table
 from benchmarks.text_table import texts_table
 from benchmarks.training import check_alike
 from benchmarks.upcast import upcast_table
@@ -347,6 +348,13 @@ def presets_of_both(results: dict[str, Any]) -> str:
     return presets_table(results, results_of(("c4",), whole_columns))
 
 
+def targets_of_both(results: dict[str, Any]) -> str:
+    """The cells of SparseGPT at another target are results of their own; all else is the main table's."""
+    main = results_of(("c4",))
+    assert main is not None, "what it stands beside"
+    return targets_table(results, main)
+
+
 TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  # marker -> result files, table
     "headline": (MAIN, headline_table),
     "presets": (SECOND, presets_of_both),
@@ -377,6 +385,7 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  
 FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = {  # on a page that asks for them
     "stories intervals": (("stories",), intervals_table),
     "stories divergence": (("stories",), divergence_table),
+    "c4 targets": (("c4-targets",), targets_of_both),
     "intervals": (SECOND, intervals_table),
     "divergence": (SECOND, divergence_table),
     "every row": (EVERY_ROW, quality_table),
