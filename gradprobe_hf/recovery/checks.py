@@ -28,6 +28,7 @@ from gradprobe_hf.runtime.row_chunks import CACHED_ELEMENTS, row_chunks
 from gradprobe_hf.tasks.table import task_of_class
 
 UNRELATED = 0.1  # cosine of embeddings: a pruning at random of 95% of them would leave 0.22
+
 # What `accelerate launch` tells a Trainer to do with the weights.
 _LAUNCHED = {"ACCELERATE_USE_FSDP": "sharded by FSDP2", "ACCELERATE_USE_DEEPSPEED": "given to DeepSpeed"}
 
@@ -221,8 +222,8 @@ def check_pruned(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
 def check_related(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
     """Raise ValueError where matrices outside of the blocks, embeddings above all, have nothing in common.
 
-    So is a model whose weights were never loaded, or one of the same sizes that was trained from another beginning.
-    A pruning leaves these matrices alone, and a recovery or fine-tuning moves them a little.
+    A pruning leaves them alone, and a recovery or fine-tuning moves them a little. They are others in a model whose
+    weights were never loaded, and in one of the same sizes that was trained from another beginning.
     """
     inside = {target.parameter for target in default_targets(pruned)}  # they are others where whole blocks are gone
     others = dict(dense.named_parameters())
@@ -235,9 +236,12 @@ def check_related(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
             a, b = own[rows].flatten().float().cpu(), other[rows].flatten().float().cpu()
             products += torch.stack([a @ b, a @ a, b @ b]).double()
     between, *squares = products.tolist()
-    if all(squares) and between < UNRELATED * math.sqrt(squares[0] * squares[1]):
+    if not all(squares):  # there are none, or they have yet to learn
+        return
+    cosine = between / math.sqrt(math.prod(squares))
+    if cosine < UNRELATED:
         raise ValueError(
-            "the teacher has other embeddings than the pruned model: their cosine is "
-            f"{between / math.sqrt(squares[0] * squares[1]):.2f}, as of weights that were never loaded, or of another "
-            "training. Give the dense model that it was pruned from (teacher, --teacher)."
+            f"the teacher has other embeddings than the pruned model: their cosine is {cosine:.2f}, as of weights that "
+            "were never loaded, or of another training. Give the dense model that it was pruned from (teacher, "
+            "--teacher)."
         )
