@@ -28,7 +28,7 @@ from gradprobe_hf.structures.budgets import ShapeBudget
 from gradprobe_hf.structures.importance import made_up_for
 from gradprobe_hf.structures.plan import Plan
 from tests import cases
-from tests.test_structures import MIXTURE, SIZES
+from tests.smaller_models import MIXTURE, SIZES
 
 BLOCKS = 4
 

@@ -14,119 +14,33 @@ from transformers import (
     AutoModelForCausalLM,
     BartConfig,
     BartForConditionalGeneration,
-    BartForSequenceClassification,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    DonutSwinConfig,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    Gemma3TextConfig,
     Gemma4ForCausalLM,
     Gemma4TextConfig,
-    GPT2Config,
-    GPT2LMHeadModel,
-    JambaConfig,
-    JambaForCausalLM,
     LlamaConfig,
     LlamaForSequenceClassification,
-    MistralConfig,
-    MistralForCausalLM,
-    Olmo2Config,
-    Olmo2ForCausalLM,
-    ParakeetEncoder,
-    ParakeetEncoderConfig,
-    Phi3Config,
-    Phi3ForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    RecurrentGemmaConfig,
-    RecurrentGemmaForCausalLM,
-    Speech2TextConfig,
-    Speech2TextForConditionalGeneration,
-    TrOCRConfig,
-    VisionEncoderDecoderConfig,
-    VisionEncoderDecoderModel,
-    ViTConfig,
-    ViTMAEConfig,
-    ViTMAEModel,
-    Wav2Vec2BertConfig,
-    Wav2Vec2BertForCTC,
 )
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.smaller import save_smaller
 from gradprobe_hf.cli.main import main
-from gradprobe_hf.model.families import random_batch, sample_batch
-from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.families import random_batch
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.request.compatibility import check_targets
-from gradprobe_hf.run.shapes import equality
 from gradprobe_hf.run.shapes.structured import check_hands_on, hands_on, packed
 from gradprobe_hf.structures.importance import least_missed, unit_errors
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import random_smaller, smaller_config
 from tests import cases
-from tests.structure_page import BEGINS, GEMMA4, TWO_STACKS
+from tests.smaller_models import SIZES, build, perturbed
+from tests.structure_page import GEMMA4
 
-SIZES = {
-    **cases.CAUSAL,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-WINDOWS = {"head_dim": 4, "query_pre_attn_scalar": 4, "sliding_window": 8}
-MIXTURE = {"moe_intermediate_size": 8, "num_experts": 6, "num_experts_per_tok": 2}
-MIXTURE |= {"shared_expert_intermediate_size": 8}
-# Two blocks without experts, of which one goes: fewer lead, and the configuration counts them.
-LEADING = {**SIZES, "num_hidden_layers": 5, "num_key_value_heads": 4, "moe_intermediate_size": 8}
-LEADING |= {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}
-LEADING |= {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
-JAMBA = {**SIZES, "num_hidden_layers": 6, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1}
-JAMBA |= {"expert_layer_period": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "use_mamba_kernels": False}
-LAYERS = {"max_window_layers": 2, "use_sliding_window": True, "sliding_window": 8}
-MORE = {
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=8)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=8, tie_word_embeddings=True)),
-    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**SIZES, **WINDOWS)),
-    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWS)),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES)),
-    "numbered": lambda: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(**{**SIZES, **MIXTURE, "num_hidden_layers": 5, "mlp_only_layers": [0, 3]})
-    ),
-    "leading": lambda: DeepseekV3ForCausalLM(DeepseekV3Config(**LEADING)),
-    "windows": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, **LAYERS, "num_hidden_layers": 4})),
-    "scaled": lambda: GPT2LMHeadModel(
-        GPT2Config(**cases.CAUSAL, n_embd=16, n_layer=4, n_head=4, scale_attn_by_inverse_layer_idx=True)
-    ),
-    "every other": lambda: Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(**{**SIZES, **MIXTURE, "num_hidden_layers": 6, "decoder_sparse_step": 2})
-    ),
-    "periods": lambda: JambaForCausalLM(JambaConfig(**JAMBA)),
-    "turns": lambda: RecurrentGemmaForCausalLM(
-        RecurrentGemmaConfig(**{**SIZES, "num_hidden_layers": 5}, lru_width=16, attention_window_size=8)
-    ),
-    "wide": lambda: Qwen2ForCausalLM(Qwen2Config(**{**SIZES, "intermediate_size": 100})),
-    "single": lambda: MistralForCausalLM(MistralConfig(**{**SIZES, "num_key_value_heads": 1})),
-    "olmo2": lambda: Olmo2ForCausalLM(Olmo2Config(**SIZES)),
-    # Shared experts, router weights that do not sum to one, and a first block without experts.
-    "mixture": lambda: Qwen2MoeForCausalLM(Qwen2MoeConfig(**SIZES, **MIXTURE, mlp_only_layers=[0])),
-}
 ALL = {"ffn": 7, "kv_groups": 1, "blocks": 1}
 LOADABLE = {  # together; alone, and of more families, in tests/structure_page.py
     "llama": ALL,
@@ -141,24 +55,6 @@ LOADABLE = {  # together; alone, and of more families, in tests/structure_page.p
     "numbered": {"experts": 3, "blocks": 1},
     "windows": {"blocks": 1},
 }
-
-
-def build(name):
-    """A model with weights and biases that are not zero."""
-    if name in MORE:
-        torch.manual_seed(0)
-        model = MORE[name]().eval()
-    else:
-        model = cases.build(name)
-    return perturbed(model)
-
-
-def perturbed(model):
-    """With gains that are not one and biases that are not zero."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    return model.eval()
 
 
 def outputs(model, batch):
@@ -502,193 +398,6 @@ def test_a_budget_of_a_model_that_can_do_without_nothing_says_why():
     assert str(caught.value).count("structure is for models of one stack of blocks") == 1  # heads, experts and blocks
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("example", [True, False])
-def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(dtype, example, tmp_path, monkeypatch):
-    """Found out before any work by an example of what is to go; if that shows nothing, by what was written."""
-    batches = cases.batches("llama")
-    # A constant of attention grows with the number of its block, which changes when one before it goes.
-    torch.manual_seed(0)
-    model = DiffLlamaForCausalLM(DiffLlamaConfig(**{**SIZES, "num_hidden_layers": 4})).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(std=0.5)
-    model.to(dtype)  # its outputs are 3% apart: rounding to bfloat16 moves those of other models as far
-    dense = cases.bits(model)
-    if example:
-        monkeypatch.setattr(
-            "gradprobe_hf.run.request.reading.load_batches", lambda *_, **__: pytest.fail("text was read")
-        )
-    else:
-        monkeypatch.setattr("gradprobe_hf.run.request.inputs.check_example", lambda *_: None)
-    error = ValueError if example else RuntimeError
-    with pytest.raises(error, match="does not compute what the masked one does"):
-        prune_pretrained(
-            model,
-            GradProbeConfig(structure={"blocks": 1}, update="none"),
-            calibration=batches,
-            evaluation=False,
-            output_dir=tmp_path / "made",
-            progress=False,
-        )
-    assert list(tmp_path.iterdir()) == []
-    assert cases.changed(model, dense) == []
-
-
-def test_a_model_that_was_rounded_in_memory_is_compared_as_it_is(tmp_path, monkeypatch):
-    """Behind `.to(torch.bfloat16)` the frequencies of rotary embeddings are rounded too, which no file tells."""
-    monkeypatch.setattr("gradprobe_hf.run.shapes.equality.TOLERANCE", {torch.float32: 1e-5})
-    model = build("qwen3").to(torch.bfloat16)
-    dense = cases.bits(model)
-    assert model.model.rotary_emb.inv_freq.dtype == torch.bfloat16
-    prune_pretrained(
-        model,
-        GradProbeConfig(structure={"ffn": 8}, update="none"),
-        calibration=cases.batches("llama"),
-        evaluation=False,
-        output_dir=tmp_path / "made",
-        progress=False,
-        apply=False,
-    )
-    made = AutoModelForCausalLM.from_pretrained(tmp_path / "made", dtype="auto")
-    assert made.dtype == torch.bfloat16
-    assert cases.changed(model, dense) == []
-
-
-def test_without_room_for_a_second_model_it_is_compared_from_disk(tmp_path, monkeypatch):
-    compared = []
-
-    def note(model, batch, wide):
-        compared.append((is_offloaded(model), wide))
-        return outputs(model, batch, wide)
-
-    outputs = equality._outputs
-    monkeypatch.setattr(equality, "_outputs", note)
-    for room in (0, 1 << 40):
-        monkeypatch.setattr(equality, "available_bytes", lambda _, room=room: room)
-        model = build("llama").to(torch.bfloat16)
-        prune_pretrained(
-            model,
-            GradProbeConfig(structure={"ffn": 8}, update="none"),
-            calibration=cases.batches("llama"),
-            evaluation=False,
-            output_dir=tmp_path / str(room),
-            progress=False,
-        )
-    # With room an example is compared before any work, too.
-    assert compared == [(False, False), (True, False), *[(False, True)] * 4]
-
-
-@pytest.mark.parametrize("what", ["zero head", "wants an end", "masks at random"])
-def test_models_that_say_little_of_a_random_batch_are_no_false_alarm(what, caplog):
-    """Outputs of zero, no outputs, and other outputs each time."""
-    state = torch.get_rng_state()
-    if what == "wants an end":
-        sizes = {**TWO_STACKS, **BEGINS, "forced_eos_token_id": None}
-        model, config = BartForSequenceClassification(BartConfig(**sizes)), GradProbeConfig(structure={"ffn": 8})
-    elif what == "masks at random":
-        sizes = {**SIZES, "image_size": 16, "patch_size": 4, "decoder_hidden_size": 16, "decoder_intermediate_size": 16}
-        sizes |= {"decoder_num_attention_heads": 2, "decoder_num_hidden_layers": 1}
-        model, config = ViTMAEModel(ViTMAEConfig(**sizes)), GradProbeConfig(structure={"ffn": 8})
-    else:
-        model, config = build("llama"), GradProbeConfig(structure={"ffn": 8})
-        torch.nn.init.zeros_(model.lm_head.weight)
-    model = model.eval().to(torch.bfloat16)
-    before, seen = cases.bits(model), torch.get_rng_state()
-    equality.check_example(model, find_targets(model), config)
-    assert cases.changed(model, before) == []
-    assert torch.equal(torch.get_rng_state(), seen)
-    assert ("was not compared" in caplog.text) == (what == "wants an end")
-    torch.set_rng_state(state)
-
-
-def test_outputs_of_zero_are_another_thing_than_outputs():
-    model, other = build("llama"), build("llama")
-    torch.nn.init.zeros_(model.lm_head.weight)
-    masked = equality.MaskedOutputs.of(model)
-    assert masked.difference(model) is None
-    assert "outputs are inf apart" in masked.difference(other)
-
-
-@pytest.mark.parametrize("value", [float("-inf"), torch.finfo(torch.float32).min])
-def test_outputs_that_are_masked_hide_no_others(value, monkeypatch):
-    """Tokens that are never written, say: their logits are as they should be, and no measure of the others."""
-    model, other = build("llama"), build("llama")
-    with torch.no_grad():
-        other.model.norm.weight.mul_(1.01)
-    plain = type(model).forward
-
-    def masked_forward(self, *args, **kwargs):
-        output = plain(self, *args, **kwargs)
-        output.logits[..., :7] = value
-        return output
-
-    monkeypatch.setattr(type(model), "forward", masked_forward)
-    masked = equality.MaskedOutputs.of(model)
-    assert masked.difference(model) is None
-    assert "outputs are 1.0e-02 apart" in masked.difference(other)
-    monkeypatch.setattr(type(model), "forward", plain)
-    assert "does not compute what the masked one does" in masked.difference(model)
-
-
-def test_what_is_predicted_is_compared_and_not_what_routers_lose():
-    """Their loss stands in front of the logits where the configuration asks for it."""
-    model, other = build("mixtral"), build("mixtral")
-    model.config.output_router_logits = other.config.output_router_logits = True
-    with torch.no_grad():
-        other.lm_head.weight[0] += 1  # routers do not see it
-    assert model(**random_batch(model, 1, 8))[0].ndim == 0
-    masked = equality.MaskedOutputs.of(model)
-    assert masked.difference(model) is None
-    assert "does not compute what the masked one does" in masked.difference(other)
-
-
-def _reader(encoder):
-    sizes = {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16, "max_position_embeddings": 32}
-    decoder = TrOCRConfig(**TINY, **sizes, cross_attention_hidden_size=encoder.hidden_size)
-    config = VisionEncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
-    config.pad_token_id, config.decoder_start_token_id = 1, 2
-    return VisionEncoderDecoderModel(config)
-
-
-TINY = {"vocab_size": 64, "d_model": 16}
-LAYER = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-OF_MANY_KINDS = {
-    "trocr": lambda: _reader(ViTConfig(**LAYER, image_size=8, patch_size=4)),
-    "donut": lambda: _reader(
-        DonutSwinConfig(image_size=[32, 64], embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2)
-    ),
-    "speech_to_text": lambda: Speech2TextForConditionalGeneration(
-        Speech2TextConfig(
-            **TINY,
-            encoder_layers=1,
-            decoder_layers=1,
-            conv_channels=8,
-            input_feat_per_channel=8,
-            max_target_positions=32,
-        )
-    ),
-    "wav2vec2_bert": lambda: Wav2Vec2BertForCTC(
-        Wav2Vec2BertConfig(**LAYER, vocab_size=64, feature_projection_input_dim=8)
-    ),
-}
-
-
-@pytest.mark.parametrize("name", OF_MANY_KINDS)
-def test_a_batch_is_made_up_for_models_of_images_and_speech(name):
-    model = OF_MANY_KINDS[name]().eval()
-    assert model(**random_batch(model, 2, 12))[0].shape == (2, 12, 64)
-    drawn = {key: torch.zeros(one.shape, dtype=one.dtype) for key, one in sample_batch(model, 2, 12).items()}
-    drawn["labels"] += 3
-    assert model(**drawn).loss > 0
-
-
-def test_speech_in_a_form_that_is_not_known_is_refused():
-    with pytest.raises(ValueError, match="no batch can be made up for a ParakeetEncoder"):
-        random_batch(ParakeetEncoder(ParakeetEncoderConfig(**LAYER)), 1, 8)
-
-
 def test_experts_go_of_a_mixture_that_returns_the_loss_of_its_routers(tmp_path):
     model = build("mixtral")
     model.config.output_router_logits = True
@@ -701,25 +410,6 @@ def test_experts_go_of_a_mixture_that_returns_the_loss_of_its_routers(tmp_path):
     losses = [summed_loss(loaded, batch) for batch in batches]
     measured = sum(float(one.detach()) for one, _ in losses) / sum(int(terms) for _, terms in losses)
     assert measured == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-4)
-
-
-BEFORE = "model.layers.0.mlp.up_proj.weight"
-NOT_FINITE = [
-    (BEFORE, torch.nan, {"structure": {"ffn": 8}}, "what LlamaForCausalLM computes of a random batch is NaN"),
-    (BEFORE, torch.inf, {"structure": {"blocks": 1}}, "the inputs of model.layers.1 are not finite"),
-    ("lm_head.weight", torch.inf, {"structure": {"blocks": 1}, "update": "none"}, "is not finite, whichever block is"),
-]
-
-
-@pytest.mark.parametrize(("name", "value", "options", "message"), NOT_FINITE, ids=str)
-def test_weights_that_are_not_finite_are_not_said_to_be_a_matter_of_the_shape(name, value, options, message):
-    model = build("llama")
-    with torch.no_grad():
-        model.get_parameter(name)[20, 3] = value
-    dense = cases.bits(model)
-    with pytest.raises(ValueError, match=rf"{message}.*ook for NaN in .*weights"):
-        cases.prune(model, cases.batches("llama"), **options)
-    assert all(torch.equal(dense[one].nan_to_num(), now.nan_to_num()) for one, now in model.state_dict().items())
 
 
 def test_an_interrupt_at_any_pass_leaves_everything_as_it_was(tmp_path, monkeypatch):
