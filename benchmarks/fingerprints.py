@@ -1,10 +1,8 @@
 """Record SHA-256 of the masks and the final weights of many small runs, and check later that the bits are the same.
 
 A change that must not change what is computed is checked with it: record before, check after. Every run is seeded and
-uses one thread; the same machine, torch and transformers give the same hashes. The runs are written once, in the
-options of `GradProbeConfig` as they are called now; "the dialect of the start commit" below says the same in the
-options of 9ab6c3d, from before they were renamed, so that one table serves both. All of it is one file, because it
-also runs on a checkout that has no such file.
+uses one thread; the same machine, torch and transformers give the same hashes. All of it is one file, because it also
+runs on a checkout that has no such file.
 
 usage: python benchmarks/fingerprints.py record FILE [--stories DIR --text FILE] [--only PATTERN]
        python benchmarks/fingerprints.py check FILE [--stories DIR --text FILE] [--only PATTERN]
@@ -29,7 +27,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -103,55 +101,21 @@ class Run:
     processes: int = 1
 
 
-# The dialect of the start commit.
-
-IS_START = "score" not in {option.name for option in fields(GradProbeConfig)}
-
-
-def start_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of `GradProbeConfig` as the start commit calls them.
-
-    >>> start_options({"score": "wanda", "sparsity": 0.4})
-    {'sparsity': 0.4, 'strategy': 'wanda', 'decision': 'none', 'reconstruction': 'none'}
-    """
-    old = {name: value for name, value in options.items() if name != "save_every"}
-    method = {name: old.pop(name) for name in ("score", "probes", "rule", "update") if name in old}
-    if not method:
-        return old
-    update = method.get("update", "none")
-    if update.startswith("sparsegpt"):
-        return old | {"strategy": "sparsegpt", "reconstruction": update.partition("+")[2] or "none"}
-    score = method.get("score", "fisher")
-    probes = method.get("probes", 2 if score == "fisher" else 0)
-    decision = "threshold" if method.get("rule") == "threshold" else "path" if probes == 2 else "none"
-    return old | {"strategy": score, "decision": decision, "reconstruction": update}
-
-
 def stated(options: Mapping[str, Any]) -> dict[str, Any]:
-    """With what was the default when the runs were written: two probes, and windows of text without a BOS."""
+    """With the defaults of when the runs were written: two probes, windows without a BOS, `obs` half of the way."""
     named = {"preset", "pattern", "score", "probes", "rule", "update"} & set(options)
     of_text = {"add_special_tokens": False} if "sequence_length" in options else {}
-    return {**({} if named else {"probes": 2}), **of_text, **options}
+    of_obs = {"dense_target": 0.5} if options.get("update") == "obs" else {}
+    return {**({} if named else {"probes": 2}), **of_text, **of_obs, **options}
 
 
 def configured(options: Mapping[str, Any]) -> GradProbeConfig:
-    return GradProbeConfig(**(start_options(options) if IS_START else stated(options)))
+    return GradProbeConfig(**stated(options))
 
 
 def prune(run: Run, **arguments: Any) -> Any:
     """`prune_pretrained` with the options of a run."""
-    if IS_START and "save_every" in run.options:
-        arguments["save_every"] = run.options["save_every"]
     return prune_pretrained(config=configured(run.options), progress=False, **arguments)
-
-
-def placed(**from_pretrained: Any) -> dict[str, Any]:
-    """How a comparison says where the weights go."""
-    if not IS_START:
-        return from_pretrained
-    names = ("device_map", "max_memory", "offload_folder")
-    own = {name: from_pretrained.pop(name) for name in names if name in from_pretrained}
-    return {"loading": vars(gradprobe_hf)["Loading"](**own, others=from_pretrained)}
 
 
 # Tiny models.
@@ -350,7 +314,7 @@ def compared(run: Run, place: Place) -> Fingerprint:
     if given.pop("on_disk", False):
         given["model_or_id"].save_pretrained(place.folder / "model")
         given["model_or_id"] = place.folder / "model"
-        given |= placed(device_map="disk", offload_folder=place.folder / "offload")
+        given |= {"device_map": "disk", "offload_folder": place.folder / "offload"}
     found = compare_pretrained(config=configured(run.options), progress=False, **given)
     return rows_hash(found.rows, found.dense.loss)
 
@@ -826,8 +790,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked, began = parsed(argv), time.perf_counter()
     multiprocessing.set_start_method(START_METHOD, force=True)
     _settle()
-    dialect = "the options of the start commit" if IS_START else "the options as they are now"
-    print(f"gradprobe_hf of {Path(str(gradprobe_hf.__file__)).parent}, with {dialect}")
+    print(f"gradprobe_hf of {Path(str(gradprobe_hf.__file__)).parent}")
     names = chosen_runs(asked.only, asked.stories is not None)
     recorded = json.loads(asked.file.read_text()) if asked.action == "check" else {"runs": {}}
     if asked.action == "check" and recorded["environment"] != environment():
