@@ -35,6 +35,9 @@ from transformers import (
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
+from gradprobe_hf.data.labelled import TaskOptions
+from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
+from gradprobe_hf.tasks.table import task_of_class
 from tests import cases
 
 LABELS = {"negative": 0, "neutral": 1, "positive": 2}
@@ -293,3 +296,29 @@ def build(name: str, seed: int = 0) -> PreTrainedModel:
             if parameter.ndim >= 2:
                 parameter.normal_(std=0.2)
     return model.eval()
+
+
+def batches(
+    name: str,
+    rows: Any = None,
+    *,
+    samples: int = 4,
+    length: int = 32,
+    batch_size: int = 2,
+    label_column: str | None = None,
+    model: PreTrainedModel | None = None,
+    processor: Any = None,
+    **text: Any,
+) -> Any:
+    """The batches that a case's rows make, or these rows of a model and a processor."""
+    case = CASES[name]
+    model = model or build(name)
+    return load_batches(
+        case.rows() if rows is None else rows,
+        WindowSpec(samples, length, batch_size, text=TextOptions(**text)),
+        part="calibration",
+        model=model,
+        processing_class=processor or case.processor(),
+        task=TaskOptions(task_of_class(type(model).__name__), label_column),
+        progress=False,
+    )
