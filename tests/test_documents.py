@@ -1,4 +1,4 @@
-"""Columns, templates, chats and mixtures: what is read of a row, and which tokens of it are in the loss."""
+"""Columns, templates, mixtures and splits: what is read of a row, and of which file."""
 
 from __future__ import annotations
 
@@ -14,53 +14,11 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.values import mixture
 from gradprobe_hf.data import sources
 from gradprobe_hf.data.batches import from_rows
-from gradprobe_hf.data.text.chat import ChatTemplate
 from gradprobe_hf.data.text.mixture import mixed
 from gradprobe_hf.data.text.packing import Drawn
-from gradprobe_hf.tasks.conversation import Chat
 from tests import cases
+from tests.chats import CHAT, CHATML, WITH_BOS, chatting, written
 from tests.test_calibration import TOKENIZER, ids, load
-
-# As SmolLM2's, Llama's and, in the last one, with the marks that say what the assistant writes.
-CHATML = (
-    "{% for m in messages %}{{ '[' + m.role + ']\n' + m.content + '</s>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '[assistant]\n' }}{% endif %}"
-)
-WITH_BOS = "{{ '<s>' }}" + CHATML
-MARKED = (
-    "{% for m in messages %}{{ '[' + m.role + ']\n' }}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ m.content + '</s>' }}{% endgeneration %}{% else %}{{ m.content + '</s>' }}{% endif %}{{ '\n' }}{% endfor %}"
-)
-FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else '(' + m.role + ')' }}{% endfor %}"  # as Qwen3's
-TURNS = [("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "And 3 + 3?"), ("assistant", "It is 6.")]
-CHAT = [{"role": role, "content": content} for role, content in TURNS]
-
-
-def chatting(template, begins="$A"):
-    tokenizer = cases.tokenizer(begins)
-    tokenizer.chat_template = template
-    return tokenizer
-
-
-def said(row):
-    """The text that a row of a batch counts in the loss."""
-    return TOKENIZER.decode(row["input_ids"][0][row["labels"][0] != -100])
-
-
-def long_model():
-    model = cases.build("llama")
-    model.config.max_position_embeddings = 256  # rotary: computed, whatever their number
-    return model
-
-
-LONG = long_model()
-
-
-def one_chat(template=CHATML, chat=CHAT, **options):
-    return load([{"messages": chat}], samples=1, length=200, batch_size=1, packing=False, model=LONG, **options).items[
-        0
-    ]
-
 
 KINDS = ClassLabel(names=["a reason", "a way"])
 COLUMNS = {"question": ["Why?", "How so?"] * 20, "answer": ["Because.", "That way."] * 20}
@@ -128,11 +86,6 @@ def test_tables_are_read_as_they_are_written(ending, between, tmp_path):
     assert sorted(TOKENIZER.decode(row) for row in rows) == ['He said "NA", then', "NA"]
 
 
-def written(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize(
     "rows",
     [
@@ -156,39 +109,6 @@ def test_what_says_which_text_a_row_has_is_no_text(column):
     with pytest.raises(ValueError, match=rf"no 'text' column; its columns are '{column}'.*--text-column"):
         load(Dataset.from_dict(marks))
     assert f"of the column '{column}'" in load(Dataset.from_dict(marks), text_column=column).protocol
-
-
-@pytest.mark.parametrize("as_table", [lambda chat: chat, json.dumps], ids=["lists", "json"])
-def test_messages_are_a_chat_whatever_their_column_is_called(as_table):
-    options = {"samples": 1, "length": 200, "packing": False, "model": LONG, "tokenizer": chatting(CHATML)}
-    rows = [{"id": "train-0-of-the-set", "model": "a name", "dialog": as_table(CHAT)}]
-    found = load(rows, **options)
-    assert torch.equal(found.items[0]["input_ids"], load([{"messages": CHAT}], **options).items[0]["input_ids"])
-    assert "1 documents of the column 'dialog', a row each" in found.protocol
-    two = [{"prompt": "a text", "chosen": as_table(CHAT), "rejected": as_table(CHAT)}]
-    with pytest.raises(ValueError, match=r"its columns are 'prompt', 'chosen', 'rejected'. Name the one to use"):
-        load(two, **options)
-
-
-def test_the_first_chat_may_be_empty(tmp_path):
-    chats = [{"messages": json.dumps(messages)} for messages in ([], CHAT, CHAT)]
-    options = {"tokenizer": chatting(CHATML), "samples": 2, "length": 200, "packing": False, "model": LONG}
-    found = load(written(tmp_path / "rows.jsonl", chats), **options)
-    assert found.fingerprint == load([{"messages": CHAT}] * 2, **options).fingerprint
-
-
-@pytest.mark.parametrize(
-    ("value", "message"),
-    [
-        (str(CHAT), r"row 1: the column 'messages' must hold a list of messages.*json\.dumps"),
-        ("Hi.", "row 2: this is a chat"),
-    ],
-    ids=["not JSON", "text"],
-)
-def test_what_is_called_messages_and_is_none_is_refused(value, message, tmp_path):
-    rows = [{"messages": value}, *({"messages": json.dumps(CHAT)} for _ in range(9))]
-    with pytest.raises(ValueError, match=message):
-        load(written(tmp_path / "rows.jsonl", rows), tokenizer=chatting(CHATML))
 
 
 @pytest.mark.parametrize("rows", ["A film, number {},0", "One of {},0,"])
@@ -315,215 +235,6 @@ def test_what_separates_documents_is_in_the_windows_and_in_the_protocol():
         windows = torch.tensor(pieces[: len(pieces) // 16 * 16]).view(-1, 16)
         order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(5))
         assert torch.equal(ids(found), windows[order[:1]])
-
-
-@pytest.mark.parametrize("template", [CHATML, WITH_BOS, MARKED])
-def test_a_chat_is_rendered_by_the_template_and_only_the_assistant_may_count(template):
-    tokenizer = chatting(template, "<s> $A")
-    whole = one_chat(tokenizer=tokenizer)
-    assert TOKENIZER.decode(whole["input_ids"][0]) == tokenizer.apply_chat_template(CHAT, tokenize=False)
-    assert "labels" not in whole
-    row = one_chat(tokenizer=tokenizer, assistant_only_loss=True)
-    assert torch.equal(row["input_ids"], whole["input_ids"])
-    assert said(row) == "It is 4.</s>It is 6.</s>"
-
-
-def test_prompts_and_completions_are_a_chat():
-    strings = {"prompt": "What is 2 + 2?", "completion": "It is 4."}
-    lists = {"prompt": CHAT[:3], "completion": CHAT[3:]}
-    tokenizer = chatting(CHATML)
-    for row, wanted in ((strings, "It is 4.</s>"), (lists, "It is 4.</s>It is 6.</s>")):
-        found = load(
-            [row], samples=1, length=200, packing=False, model=LONG, tokenizer=tokenizer, assistant_only_loss=True
-        )
-        assert said(found.items[0]) == wanted
-
-
-WITH_TOOLS = (
-    "{% for t in tools or [] %}{{ 'tool ' + (t | tojson) + '\n' }}{% endfor %}{{ mood or '' }}"
-    + CHATML.replace("m.content", "(m.content or (m.tool_calls | tojson))")
-)
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 3, "b": 3}}}
-ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}}
-TIME = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {"zone": {}}}}}
-CALLING = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [CALL]}]
-
-
-@pytest.mark.parametrize("column", ["messages", "conversations"])
-def test_chats_that_a_table_has_as_json_are_chats(column):
-    tokenizer = chatting(CHATML)
-    options = {"samples": 1, "length": 200, "packing": False, "model": LONG, "tokenizer": tokenizer}
-    found, wanted = (load([{column: value}], **options) for value in (json.dumps(CHAT), CHAT))
-    assert torch.equal(found.items[0]["input_ids"], wanted.items[0]["input_ids"])
-    # Text that is no list of messages is text, whatever its column is called.
-    for text in ("[words] of somebody", "70"):
-        assert tokenizer.decode(load([{column: text}], **options).items[0]["input_ids"][0]) == text
-    with pytest.raises(ValueError, match="row 1: a message in the column"):
-        load([{column: json.dumps([{"said": "what?"}])}], **options)
-
-
-def test_arguments_of_a_call_that_are_json_are_not_encoded_again():
-    """As in the files of OpenAI's API; what is no dict stays the text that it is."""
-    tokenizer = chatting(WITH_TOOLS)
-    options = {"samples": 1, "length": 200, "packing": False, "model": LONG, "tokenizer": tokenizer}
-    shown = {}
-    for arguments in ({"a": 3, "b": 3}, '{"a": 3, "b": 3}', "3, 3"):
-        call = {"type": "function", "function": {"name": "add", "arguments": arguments}}
-        found = load([{"messages": [CHAT[0], CALLING[1] | {"tool_calls": [call]}]}], **options)
-        shown[str(arguments)] = tokenizer.decode(found.items[0]["input_ids"][0])
-    assert '"arguments": {"a": 3, "b": 3}' in shown["{'a': 3, 'b': 3}"] == shown['{"a": 3, "b": 3}']
-    assert '"arguments": "3, 3"' in shown["3, 3"]
-
-
-def test_what_an_assistant_says_first_counts_for_nothing():
-    """No prompt is before it: ShareGPT's sets have such chats."""
-    chat = [{"role": "assistant", "content": "Hello."}, *CHAT]
-    found = load([{"messages": chat}], samples=1, length=250, packing=False, model=LONG, tokenizer=chatting(CHATML),
-                 assistant_only_loss=True)  # fmt: skip
-    assert said(found.items[0]) == "It is 4.</s>It is 6.</s>"
-
-
-@pytest.mark.parametrize("written", [lambda tools: tools, json.dumps], ids=["lists", "json"])
-@pytest.mark.parametrize("column", ["messages", "chat"])
-def test_the_template_is_told_of_the_tools_and_options_of_a_row(tmp_path, written, column):
-    """As the tokenizer renders it by itself, with no field that only another row has."""
-    rows = [
-        {column: CALLING, "tools": written([ADD]), "chat_template_kwargs": {"mood": "calm"}},
-        {column: CALLING, "tools": written([TIME]), "chat_template_kwargs": {"mood": "keen"}},
-        {column: CHAT[:2], "tools": written([]), "chat_template_kwargs": {}},
-    ]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    tokenizer = chatting(WITH_TOOLS)
-    named = {} if column == "messages" else {"text_column": column}
-    found = load(path, samples=3, length=250, batch_size=1, packing=False, model=LONG, tokenizer=tokenizer, **named)
-    wanted = [
-        tokenizer.apply_chat_template(CALLING, tools=[ADD], mood="calm", tokenize=False),
-        tokenizer.apply_chat_template(CALLING, tools=[TIME], mood="keen", tokenize=False),
-        tokenizer.apply_chat_template(CHAT[:2], tokenize=False),
-    ]
-    assert all(part in wanted[0] for part in ("tool {", '"arguments"', "calm"))
-    assert sorted(TOKENIZER.decode(batch["input_ids"][0]) for batch in found) == sorted(wanted)
-
-
-def test_a_null_that_is_written_as_json_is_meant():
-    schema = {"type": "function", "function": {"name": "f", "parameters": {"a": {"default": None, "enum": [None, 1]}}}}
-    row = {"tools": json.dumps([schema]), "chat_template_kwargs": json.dumps({"mood": None})}
-    chat = Chat.of_row(CHAT, row)
-    assert (chat.tools, chat.template_options) == ([schema], {"mood": None})
-    assert "default" not in str(Chat.of_row(CHAT, {"tools": [schema]}).tools), "a table fills what a row has not"
-
-
-def test_only_what_the_assistant_says_counts_where_there_are_tools():
-    row = {"messages": CALLING, "tools": [ADD]}
-    options = {"tokenizer": chatting(WITH_TOOLS), "assistant_only_loss": True, "packing": False, "model": LONG}
-    found = load([row], samples=1, length=250, **options)
-    assert said(found.items[0]) == json.dumps([CALL]) + "</s>"
-
-
-def test_chats_of_sharegpt_are_read_in_the_names_of_the_template():
-    speakers = {"user": "human", "assistant": "gpt"}
-    row = {"conversations": [{"from": speakers[role], "value": content} for role, content in TURNS]}
-    found = load([row], samples=1, length=200, packing=False, model=LONG, tokenizer=chatting(CHATML))
-    assert torch.equal(found.items[0]["input_ids"], one_chat(tokenizer=chatting(CHATML))["input_ids"])
-
-
-def test_a_system_prompt_beside_a_chat_is_its_first_message():
-    tokenizer, said = chatting(CHATML), "Be brief."
-    whole = [{"role": "system", "content": said}, *CHAT]
-    wanted = one_chat(tokenizer=tokenizer, chat=whole)["input_ids"]
-    for row in ({"conversations": CHAT, "system": said}, {"messages": whole, "system": "Another one."}):
-        found = load([row], samples=1, length=200, packing=False, model=LONG, tokenizer=tokenizer)
-        assert torch.equal(found.items[0]["input_ids"], wanted)
-    rows = [{"messages": CHAT, "system": None}, {"messages": CHAT, "system": ""}]
-    found = load(rows, samples=2, length=200, packing=False, model=LONG, tokenizer=tokenizer)
-    assert "system" not in tokenizer.decode(found.items[0]["input_ids"].flatten())
-
-
-def test_packed_chats_begin_once_and_keep_their_labels():
-    tokenizer = chatting(WITH_BOS, "<s> $A")
-    rows = [
-        {"messages": [{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"{i}!"}]}
-        for i in range(30)
-    ]
-    found = load(rows, samples=8, length=32, tokenizer=tokenizer, assistant_only_loss=True)
-    windows, labels = ids(found), torch.cat([batch["labels"] for batch in found])
-    assert ((windows == 256).sum(1) == 1).all()  # the template has a BOS of its own in each chat
-    assert (windows[:, 0] == 256).all()
-    # The stream is the template's text without it: every counted token is behind [assistant] and before [user].
-    for window, label in zip(windows, labels, strict=True):
-        kept = label != -100
-        assert torch.equal(window[kept], label[kept])
-        assert set(TOKENIZER.decode(window[kept]).replace("</s>", "")) <= set("0123456789!")
-    assert (labels != -100).any()
-    assert "chats in the tokenizer's chat template; each begins with <s>" in found.protocol
-    assert "the loss is over the assistant's tokens alone" in found.protocol
-    assert found.example.startswith("<s>[user]\n")
-
-
-@pytest.mark.parametrize(
-    ("template", "row", "options", "message"),
-    [
-        (None, {"messages": CHAT}, {}, "holds chats, and this .* has no chat template.*--text-template"),
-        (FORGETFUL, {"messages": CHAT}, {"assistant_only_loss": True}, "renders earlier turns in another way"),
-        (CHATML, {"text": "plain " * 40}, {"assistant_only_loss": True}, "is for chats.*holds texts"),
-        (CHATML, {"messages": [{"from": "me", "value": "x"}]}, {}, "row 1: a message.*'role' and 'content'"),
-        (CHATML, {"messages": CHAT[:1]}, {"assistant_only_loss": True}, "0 documents in which the assistant speaks"),
-        (
-            CHATML,
-            {"messages": CHAT, "tools": "no json"},
-            {},
-            "row 1: the column 'tools' .* must hold a list, .*holds str 'no json'",
-        ),
-        (CHATML, {"messages": CHAT, "tools": [1], "chat_template_kwargs": ["x"]}, {}, "'chat_template_kwargs'.* dict"),
-    ],
-)
-def test_chats_that_cannot_be_read_are_refused(template, row, options, message):
-    with pytest.raises(ValueError, match=message):
-        load([row], samples=1, packing=False, tokenizer=chatting(template), **options)
-
-
-AS_JSON = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}{{ m.content | tojson }}"
-    "{% endif %}</s>{% endfor %}"
-)
-
-
-@pytest.mark.parametrize("template", [CHATML, MARKED, AS_JSON])
-def test_parts_of_a_content_are_joined_for_a_template_that_reads_text(template):
-    """Rendered as they are they would be Python's form of a list, or an error of the template."""
-    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in CHAT]
-    found, plain = (one_chat(tokenizer=chatting(template), chat=chat) for chat in (parts, CHAT))
-    assert torch.equal(found["input_ids"], plain["input_ids"])
-    seen = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is this?"}]}, *parts[1:]]
-    with pytest.raises(ValueError, match="a part of type 'image'"):
-        one_chat(tokenizer=chatting(template), chat=seen)
-
-
-def test_tools_are_rendered_by_the_template_of_their_own():
-    tokenizer = chatting({"default": CHATML, "tool_use": "{{ tools | tojson }}" + CHATML})
-    tools = [{"type": "function", "function": {"name": "weather"}}]
-    for asked in (None, tools):
-        rendered = ChatTemplate.of(tokenizer, "x").render(Chat(CHAT, asked), assistant_only=False).text
-        assert rendered == tokenizer.apply_chat_template(CHAT, tools=asked, tokenize=False)
-        assert ("weather" in rendered) == bool(asked)
-
-
-def test_a_template_that_reads_parts_is_given_them():
-    reads = "{% for m in messages %}{% for part in m.content %}<{{ part.text }}>{% endfor %}{% endfor %}"
-    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in CHAT]
-    rendered = ChatTemplate.of(chatting(reads), "x").render(Chat(parts), assistant_only=False)
-    assert rendered.text == "".join(f"<{one['content']}>" for one in CHAT)
-
-
-def test_the_generation_marks_win_over_prefixes():
-    """The template forgets earlier turns, but says itself what the assistant writes."""
-    forgetful = MARKED.replace(
-        "m.content + '</s>' }}{% endgeneration", "('4.' if loop.last else '..') }}{% endgeneration"
-    )
-    chat = ChatTemplate.of(chatting(forgetful), "x").render(Chat(CHAT), assistant_only=True)
-    counted = [token for token, counts in zip(chat.ids, chat.counted, strict=True) if counts]
-    assert TOKENIZER.decode(counted) == "..4."
 
 
 def test_a_mixture_has_exact_shares_in_a_seeded_order(text_file, tmp_path):

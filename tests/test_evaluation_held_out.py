@@ -16,7 +16,7 @@ from gradprobe_hf.data.text import pieces
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.request.inputs import load_inputs, written
 from tests import cases, labelled
-from tests.test_documents import CHAT, CHATML, LONG, chatting
+from tests.chats import CHAT, CHATML, LONG, chatting
 
 LETTERS = random.Random(0)  # no two windows may be alike by chance
 SENTENCES = ["".join(LETTERS.choices("abcdefghijklmnopqrstuvwxyz", k=40)) + "." for _ in range(200)]
