@@ -10,11 +10,7 @@ import pytest
 import torch
 from datasets import Audio, ClassLabel, Dataset, Features, Value
 from PIL import Image
-from transformers import (
-    ASTConfig,
-    ASTFeatureExtractor,
-    ASTForAudioClassification,
-)
+from transformers import ASTConfig, ASTFeatureExtractor, ASTForAudioClassification
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from gradprobe_hf.tasks.media_batches import as_image

@@ -8,9 +8,7 @@ import pytest
 import torch
 from datasets import ClassLabel, Dataset, Features, Value
 from PIL import Image
-from transformers import (
-    BertForQuestionAnswering,
-)
+from transformers import BertForQuestionAnswering
 
 from gradprobe_hf.data import sources
 from gradprobe_hf.data.labelled import TaskOptions
