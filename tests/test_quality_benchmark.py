@@ -19,6 +19,7 @@ from benchmarks import picture, quality, quality_peers, quality_rows, quality_ta
 from benchmarks.quality_cells import Cell, CellFile, Dense
 from benchmarks.quality_rows import Row
 from benchmarks.quality_texts import TextSpec
+from benchmarks.targets_table import targets_table
 from benchmarks.text_table import texts_table
 from gradprobe_hf.estimation.peak import peak_memory
 
@@ -387,3 +388,21 @@ def _perplexity_of(method, results):
 
 def _at_60(rows):
     return [{**row, "column": "0.6"} for row in rows if row["column"] == "0.5"]
+
+
+def test_sparsegpt_at_another_target_stands_beside_the_same_draws_alone():
+    def cell(method, seed, perplexity, windows="w"):
+        of = {"column": "0.6", "zeros": 6, "weights": 10, "commit": "abc", "calibration": f"{windows}{seed}"}
+        return {"method": method, "seed": seed, "perplexity": {"manual": perplexity}, **of}
+
+    head = {"settings": {"model": "tiny"}, "dense": {"manual": 2.0}}
+    of_main = [cell(method, seed, 8.0 + seed) for method in ("sparsegpt", "one probe + admm") for seed in (0, 1)]
+    main, other = {**head, "rows": of_main}, {**head, "rows": [cell("sparsegpt, dense_target 0.25", 1, 6.0)]}
+    table = targets_table(other, main)
+    assert "| sparsegpt | 9.00 |" in table
+    assert "| the last over the second | 1.50 |" in table
+    assert "1 draw of" in table
+    with pytest.raises(ValueError, match="other settings"):
+        targets_table({**other, "settings": {"model": "another"}}, main)
+    with pytest.raises(ValueError, match="other calibration windows"):
+        targets_table({**head, "rows": [cell("sparsegpt, dense_target 0.25", 1, 6.0, "v")]}, main)
