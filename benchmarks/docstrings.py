@@ -1,6 +1,8 @@
 """The docstrings of PyTorch and NumPy, as one text: documentation that no other benchmark measures on.
 
-python -m benchmarks.docstrings runs/docstrings.txt        # what the installed versions have, about 3 MB
+What the installed versions have, about 3 MB.
+
+usage: python -m benchmarks.docstrings FILE
 """
 
 from __future__ import annotations

@@ -232,9 +232,11 @@ def check_related(pruned: PreTrainedModel, dense: PreTrainedModel) -> None:
         other = others.get(name)
         if own.ndim < 2 or name in inside or other is None or own.shape != other.shape:
             continue
+        of_matrix = torch.zeros(3, device=own.device)  # one copy to the host for each matrix
         for rows in row_chunks((len(own), own[0].numel()), CACHED_ELEMENTS):
-            a, b = own[rows].flatten().float().cpu(), other[rows].flatten().float().cpu()
-            products += torch.stack([a @ b, a @ a, b @ b]).double()
+            a, b = own[rows].flatten().float(), other[rows].to(own.device).flatten().float()
+            of_matrix += torch.stack([a @ b, a @ a, b @ b])
+        products += of_matrix.cpu()
     between, *squares = products.tolist()
     if not all(squares):  # there are none, or they have yet to learn
         return

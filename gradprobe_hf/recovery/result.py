@@ -16,7 +16,7 @@ from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.estimation.peak import higher, peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
-from gradprobe_hf.model.loading.processing import about_nothing_to_read_with
+from gradprobe_hf.model.loading.processing import about_missing_processing
 from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
 from gradprobe_hf.model.targets import default_targets, every_matrix
 from gradprobe_hf.recovery.distil import Trained
@@ -203,5 +203,5 @@ def report_without_pruning(model: PreTrainedModel, dense: PreTrainedModel, proce
         "dtype": str(model.dtype).removeprefix("torch."),
         "processing_class": type(processing_class).__name__,
     }
-    lacking = about_nothing_to_read_with(dense, processing_class)
+    lacking = about_missing_processing(dense, processing_class)
     return Report(model=described, config={}, matrices=rows, warnings=lacking)

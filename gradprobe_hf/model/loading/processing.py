@@ -58,7 +58,7 @@ def load_processing_class(model: PreTrainedModel, name: str | None = None, **fro
     return None
 
 
-def about_nothing_to_read_with(model: PreTrainedModel, processing_class: Any) -> list[str]:
+def about_missing_processing(model: PreTrainedModel, processing_class: Any) -> list[str]:
     """What a report says where a model that came from somewhere brings nothing to read its inputs with."""
     name = model.name_or_path
     if processing_class is not None or not name:

@@ -13,7 +13,7 @@ from gradprobe_hf.config.derived import LEAST_DAMPING
 from gradprobe_hf.data.batches import SHARED, shared_passages, shared_rows
 from gradprobe_hf.model.families import is_causal, without_cache
 from gradprobe_hf.model.loading.pooling import MODULES, is_for_embeddings
-from gradprobe_hf.model.loading.processing import about_nothing_to_read_with
+from gradprobe_hf.model.loading.processing import about_missing_processing
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import labels_of, summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode
@@ -38,7 +38,7 @@ def foreseen_warnings(context: RunContext) -> list[str]:
     found += about_own_maps(context.model, context.config)
     for warning in found:
         logger.warning(warning)
-    lacking = about_nothing_to_read_with(context.model, context.processing_class)
+    lacking = about_missing_processing(context.model, context.processing_class)
     return [*context.of_loading, *lacking, *found]  # these were logged as they came up
 
 
