@@ -93,6 +93,36 @@ def test_weights_that_have_no_place_are_said(tmp_path, caplog):
     assert any("will not be in the result: value_head.weight" in record.message for record in caplog.records)
 
 
+@pytest.mark.parametrize("pieces", [{}, {"max_shard_size": "4KB"}], ids=["one file", "shards"])
+def test_weights_that_are_loaded_in_another_type_than_stored_are_said(pieces, tmp_path, caplog):
+    """config.json may ask for less than the files hold, and transformers takes that."""
+    base, out = tmp_path / "base", tmp_path / "out"
+    cases.build("llama").save_pretrained(base, **pieces)
+    assert (base / "model.safetensors").exists() is not bool(pieces)
+    values = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(values | {"dtype": "bfloat16"}))
+    options = {"config": cases.config(score="magnitude"), "evaluation": False, "progress": False}
+    found = prune_pretrained(base, output_dir=out, **options).report
+    said = "he weights of base are stored in float32, and were loaded in bfloat16, as its config.json says; dtype="
+    assert [one for one in found.warnings if said in one]
+    assert caplog.text.count(said) == 1
+    assert found.model["converted_from"] == "float32"
+    assert f"T{said}" in (out / "README.md").read_text()
+    kept = load(base, dtype="float32")
+    assert (kept.model.dtype, kept.converted_from, kept.warnings) == (torch.float32, None, ())
+
+
+@pytest.mark.parametrize("given", [None, "auto", "bfloat16"])
+def test_files_without_a_header_have_the_type_that_the_configuration_names(given, tmp_path):
+    model = cases.build("llama")
+    model.config.dtype = model.dtype
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    found = load(tmp_path, **({"dtype": given} if given else {}))
+    assert found.converted_from == ("float32" if given == "bfloat16" else None)
+    assert found.warnings == ()
+
+
 @pytest.mark.parametrize(
     ("model", "left", "told"),
     [

@@ -48,8 +48,8 @@ from gradprobe_hf.model.loading.checks import (
     load_errors,
 )
 from gradprobe_hf.model.loading.dequantized import keep_dequantized, made_plain
-from gradprobe_hf.model.loading.report import about_pooler, about_unused, check_complete, ignored_names
-from gradprobe_hf.model.loading.stored_files import cached_commit, remember_source
+from gradprobe_hf.model.loading.report import about_dtype, about_pooler, about_unused, check_complete, ignored_names
+from gradprobe_hf.model.loading.stored_files import cached_commit, remember_source, stored_dtype
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.model.sites import plain_uses
 from gradprobe_hf.model.targets import find_targets
@@ -242,7 +242,7 @@ def _load_checkpoint(
         kwargs |= made_plain(config)
     bare = partial(skeleton, config, cls, trust_remote_code=kwargs.get("trust_remote_code"))
     kwargs |= _planned(kwargs, bare, limits)
-    stored_as, stored = _stored_as(config, kwargs.get("gguf_file")), getattr(config, "dtype", None)
+    stored_as = _stored_as(config, kwargs.get("gguf_file"))
     reinitialises = kwargs.get("ignore_mismatched_sizes", False)
     with ExitStack() as undo:
         scratch = None
@@ -263,6 +263,11 @@ def _load_checkpoint(
         if not allow_missing:
             check_complete(model, name, loading, reinitialises, brought)
         warnings = lacks + about_unused(model, name, loading, ignored)
+        stored = None if stored_as else stored_dtype(model)
+        if kwargs.get("dtype") in (None, "auto"):
+            warnings += about_dtype(model, name, stored)
+        elif not stored_as:
+            stored = stored or getattr(config, "dtype", None)  # of other files the configuration is all that tells
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
         weakref.finalize(model, shutil.rmtree, scratch, True)
@@ -271,12 +276,12 @@ def _load_checkpoint(
         model.config.__dict__.pop("quantization_config", None)
     keep_dequantized(model)
     forget_false_ties(model)
-    plain = None if stored_as or kwargs.get("dtype") in (None, "auto") or stored in (None, model.dtype) else str(stored)
+    converted = stored not in (None, model.dtype)
     return Loaded(
         model,
         model.name_or_path,
         stored_as=stored_as,
-        converted_from=plain and plain.removeprefix("torch."),
+        converted_from=str(stored).removeprefix("torch.") if converted else None,
         warnings=warnings,
         processing_kwargs=_source(from_pretrained_kwargs),
     )

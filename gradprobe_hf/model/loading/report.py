@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from gradprobe_hf.model.loading.pooling import MODULES, is_for_embeddings
@@ -107,6 +108,24 @@ def about_pooler(model: PreTrainedModel, name: str, loading: Mapping[str, Any]) 
     said = f"{where} has no weights of the pooler of {type(model).__name__}, which is left off"
     logger.warning(said)
     return (f"{said}.",)
+
+
+def about_dtype(model: PreTrainedModel, name: str, stored: torch.dtype | None) -> tuple[str, ...]:
+    """What to say where config.json names another type than its weights have, and nobody asked for one.
+
+    Args:
+        stored: the type that they have; None: nobody knows.
+    """
+    if stored in (None, model.dtype):
+        return ()
+    where = Path(name).name if Path(name).is_dir() else name
+    files, loaded = (str(one).removeprefix("torch.") for one in (stored, model.dtype))
+    said = (
+        f"the weights of {where} are stored in {files}, and were loaded in {loaded}, as its config.json says; "
+        f"dtype={files!r} (--dtype {files}) keeps them"
+    )
+    logger.warning(said)
+    return (f"{said[0].upper()}{said[1:]}.",)
 
 
 def missing_weights(model: PreTrainedModel, loading: Mapping[str, Any]) -> list[str]:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
 from transformers import PreTrainedModel
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
+from gradprobe_hf.model.loading.checks import index_of
+
 _FINDING = ("subfolder", "cache_dir", "token", "local_files_only")
+# Types of plain weights, as headers of safetensors files call them.
+_PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What each model was loaded with. Beside the models, not in them: a token must not be saved with one.
 _sources: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
 
@@ -42,6 +50,25 @@ def stored_file(model: PreTrainedModel, file: str, subfolder: str | None = None)
     except OSError:
         return None
     return None if found is None else Path(found)
+
+
+def stored_dtype(model: PreTrainedModel) -> torch.dtype | None:
+    """The type of most weights in the first safetensors file of a model; None of other files and other types.
+
+    The configuration may name another, and that is the one that transformers loads them in.
+    """
+    file = stored_file(model, SAFE_WEIGHTS_NAME)
+    if file is None:
+        index = stored_file(model, SAFE_WEIGHTS_INDEX_NAME)
+        file = None if index is None else index.parent / min(index_of(index.parent).values())
+    if file is None or not file.is_file():
+        return None
+    found: Counter[str] = Counter()
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118, a handle is no dict
+            one = tensors.get_slice(name)
+            found[one.get_dtype()] += math.prod(one.get_shape())
+    return _PLAIN.get(found.most_common(1)[0][0]) if found else None
 
 
 def loaded_commit(model: PreTrainedModel) -> str | None:
