@@ -388,9 +388,24 @@ def test_a_budget_that_the_model_cannot_meet_is_refused_before_any_work(monkeypa
                 model, GradProbeConfig(structure="auto", **given), calibration=cases.batches("llama"), progress=False
             )
         assert str(refused.value).count("structure={") == (0 if "no budget" in message else 2)  # the nearest two
-    vit = cases.build("bert")
+
+
+def test_the_nearest_shares_that_are_named_can_be_given():
+    """A share is told what it might have been, and the shape that stands beside it is what comes of that."""
+    model, options = deep(), {"calibration": cases.batches("llama"), "evaluation": False, "progress": False}
+    with pytest.raises(ValueError, match="less than any shape") as refused:
+        prune_pretrained(model, GradProbeConfig(structure="auto", params=0.01), **options)
+    named = re.findall(r"structure=(\{.*?\}) with [\d,]+ parameters \(params=([\d.]+)\)", str(refused.value))
+    assert len(named) == 2
+    going, share = named[0]
+    found = prune_pretrained(model, GradProbeConfig(structure="auto", params=float(share)), **options)
+    assert str(dict(found.report.structure["removed"])) == going
+
+
+def test_a_share_that_no_shape_of_an_encoder_meets_is_refused():
+    bert = cases.build("bert")
     with pytest.raises(ValueError, match="is less than any shape of Bert"):
-        prune_pretrained(vit, GradProbeConfig(structure="auto", params=0.01), calibration=cases.batches("bert"))
+        prune_pretrained(bert, GradProbeConfig(structure="auto", params=0.01), calibration=cases.batches("bert"))
 
 
 def test_rounds_that_the_model_has_no_use_for_are_refused_before_any_work(monkeypatch):

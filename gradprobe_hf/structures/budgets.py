@@ -87,6 +87,12 @@ class ShapeBudget:
         """An amount of what it counts."""
         return f"{value:.3g} {self.unit}" if self.is_measured else f"{value:,} {self.unit}"
 
+    def as_given(self, value: float, dense: float) -> str:
+        """An amount of what it counts, and the share that allows it where the budget is one."""
+        if self.share is None:
+            return self.shown(value)
+        return f"{self.shown(value)} ({self.option}={math.ceil(1000 * value / dense) / 1000:g})"
+
     def __str__(self) -> str:
         return f"{self.option}={self.given!r}"
 

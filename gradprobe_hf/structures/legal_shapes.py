@@ -224,7 +224,8 @@ def _too_small(
     every = [dict(zip(axes, counts, strict=True)) for counts in product(*axes.values()) if any(counts)]
     nearest = [shaped(going) for going in sorted(every, key=sizes)[:2]]
     named = " and ".join(
-        f"structure={dict(shape.going)} with {budget.shown(getattr(shape, budget.unit))}" for shape in nearest
+        f"structure={dict(shape.going)} with {budget.as_given(getattr(shape, budget.unit), sizes.dense)}"
+        for shape in nearest
     )
     return ValueError(
         f"{budget} ({budget.shown(limit)}) is less than any shape of {type(shaped.model).__name__} has; the nearest "
