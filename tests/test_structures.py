@@ -315,6 +315,7 @@ REFUSED = [
     ("turns", {"blocks": 1}, "leave 'blocks' out of structure. (with its block_types a block depends on"),
     ("every other", {"blocks": 2}, "leave 'blocks' out of structure. (with its decoder_sparse_step"),
     ("opt", {"kv_groups": 1}, "OPTForCausalLM cannot do without 1 of its 4 key-value heads; leave 'kv_groups' out"),
+    ("opt", {"kv_groups": 2}, "makes model.decoder.layers.0.self_attn.k_proj.bias 16 then, and 8 are left of it"),
     ("olmo2", {"kv_groups": 1}, "cannot do without 1 of its 2 key-value heads"),
     ("bert5", {"blocks": 1}, "does not hand on what it is given"),
     ("mixtral", {"ffn": 7}, "no FFN channels that could go in model.layers.0"),

@@ -93,8 +93,15 @@ def unfit(model: PreTrainedModel, plan: Plan) -> str | None:
     there = {name: tuple(tensor.shape) for name, tensor in made.state_dict().items()}
     for name in sorted(wanted.keys() | there.keys()):
         if wanted.get(name) != there.get(name):
-            return f"its {name} would be {there.get(name)}, not {wanted.get(name)}"
+            return _differs(name, wanted.get(name), there.get(name))
     return None
+
+
+def _differs(name: str, left: tuple[int, ...] | None, made: tuple[int, ...] | None) -> str:
+    """What a tensor would be that does not fit. Args: left: of it in the smaller model; made: by the model's code."""
+    if left is None or made is None:
+        return f"its code makes {'no' if made is None else 'a further'} {name} then"
+    return f"its code makes {name} {' x '.join(map(str, made))} then, and {' x '.join(map(str, left))} are left of it"
 
 
 def _over_all_units(model: PreTrainedModel, plan: Plan) -> str | None:
