@@ -381,6 +381,11 @@ def test_a_loader_that_shuffles_gives_the_same_batches_twice():
         (7, ValueError, "got int"),
         ([1, 2], ValueError, "a list of texts must hold strings, got int"),
         ([], ValueError, "holds no batches"),
+        (
+            Dataset.from_list([{"text": "one"}]).to_pandas(),
+            ValueError,
+            r"give a data set of it, Dataset\.from_pandas\(f",
+        ),
         (iter([{"input_ids": torch.ones(1, 2)}]), ValueError, "re-iterable"),
         ([{"input_ids": [[1, 2]]}], ValueError, "mapping of tensors"),
         ([(torch.ones(1, 2), torch.ones(1))], ValueError, "list of batches must hold dicts of tensors"),

@@ -299,12 +299,16 @@ def from_iterable(source: Iterable[Any], name: str) -> Batches:
     """A DataLoader or a list of batches, as they are.
 
     Raises:
-        ValueError: it can be read only once, is empty, or holds something that `model(**batch)` cannot take.
+        ValueError: it can be read only once, is empty, a DataFrame, or holds something that `model(**batch)` cannot
+            take.
     """
     if isinstance(source, Iterator):
         raise ValueError(
             "calibration batches must be re-iterable, got a one-shot iterator; pass a list or a DataLoader."
         )
+    if type(source).__name__ == "DataFrame":  # what it iterates over are its columns
+        package = type(source).__module__.partition(".")[0]
+        raise ValueError(f"a DataFrame is no list of batches: give a data set of it, Dataset.from_{package}(frame).")
     # Read once, here: a DataLoader that shuffles would give every pass, and a resumed run, other batches.
     items = []
     for batch in source:
