@@ -91,10 +91,10 @@ def test_windows_are_cut_shuffled_and_taken_as_the_protocol_says(text_file):
 @pytest.mark.parametrize(
     ("model", "template", "special"),
     [
-        ("llama", "<s> $A", "each begins with <s>"),
-        ("llama", "<s> $A </s>", "each begins with <s>"),  # a window is cut out of a text that goes on
-        ("llama", "<unk> <s> $A", "each begins with <unk><s>"),
-        ("bert", "<s> $A </s>", "each begins with <s> and ends with </s>"),
+        ("llama", "<s> $A", "each begins with `<s>`"),
+        ("llama", "<s> $A </s>", "each begins with `<s>`"),  # a window is cut out of a text that goes on
+        ("llama", "<unk> <s> $A", "each begins with `<unk><s>`"),
+        ("bert", "<s> $A </s>", "each begins with `<s>` and ends with `</s>`"),
         ("gpt2", "$A", "no special tokens"),
     ],
 )
@@ -227,6 +227,17 @@ def test_a_large_data_set_is_read_only_as_far_as_needed(transformed, monkeypatch
     assert "parts of the rows" not in whole.protocol
     assert found.fingerprint == load(watched, samples=4, length=32).fingerprint
     assert found.fingerprint != load(watched, samples=4, length=32, seed=1).fingerprint
+
+
+def test_a_transform_that_makes_model_inputs_is_read_as_they_are():
+    """What is stored has other columns than a row of it."""
+    texts = [f"text number {number}" for number in range(6)]
+    tokenised = Dataset.from_list([dict(TOKENIZER(text)) for text in texts])
+    made = Dataset.from_dict({"text": texts, "number": list(range(6))})
+    made.set_transform(lambda batch: dict(TOKENIZER(batch["text"])))
+    found, expected = load(made, samples=4), load(tokenised, samples=4)
+    assert found.fingerprint == expected.fingerprint
+    assert found.protocol == expected.protocol
 
 
 def test_a_large_data_set_of_little_text_is_read_in_its_order(monkeypatch):

@@ -185,7 +185,7 @@ def test_packed_chats_begin_once_and_keep_their_labels():
         assert torch.equal(window[kept], label[kept])
         assert set(TOKENIZER.decode(window[kept]).replace("</s>", "")) <= set("0123456789!")
     assert (labels != -100).any()
-    assert "chats in the tokenizer's chat template; each begins with <s>" in found.protocol
+    assert "chats in the tokenizer's chat template; each begins with `<s>`" in found.protocol
     assert "the loss is over the assistant's tokens alone" in found.protocol
     assert found.example.startswith("<s>[user]\n")
 

@@ -188,7 +188,8 @@ def test_every_field_is_one_option_with_a_sentence_and_its_default():
         assert "`" not in sentence
         assert " ".join(sentence.replace("%%", "%").split()) in said
         if field.default not in (None, ()):
-            assert re.search(rf"\(default: {re.escape(str(field.default))}[;)]", sentence)
+            default = {True: "on", False: "off"}.get(field.default, str(field.default))
+            assert re.search(rf"\(default: {re.escape(default)}[;)]", sentence)
     assert "(default: 0.5, or what --pattern implies)" in said
     assert GradProbeConfig(structure={"ffn": 0.3}).damping == "auto"
     assert "(default: 0.01; auto with --structure and --update least_squares)" in said
@@ -212,6 +213,17 @@ def parser_of(verb):
     found = verbs.choices[verb]
     found.formatter_class = lambda prog: argparse.HelpFormatter(prog, width=10_000)
     return found
+
+
+def test_examples_and_defaults_in_help_are_taken(gradprobe):
+    """As they stand there: no dict of Python's, and no True."""
+    said = " ".join(parser_of("prune").format_help().split())
+    example = re.search(r"smaller wherever it is loaded: (\S+)", said)[1]
+    options = parser_of("prune").parse_args(["model", "--output", "out", "--structure", example])
+    assert configuration(options).structure == {"ffn": 0.3, "kv_groups": 1, "blocks": 4}
+    assert "(default: on)" in said
+    assert "(default: off)" in said
+    assert not re.search(r"default: (True|False)", said)
 
 
 def test_help_stands_under_headings():

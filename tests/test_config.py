@@ -222,6 +222,17 @@ def test_a_variation_drops_what_no_longer_applies_and_keeps_the_rest(name):
     assert (found.seed, found.text_column, found.num_samples) == (3, "body", 7)
 
 
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4"])
+@pytest.mark.parametrize("to", ["fast", "balanced", "best"])
+@pytest.mark.parametrize("of", ["fast", "balanced", "best"])
+def test_a_variation_of_the_preset_is_that_preset(of, to, pattern):
+    """And not the method that the first one came to, under the name of another."""
+    config = GradProbeConfig(preset=of, seed=3, pattern=pattern)
+    assert config.varied(preset=to) == GradProbeConfig(preset=to, seed=3, pattern=pattern)
+    chosen = GradProbeConfig(preset=of, score="magnitude", update="obs")
+    assert chosen.varied(preset=to) == GradProbeConfig(preset=to, score="magnitude", update="obs")
+
+
 def test_a_variation_is_never_refused_for_what_was_set_before():
     """Every method after every other: what the new one has no use for is dropped, not complained of."""
     everything = {"fisher": "token", "reduction_factor": 0.5, "spike_limit": 0.5, "damping": 0.5, "dense_target": 0.75}

@@ -217,7 +217,7 @@ def test_a_document_each_is_what_the_tokenizer_makes_of_it():
         for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
     ]
     assert sorted(rows) == sorted(tokenizer(texts, truncation=True, max_length=20)["input_ids"])
-    assert "a row each, of at most 20 tokens, padded and masked (each begins with <s>)" in found.protocol
+    assert "a row each, of at most 20 tokens, padded and masked (each begins with `<s>`)" in found.protocol
     with pytest.raises(ValueError, match=r"holds 8 documents.*9 were asked for.*packing=True"):
         load(texts, samples=9, packing=False)
 

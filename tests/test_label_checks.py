@@ -45,6 +45,21 @@ def measured(model, rows, **options):
     return prune(model, rows, rows, apply=False, **options).report.evaluation["dense"]
 
 
+@pytest.mark.parametrize("label", [1, torch.tensor(1)], ids=["int", "tensor"])
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        ("vit", {"pixel_values": torch.zeros(3, 8, 8)}),
+        ("bert", {"input_ids": torch.ones(1, 6, dtype=torch.long)}),
+    ],
+)
+def test_rows_that_are_given_as_batches_are_refused(model, inputs, label):
+    """The items of a list are batches, and a row with one label would only fail in the model's own code."""
+    made = seeded(hf.BertForSequenceClassification, hf.BertConfig(**BERT)) if model == "bert" else cases.build(model)
+    with pytest.raises(ValueError, match=r"calibration: labels .* one number, 1: .*Dataset\.from_list\(rows\)"):
+        prune(made, [{**inputs, "labels": label}] * 4, processing_class=None)
+
+
 class TestAnswersInATextByPosition:
     """Of extractive question answering."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -519,3 +520,63 @@ def test_zeros_of_a_router_are_kept(tmp_path):
     trained(model, tmp_path, [SparsityCallback("from-zeros")])
     assert not router[:, ::2].any()
     assert router.any()
+
+
+def backward(model, optimizer, number):
+    """The gradients of a row, and its loss; the fifth is a spike."""
+    optimizer.zero_grad()
+    batch = {key: value[None] for key, value in Rows()[number].items()}
+    loss = model(**batch).loss * (1000 if number == 4 else 1)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda masks: SparsityCallback(masks),
+        lambda masks: SelectiveUpdateCallback(top_k=1, every=2),
+        lambda masks: SpikeAwareClip(threshold=1.0, warmup=2, reset_every=None),
+    ],
+    ids=["sparsity", "selective", "spikes"],
+)
+def test_a_step_by_a_closure_is_one_without(make, by_name):
+    """Lightning steps so: the gradients are made inside of the optimizer's step, and complete at the closure's end."""
+    found = []
+    for closes in (False, True):
+        model, masks = half_pruned()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        callback, losses = make(masks), []
+        with attached(callback, model, optimizer):
+            for number in range(6):
+                closure = partial(backward, model, optimizer, number)
+                if closes:
+                    losses.append(optimizer.step(closure=closure) if by_name else optimizer.step(closure))
+                else:
+                    losses.append(closure())
+                    optimizer.step()
+        moments = [state["exp_avg_sq"] for state in optimizer.state.values()]
+        found.append([*map(torch.clone, weights(model).values()), *moments, *losses, torch.tensor(callback.step)])
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("options", [{}, {"structure": {"ffn": 8}}, {"recovery_steps": 1}], ids=str)
+def test_a_result_that_was_not_applied_is_no_mask(options):
+    """Its masks alone, on the dense weights, are another model than it reports."""
+    asked = {"config": GradProbeConfig(**options), "calibration": cases.batches("llama")}
+    found = prune_pretrained(cases.build("llama"), **asked, evaluation=False, progress=False, apply=False)
+    optimizer = torch.optim.SGD(found.model.parameters(), lr=0.1)
+    for use in (lambda: keep_sparsity(found.model, optimizer, found).__enter__(), lambda: SparsityCallback(found)):
+        with pytest.raises(ValueError, match=r"this result was not applied \(apply=False\).*apply=True"):
+            use()
+
+
+def test_a_result_that_was_not_applied_and_changes_no_kept_weight_is_one():
+    asked = {"config": GradProbeConfig(preset="fast"), "calibration": cases.batches("llama")}
+    found = prune_pretrained(cases.build("llama"), **asked, evaluation=False, progress=False, apply=False)
+    optimizer = torch.optim.SGD(found.model.parameters(), lr=0.1)
+    with keep_sparsity(found.model, optimizer, found):
+        pass
+    expected = prune_pretrained(cases.build("llama"), **asked, evaluation=False, progress=False).model
+    assert all(map(torch.equal, found.model.parameters(), expected.parameters()))

@@ -16,7 +16,7 @@ from gradprobe_hf.config.config import GradProbeConfig
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.report.report import Report
-from gradprobe_hf.run.apply import applied, check_still_zero, mark_smaller, replaced
+from gradprobe_hf.run.apply import applied, check_still_zero, is_smaller, mark_smaller, replaced
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.structures.removal import Removal
 
@@ -55,6 +55,12 @@ class PruneResult(Savable):
     @property
     def checkpoint(self) -> Checkpoint:
         return Checkpoint(self.model, self.processing_class, self.config, self.report, self.removal)
+
+    @property
+    def is_applied(self) -> bool:
+        """Whether the model has all that was decided of it, but for zeros: masks alone give it those."""
+        whole = self.removal is None or is_smaller(self.model)
+        return whole and not (self.new_weights or self.recovered)
 
     @contextmanager
     def applied(self, keep: bool = True) -> Iterator[None]:

@@ -102,7 +102,7 @@ def help_of(field: Field[Any], config: Any = GradProbeConfig) -> str:
     first, *others = re.split(r"(?<=\.) +(?=[A-Z`\d])", _entries(config).get(field.name, ""))
     default = next((re.sub(r"^Default:? ", "", one) for one in others if one.startswith("Default")), "")
     if not default and field.default not in (None, (), MISSING):
-        default = str(field.default)
+        default = ("off", "on")[field.default] if isinstance(field.default, bool) else str(field.default)
     text = first.rstrip(".") + (f" (default: {default.rstrip('.')})" if default else "")
     return _on_the_command_line(text).replace("%", "%%")
 
@@ -124,8 +124,8 @@ def _on_the_command_line(text: str) -> str:
         return found[0].strip('"')
 
     def spelled(code: re.Match[str]) -> str:
-        if code[1].startswith("{"):
-            return code[1]
+        if code[1].startswith("{"):  # a dict is NAME=X,...
+            return re.sub(r'"([^"]*)": ', r"\1=", code[1].strip("{}")).replace(", ", ",")
         return re.sub(r'"[^"]*"|\b(\w+)\b(=?)', word, re.sub(r", (?=\w+=)", " ", code[1]))
 
     return re.sub(r"`([^`]+)`", spelled, text)

@@ -18,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 from gradprobe_hf.config.defaults import fill_in
 from gradprobe_hf.config.derived import ResolvedOptions
 from gradprobe_hf.config.fields import PruningOptions, named
+from gradprobe_hf.config.presets import METHOD
 from gradprobe_hf.config.together import BELONGS, check_together
 from gradprobe_hf.config.values import check_values
 from gradprobe_hf.data.text.text_options import TextOptions
@@ -56,13 +57,16 @@ class GradProbeConfig(ResolvedOptions):
         """A copy with these changes.
 
         Options that have no effect in it any more fall back to their defaults, and a damping that was a default is
-        decided anew: what serves one update is an error with another.
+        decided anew: what serves one update is an error with another. With another preset nothing is left of what the
+        earlier one came to; `dataclasses.replace` passes that on as if it had been given, under the new name.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if "preset" in changes:  # what the earlier one came to is not what was asked for
+            values |= {name: None for name in METHOD if name not in self.given}
         values = {name: value for name, value in values.items() if name not in BELONGS} | changes
         plain = GradProbeConfig(**values)
         kept = {name for name, (has_effect, _) in BELONGS.items() if has_effect(plain) and name not in changes}
-        kept -= {"damping"} - self.given
+        kept -= ({"damping", "dense_target"} if "preset" in changes else {"damping"}) - self.given
         found = replace(plain, **{name: getattr(self, name) for name in kept if getattr(self, name) is not None})
         object.__setattr__(found, "_given", self.given | named(changes))
         return found

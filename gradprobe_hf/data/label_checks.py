@@ -38,6 +38,12 @@ def check_labels(model: PreTrainedModel, batch: Mapping[str, Any], part: str, ne
     labels = batch.get("labels")
     if isinstance(labels, Sequence) and needs_loss and type(model).__name__.endswith("ForObjectDetection"):
         _check_boxes(model, labels, part)
+    if needs_loss and (isinstance(labels, (int, float)) or (isinstance(labels, Tensor) and not labels.ndim)):
+        raise ValueError(
+            f"{part}: labels of a batch are a tensor [rows, ...], and these are one number, {float(labels):g}: items "
+            "of a list are batches. Give single rows as a data set, datasets.Dataset.from_list(rows), or put them into "
+            "batches with a DataLoader."
+        )
     if not isinstance(labels, Tensor):
         return
     if labels.is_floating_point():

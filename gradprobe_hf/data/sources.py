@@ -206,8 +206,13 @@ def is_tokenised(rows: Rows) -> bool:
 
 
 def columns_of(rows: Dataset | IterableDataset) -> list[str]:
-    """The names of columns; of a stream that does not know them (one that was mapped), those of its first row."""
-    return list(next(iter(rows), {}) if rows.column_names is None else rows.column_names)
+    """The names of columns that rows have as they are read.
+
+    A stream that was mapped does not know them, and a transform of the user's (`set_transform`) makes others of those
+    that are stored: then they are those of the first row.
+    """
+    is_transformed = getattr(rows, "format", {}).get("type") == "custom"  # a stream has no format
+    return list(next(iter(rows), {}) if is_transformed or rows.column_names is None else rows.column_names)
 
 
 def text_rows(texts: Iterable[str]) -> list[str]:

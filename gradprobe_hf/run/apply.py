@@ -34,10 +34,15 @@ def mark_smaller(model: nn.Module) -> None:
     setattr(model, _LOST, True)
 
 
+def is_smaller(model: nn.Module) -> bool:
+    """Whether that was noted of it."""
+    return getattr(model, _LOST, False)
+
+
 def check_whole(model: nn.Module) -> None:
     """Raise ValueError for a model that has lost whole structures in memory: it would be taken for a dense one."""
     # Its zeros would go once more, or be trained, and its routers be written as they were before.
-    if getattr(model, _LOST, False):
+    if is_smaller(model):
         raise ValueError(
             f"this {type(model).__name__} has lost whole structures, and is smaller once it is saved: save the result "
             "(save_pretrained), and go on from the checkpoint."

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -232,9 +233,22 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         raise TypeError(f"callback must be a StepCallback, got {type(callback).__name__}.")
     callback.start(model, optimizer, step)
 
-    def before(stepping: Optimizer, *_: Any) -> None:
+    def before(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         callback.step += stepping is callback.optimizer
-        callback.before_step()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first of them is the optimizer
+        if closure is None:
+            callback.before_step()
+            return None
+
+        @torch.no_grad()
+        def closed() -> Any:
+            """What makes the gradients, as Lightning hands it over: they are complete behind it."""
+            with torch.enable_grad():
+                loss = closure()
+            callback.before_step()
+            return loss
+
+        return (args[0], closed, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def after(*_: Any) -> None:
         callback.after_step()

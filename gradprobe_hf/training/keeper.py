@@ -136,6 +136,11 @@ def check_source(source: Any) -> None:
         if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
             kind = f"{mask.dtype}" if isinstance(mask, Tensor) else type(mask).__name__
             raise ValueError(f"masks[{name!r}] must be a bool tensor [out, in], True = pruned, got {kind}.")
+    if isinstance(source, PruneResult) and not source.is_applied:
+        raise ValueError(
+            "this result was not applied (apply=False), and has more than masks: weights that were changed to make up "
+            "for what goes, or structures that go whole. Save it and load the checkpoint, or prune with apply=True."
+        )
 
 
 def is_unlearned(target: Target, zeros: int) -> bool:

@@ -25,7 +25,7 @@ class SpecialTokens:
     Attributes:
         unpredicted: how many tokens at the beginning of a window are no part of the loss.
 
-    >>> SpecialTokens((1,), (), "each begins with <s>").around(torch.tensor([[5, 6], [7, 8]]))
+    >>> SpecialTokens((1,), (), "each begins with `<s>`").around(torch.tensor([[5, 6], [7, 8]]))
     tensor([[1, 5, 6],
             [1, 7, 8]])
     """
@@ -73,8 +73,9 @@ def special_tokens(processing_class: Any, model: PreTrainedModel, wanted: bool =
         )
     before = tuple(whole[: starts[0]])
     after = () if is_causal(model) else tuple(whole[starts[0] + len(plain) :])
+    # In backticks: a card is Markdown, and <s> strikes through what is behind it.
     named = ["".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in (before, after)]
-    parts = [f"begins with {named[0]}" if before else "", f"ends with {named[1]}" if after else ""]
+    parts = [f"begins with `{named[0]}`" if before else "", f"ends with `{named[1]}`" if after else ""]
     described = " and ".join(filter(None, parts))
     if not described:
         return SpecialTokens()
