@@ -42,7 +42,8 @@ def targets_table(results: dict[str, Any], main: dict[str, Any]) -> str:
         lines.append(f"| {title} | {' | '.join(shown)} |")
     draws = max(len(rows) for rows in quarter.values())
     note = (
-        f"{draws} draw{'s' * (draws > 1)} of the calibration windows; `sparsegpt` and `one probe + admm` are the same draw's cells of the table above. "
+        f"{draws} draw{'s' * (draws > 1)} of the calibration windows; `sparsegpt` and `one probe + admm` are the same "
+        "draw's cells of the table above. "
         f"Made by `make bench-c4-targets`, at {', '.join(commits_of(results))}."
     )
     return "\n".join([*lines, "", note])
