@@ -73,8 +73,8 @@ def special_tokens(processing_class: Any, model: PreTrainedModel, wanted: bool =
         )
     before = tuple(whole[: starts[0]])
     after = () if is_causal(model) else tuple(whole[starts[0] + len(plain) :])
-    # In backticks: a card is Markdown, and <s> strikes through what is behind it.
     named = ["".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in (before, after)]
+    # In backticks: a card is Markdown, and <s> strikes through what is behind it.
     parts = [f"begins with `{named[0]}`" if before else "", f"ends with `{named[1]}`" if after else ""]
     described = " and ".join(filter(None, parts))
     if not described:
