@@ -233,6 +233,56 @@ def test_a_variation_of_the_preset_is_that_preset(of, to, pattern):
     assert chosen.varied(preset=to) == GradProbeConfig(preset=to, score="magnitude", update="obs")
 
 
+@pytest.mark.parametrize("pattern", ["unstructured", "2:4"])
+@pytest.mark.parametrize("to", ["fast", "balanced", "best"])
+@pytest.mark.parametrize("of", [None, "fast", "balanced", "best"])
+def test_so_is_one_of_what_was_read_from_a_file(of, to, pattern):
+    """Where all that the preset came to stands beside it."""
+    config = GradProbeConfig(preset=of, seed=3, pattern=pattern)
+    read = GradProbeConfig.from_dict(config.to_dict())
+    assert read == config
+    assert read.varied(preset=to) == GradProbeConfig(preset=to, seed=3, pattern=pattern)
+    assert read.varied(preset=to).varied(preset=of or "best") == config.varied(preset=of or "best")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"preset": "best", "update": "none"}, "fast"),
+        ({"preset": "best", "probes": 2, "update": "none"}, "balanced"),
+        ({"preset": "balanced", "probes": 1, "update": "admm"}, "best"),
+        ({"preset": "best", "probes": 2}, None),
+        ({"preset": "fast", "update": "obs"}, None),
+        ({"preset": "fast", "pattern": "2:4", "update": "sparsegpt+admm"}, "balanced"),
+        ({"preset": "fast", "pattern": "2:4", "score": "fisher"}, None),
+        ({"preset": "fast", "score": "fisher"}, "fast"),
+    ],
+    ids=str,
+)
+def test_a_preset_is_what_the_method_is_called(options, name):
+    """What is given beside it makes another method of it, which goes by its own name, if it has one."""
+    config = GradProbeConfig(**options)
+    assert config.preset == name
+    assert GradProbeConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("config", [{"preset": "best"}, {}, {"preset": "balanced", "pattern": "2:4"}], ids=str)
+def test_a_preset_beside_the_whole_of_another_method_is_an_error(config):
+    """It ran the method that was there, under the name that was asked for."""
+    config = GradProbeConfig(**config)
+    for made in (
+        lambda: dataclasses.replace(config, preset="fast"),
+        lambda: GradProbeConfig.from_dict(config.to_dict() | {"preset": "fast"}),
+    ):
+        with pytest.raises(ValueError, match="preset='fast' has no effect beside score=.* which is another method"):
+            made()
+
+
+@pytest.mark.parametrize("change", [{"update": "obs"}, {"pattern": "2:4"}, {"probes": 1, "update": "none"}], ids=str)
+def test_a_variation_of_the_method_has_no_name_of_the_earlier_one(change):
+    assert GradProbeConfig(preset="balanced").varied(**change).preset is None
+
+
 def test_a_variation_is_never_refused_for_what_was_set_before():
     """Every method after every other: what the new one has no use for is dropped, not complained of."""
     everything = {"fisher": "token", "reduction_factor": 0.5, "spike_limit": 0.5, "damping": 0.5, "dense_target": 0.75}

@@ -58,17 +58,25 @@ class GradProbeConfig(ResolvedOptions):
 
         Options that have no effect in it any more fall back to their defaults, and a damping that was a default is
         decided anew: what serves one update is an error with another. With another preset nothing is left of what the
-        earlier one came to; `dataclasses.replace` passes that on as if it had been given, under the new name.
+        earlier one came to, and of a configuration from a file, which has all of a method, nothing of that either.
+        `dataclasses.replace` passes such values on as if they had been given, which with another preset is an error.
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = self.given
+        if changes.get("preset") and all(name in given or values[name] is None for name in METHOD):
+            given -= {*METHOD, "dense_target"}  # read from a file, where what was resolved looks like what was asked
         if "preset" in changes:  # what the earlier one came to is not what was asked for
-            values |= {name: None for name in METHOD if name not in self.given}
+            values |= {name: None for name in METHOD if name not in given}
+        elif changes.keys() & {*METHOD, "pattern"}:
+            values["preset"] = None  # another method may have another name, or none
         values = {name: value for name, value in values.items() if name not in BELONGS} | changes
         plain = GradProbeConfig(**values)
         kept = {name for name, (has_effect, _) in BELONGS.items() if has_effect(plain) and name not in changes}
-        kept -= ({"damping", "dense_target"} if "preset" in changes else {"damping"}) - self.given
+        kept -= {"damping"} - self.given
+        if "preset" in changes:
+            kept -= {"dense_target"} - given
         found = replace(plain, **{name: getattr(self, name) for name in kept if getattr(self, name) is not None})
-        object.__setattr__(found, "_given", self.given | named(changes))
+        object.__setattr__(found, "_given", given | named(changes))
         return found
 
     def save_pretrained(self, directory: str | Path) -> None:

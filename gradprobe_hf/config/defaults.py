@@ -49,6 +49,7 @@ def fill_in(config: ResolvedOptions) -> None:
     else:
         _refuse_budgets(config)
         _resolve_method(config)
+        _rename_preset(config)
     _set(config, sparsity=_sparsity(config))
     if config.dense_target is None and config.updates:
         _set(config, dense_target=config.update_row.dense_target)
@@ -111,6 +112,30 @@ def _resolve_method(config: ResolvedOptions) -> None:
             f"score={config.score!r} takes no probe: set probes=0 to prune by it alone, or probes=2 to decide about "
             "its candidates by two probes, got probes=1."
         )
+
+
+def _rename_preset(config: ResolvedOptions) -> None:
+    """Let `preset` be what the method is called: what was given beside it may have made another of it, or none.
+
+    Raises:
+        ValueError: the whole method was given, and is not the preset's, so that the preset would change nothing.
+    """
+    if config.preset is None or not config.given & set(METHOD):
+        return
+
+    def is_called(preset: Preset) -> bool:
+        plain = type(config)(preset=preset, pattern=config.pattern)
+        return all(getattr(plain, name) == getattr(config, name) for name in METHOD)
+
+    if is_called(config.preset):
+        return
+    if all(name in config.given or getattr(config, name) is None for name in METHOD):
+        given = ", ".join(f"{name}={getattr(config, name)!r}" for name in METHOD)
+        raise ValueError(
+            f"preset={config.preset!r} has no effect beside {given}, which is another method: leave preset unset, or "
+            "those four. config.varied(preset=...) does that of a configuration that has them."
+        )
+    _set(config, preset=next((preset for preset in PRESETS if is_called(preset)), None))
 
 
 def _resolve_structure(config: ResolvedOptions) -> None:

@@ -41,7 +41,8 @@ class PruningOptions(Options):
             table that is measured on this machine: 512 tokens are read, and 32 written, one text at a time.
         preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
             update="admm"`); with an n:m pattern these are `update="sparsegpt"`, `update="sparsegpt+admm"`, and
-            `probes=1, update="admm"`. Options that are given win over a preset. Default: `"best"`, where none of
+            `probes=1, update="admm"`. Options that are given win over a preset, which then is the name of what they
+            make of it, if that has one. Default: `"best"`, where none of
             `score`, `probes`, `rule` and `update` is given, else no preset. `order="sequential"`, `reduction_factor`
             and `spike_limit` are about two probes: with these it is `"balanced"`.
         score: criterion that ranks the weights. One of `"fisher"`, `"wanda"`, `"magnitude"` and `"random"`. Default:

@@ -56,7 +56,8 @@ def threshold_rule(config: GradProbeConfig) -> GradProbeConfig:
     of_preset = "preset" in config.given
     for name, value in METHOD.items():
         if (of_preset or name in config.given) and getattr(config, name) != value:
-            option, stands_for = ("preset", f"preset={config.preset!r}, which is ") if of_preset else (name, "")
+            option = "preset" if of_preset and (config.preset or name not in config.given) else name
+            stands_for = f"preset={config.preset!r}, which is " if config.preset else ""
             raise ValueError(
                 f"{stands_for}{name}={getattr(config, name)!r} has no part in a sweep of thresholds, which is of two "
                 f"probes and changes no kept weight: leave {option} unset, or set {name}={value!r}."
