@@ -15,8 +15,6 @@ from transformers import HunYuanMoEV1Config, HunYuanMoEV1ForCausalLM, LlamaConfi
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.cli.tables.estimate import print_expectations
-from gradprobe_hf.config.recovery import RecoveryConfig
-from gradprobe_hf.estimation import recovery
 from gradprobe_hf.estimation.estimate import estimate
 from gradprobe_hf.estimation.footprint import footprint_of
 from gradprobe_hf.estimation.formula import active_weights
@@ -25,18 +23,13 @@ from gradprobe_hf.estimation.passes import activation_bytes, by_formula, cost_of
 from gradprobe_hf.estimation.sizes import AccumulatorSizes, BatchSizes, ModelSizes, Sizes, accumulator_bytes
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.memory import checkpointing
-from gradprobe_hf.model.families import sample_batch
 from gradprobe_hf.model.loading.checkpoint_class import model_class
 from gradprobe_hf.model.loading.load import load_config, skeleton
 from gradprobe_hf.model.passes import upcast
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.probe.engine import ProbePass, run_probe
 from gradprobe_hf.probe.statistics import Statistics
-from gradprobe_hf.recovery.teacher import LiveTeacher
-from gradprobe_hf.recovery.text import COUNTED, Layout
-from gradprobe_hf.recovery.trainer import RecoveryTrainer, training_arguments
 from gradprobe_hf.report.against_estimate import Expectation, placement_of
-from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.scores.fisher import FISHER_ESTIMATES
 from tests import cases
 from tests.structure_page import FAMILIES, SIZES
@@ -512,45 +505,6 @@ def test_the_text_that_a_model_writes_and_is_measured_on_is_counted():
     assert "write" not in stages["offloaded"], "it would read every weight for every token"
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_bfloat16", "gpt2", "bert", "t5", "vit"])
-def test_a_step_of_recovery_is_the_real_one(name, tmp_path, monkeypatch):
-    """The trainer's own loss and its gradients on the CPU, with the dense model beside, in its own autocast."""
-    monkeypatch.setattr(upcast, "needs_upcast", lambda _: False)  # whatever CPU this is
-    name, narrow = name.removesuffix("_bfloat16"), name.endswith("_bfloat16")
-    dense, student, length = cases.build(name), cases.build(name).requires_grad_(), 48
-    if narrow:
-        dense.to(torch.bfloat16)
-    without = skeleton(dense.config, type(dense), dense.dtype)
-    batch = dict(sample_batch(dense, 8, length))
-    if "input_ids" in batch:
-        batch["input_ids"] = torch.randint(3, 60, (8, length), generator=torch.Generator().manual_seed(0))
-    else:
-        batch["pixel_values"] = torch.rand(batch["pixel_values"].shape)
-    labels = torch.ones(batch.get("labels", batch.get("input_ids")).shape, dtype=torch.long)
-    batch = {**batch, "labels": labels, COUNTED: labels}
-    layout = Layout(name in ("llama", "gpt2"), name == "t5", call={})
-    arguments = training_arguments(RecoveryConfig(), tmp_path, processes=Processes(), saves=False, on_cpu=True)
-    teacher = LiveTeacher(dense, layout)
-    trainer = RecoveryTrainer(student, arguments, teacher, Processes(), layout=layout, bf16=narrow, eval_dataset=[0])
-    given = [*dense.parameters(), *dense.buffers(), *student.parameters(), *student.buffers(), *batch.values()]
-    with Watch(given) as watch:
-        trainer.compute_loss(student, batch).backward()
-    config = cases.config(recovery_steps=20, sequence_length=length)
-    found = estimate(without, find_targets(without), config, device=CPU)
-    step = found.recovery
-    assert step.simulated
-    assert step.sizes.step == pytest.approx(watch.peak, rel=0.1)
-    assert step.sizes.states == 12 * dense.num_parameters()
-    # Twenty steps, and before them, behind every second one and at the end the 32 held-out rows, without gradients, by
-    # two models.
-    held_out = 12 * 32 / 8 / 2
-    assert step.flops == pytest.approx(watch.flops * (20 + held_out), rel=0.02)
-    assert [one.name for one in found.placements] == ["resident", "checkpointed"], "what is offloaded is not trained"
-    for one in found.placements:
-        (stage,) = [stage for stage in one.stages if stage.name == "recover"]
-        assert stage.bytes_on("host") >= step.sizes.step + step.sizes.states
-
-
 @pytest.mark.parametrize("structure", [{"ffn": 8}, {"kv_groups": 1}, {"ffn": 8, "blocks": 1}])
 def test_a_structure_leaves_a_smaller_checkpoint(structure, checkpoint, tmp_path):
     options = {"structure": structure, "update": "none"}
@@ -561,25 +515,6 @@ def test_a_structure_leaves_a_smaller_checkpoint(structure, checkpoint, tmp_path
     for placement in found.placements:
         (item,) = [item for item in placement.stages[-1].items if item.label == "checkpoint"]
         assert item.bytes == written < meta.num_parameters() * 4
-
-
-def test_without_recovery_none_is_counted():
-    model = cases.build("llama")
-    found = estimate(skeleton(model.config, type(model)), find_targets(model), cases.config(), device=CPU)
-    assert found.recovery is None
-    assert not any(stage.name == "recover" for one in found.placements for stage in one.stages)
-
-
-def test_a_step_that_needs_data_gets_a_formula(monkeypatch):
-    model, targets = large("mistral-7b", LAYERS)  # its head is a small part of it
-    config = cases.config(recovery_steps=20, sequence_length=512)
-    known = estimate(model, targets, config, device=CPU).recovery
-    monkeypatch.setattr(recovery, "WholePredictions", None)  # called, it raises
-    rough = estimate(model, targets, config, device=CPU).recovery
-    assert known.simulated
-    assert not rough.simulated
-    assert 0.5 < rough.flops / known.flops < 2
-    assert 0.5 < rough.sizes.step / known.sizes.step < 2
 
 
 def test_a_search_is_measured_again_and_again():

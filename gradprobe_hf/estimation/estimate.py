@@ -103,7 +103,7 @@ def estimate(
         forward = cost_of_batch(model, targets, walk.rows, walk.length, backward=False, device=device)
     text, evaluation = written(model, config, walk, forward), measured(model, config, walk, forward)
     sizes, room = sizes_of(model, targets, config, process=base, snapshots=snapshots), room_of(device, base)
-    training = recovery_of(model, targets, config, device)
+    training = recovery_of(model, targets, config, device, snapshots=snapshots)
     sizes = replace(
         sizes,
         writing=text.bytes if text else 0,

@@ -259,6 +259,8 @@ class _Stages:
             items.append(Item("offload store of pruned matrices", "disk", model.targets * model.itemsize))
         if self.sizes.snapshots:
             items.append(Item("snapshots for resuming", "disk", self.sizes.accumulators.bytes + masks))
+        if self.sizes.training:  # without --resume it is gone by then, and may have been on another disk (TMPDIR)
+            items.append(Item("state of the recovery", "disk", self.sizes.training.on_disk))
         return tuple(items)
 
     def _chunks(self) -> int:

@@ -56,4 +56,9 @@ def _remedy(config: GradProbeConfig, sizes: Sizes, smallest: Placement) -> str:
             return f"no placement fits: it would write {needed / 1e9:.1f} GB and {free / 1e9:.1f} GB are free"
         if sizes.accumulators.bytes > free and config.accumulator_device != "disk":
             return "no placement fits: try --accumulator-device disk, --accumulator-dtype int8, or --fisher factored"
+        if max(smallest.stages, key=lambda stage: stage.bytes_on(device, needed=True)).name == "recover":
+            return (
+                f"no placement fits the recovery, which takes {needed / 1e9:.1f} GB: try a shorter --sequence-length, "
+                "or leave --recovery-steps out, and recover the checkpoint by adapters (gradprobe recover --lora-r 16)"
+            )
     return "no placement fits: try --batch-size 1, a shorter --sequence-length, or another machine"

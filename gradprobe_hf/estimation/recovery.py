@@ -33,6 +33,7 @@ from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.passes.patches import eval_mode, frozen
 from gradprobe_hf.model.passes.upcast import native_products, upcast_products
 from gradprobe_hf.model.targets import Target
+from gradprobe_hf.recovery.state_bytes import state_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,14 @@ class Training:
 
 
 def recovery_of(
-    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, device: torch.device
+    model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig, device: torch.device, *, snapshots: bool
 ) -> Training | None:
     """What `recovery_steps` take; None without any.
 
     Args:
         model: the dense one, on the meta device.
         config: with the windows' length.
+        snapshots: whether it can be resumed.
     """
     if not config.recovery_steps:
         return None
@@ -81,7 +83,12 @@ def recovery_of(
         rows,
         length,
         round(step.flops * (recovery.steps + held_out)),
-        TrainingSizes(BYTES_OF_A_STATE * model.num_parameters(), step.peak_bytes, step.heap_bytes),
+        TrainingSizes(
+            BYTES_OF_A_STATE * model.num_parameters(),
+            step.peak_bytes,
+            step.heap_bytes,
+            state_bytes(recovery, model.num_parameters(), resumable=snapshots),
+        ),
         step.simulated,
     )
 

@@ -85,11 +85,13 @@ class TrainingSizes:
         states: the parameters that are trained, in float32, and the optimizer's moments.
         step: their gradients, and the activations and logits of a step.
         small_blocks: of these in blocks that a CPU allocator takes from its heap.
+        on_disk: its best state so far, and with `--resume` what it goes on from.
     """
 
     states: int
     step: int
     small_blocks: int
+    on_disk: int
 
 
 @dataclass(frozen=True)

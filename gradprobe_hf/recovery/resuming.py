@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.model.files.offload_store import existing_parent
 from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
+from gradprobe_hf.recovery.state_bytes import state_bytes
 from gradprobe_hf.recovery.trainer import BEST_NAME, SECONDS_NAME, BestState, held_out
 from gradprobe_hf.runtime.option_checks import is_within
 from gradprobe_hf.runtime.processes import Processes
@@ -36,7 +36,6 @@ _UNFINISHED = ".tmp??????"
 _IDENTITY_PARTIAL = f"{IDENTITY_NAME}.partial"
 _OWN, _SHARED = (IDENTITY_NAME, _IDENTITY_PARTIAL, BEST_NAME, PREDICTIONS, "own_text-*"), ("checkpoint-*", _UNFINISHED)
 
-_BEST_BYTES, _CHECKPOINT_BYTES = 4, 12  # of each parameter: itself in float32, and AdamW's two moments beside it
 _NAMED = "choose another resume_dir (--resume-dir)"
 _TEMPORARY = "name a folder with more room in the environment variable TMPDIR"
 
@@ -54,13 +53,12 @@ def check_state_fits(
     if config.lora_r is not None:  # adapters are small
         return
     where = existing_parent((folder or Path(tempfile.gettempdir())).absolute())
-    each, there = 2 * _BEST_BYTES, 0  # the best state is there until a better one is whole
+    there = 0
     if folder is not None:
-        # So is an older checkpoint until the next one is. One is written behind a better state, and takes more.
-        each = _BEST_BYTES + _CHECKPOINT_BYTES * min(2, math.ceil(config.steps / config.save_steps))
         kept = [folder / BEST_NAME, *folder.glob(_UNFINISHED), *folder.glob("checkpoint-*/*")]
         there = sum(path.stat().st_size for path in kept if path.is_file())
-    needed, free = each * parameter_count(model) - there, shutil.disk_usage(where).free
+    needed = state_bytes(config, parameter_count(model), resumable=folder is not None) - there
+    free = shutil.disk_usage(where).free
     beside = folder is not None and output_dir is not None and _on_one_disk(where, output_dir)
     needed += parameter_bytes(model) if beside else 0
     if free < needed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
@@ -61,8 +61,8 @@ def _print_texts(out: Console, found: Estimate) -> None:
     """What a run does by default beside its walks over the calibration text."""
     if (text := found.written) is not None:
         out.print(
-            f"that text, where the model writes it (the default): {text.passes:,} passes of a token of {text.at_once} "
-            f"windows, {_scaled(text.flops, 'FLOP')}"
+            f"that text, where the model writes it (the default): {text.passes:,} passes, each of one token of "
+            f"{text.at_once} windows, {_scaled(text.flops, 'FLOP')}"
         )
     if (measured := found.measured) is not None:
         out.print(
@@ -85,16 +85,27 @@ def _add_device(table: Table, placements: Sequence[Placement], device: Device) -
     stages = [_shown(one, device) for one in placements]
     where = "written to disk" if device == "disk" else f"memory of the {device}"
     table.add_row(Text(f"{where} ({_size(placements[0].room[device])} free)", style="bold"))
-    for label in dict.fromkeys(item.label for stage in stages for item in stage.items if item.device == device):
-        sizes = [_labelled(stage, device, label) for stage in stages]
-        if any(sizes):
-            table.add_row(_indented(label), *(_size(size) if size else "-" for size in sizes))
+    shown = _add_items(table, stages, device)
     total = "in all" if device == "disk" else "at its highest"
     table.add_row(_indented(total, style="bold"), *(_total(one, device) for one in placements))
     highest = [one.peak_stage(device) for one in placements]
     if any(peak.bytes_on(device) > stage.bytes_on(device) for peak, stage in zip(highest, stages, strict=True)):
         table.add_row(_indented("reached in stage"), *(peak.name for peak in highest))
+        if {peak.name for peak in highest} == {"recover"}:  # the one stage that has more of its own than the model
+            _add_items(table, highest, device, besides=shown, indent=4)
     table.add_section()
+
+
+def _add_items(
+    table: Table, stages: Sequence[Stage], device: Device, besides: Collection[str] = (), indent: int = 2
+) -> list[str]:
+    """What a stage holds, by placement. Returns the items' labels, of which those of `besides` are left out."""
+    labels = dict.fromkeys(item.label for stage in stages for item in stage.items if item.device == device)
+    for label in labels:
+        sizes = [_labelled(stage, device, label) for stage in stages]
+        if any(sizes) and label not in besides:
+            table.add_row(_indented(label, indent=indent), *(_size(size) if size else "-" for size in sizes))
+    return list(labels)
 
 
 def _shown(placement: Placement, device: Device) -> Stage:
@@ -124,9 +135,9 @@ def _add_work(table: Table, found: Estimate) -> None:
         table.add_row(_indented("weights read from disk"), *read)
 
 
-def _indented(label: str, style: str = "") -> Padding:
+def _indented(label: str, style: str = "", indent: int = 2) -> Padding:
     """All its lines, where it has to be broken."""
-    return Padding(Text(label, style=style), (0, 0, 0, 2))
+    return Padding(Text(label, style=style), (0, 0, 0, indent))
 
 
 def _size(count: int) -> str:
