@@ -274,7 +274,7 @@ def test_a_preset_beside_the_whole_of_another_method_is_an_error(config):
         lambda: dataclasses.replace(config, preset="fast"),
         lambda: GradProbeConfig.from_dict(config.to_dict() | {"preset": "fast"}),
     ):
-        with pytest.raises(ValueError, match="preset='fast' has no effect beside score=.* which is another method"):
+        with pytest.raises(ValueError, match=r"preset='fast' has no effect beside score=.* which is another method"):
             made()
 
 

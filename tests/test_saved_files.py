@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from huggingface_hub import HfApi, ModelCard
 from transformers import AutoModelForCausalLM, ViTImageProcessor, Wav2Vec2Config, Wav2Vec2FeatureExtractor
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
+from gradprobe_hf.checkpoint import file_sizes
 from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.write import check_destination, check_writable
 from gradprobe_hf.cli.main import main
@@ -302,6 +304,24 @@ def test_the_card_of_a_sentence_encoder_says_how_it_is_used(is_encoder, source, 
     assert card.library_name == ("sentence-transformers" if is_encoder else "transformers")
     assert card.pipeline_tag == ("sentence-similarity" if is_encoder else "text-generation")
     assert card.tags == [*kept, "sparse"]
+
+
+def test_what_is_left_of_compressed_files_is_told_beside_the_dense_ones(source, tmp_path, monkeypatch):
+    """A dense file can be compressed as well: what zeros save is the difference to that."""
+    monkeypatch.setattr(file_sizes, "_compressor", lambda: zlib.compressobj)
+    dense = len(zlib.compress((source / "model.safetensors").read_bytes()))
+    made = prune(str(source), output_dir=tmp_path / "made").report.files
+    assert (made["dense_zstd"], made["dense_hub"]) == (dense, None)  # HF_HUB_DISABLE_XET, as all tests have it
+    assert made["zstd"] < dense < made["dense"]
+    row = f"| weights on the disk, MB | {made['dense'] / 1e6:,.1f} ({dense / 1e6:,.1f} under zstd) |"
+    assert row in (tmp_path / "made" / "README.md").read_text()
+    # Another type than is stored, and a model that somebody may have trained since.
+    narrow = prune(str(source), dtype="bfloat16", output_dir=tmp_path / "narrow").report.files
+    own = AutoModelForCausalLM.from_pretrained(source)
+    trained = prune(own, processing_class=cases.tokenizer(), output_dir=tmp_path / "trained").report.files
+    for files in (narrow, trained):
+        assert files["zstd"] is not None
+        assert files["dense_zstd"] is None
 
 
 def test_a_report_says_that_no_tokenizer_was_saved(source, tmp_path):

@@ -36,7 +36,13 @@ from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading.load import CONFIG_KEY
 from gradprobe_hf.model.loading.pooling import MODULES
 from gradprobe_hf.model.loading.processing import PROCESSOR_FILES
-from gradprobe_hf.model.loading.stored_files import loaded_commit, stored_file
+from gradprobe_hf.model.loading.stored_files import (
+    is_loaded_here,
+    loaded_commit,
+    stored_dtype,
+    stored_file,
+    stored_weights,
+)
 from gradprobe_hf.model.parameters import is_offloaded, parameter_bytes
 from gradprobe_hf.report.card.base_model import base_metadata
 from gradprobe_hf.report.card.build import build_card, build_recovered_card
@@ -221,8 +227,9 @@ def _keep_processor(scratch: Path, model: PreTrainedModel) -> None:
 
 
 def _file_sizes(folder: Path, made: Checkpoint) -> dict[str, int | None]:
-    sizes = FileSizes.of(checkpoint_files(folder), scratch=folder)
-    return {"dense": _dense_bytes(made), "bytes": sizes.stored, "zstd": sizes.zstd, "hub": sizes.hub}
+    sizes, dense = FileSizes.of(checkpoint_files(folder), scratch=folder), _dense_bytes(made)
+    found = {"dense": dense, "bytes": sizes.stored, "zstd": sizes.zstd, "hub": sizes.hub}
+    return found | _dense_compressed(made, dense, scratch=folder)
 
 
 def _dense_bytes(made: Checkpoint) -> int:
@@ -231,6 +238,22 @@ def _dense_bytes(made: Checkpoint) -> int:
         return int(teacher["bytes"])
     known = (made.report.files or {}).get("dense")  # of a checkpoint that is recovered
     return known or parameter_bytes(made.model)
+
+
+def _dense_compressed(made: Checkpoint, dense: int, scratch: Path) -> dict[str, int | None]:
+    """Of the dense model's files what `FileSizes` has: its weights, which are no zeros, can be compressed as well.
+
+    Nothing where they may be others than the model: of one that was loaded by somebody else, who may have trained it,
+    with an adapter, in another type than is stored, or of what was recovered. The last has them of its pruning.
+    """
+    before = made.report.files or {}
+    if before.get("dense") == dense:
+        return {name: before.get(name) for name in ("dense_zstd", "dense_hub")}
+    others = made.report.recovered_towards or made.report.model.get("adapter")
+    if others or not is_loaded_here(made.model) or stored_dtype(made.model) != made.model.dtype:
+        return {"dense_zstd": None, "dense_hub": None}
+    sizes = FileSizes.of(stored_weights(made.model), scratch)
+    return {"dense_zstd": sizes.zstd, "dense_hub": sizes.hub}
 
 
 def _card(scratch: Path, made: Checkpoint, where: str) -> ModelCard:

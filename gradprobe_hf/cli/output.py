@@ -142,8 +142,10 @@ def _add_files(table: Table, files: dict[str, int | None] | None, between: Seque
         dense, stored = (f"{(files[name] or 0) / 1e6:,.1f}" for name in ("dense", "bytes"))
         table.add_row("file, MB", dense, *between, stored)
         for name, title in (("zstd", "file under zstd, MB"), ("hub", "file as the Hub transfers it, MB")):
-            if (size := files.get(name)) is not None:  # not in reports of before
-                table.add_row(title, "", *between, f"{size / 1e6:,.1f}")
+            both = [files.get(key) for key in (f"dense_{name}", name)]  # not in reports of before
+            if both[-1] is not None:
+                dense, stored = ("" if size is None else f"{size / 1e6:,.1f}" for size in both)
+                table.add_row(title, dense, *between, stored)
 
 
 def _print_candidates(out: Console, report: Report) -> None:

@@ -34,6 +34,11 @@ def source_of(model: PreTrainedModel) -> dict[str, Any]:
     return _sources.get(model, {})
 
 
+def is_loaded_here(model: PreTrainedModel) -> bool:
+    """Whether a model was loaded by its name in this run, so that nobody has trained it since."""
+    return model in _sources
+
+
 def stored_file(model: PreTrainedModel, file: str, subfolder: str | None = None) -> Path | None:
     """Where a file is that is stored beside a model; None where there is none, or nobody knows.
 
@@ -52,19 +57,25 @@ def stored_file(model: PreTrainedModel, file: str, subfolder: str | None = None)
     return None if found is None else Path(found)
 
 
+def stored_weights(model: PreTrainedModel) -> list[Path]:
+    """The safetensors files that a model was loaded from; none of other files."""
+    if (file := stored_file(model, SAFE_WEIGHTS_NAME)) is not None:
+        return [file]
+    index = stored_file(model, SAFE_WEIGHTS_INDEX_NAME)
+    files = [] if index is None else [index.parent / name for name in sorted(set(index_of(index.parent).values()))]
+    return files if all(file.is_file() for file in files) else []
+
+
 def stored_dtype(model: PreTrainedModel) -> torch.dtype | None:
     """The type of most weights in the first safetensors file of a model; None of other files and other types.
 
     The configuration may name another, and that is the one that transformers loads them in.
     """
-    file = stored_file(model, SAFE_WEIGHTS_NAME)
-    if file is None:
-        index = stored_file(model, SAFE_WEIGHTS_INDEX_NAME)
-        file = None if index is None else index.parent / min(index_of(index.parent).values())
-    if file is None or not file.is_file():
+    files = stored_weights(model)
+    if not files:
         return None
     found: Counter[str] = Counter()
-    with safe_open(file, framework="pt") as tensors:
+    with safe_open(files[0], framework="pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118, a handle is no dict
             one = tensors.get_slice(name)
             found[one.get_dtype()] += math.prod(one.get_shape())

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from gradprobe_hf.report.report import Report
 
+_WAYS = {"zstd": "under zstd", "hub": "as the Hub transfers it"}
+
 
 def size_of_files(report: Report) -> dict[str, str] | None:
     """Megabytes of the weights on the disk, and compressed as far as that was measured."""
     if report.files is None:
         return None
-    shown = {name: f"{size / 1e6:,.1f}" for name, size in report.files.items() if size is not None}
-    ways = {"zstd": "under zstd", "hub": "as the Hub transfers it"}
-    compressed = ", ".join(f"{shown[name]} {way}" for name, way in ways.items() if name in shown)
-    return {"dense": shown["dense"], "stored": shown["bytes"] + (f" ({compressed})" if compressed else "")}
+    return {"dense": _shown(report.files, "dense", "dense_"), "stored": _shown(report.files, "bytes", "")}
+
+
+def _shown(files: dict[str, int | None], stored: str, prefix: str) -> str:
+    compressed = {way: files.get(prefix + name) for name, way in _WAYS.items()}  # not all in reports of before
+    shown = ", ".join(f"{_megabytes(size)} {way}" for way, size in compressed.items() if size is not None)
+    return _megabytes(files[stored] or 0) + (f" ({shown})" if shown else "")
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:,.1f}"
