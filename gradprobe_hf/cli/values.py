@@ -10,6 +10,8 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from gradprobe_hf.runtime.option_checks import number
+
 
 class Kind(NamedTuple):
     """How a type is written on the command line. Attributes: `wanted`, for errors; `metavar`, for the help."""
@@ -87,8 +89,11 @@ def mixture(specs: Sequence[str]) -> str | dict[str, float]:
 
 
 def _weighted(spec: str) -> tuple[str, float]:
-    found = None if Path(spec).exists() else re.fullmatch(r"(.+)=(\d+(?:\.\d+)?)", spec)
-    return (found[1], float(found[2])) if found else (spec, 1.0)
+    found = None if Path(spec).exists() else re.fullmatch(r"(.+)=([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)", spec)
+    if not found:
+        return spec, 1.0
+    number(f"the weight of {found[1]!r}", float(found[2]), "a number > 0", lambda x: x > 0)
+    return found[1], float(found[2])
 
 
 def with_line_breaks(text: str) -> str:

@@ -50,6 +50,8 @@ TEXTS = [
     prune("--score magnitude --assistant-only-loss on --evaluation @plain.txt", "--assistant-only-loss", "plain.txt"),
     unreadable(f"{PRUNE} --packing maybe", "--packing", "'maybe'", "'on'"),
     unreadable(f"{PRUNE} --calibration @plain.txt @plain.txt", "--calibration", "plain.txt", "twice"),
+    unreadable(f"{PRUNE} --calibration pydoc=0", "--calibration", "the weight of 'pydoc'", "> 0", "0.0"),
+    unreadable(f"{PRUNE} --calibration pydoc=-1 self=1", "--calibration", "the weight of 'pydoc'", "> 0", "-1.0"),
     # adapters and labels
     refused("prune @adapter --output out", "adapter", "--merge-adapters"),
     refused("evaluate @adapter --data @plain.txt", "adapter", "--merge-adapters"),
