@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import AS_GIVEN, BESIDE, Batches
-from gradprobe_hf.data.label_checks import POSITIONS, check_labels
+from gradprobe_hf.data.label_checks import POSITIONS, SINGLE_ROWS, check_labels
 from gradprobe_hf.data.text.text_options import TextOptions
 from gradprobe_hf.model.families import (
     answers_by_position,
@@ -20,6 +20,7 @@ from gradprobe_hf.model.families import (
     longest_text,
     needs_pairs,
     place_argument,
+    sample_batch,
     sees_ahead,
 )
 from gradprobe_hf.tasks.table import task_of_class
@@ -56,12 +57,14 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
             "config.is_decoder is False: their cross entropy means nothing. Load it with is_decoder=True, or as a "
             "masked language model; or give a loss_fn."
         )
+    dimensions = _dimensions(model)
     for batch in batches:
         if takes and not any(name in takes for name in batch if name not in BESIDE):
             raise ValueError(
                 f"{part}: {type(model).__name__} takes {model.main_input_name}, and a batch has "
                 f"{', '.join(map(str, batch))}."
             )
+        _check_rows(model, batch, dimensions, part)
         if isinstance(ids := batch.get("input_ids"), Tensor):
             _check_ids(model, ids, part)
             _check_mask(batch.get("attention_mask"), ids, part)
@@ -95,6 +98,27 @@ def check_reads_text(model: PreTrainedModel, part: str) -> None:
             f"{part}: {name} does not read plain text, but {what}: give {rows}batches that it returns a loss for (a "
             "DataLoader, or a list)."
         )
+
+
+def _dimensions(model: PreTrainedModel) -> int | None:
+    """How many a batch of a model's main input has; None where no batch of it is known."""
+    try:
+        return sample_batch(model, 1, 1)[model.main_input_name].ndim
+    except ValueError:
+        return None
+
+
+def _check_rows(model: PreTrainedModel, batch: Mapping[str, Any], dimensions: int | None, part: str) -> None:
+    """Raise ValueError for a row by itself; token ids have an error of their own."""
+    name = model.main_input_name
+    given = batch.get(name)
+    if dimensions in (None, 2) or not isinstance(given, Tensor) or given.ndim != dimensions - 1:
+        return
+    axes = ("choices", "tokens") if name == "input_ids" else ("...",)
+    raise ValueError(
+        f"{part}: {name} of a batch are a tensor [rows, {', '.join(axes)}] of {dimensions} dimensions, and these have "
+        f"{tuple(given.shape)}: {SINGLE_ROWS}"
+    )
 
 
 def _check_ids(model: PreTrainedModel, ids: Tensor, part: str) -> None:

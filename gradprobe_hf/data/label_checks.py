@@ -24,6 +24,10 @@ from gradprobe_hf.tasks.image_texts import sees_prefix_whole
 
 BEYOND = 1.0  # how far boxes of real data may reach past the edges of their image, in images; pixels are hundreds
 POSITIONS = ("start_positions", "end_positions")
+SINGLE_ROWS = (
+    "items of a list are batches. Give single rows as a data set, datasets.Dataset.from_list(rows), or put them into "
+    "batches with a DataLoader."
+)
 
 
 def check_labels(model: PreTrainedModel, batch: Mapping[str, Any], part: str, needs_loss: bool) -> None:
@@ -40,9 +44,8 @@ def check_labels(model: PreTrainedModel, batch: Mapping[str, Any], part: str, ne
         _check_boxes(model, labels, part)
     if needs_loss and (isinstance(labels, (int, float)) or (isinstance(labels, Tensor) and not labels.ndim)):
         raise ValueError(
-            f"{part}: labels of a batch are a tensor [rows, ...], and these are one number, {float(labels):g}: items "
-            "of a list are batches. Give single rows as a data set, datasets.Dataset.from_list(rows), or put them into "
-            "batches with a DataLoader."
+            f"{part}: labels of a batch are a tensor [rows, ...], and these are one number, {float(labels):g}: "
+            f"{SINGLE_ROWS}"
         )
     if not isinstance(labels, Tensor):
         return
