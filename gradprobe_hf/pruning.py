@@ -19,7 +19,7 @@ from gradprobe_hf.model.files.offload_store import check_store_room
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading.load import folders_of
 from gradprobe_hf.model.passes.loss import LossFunction
-from gradprobe_hf.model.passes.own_precision import in_own_precision
+from gradprobe_hf.model.passes.own_forward import with_own_forward
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import check_trainable
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 
 @plain_computation()
-@in_own_precision
+@with_own_forward
 def prune_pretrained(
     model_or_id: PreTrainedModel | str | Path,
     config: GradProbeConfig | None = None,

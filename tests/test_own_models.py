@@ -246,6 +246,25 @@ def test_a_model_left_in_mixed_precision_is_pruned_in_its_own(hooked):
         load_model(model)  # of a verb that leaves it so
 
 
+@pytest.mark.parametrize("whole", [True, False], ids=["model", "block"])
+def test_a_model_compiled_in_place_keeps_its_graphs(whole):
+    """A run would compile a graph for each of its hooks, until there are so many that torch leaves it without any."""
+    model, graphs, ids = cases.build("llama"), [], torch.arange(12)[None]
+    compiled = model if whole else model.model.layers[0]
+    torch._dynamo.reset()
+    compiled.compile(backend=lambda graph, _: graphs.append(graph) or graph.forward)
+    with torch.no_grad():
+        model(input_ids=ids)
+        before = list(graphs)
+        left, expected = (pruned(one, apply=True) for one in (model, cases.build("llama")))
+        assert graphs == before
+        assert len(before) > 0
+        assert cases.differing(left.masks, expected.masks) == 0
+        assert torch.equal(model(input_ids=ids).logits, expected.model(input_ids=ids).logits)
+    assert graphs == before, "compiled once more"
+    assert compiled._compiled_call_impl is not None
+
+
 def test_an_optimizer_of_a_copy_is_refused():
     model = pruned(cases.build("llama"), apply=True).model
     optimizer = torch.optim.AdamW(copy.deepcopy(model).parameters())

@@ -26,7 +26,7 @@ from gradprobe_hf.data.text.text_options import TEXT_OPTIONS
 from gradprobe_hf.evaluation.perplexity import Measurement
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.passes.loss import LossFunction
-from gradprobe_hf.model.passes.own_precision import in_own_precision
+from gradprobe_hf.model.passes.own_forward import with_own_forward
 from gradprobe_hf.report.build import published_name, versions
 from gradprobe_hf.report.original import Original, original_of
 from gradprobe_hf.report.plots import save_comparison
@@ -155,7 +155,7 @@ def _has_speed(result: Path) -> bool:
 
 
 @plain_computation()
-@in_own_precision
+@with_own_forward
 def compare_pretrained(
     model_or_id: PreTrainedModel | str | Path,
     config: GradProbeConfig | None = None,

@@ -25,6 +25,7 @@ from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.estimation.passes import by_formula
 from gradprobe_hf.estimation.sizes import FLOAT32_BYTES, TrainingSizes
 from gradprobe_hf.estimation.stand_ins import WithoutData, balanced_experts
+from gradprobe_hf.estimation.training_state import state_bytes
 from gradprobe_hf.estimation.watch import Watch
 from gradprobe_hf.evaluation.divergence_loss import SummedDivergence, WholePredictions
 from gradprobe_hf.model.families import sample_batch, without_cache
@@ -33,7 +34,6 @@ from gradprobe_hf.model.loading.load import skeleton
 from gradprobe_hf.model.passes.patches import eval_mode, frozen
 from gradprobe_hf.model.passes.upcast import native_products, upcast_products
 from gradprobe_hf.model.targets import Target
-from gradprobe_hf.recovery.state_bytes import state_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from gradprobe_hf.data.text.text_options import SELF, TextOptions, is_written
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.loading.load import folders_of, name_of
-from gradprobe_hf.model.passes.own_precision import in_own_precision
+from gradprobe_hf.model.passes.own_forward import with_own_forward
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
 from gradprobe_hf.recovery.checks import (
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 
 @plain_computation()
-@in_own_precision
+@with_own_forward
 def recover_pretrained(
     pruned: PreTrainedModel | PruneResult | str | Path,
     teacher: PreTrainedModel | str | Path,

@@ -21,9 +21,9 @@ from transformers import TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 
 from gradprobe_hf.config.recovery import RecoveryConfig
+from gradprobe_hf.estimation.training_state import state_bytes
 from gradprobe_hf.model.files.offload_store import existing_parent
 from gradprobe_hf.model.parameters import parameter_bytes, parameter_count
-from gradprobe_hf.recovery.state_bytes import state_bytes
 from gradprobe_hf.recovery.trainer import BEST_NAME, SECONDS_NAME, BestState, held_out
 from gradprobe_hf.runtime.option_checks import is_within
 from gradprobe_hf.runtime.processes import Processes

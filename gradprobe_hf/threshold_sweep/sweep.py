@@ -18,7 +18,7 @@ from gradprobe_hf.config.values import GradientThreshold
 from gradprobe_hf.decisions.search import allowed
 from gradprobe_hf.memory.memory_plan import open_run
 from gradprobe_hf.model.passes.loss import LossFunction
-from gradprobe_hf.model.passes.own_precision import in_own_precision
+from gradprobe_hf.model.passes.own_forward import with_own_forward
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.reach import reachable
 from gradprobe_hf.run.request.checks import check_request
@@ -35,7 +35,7 @@ THRESHOLDS = (0.0, 0.1, 0.25, 0.5, 1.0, 2.0, 5.0)
 
 
 @plain_computation()
-@in_own_precision
+@with_own_forward
 def sweep_gradient_thresholds(
     model_or_id: PreTrainedModel | str | Path,
     thresholds: Sequence[GradientThreshold] = THRESHOLDS,

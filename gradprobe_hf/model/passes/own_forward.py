@@ -1,8 +1,11 @@
-"""Mixed precision that Accelerate has left on a model, taken off while the package works with it.
+"""A model's own forward pass, without what its user has put around it, which is there again afterwards.
 
-`Accelerator.prepare`, and with it a Trainer with `bf16=True`, replaces a model's forward pass by one under autocast
-and leaves it so. Rounded copies of the weights are kept in there from step to step, while masks, updates and the steps
-of a recovery change the weights themselves: what is measured would be of other weights.
+Mixed precision of Accelerate: `Accelerator.prepare`, and with it a Trainer with `bf16=True`, replaces a model's forward
+pass by one under autocast and leaves it so. Rounded copies of the weights are kept in there from step to step, while
+masks, updates and the steps of a recovery change the weights themselves: what is measured would be of other weights.
+
+Graphs: a model that was compiled in place (`model.compile()`) would be compiled anew for each hook, and be left with
+those graphs, or with none once there are too many.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PREPARED = ("forward", "_original_forward", "_is_accelerate_prepared")
+_GRAPHS = "_compiled_call_impl"  # torch calls it in place of the module, where it is set
 
 
-def in_own_precision(function: Callable[P, R]) -> Callable[P, R]:
+def with_own_forward(function: Callable[P, R]) -> Callable[P, R]:
     """Decorator: each model among the arguments, or of a result among them, has its own forward pass in the call."""
 
     @wraps(function)
@@ -39,7 +43,13 @@ def in_own_precision(function: Callable[P, R]) -> Callable[P, R]:
 
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
-    """The model without Accelerate's mixed precision, which it has again afterwards."""
+    """The model as its class has it."""
+    with _in_own_precision(model), _without_graphs(model):
+        yield
+
+
+@contextmanager
+def _in_own_precision(model: nn.Module) -> Iterator[None]:
     if "_original_forward" not in vars(model):
         yield
         return
@@ -53,3 +63,16 @@ def own_forward(model: nn.Module) -> Iterator[None]:
         with uninterrupted():
             vars(model).pop("forward", None)
             vars(model).update(found)
+
+
+@contextmanager
+def _without_graphs(model: nn.Module) -> Iterator[None]:
+    compiled = {module: graphs for module in model.modules() if (graphs := getattr(module, _GRAPHS, None)) is not None}
+    for module in compiled:
+        setattr(module, _GRAPHS, None)
+    try:
+        yield
+    finally:
+        with uninterrupted():
+            for module, graphs in compiled.items():
+                setattr(module, _GRAPHS, graphs)

@@ -1,4 +1,4 @@
-"""State bytes: what the state of a training takes of the disk. Apart, so that an estimate loads no Trainer for it."""
+"""Training state: what the state of a recovery takes of the disk, for the estimate and for the run itself."""
 
 from __future__ import annotations
 
