@@ -401,7 +401,7 @@ def _protocol(results: dict[str, Any], cells: Cells, methods: Iterable[str]) -> 
         if ":" not in column and NEGLIGIBLE < abs(found[0] - float(column)) < ROUNDED
     ]
     if rounded:
-        alike += f" (Wanda rounds its budget in every row: {', '.join(dict.fromkeys(rounded))})"
+        alike += f" (as many as Wanda, which rounds its budget in every row: {', '.join(dict.fromkeys(rounded))})"
     off = max((abs(one - zeros[key][0]) for key, found in theirs.items() for one in found if key in zeros), default=0.0)
     if off:
         alike += f"; llm-compressor's are up to {off:.2%} of the weights off"

@@ -248,6 +248,7 @@ def test_a_card_that_cannot_be_written_stays_and_costs_no_result(pruned, evaluat
     assert code == 1
     assert "No space left" in err
     assert json.loads(out)["perplexity"] > 1
+    assert "added to the model card" not in out + err
     assert (folder / "README.md").read_text() == before
     assert not list(folder.glob(".README*"))
 
@@ -276,10 +277,11 @@ def test_results_go_into_the_metadata_and_replace_their_own_alone(pruned, checkp
     card.data["their_key"] = "kept"
     card.save(path)
     text, before = ModelCard.load(path).text, ModelCard.load(path).data.eval_results
+    measure = ("--data", "pydoc", "--write-card", "--num-samples", "6", "--sequence-length", 16)
     for _ in range(2):  # the second time its own results are there already
-        assert (
-            evaluated(folder, "--data", "pydoc", "--write-card", "--num-samples", "6", "--sequence-length", 16)[0] == 0
-        )
+        code, out, _ = evaluated(folder, *measure)
+        assert code == 0
+        assert f"added to the model card {path}" in out
     card = ModelCard.load(path)
     assert card.text == text
     assert card.data.their_key == "kept"

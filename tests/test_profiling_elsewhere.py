@@ -237,9 +237,10 @@ def test_a_short_run_is_the_same_with_fewer_windows():
         (["prune", "some/model", "--whole-run"], "--whole-run has no effect in `gradprobe profile prune`"),
         (["prune", "some/model", "--", "--overwrite"], "--overwrite has no effect here: nothing is written"),
         (["prune", "some/model", "--", "--batch-size", "auto"], "--batch-size auto is chosen while a run goes"),
+        (["trace", "no.json"], "no.json: there is no such file; give a file that torch.profiler's"),
+        (["trace", "/"], "/ is a folder; give a file that torch.profiler's"),
         (["trace", "no.json", "--timed", "3"], "--timed has no effect in `gradprobe profile trace`"),
         (["trace", "no.json", "--", "--steps"], "-- --steps has no effect in `gradprobe profile trace`"),
-        (["trace", "no.json"], "No such file"),
         (["trace", __file__], "is no trace that torch.profiler's export_chrome_trace wrote"),
     ],
 )

@@ -319,7 +319,10 @@ def test_the_tables_say_what_the_results_say(bench):
     [
         (0, "one number of zeros. Made"),
         (5, "one number of zeros, to 0.00050% of the weights."),
-        (500, "up to 0.050% of the weights apart (Wanda rounds its budget in every row: 50% is 50.00 to 50.05%). Made"),
+        (
+            500,
+            "0.050% of the weights apart (as many as Wanda, which rounds its budget in every row: 50% is 50.00 to 50.05%)",
+        ),
     ],
 )
 def test_the_protocol_says_how_far_apart_the_zeros_are(bench, more, said):

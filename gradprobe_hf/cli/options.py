@@ -20,7 +20,10 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "quiet": {"action": "store_true", "help": "show no progress, only warnings and errors"},
     },
     "which model": {
-        "dtype": {"metavar": "DTYPE", "help": "load weights as bfloat16, float16 or float32 (default: as stored)"},
+        "dtype": {
+            "metavar": "DTYPE",
+            "help": "load weights as bfloat16, float16, float32 or float64 (default: auto, as stored)",
+        },
         "revision": {"metavar": "NAME", "help": "branch, tag or commit of MODEL on the Hub (default: main)"},
         "trust_remote_code": {
             "action": "store_true",

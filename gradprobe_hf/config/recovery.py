@@ -60,7 +60,7 @@ class RecoveryConfig(Options):
         bf16: compute in bfloat16 (autocast), with weights and optimizer in float32. `"auto"`: where the pruned model
             is stored so.
         gradient_checkpointing: recompute each block in the backward pass instead of storing its activations.
-        task: what both models are for, as the Hub calls it: `"text-generation"`, `"text-classification"`, ... It
+        task: what both models are for, as the Hub calls it, such as `"text-generation"` or `"text-classification"`. It
             decides how checkpoints are loaded, and how rows of a data set become batches. Default: what the class of
             each is for.
         label_column: column of the data set with the labels, or with the texts that are to be written. Default: one of

@@ -142,14 +142,17 @@ def run(options: argparse.Namespace) -> None:
     # First, so that a card that cannot be written does not cost what was measured.
     print_json(values) if options.json else print_evaluation(values, beside)
     if options.write_card:
-        _add_to_card(options.model, results)
+        _add_to_card(options, results)
 
 
-def _add_to_card(folder: str, results: Sequence[EvalResult]) -> None:
+def _add_to_card(options: argparse.Namespace, results: Sequence[EvalResult]) -> None:
     from gradprobe_hf.checkpoint.card_results import add_results
+    from gradprobe_hf.cli.output import console
 
     if results:
-        add_results(folder, results)
+        add_results(options.model, results)
+        if not options.json:
+            console().print(f"added to the model card {options.model}/README.md", soft_wrap=True)
     else:
         logger.warning(
             "nothing was added to the card: a loss by itself is no result that the Hub shows, give a --metric"

@@ -50,6 +50,9 @@ def read_events(path: str | Path) -> ChromeTrace:
     try:
         with (gzip.open if str(path).endswith(".gz") else open)(path, "rb") as file:
             text = file.read(_LARGEST + 1)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        what = " is a folder" if Path(path).is_dir() else ": there is no such file"
+        raise type(error)(f"{path}{what}; give a file that torch.profiler's export_chrome_trace wrote.") from error
     except (gzip.BadGzipFile, EOFError) as error:
         raise ValueError(f"{path} is damaged: {error}.") from error
     if len(text) > _LARGEST:
