@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from accelerate import Accelerator
+from torch import nn
 from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainerCallback, TrainingArguments
 from transformers.pytorch_utils import Conv1D
 
@@ -232,6 +233,26 @@ def test_a_plain_loop_keeps_them_too():
     assert not hooks_of(model)
     assert not optimizer._optimizer_step_post_hooks
     assert not optimizer._optimizer_step_pre_hooks
+
+
+@pytest.mark.parametrize("optimizer", [partial(torch.optim.SGD, lr=0.1), partial(torch.optim.SparseAdam, lr=0.1)])
+def test_sparse_gradients_are_masked_in_the_rows_that_they_have(optimizer):
+    """Of `nn.Embedding(sparse=True)`, beside the same embedding with dense gradients and masked by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 3))
+    with torch.no_grad():
+        model[0].weight[:, 1] = model[0].weight[2] = 0
+    pruned, words = model[0].weight == 0, torch.tensor([1, 2, 2, 5])
+    before = model[0].weight.detach().clone()
+    stepped = optimizer([model[0].weight])
+    with keep_sparsity(model, stepped):
+        model(words).square().sum().backward()
+        gradient = model[0].weight.grad.to_dense()
+        assert not gradient[pruned].any()
+        assert gradient[[1, 5]][:, [0, 2, 3]].all()
+        stepped.step()
+    assert torch.equal(model[0].weight == 0, pruned)
+    assert torch.equal((model[0].weight != before).any(1).nonzero().flatten(), torch.tensor([1, 5]))
 
 
 def test_several_optimizers_train_a_part_of_the_model_each():

@@ -189,10 +189,16 @@ class _MaskGradient:
 
     @torch.no_grad()
     def __call__(self, parameter: Tensor) -> None:
-        if parameter.grad is not None:
-            gradient = local(parameter.grad)
-            for target in self.targets:
-                _zero_masked_(target.view(gradient), self.masks[target.name])
+        if parameter.grad is None:
+            return
+        if parameter.grad.is_sparse:  # of nn.Embedding(sparse=True): the rows that were looked up
+            (target,) = self.targets
+            gradient = parameter.grad = parameter.grad.coalesce()
+            _zero_masked_(gradient.values(), self.masks[target.name][gradient.indices()[0]])
+            return
+        gradient = local(parameter.grad)
+        for target in self.targets:
+            _zero_masked_(target.view(gradient), self.masks[target.name])
 
 
 def _zero_masked_(values: Tensor, mask: Tensor) -> None:
