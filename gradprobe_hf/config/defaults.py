@@ -133,7 +133,7 @@ def _rename_preset(config: ResolvedOptions) -> None:
         given = ", ".join(f"{name}={getattr(config, name)!r}" for name in METHOD)
         raise ValueError(
             f"preset={config.preset!r} has no effect beside {given}, which is another method: leave preset unset, or "
-            "those four. config.varied(preset=...) does that of a configuration that has them."
+            f"those four. Of a configuration that is there, varied(preset={config.preset!r}) makes that preset's."
         )
     _set(config, preset=next((preset for preset in PRESETS if is_called(preset)), None))
 

@@ -42,9 +42,9 @@ class PruningOptions(Options):
         preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
             update="admm"`); with an n:m pattern these are `update="sparsegpt"`, `update="sparsegpt+admm"`, and
             `probes=1, update="admm"`. Options that are given win over a preset, which then is the name of what they
-            make of it, if that has one. Default: `"best"`, where none of
-            `score`, `probes`, `rule` and `update` is given, else no preset. `order="sequential"`, `reduction_factor`
-            and `spike_limit` are about two probes: with these it is `"balanced"`.
+            make of it, if that has one. Default: `"best"`, where none of `score`, `probes`, `rule` and `update` is
+            given, else no preset. `order="sequential"`, `reduction_factor` and `spike_limit` are about two probes: with
+            these it is `"balanced"`.
         score: criterion that ranks the weights. One of `"fisher"`, `"wanda"`, `"magnitude"` and `"random"`. Default:
             `"fisher"`.
         probes: how often the loss gradient is measured over the calibration data. 1: the score decides. 2: the
