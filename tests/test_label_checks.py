@@ -66,6 +66,32 @@ def test_rows_that_are_given_as_batches_are_refused(model, inputs, shape, label)
         prune(made, given, processing_class=None)
 
 
+@pytest.mark.parametrize("labels", [torch.eye(3), torch.eye(3).long()], ids=["fractions", "whole numbers"])
+def test_several_numbers_a_row_are_no_class(labels):
+    made = cases.build("vit")
+    made.config.problem_type = "single_label_classification"  # as transformers sets it at the first loss
+    batch = {"pixel_values": torch.zeros(3, 3, 8, 8), "labels": labels}
+    with pytest.raises(ValueError, match=r"the number of each row's class, \[rows\], and these are \(3, 3\).*argmax"):
+        prune(made, [batch], processing_class=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("label_ids", "call it 'labels'"),
+        ("targets", "call it 'labels'"),
+        ("completion_mask", "give labels, -100 where"),
+    ],
+)
+def test_labels_by_a_name_that_the_model_ignores_are_refused(name, remedy):
+    """Every token counted instead: transformers' models take any name."""
+    rows = [{**row, name: torch.ones_like(row["input_ids"])} for row in cases.batches("llama")]
+    with pytest.raises(ValueError, match=f"a batch has '{name}', which LlamaForCausalLM does not take: {remedy}"):
+        prune(cases.build("llama"), rows)
+    labelled = [{**row, "labels": row["input_ids"]} for row in rows]  # what counts is said, and the other is ignored
+    assert prune(cases.build("llama"), labelled).report.weights
+
+
 class TestAnswersInATextByPosition:
     """Of extractive question answering."""
 

@@ -109,6 +109,27 @@ def test_masked_adapters_have_the_gradient_of_the_masked_product():
         torch.testing.assert_close(one, two)
 
 
+def test_what_masked_adapters_cannot_mask_is_an_error_in_its_forward_pass():
+    model, _ = adapted()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter)
+    ids = Rows()[0]["input_ids"][None].repeat(2, 1)
+    model.eval()
+    with masked_adapters(model):
+        before = model(input_ids=ids).logits
+        model.merge_adapter()
+        with pytest.raises(ValueError, match=r"PEFT has merged the adapter of .*: unmerge_adapter\(\) takes it out"):
+            model(input_ids=ids)
+        model.unmerge_adapter()
+        torch.testing.assert_close(model(input_ids=ids).logits, before)
+        with pytest.raises(ValueError, match="adapter_names gives each row of a batch an adapter of its own"):
+            model(input_ids=ids, adapter_names=["__base__", "default"])
+        model.add_adapter("narrow", peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+        model.set_adapter("narrow")  # no adapter in down_proj: nothing to subtract
+        assert model(input_ids=ids).logits.isfinite().all()
+
+
 def test_adapters_that_cannot_be_masked_are_refused(tmp_path):
     model, masks = adapted(lora_dropout=0.1)
     with pytest.raises(ValueError, match=r"lora_dropout=0\.0"), masked_adapters(model, masks):

@@ -24,6 +24,7 @@ from gradprobe_hf.cli.main import main
 from gradprobe_hf.memory.measured_passes import MeasuredPass
 from gradprobe_hf.profiling import ProfileReport, pruning_passes
 from gradprobe_hf.profiling.findings import CHECKS
+from gradprobe_hf.profiling.observing.batch_contents import contents_of
 from gradprobe_hf.profiling.observing.observation import BatchSize, RunStage
 from gradprobe_hf.profiling.observing.places import Place, place_of
 from gradprobe_hf.profiling.observing.schedule import Schedule
@@ -247,6 +248,17 @@ def test_a_short_run_is_the_same_with_fewer_windows():
 def test_bad_input_is_one_line(arguments, said, capsys):
     assert main(["profile", *arguments]) == 1
     assert said in capsys.readouterr().err
+
+
+def test_only_what_nobody_misses_is_looked_into():
+    """An iterator of micro-batches lost its first to the profiler, and what has no truth value ended the training."""
+    rows = iter([torch.zeros(3, 2), torch.zeros(3, 2)])
+    assert contents_of(rows) is None
+    assert len(list(rows)) == 2
+    for odd in (np.zeros((3, 2)), SimpleNamespace(x=torch.zeros(3)), object(), None, [], {}):
+        assert contents_of(odd) is None
+    for plain in (torch.zeros(3, 2), [torch.zeros(3, 2), 1], (torch.tensor(1), torch.zeros(3)), {"x": torch.zeros(3)}):
+        assert contents_of(plain).samples == 3
 
 
 @pytest.fixture

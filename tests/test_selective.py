@@ -176,6 +176,36 @@ def test_spikes_are_cut_to_the_edge_and_the_rest_is_left():
     assert outside.any()
 
 
+@pytest.mark.parametrize("in_group", [False, True])
+def test_a_step_that_is_a_number_is_reset_too(in_group):
+    """As optimizers of one's own count, in the state or in the group: v would be corrected for steps that it forgot."""
+
+    class Own(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {"betas": (0.9, 0.999)} | ({"step": 0} if in_group else {}))
+
+        @torch.no_grad()
+        def step(self, closure=None):
+            for group in self.param_groups:
+                for p in group["params"]:
+                    state = self.state[p]
+                    if not state:
+                        state |= {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+                        state |= {} if in_group else {"step": 0}
+                    (group if in_group else state)["step"] += 1
+                    state["exp_avg_sq"].mul_(0.999).addcmul_(p.grad, p.grad, value=0.001)
+
+    layer = torch.nn.Linear(1, 1, bias=False)
+    optimizer = Own(layer.parameters())
+    counts = []
+    with attached(SpikeAwareClip(warmup=2, reset_every=4), layer, optimizer):
+        for _ in range(6):
+            layer.weight.grad = torch.ones_like(layer.weight)
+            optimizer.step()
+            counts.append((optimizer.param_groups[0] if in_group else optimizer.state[layer.weight])["step"])
+    assert counts == [1, 2, 3, 4, 1, 2]
+
+
 def test_clipping_waits_for_v_and_resets_begin_anew():
     layer = torch.nn.Linear(1, 1, bias=False)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, betas=(0.9, 0.999))

@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, Features, List, Value
 from PIL import Image
 from transformers import BertForQuestionAnswering
 
@@ -112,6 +112,31 @@ def test_names_of_labels_that_are_not_the_models_are_no_numbers_of_its(stored, k
     assert names.number(0, "row 1") == int(names.renumbered)
 
 
+@pytest.mark.parametrize("back", [None, {}, {"LABEL_0": 0, "LABEL_1": 1}, {"neg": 0, "pos": 1}], ids=str)
+def test_names_that_a_model_shows_are_its_names(back):
+    """`from_pretrained(..., id2label=...)` leaves `label2id` as transformers makes it up: classes came out reversed."""
+    model = labelled.build("bert")
+    model.config.id2label, model.config.label2id = {0: "NEGATIVE", 1: "POSITIVE"}, back
+    rows = Dataset.from_dict(
+        {"text": list("abcd"), "label": [0] * 4},
+        features=Features({"text": Value("string"), "label": ClassLabel(names=["pos", "neg"])}),
+    )
+    named = Dataset.from_dict({"text": list("abcd"), "label": ["POSITIVE"] * 4})
+    for given in (rows, named):
+        assert torch.cat([batch["labels"] for batch in batches("bert", given, model=model)]).tolist() == [1] * 4
+    model.config.label2id = {"NEGATIVE": 1, "POSITIVE": 0}
+    with pytest.raises(ValueError, match="calls label 0 'NEGATIVE' in id2label, and label 1 in label2id"):
+        batches("bert", rows, model=model)
+
+
+def test_numerals_are_the_names_that_begin_with_them():
+    names = LabelNames({f"{stars} star{'s' * (stars > 1)}": stars - 1 for stars in range(1, 6)}, 5)
+    assert [names.number(str(stars), "row 1") for stars in range(1, 6)] == list(range(5))
+    assert names.number(1, "row 1") == 1
+    with pytest.raises(ValueError, match="row 1 has label 6, and the model has 5"):
+        names.number("6", "row 1")
+
+
 @pytest.mark.parametrize(("name", "columns"), [("t5", ["input_ids", "labels"]), ("bert", ["input_ids", "label"])])
 def test_a_tokenised_dataset_works_as_it_is(name, columns):
     case = CASES[name]
@@ -149,6 +174,55 @@ def test_rows_with_several_labels_have_a_number_for_each(prepared):
     for wrong in ([0, 1], ["a", "b"], [0, 2, 1]):
         with pytest.raises(ValueError, match=r"needs 3 numbers: for each label 1 where it is the row's"):
             batches("bert", Dataset.from_dict(given | {"labels": [wrong] * 4}), model=model)
+
+
+@pytest.mark.parametrize(
+    ("stored", "wanted"),
+    [
+        ([1, 0, 0], [0, 0, 1]),  # for each of the data set's labels
+        ([0], [0, 0, 1]),  # the numbers of the row's classes, as many as it has
+        ([2, 0], [1, 0, 1]),
+        ([], [0, 0, 0]),
+        ([2, 1, 0], [1, 1, 1]),
+    ],
+    ids=str,
+)
+def test_several_labels_with_names_find_the_models_own(stored, wanted):
+    model = labelled.build("bert")
+    model.config.problem_type = "multi_label_classification"
+    assert labelled.LABELS == {"negative": 0, "neutral": 1, "positive": 2}
+    names = List(ClassLabel(names=["positive", "neutral", "negative"]))
+    features = Features({"text": Value("string"), "labels": names})
+    rows = Dataset.from_dict({"text": list("abcd"), "labels": [stored] * 4}, features=features)
+    found = batches("bert", rows, model=model)
+    assert "labels matched to the model's by name" in found.protocol
+    assert torch.cat([batch["labels"] for batch in found]).tolist() == [wanted] * 4
+
+
+def test_two_of_two_labels_or_one_of_them_is_not_guessed():
+    model = labelled.build("bert")
+    config = model.config
+    config.problem_type, config.id2label, config.label2id = "multi_label_classification", {0: "a", 1: "b"}, None
+    features = Features({"text": Value("string"), "labels": List(ClassLabel(names=["a", "b"]))})
+    rows = Dataset.from_dict({"text": list("abcd"), "labels": [[0, 1]] * 4}, features=features)
+    with pytest.raises(ValueError, match=r"a row has the labels \[0, 1\]: whether both are the row's, or one of two"):
+        batches("bert", rows, model=model)
+
+
+def test_a_text_and_its_pair_are_both_read():
+    rows = Dataset.from_dict({"text": ["one"] * 4, "text_pair": ["two"] * 4, "label": [0] * 4})
+    found = batches("bert", rows)
+    assert "(text, text_pair, label)" in found.protocol
+    assert found.items[0]["input_ids"][0].tolist() == labelled.tokenizer()("one", "two")["input_ids"]
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_a_prefix_of_the_task_that_no_row_has_is_missed(begins, caplog):
+    model = labelled.build("t5")
+    model.config.task_specific_params = {"summarization": {"prefix": "summarize: "}}
+    texts = ["summarize: a text" if begins else "a text"] * 4
+    batches("t5", Dataset.from_dict({"text": texts, "target": ["b"] * 4}), model=model)
+    assert ('no row begins with one: --text-template "summarize: {column}"' in caplog.text) is not begins
 
 
 UNREAD = {

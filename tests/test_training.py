@@ -290,6 +290,25 @@ def test_several_optimizers_train_a_part_of_the_model_each():
         pass
 
 
+def test_an_optimizer_for_each_parameter_may_step_inside_of_backward():
+    """The weights of the others are still needed there, and must not be touched."""
+    model, masks = half_pruned()
+    plain, _ = half_pruned()
+    batch = {key: value[None] for key, value in Rows()[0].items()}
+    each = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in model.parameters()}
+    for parameter, optimizer in each.items():
+        parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+    with keep_sparsity(model, list(each.values()), masks):
+        model(**batch).loss.backward()
+    with keep_sparsity(plain, torch.optim.SGD(plain.parameters(), lr=0.1), masks) as keeper:
+        plain(**batch).loss.backward()
+        keeper.mask_gradients()
+        torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert zeros(model, masks)[0] == 0
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_a_model_that_does_not_train_is_refused_for_that():
     model, _ = half_pruned()
     optimizer = torch.optim.AdamW(model.requires_grad_(False).parameters())

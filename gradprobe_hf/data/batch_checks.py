@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -25,6 +25,9 @@ from gradprobe_hf.model.families import (
 )
 from gradprobe_hf.tasks.table import task_of_class
 
+# What says which tokens count, or what is to be predicted, in other code than transformers' models: they take any name.
+_LABELS_ELSEWHERE = ("label_ids", "targets", "target")
+_MASKS_ELSEWHERE = ("completion_mask", "assistant_masks", "loss_mask")
 _INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
 
 
@@ -64,6 +67,8 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
                 f"{part}: {type(model).__name__} takes {model.main_input_name}, and a batch has "
                 f"{', '.join(map(str, batch))}."
             )
+        if needs_loss and "labels" not in batch and _is_of_transformers(model):
+            _check_named_labels(model, batch, takes, part)
         _check_rows(model, batch, dimensions, part)
         if isinstance(ids := batch.get("input_ids"), Tensor):
             _check_ids(model, ids, part)
@@ -100,9 +105,23 @@ def check_reads_text(model: PreTrainedModel, part: str) -> None:
         )
 
 
+def _is_of_transformers(model: PreTrainedModel) -> bool:
+    """Whether it is known what the model makes of a batch: a class of its user's may read anything in it."""
+    return type(model).forward.__module__.startswith("transformers.")
+
+
+def _check_named_labels(model: PreTrainedModel, batch: Mapping[str, Any], takes: Collection[str], part: str) -> None:
+    """Raise ValueError for labels by a name that the model ignores: every token would count in its loss."""
+    for name in (*_LABELS_ELSEWHERE, *_MASKS_ELSEWHERE):
+        if name in batch and name not in takes:
+            masks = "give labels, -100 where a token does not count"
+            remedy = "call it 'labels'" if name in _LABELS_ELSEWHERE else masks
+            raise ValueError(f"{part}: a batch has {name!r}, which {type(model).__name__} does not take: {remedy}.")
+
+
 def _dimensions(model: PreTrainedModel) -> int | None:
     """How many a batch of a model's main input has; None where no batch of it is known, or the code is its user's."""
-    if not type(model).forward.__module__.startswith("transformers."):
+    if not _is_of_transformers(model):
         return None
     try:
         return sample_batch(model, 1, 1)[model.main_input_name].ndim

@@ -24,6 +24,7 @@ from gradprobe_hf.tasks.image_texts import sees_prefix_whole
 
 BEYOND = 1.0  # how far boxes of real data may reach past the edges of their image, in images; pixels are hundreds
 POSITIONS = ("start_positions", "end_positions")
+_SINGLE, _ONE_CLASS = "single_label_classification", tuple(f"For{of}Classification" for of in ("Sequence", "Image"))
 SINGLE_ROWS = (
     "items of a list are batches. Give single rows as a data set, datasets.Dataset.from_list(rows), or put them into "
     "batches with a DataLoader."
@@ -49,6 +50,8 @@ def check_labels(model: PreTrainedModel, batch: Mapping[str, Any], part: str, ne
         )
     if not isinstance(labels, Tensor):
         return
+    if needs_loss:
+        _check_one_class(model, labels, part)
     if labels.is_floating_point():
         if needs_loss:
             _check_whole(model, labels, part)
@@ -60,6 +63,18 @@ def check_labels(model: PreTrainedModel, batch: Mapping[str, Any], part: str, ne
         _check_written(model, batch, labels, part)
     if needs_loss and transcribes_freely(model):
         _check_frames(model, batch, labels, part)
+
+
+def _check_one_class(model: PreTrainedModel, labels: Tensor, part: str) -> None:
+    """Of a classifier that gives a row one class. Fractions make transformers take it for one with several."""
+    kind = getattr(model.config, "problem_type", None) or ("" if labels.is_floating_point() else _SINGLE)
+    if kind != _SINGLE or not type(model).__name__.endswith(_ONE_CLASS) or labels.ndim < 2 or labels.shape[-1] < 2:
+        return
+    raise ValueError(
+        f"{part}: labels of a {type(model).__name__} are the number of each row's class, [rows], and these are "
+        f"{tuple(labels.shape)}. Give labels.argmax(-1) of a 1 among zeros; where a row has several classes the config "
+        "says problem_type='multi_label_classification'."
+    )
 
 
 def _check_whole(model: PreTrainedModel, labels: Tensor, part: str) -> None:

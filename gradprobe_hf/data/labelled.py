@@ -211,6 +211,8 @@ class Labels:
             _check_texts([str(value_of(row, label)) for row in rows], items, reader, f"{opened.name}, {label}")
         if label:
             _warn_of_one_label(opened, spec.task, [value_of(row, label) for row in rows])
+        if spec.task.inputs == (TEXT,) and spec.task.compares == "texts":
+            _warn_of_prefixes(self.model.config, [reader.input(row) for row in rows])
         if spec.task.inputs == (WORDS,) and glues_words(reader.tokenizer):
             logger.warning(
                 "the tokenizer joins the words of a row without a blank, unlike those of a text: unless the model was "
@@ -342,6 +344,20 @@ def _warn_of_one_label(opened: Source, task: Task, labels: Sequence[Any]) -> Non
             opened.name,
             len(labels),
             labels[0],
+        )
+
+
+def _warn_of_prefixes(config: Any, texts: Sequence[Any]) -> None:
+    """T5's way to say what a text is for: without its words a model reads what it was not trained on."""
+    tasks = (getattr(config, "task_specific_params", None) or {}).values()
+    known = [getattr(config, "prefix", None), *(task.get("prefix") for task in tasks if isinstance(task, Mapping))]
+    prefixes = list(dict.fromkeys(one.strip() for one in known if isinstance(one, str) and one.strip()))
+    if prefixes and not any(str(text).startswith(tuple(prefixes)) for text in texts):
+        logger.warning(
+            "the model's config.json has prefixes that say what a text is for (%s), and no row begins with one: "
+            '--text-template "%s {column}" puts it there',
+            ", ".join(map(repr, prefixes[:4])),
+            prefixes[0],
         )
 
 

@@ -44,7 +44,7 @@ def prepared_batches(
     choosing = chooses_among_texts(model)
     made = []
     for row in rows:
-        one = {name: _tensor(name, _of_choices(name, row, reader) if choosing else row[name]) for name in columns}
+        one = {name: tensor_of(name, _of_choices(name, row, reader) if choosing else row[name]) for name in columns}
         labels = _choice(row, one) if choosing else _row_label(row, reader, task)
         made.append(one if labels is None else {**one, "labels": labels})
     felt = ("input_ids",) if choosing or feels_padding(model) else ()
@@ -70,7 +70,7 @@ def teacher_forced(batch: dict[str, Any], model: PreTrainedModel) -> dict[str, A
     return {**batch, "decoder_input_ids": prepare(batch["labels"].clone())}
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def tensor_of(name: str, value: Any) -> Tensor:
     """A column's value.
 
     Raises:

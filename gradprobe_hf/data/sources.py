@@ -222,12 +222,17 @@ def text_rows(texts: Iterable[str]) -> list[str]:
         ValueError: an element that is not a string.
     """
     texts = list(texts)
-    wrong = next((text for text in texts if not isinstance(text, str)), None)
-    if wrong is not None:
-        raise ValueError(
-            f"a list of texts must hold strings, got {type(wrong).__name__}; a list of batches must hold dicts of "
-            "tensors."
-        )
+    for text in texts:
+        if isinstance(text, list) and text and isinstance(text[0], Mapping):
+            raise ValueError(
+                "a list of texts must hold strings, got lists of messages: give chats as rows, [{'messages': [...]}, "
+                "...]."
+            )
+        if not isinstance(text, str):
+            raise ValueError(
+                f"a list of texts must hold strings, got {type(text).__name__}; a list of batches must hold dicts of "
+                "tensors."
+            )
     return texts
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.data.batch_checks import check_reads_text
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
 from gradprobe_hf.data.labelled import Labels, TaskOptions
+from gradprobe_hf.data.prepared_rows import tensor_of
 from gradprobe_hf.data.sources import (
     Source,
     columns_of,
@@ -88,6 +89,7 @@ def load_batches(
     source = str(source) if isinstance(source, Path) else source
     labels = None if task is None else Labels.of(task, windows, model, processing_class)
     if labels is not None and is_mixture(source) and not labels.spec.task.takes_text_alone:
+        shares(source, windows.samples)  # what is wrong with it as a mixture, a DatasetDict say
         reads = labels.spec.task
         raise ValueError(f"a mixture is of texts, and {reads.name} reads {reads.data}: give one data set of them.")
     if labels is not None and not is_mixture(source) and not _is_self(source):
@@ -288,7 +290,7 @@ def _tokenised(opened: Source, windows: WindowSpec) -> Drawn:
         )
     rows, order = shuffled(opened, windows.seed)
     taken = [
-        _with_labels({name: torch.as_tensor(row[name]) for name in keep})
+        _with_labels({name: tensor_of(name, row[name]) for name in keep})
         for row in islice(rows, windows.drawn.start, windows.drawn.stop)
     ]
     if len(taken) < windows.samples and not windows.held_out and not (windows.at_most and taken):

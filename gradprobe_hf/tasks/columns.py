@@ -78,6 +78,7 @@ PAIRS = (
     ("premise", "hypothesis"),
     ("question1", "question2"),
     ("question", "sentence"),
+    ("text", "text_pair"),
 )
 # What says which text a row has, or where it is from, and is none itself.
 _BESIDE = re.compile(r"(.*_)?(id|idx|uuid|guid|url)|source", re.IGNORECASE)
@@ -264,7 +265,7 @@ class LabelNames:
         if self.renumbered or _are_numbers(self.stored) or _are_numbers(self.ids):
             return
         raise ValueError(
-            f"the data set calls its labels {_shown(self.stored)}, and the model {_shown(list(self.ids))} (label2id in "
+            f"the data set calls its labels {_shown(self.stored)}, and the model {_shown(list(self.ids))} (id2label in "
             "its config.json): which is which is not to be told from that. Rename those of the data set "
             "(dataset.cast_column with a ClassLabel); or, where the numbers are the same, make them plain numbers "
             "(a Value('int64'))."
@@ -328,13 +329,37 @@ class LabelNames:
             return self.ids[value]
         if value.lower() in folded:
             return folded[value.lower()]
+        counted = {found[0]: number for name, number in self.ids.items() if (found := re.match(r"\d+(?=\D)", name))}
+        if value.strip() in counted:  # "1" where the model's are "1 star", "2 stars", ...
+            return counted[value.strip()]
         if value.strip().isdigit():
             return LabelNames(self.ids, self.count).number(int(value), where)
         raise ValueError(f"{where} has label {value!r}, which is none of the model's. {self._known()}")
 
     def _known(self) -> str:
         shown = [f"{name!r} ({number})" for name, number in list(self.ids.items())[:8]]
-        return f"They are {', '.join(shown)}{', ...' if len(self.ids) > 8 else ''} (label2id in its config.json)."
+        return f"They are {', '.join(shown)}{', ...' if len(self.ids) > 8 else ''} (id2label in its config.json)."
+
+
+def label_ids(config: Any) -> dict[str, int]:
+    """What a model calls its labels: name -> number, of both tables of its configuration.
+
+    `id2label` is what a pipeline shows. Who gives that alone leaves `label2id` as transformers makes it up, or empty.
+
+    Raises:
+        ValueError: they give one name two numbers.
+    """
+    shown = {str(name): int(number) for number, name in (getattr(config, "id2label", None) or {}).items()}
+    back = {str(name): int(number) for name, number in (getattr(config, "label2id", None) or {}).items()}
+    found: dict[str, int] = {}
+    for table in [one for one in (shown, back) if not _are_numbers(one)] or [shown or back]:
+        for name, number in table.items():
+            if found.setdefault(name, number) != number:
+                raise ValueError(
+                    f"the model's config.json calls label {found[name]} {name!r} in id2label, and label {number} in "
+                    "label2id: mend the one that is wrong."
+                )
+    return found
 
 
 def _are_numbers(names: Iterable[str]) -> bool:

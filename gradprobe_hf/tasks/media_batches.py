@@ -187,6 +187,11 @@ def as_image(value: Any, mode: str = "RGB") -> Image:
         value = Image.fromarray(_pixels(np.asarray(value)))
     try:
         image = value if isinstance(value, Image.Image) else Image.open(value)
+        if image.mode.startswith("I") or image.mode == "F":  # PIL cuts off what is beyond 255: all of it is white
+            raise ValueError(
+                f"{shown(value)} has {'fractions' if image.mode == 'F' else 'more than 8 bits a pixel'} (mode "
+                f"{image.mode!r}): make 8 bits of them in the way that the model was trained with."
+            )
         return image.convert(mode)
     except (OSError, AttributeError, TypeError) as error:
         raise ValueError(f"{shown(value)} is no image: {error}.") from error

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradprobe_hf.tasks.columns import LabelNames, Row, filled, stacked, value_of
+from gradprobe_hf.tasks.columns import LabelNames, Row, filled, label_ids, stacked, value_of
 from gradprobe_hf.tasks.languages import told_of_speech
 
 
@@ -75,8 +75,7 @@ class RowReader:
 
     @cached_property
     def label_names(self) -> LabelNames:
-        ids = {name: int(number) for name, number in (self.config.label2id or {}).items()}
-        return LabelNames(ids, self.config.num_labels, self.stored_names)
+        return LabelNames(label_ids(self.config), self.config.num_labels, self.stored_names)
 
     @property
     def is_regression(self) -> bool:

@@ -151,10 +151,16 @@ def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:
 def multi_hot(value: Any, reader: RowReader) -> Tensor:
     """`[labels]`, of each whether it is one of the row's: in float32, which the loss of such models takes.
 
+    A data set that names its classes (a list of `ClassLabel`) may have the numbers of a row's, however many.
+
     Raises:
-        ValueError: not one number for each label.
+        ValueError: not one number for each label, nor numbers of classes that have names; or it may be either.
     """
-    count = reader.config.num_labels
+    count, names = reader.config.num_labels, reader.label_names
+    if reader.stored_names and _are_classes(value, count):
+        found = torch.zeros(count)
+        found[[names.number(one, "a row") for one in value]] = 1
+        return found
     try:
         found = torch.as_tensor(value, dtype=torch.float32)
     except (TypeError, ValueError, RuntimeError):
@@ -164,7 +170,29 @@ def multi_hot(value: Any, reader: RowReader) -> Tensor:
             f"a row has the labels {_short(value)}, and a model with several labels a row (problem_type in its "
             f"config.json) needs {count} numbers: for each label 1 where it is the row's, else 0."
         )
+    if names.renumbered:  # the data set has them in an order of its own
+        order = torch.tensor([names.number(one, "a row") for one in range(len(names.stored))])
+        return torch.zeros(count).index_copy_(0, order, found)
     return found
+
+
+def _are_classes(value: Any, count: int) -> bool:
+    """Whether a list has the numbers of a row's classes, each once, and not a 1 or 0 for each label.
+
+    Raises:
+        ValueError: it may be either.
+    """
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, int) for one in value):
+        return False
+    if len(value) != count or max(value, default=0) > 1:
+        return len(set(value)) == len(value)
+    if len(value) == len(set(value)) == 2:
+        raise ValueError(
+            f"a row has the labels {list(value)}: whether both are the row's, or one of two, is not to be told from "
+            "that. Make them numbers without names, for each label 1 where it is the row's, else 0: "
+            "dataset.cast_column(..., List(Value('float32')))."
+        )
+    return False
 
 
 def _word_label(label: Any, word: str, reader: RowReader) -> int:

@@ -42,6 +42,7 @@ class StepCallback(TrainerCallback):
         model: the model in training, without wrappers (DDP, `torch.compile`).
         optimizer: torch's optimizer, without Accelerate's wrapper; the first of several.
         optimizers: all of them.
+        stepped: in `after_step` of `attached`, which of them has taken one; else None.
         step: steps that the first optimizer has taken; in `before_step` and `after_step` the number of this step.
 
     Example:
@@ -56,6 +57,7 @@ class StepCallback(TrainerCallback):
     model: nn.Module
     optimizer: Optimizer
     optimizers: tuple[Optimizer, ...]
+    stepped: Optimizer | None = None
 
     def __init__(self) -> None:
         self.step = 0
@@ -250,8 +252,10 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
 
         return (args[0], closed, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
-    def after(*_: Any) -> None:
+    def after(stepping: Optimizer, *_: Any) -> None:
+        callback.stepped = stepping
         callback.after_step()
+        callback.stepped = None
         callback.add_hooks()  # a mask that this step froze is one that gradients need from the next pass on
 
     callback.add_hooks()

@@ -8,7 +8,7 @@ their rows, and keeps the masks of its shards alone.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -68,12 +68,18 @@ class MaskKeeper:
         return sum(int(mask.sum()) for mask in self.masks.values())
 
     @torch.no_grad()
-    def mask_weights(self) -> None:
-        """Set pruned weights to zero, in place. Nothing is copied to the host, so no device has to be waited for."""
+    def mask_weights(self, among: Iterable[nn.Parameter] | None = None) -> None:
+        """Set pruned weights to zero, in place. Nothing is copied to the host, so no device has to be waited for.
+
+        Args:
+            among: of these parameters alone; default: of all.
+        """
+        held = None if among is None else set(map(id, among))
         # FSDP may hold the gathered weight for the next forward pass, which would then not see zeros in the shard.
         reshard(self.model)
         for name, target in self.targets.items():
-            _zero_masked_(target.matrix(self.model), self.masks[name])
+            if held is None or id(self.model.get_parameter(target.parameter)) in held:
+                _zero_masked_(target.matrix(self.model), self.masks[name])
 
     def mask_gradients(self) -> None:
         """Set gradients of pruned weights to zero, in place.

@@ -153,7 +153,10 @@ def masked_adapters(model: Any, masks: AdapterMasks = "from-zeros") -> Iterator[
             "pruned weights to zero again, and drops what training made of them",
             ", ".join(unmasked[:3]),
         )
-    handles = [layer.register_forward_hook(_SubtractPruned(of_layers[name])) for name, layer in layers.items()]
+    hooks = {layer: _SubtractPruned(name, of_layers[name]) for name, layer in layers.items()}
+    handles = [layer.register_forward_hook(hook, with_kwargs=True) for layer, hook in hooks.items()]
+    # Before PEFT hangs hooks of its own on the layers, which it leaves there if one of these raises.
+    handles.append(model.register_forward_pre_hook(_check_one_adapter, with_kwargs=True))
     _forget_compilations()
     try:
         yield
@@ -178,14 +181,28 @@ class _SubtractPruned:
     autograd derives, are those of `(s B A) * (1 - mask)`.
     """
 
-    def __init__(self, mask: Tensor) -> None:
-        self.mask = mask
+    def __init__(self, name: str, mask: Tensor) -> None:
+        self.name, self.mask = name, mask
 
-    def __call__(self, layer: Any, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
-        if layer.merged or layer.disable_adapters:  # the output has no product in it
+    def __call__(self, layer: Any, arguments: tuple[Any, ...], how: Mapping[str, Any], output: Tensor) -> Tensor:
+        if layer.merged:
+            raise ValueError(
+                f"PEFT has merged the adapter of {self.name} into its weight, with what it adds to pruned ones: "
+                "unmerge_adapter() takes it out again, and merge_with_masks merges without that."
+            )
+        _check_one_adapter(layer, arguments, how)  # `generate` passes by the model's own hook
+        if layer.disable_adapters or not active(layer):  # the output has no product in it
             return output
         under = update(layer).where(self.mask.to(output.device), 0)
         return output - F.linear(arguments[0].to(under.dtype), under).to(output.dtype)
+
+
+def _check_one_adapter(_module: Any, _arguments: Any, how: Mapping[str, Any]) -> None:
+    if how.get("adapter_names") is not None:
+        raise ValueError(
+            "adapter_names gives each row of a batch an adapter of its own, and masked_adapters subtracts the same "
+            "from all: call the model with the rows of one adapter at a time (set_adapter)."
+        )
 
 
 def _check_maskable(name: str, layer: Any, mask: Tensor) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradprobe_hf.run.apply import check_whole
-from gradprobe_hf.training.callback import StepCallback, attached, logger
+from gradprobe_hf.training.callback import StepCallback, attached, logger, parameters_of
 from gradprobe_hf.training.keeper import MaskKeeper, MaskSource, check_source, load_masks, resolve_masks
 
 
@@ -71,8 +71,9 @@ class SparsityCallback(StepCallback):
             self.keeper.mask_gradients()
 
     def after_step(self) -> None:
-        if self.keeper:
-            self.keeper.mask_weights()
+        if self.keeper:  # a step of one optimizer, inside of a backward pass say, leaves the others' weights alone
+            several = self.stepped is not None and len(self.optimizers) > 1
+            self.keeper.mask_weights(parameters_of(self.stepped) if several else None)
 
     def end(self) -> None:
         self.after_step()  # load_best_model_at_end may have loaded a checkpoint from before this callback

@@ -97,8 +97,13 @@ class SpikeAwareClip(StepCallback):
             for name in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "step"):
                 if isinstance(state.get(name), Tensor):
                     state[name].zero_()
+            if isinstance(state.get("step"), (int, float)):
+                state["step"] = 0
             if isinstance(state.get("mu_product"), Tensor):  # NAdam's bias correction, a product over the steps
                 state["mu_product"].fill_(1.0)
+        for group in self.optimizer.param_groups:  # some count there
+            if isinstance(group.get("step"), (int, float)):
+                group["step"] = 0
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"] if p in self.optimizer.state]

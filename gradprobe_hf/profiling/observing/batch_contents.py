@@ -15,9 +15,11 @@ def contents_of(batch: Any) -> Contents | None:
     """Of a batch as a data loader hands it out; None where there is no tensor in it."""
     # Counted while other code is watched for the same calls.
     with torch._C.DisableTorchFunction():
-        tensors = list(batch.values()) if isinstance(batch, Mapping) else batch
-        tensors = [tensors] if isinstance(tensors, Tensor) else tensors
-        first = next((one for one in tensors if isinstance(one, Tensor) and one.ndim), None) if tensors else None
+        if isinstance(batch, Mapping):
+            values = list(batch.values())
+        else:  # an iterator is its user's to draw from, and of anything else it is not known what that would do
+            values = [batch] if isinstance(batch, Tensor) else list(batch) if isinstance(batch, (list, tuple)) else []
+        first = next((one for one in values if isinstance(one, Tensor) and one.ndim), None)
         if first is None:
             return None
         named = batch if isinstance(batch, Mapping) else {}
