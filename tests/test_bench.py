@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from gradprobe_hf import GradProbeConfig, bench_pretrained, prune_pretrained
 from gradprobe_hf.bench.bench import WARMUP, _prompt_length, _sizes, measured_rounds
@@ -408,6 +408,30 @@ def test_files_are_those_of_the_subfolder(tmp_path, monkeypatch):
     save_file({"weight": torch.ones(1000, 1000)}, tmp_path / "model.safetensors")
     found = bench_pretrained(tmp_path, subfolder="sub", prompt_length=4, new_tokens=2, repeats=1, progress=False)
     assert found.rows[0].file_bytes == (tmp_path / "sub" / "model.safetensors").stat().st_size
+
+
+def test_adapters_are_measured_beside_other_models(tmp_path, monkeypatch):
+    peft = pytest.importorskip("peft")
+    made = []
+
+    @contextmanager
+    def started(names, made_by):
+        made.extend(made_by)
+        yield [Here(one) for one in made_by]
+
+    monkeypatch.setattr("gradprobe_hf.bench.bench.started", started)
+    cases.build("llama").save_pretrained(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"])).save_pretrained(tmp_path / "adapter")
+    both = [tmp_path / "adapter", tmp_path / "base"]
+    options = {"prompt_length": 4, "new_tokens": 2, "repeats": 1, "progress": False}
+    found = bench_pretrained(both, merge_adapters=True, **options)
+    assert found.rows[0].parameters == found.rows[1].parameters
+    assert [options["merge_adapters"] for *_, options in made] == [True, False]
+    with pytest.raises(ValueError, match=r"merge_adapters=True has no effect here: '.*/base' is no adapter"):
+        bench_pretrained(tmp_path / "base", merge_adapters=True, **options)
+    with pytest.raises(ValueError, match="fold it in with merge_adapters=True"):
+        bench_pretrained(both, **options)
 
 
 def test_files_of_a_subfolder_of_the_hub_are_those_that_were_fetched(tmp_path):

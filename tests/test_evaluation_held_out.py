@@ -150,7 +150,7 @@ def test_nothing_where_too_little_is_left():
     assert not read([TEXT], num_samples=held - 3).evaluation, "three windows say nothing"
     assert read([TEXT], num_samples=held - 4).evaluation.samples == 4
     assert not read(cases.batches("llama")).evaluation, "batches come as they are"
-    assert not read([TEXT], recovery_steps=2).evaluation, "a recovery trains on the rest"
+    assert read([TEXT], recovery_steps=2).evaluation.source.startswith("pydoc"), "a recovery trains on the rest"
     assert not read([TEXT], False).evaluation
     assert not read(tokenised().select(range(8))).evaluation, "all rows calibrate"
 

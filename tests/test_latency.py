@@ -99,11 +99,12 @@ def test_a_budget_is_met_by_the_table_and_measured(counted, tmp_path, capsys, mo
     assert GradProbeConfig.from_pretrained(tmp_path / "made").latency == 0.7
 
 
-def test_what_the_table_promised_and_the_model_does_not_keep_is_a_warning(counted, monkeypatch):
+@pytest.mark.parametrize("asked", [0.7, "0.7"])
+def test_what_the_table_promised_and_the_model_does_not_keep_is_a_warning(asked, counted, monkeypatch):
     monkeypatch.setattr(search, "TRIED", 1)
     monkeypatch.setattr(search, "measured_latency", lambda *_: {"dense": 2.0, "smaller": 1.9, "ratio": 0.95})
     options = {"calibration": cases.batches("llama"), "evaluation": False, "apply": False, "progress": False}
-    result = prune_pretrained(deep(), GradProbeConfig(structure="auto", latency=0.7, update="none"), **options)
+    result = prune_pretrained(deep(), GradProbeConfig(structure="auto", latency=asked, update="none"), **options)
     (said,) = [one for one in result.report.warnings if "latency" in one]
     assert "latency=0.7 was asked for, and a model of the shape that was chosen took 0.95" in said
 

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
+from gradprobe_hf.cli.output import print_recovery
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.report.plots import sparsity_figure
 from gradprobe_hf.report.report import Report
@@ -240,6 +241,29 @@ def test_a_smaller_model_is_recovered_whole(folder):
     assert "| `intermediate_size` | 24 | 16 |" in card
     assert "Every zero stayed" not in card
     assert "trained towards the dense model's predictions, in" in card
+
+
+def test_what_is_dense_in_a_card_is_what_was_measured_beside(folder, capsys):
+    """Of a model that was made smaller twice: the sizes and speeds of the one between are none of the dense model's."""
+    smaller, dense = loaded(folder / "smaller").num_parameters(), loaded(folder / "dense").num_parameters()
+    again = GradProbeConfig(structure={"ffn": 8}, update="none", measure_speed=True)
+    options = {"evaluation": False, "progress": False}
+    prune_pretrained(
+        folder / "smaller", again, calibration=cases.batches("llama"), output_dir=folder / "twice", **options
+    )
+    assert f"| parameters | {smaller:,} |" in (folder / "twice" / "README.md").read_text()
+    assert "tokens per second" in (folder / "twice" / "README.md").read_text()
+    found = recover_pretrained(
+        folder / "twice", folder / "dense", STEPS, text=TEXT, output_dir=folder / "twice-trained", **options
+    )
+    card = (folder / "twice-trained" / "README.md").read_text()
+    left = loaded(folder / "twice-trained").num_parameters()
+    assert f"| parameters | {dense:,} | {left:,} |" in card
+    assert "| `intermediate_size` | - | 8 |" in card
+    assert "tokens per second" not in card
+    assert "# smaller, " in card
+    print_recovery(found.report, "made")
+    assert f"{left:,} of {dense:,} parameters are left" in capsys.readouterr().out
 
 
 @pytest.mark.slow

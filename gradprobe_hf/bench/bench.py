@@ -19,6 +19,7 @@ from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
 from gradprobe_hf.bench.subject import Facts, Workload
 from gradprobe_hf.bench.worker import Worker
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
+from gradprobe_hf.model.loading.adapters import stored_adapter
 from gradprobe_hf.model.loading.checks import check_dtype, check_placement, check_source
 from gradprobe_hf.report.build import versions
 from gradprobe_hf.runtime.option_checks import one_of, whole
@@ -77,9 +78,27 @@ def bench_pretrained(
     if torch.cuda.is_available():
         from_pretrained_kwargs.setdefault("device_map", "cuda")
     source = {key: value for key, value in from_pretrained_kwargs.items() if key in SOURCE}
-    with started(names, [("load", name, task, from_pretrained_kwargs) for name in names]) as workers:
+    folded = _folded(names, from_pretrained_kwargs, source)
+    with started(names, [("load", name, task, from_pretrained_kwargs | folded[name]) for name in names]) as workers:
         found = measured(names, workers, prompt_length, new_tokens, repeats, progress)
     return found.with_sizes([_sizes(name, source) for name in names])
+
+
+def _folded(names: Sequence[str], options: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, dict[str, bool]]:
+    """For each model whether an adapter is folded in, where that is asked for: others are measured beside it.
+
+    Raises:
+        ValueError: none of them is an adapter.
+    """
+    if not options.get("merge_adapters"):
+        return {name: {} for name in names}
+    found = {name: {"merge_adapters": stored_adapter(name, dict(source)) is not None} for name in names}
+    if not any(one["merge_adapters"] for one in found.values()):
+        raise ValueError(
+            f"merge_adapters=True has no effect here: {' and '.join(map(repr, names))} "
+            f"{'is no adapter' if len(names) == 1 else 'are no adapters'}. Leave it out."
+        )
+    return found
 
 
 def measured(

@@ -119,8 +119,8 @@ def print_recovery(report: Report, output: str) -> None:
     if report.structure is None:
         out.print(f"{report.zeros:,} of {report.weights:,} weights are zero, {report.sparsity:.4%}")
     else:  # what its rows count as zero was cut out
-        parameters = report.structure["parameters"]
-        out.print(f"{parameters['after']:,} of {parameters['before']:,} parameters are left")
+        left, (dense, _) = report.structure["parameters"]["after"], report.sizes_beside
+        out.print(f"{left:,} of {dense:,} parameters are left")
     out.print(f"checkpoint {output}, model card {output}/README.md, figures {output}/assets")
 
 

@@ -107,7 +107,8 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 def _amounts(text: str) -> dict[str, int | float]:
     found = [part.split("=") for part in text.split(",")]
-    amounts = {name.strip(): int(value) if value.strip().isdigit() else float(value) for name, value in found}
+    is_whole = re.compile(r"\s*[+-]?\d+\s*").fullmatch
+    amounts = {name.strip(): int(value) if is_whole(value) else float(value) for name, value in found}
     if len(amounts) < len(found):
         raise ValueError("a name stands there twice")
     return amounts

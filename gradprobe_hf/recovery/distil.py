@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -84,6 +84,7 @@ class Trained:
         held_out_as_left: the same of the model that was handed back: in its own type, adapters folded in.
         tokens: that were trained on, those of several epochs as often.
         seconds: of all of them, in a run that was resumed those of the calls before, too.
+        warnings: what became of it otherwise than a reader would think.
     """
 
     steps: int
@@ -92,6 +93,7 @@ class Trained:
     held_out_as_left: float
     tokens: int
     seconds: float
+    warnings: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -221,26 +223,26 @@ def distil(
     with memory_errors(place.stopwatch, remedies(config)), place.stopwatch("recovery"):
         size = arguments.per_device_eval_batch_size
         left = divergence_as_left(student, text, size, teacher, place.processes)
-    chosen = best_step(measured)
-    if chosen == 0:
-        logger.warning(
-            "no step brought the divergence on the held-out text below its beginning (%.4f): the weights are as they "
-            "were. Try a lower learning_rate, or more text",
-            measured[0],
-        )
-    elif left - measured[chosen] > LOST * (measured[0] - measured[chosen]):
-        stored = str(student.dtype).removeprefix("torch.")
-        logger.warning(
-            "as it is stored, in %s, the model diverges by %.4f on the held-out text, where training measured %.4f and "
-            "began with %.4f. With %s less is lost by rounding",
-            stored,
-            left,
-            measured[chosen],
-            measured[0],
-            "bf16=False (--bf16 off)" if student.dtype == torch.float32 else "dtype=float32 (--dtype float32)",
-        )
+    warnings = tuple(_warnings(measured, left, student.dtype))
     tokens = round(steps * config.batch_size * text.tokens / len(text.trained))
-    return Trained(steps, chosen, measured, left, tokens, place.stopwatch.seconds["recovery"])
+    return Trained(steps, best_step(measured), measured, left, tokens, place.stopwatch.seconds["recovery"], warnings)
+
+
+def _warnings(measured: Mapping[int, float], left: float, dtype: torch.dtype) -> list[str]:
+    """Where no step helped, or rounding took much of what was gained. Args: see `Trained`."""
+    begun, best = measured[0], measured[best_step(measured)]
+    if best_step(measured) == 0:
+        return [
+            f"No step brought the divergence on the held-out text below its beginning ({begun:.4f}): the weights are "
+            "as they were. Try a lower learning_rate, or more text."
+        ]
+    if left - best <= LOST * (begun - best):
+        return []
+    wider = "bf16=False (--bf16 off)" if dtype == torch.float32 else "dtype=float32 (--dtype float32)"
+    return [
+        f"As it is stored, in {str(dtype).removeprefix('torch.')}, the model diverges by {left:.4f} on the held-out "
+        f"text, where training measured {best:.4f} and began with {begun:.4f}. With {wider} less is lost by rounding."
+    ]
 
 
 @contextmanager

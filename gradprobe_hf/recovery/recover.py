@@ -184,8 +184,9 @@ def recover_pretrained(
             section = described_recovery(trained, trained_on, config, taught, described(before, scores))
             measured = described(after, scores | scores_after)
             found = recovered_report(report, student.model, section, measured_on, measured, stopwatch.seconds)
-            if (worse := made_worse(found)) is not None:
-                logger.warning(worse)
+            for warning in (*trained.warnings, made_worse(found)):
+                if warning is not None:
+                    logger.warning(warning)
             result = RecoverResult(
                 student.model,
                 found,

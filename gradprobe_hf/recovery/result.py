@@ -27,6 +27,7 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.table import counted_as, task_for
 
 _WORSE = "Recovery made the model worse on"  # how the warning begins
+_OF_TRAINING = ("No step brought", "As it is stored")  # and those of `Trained`
 
 
 @dataclass(frozen=True, repr=False)
@@ -142,10 +143,12 @@ def recovered_report(
 
 
 def told_if_worse(report: Report) -> Report:
-    """With a warning where the recovery led away from the dense model on what is measured; without an earlier one's."""
-    others = [said for said in report.warnings if not said.startswith(_WORSE)]
+    """With the recovery's warnings, and one where it led away from the dense model on what is measured; without those
+    of an earlier one."""
+    others = [said for said in report.warnings if not said.startswith((_WORSE, *_OF_TRAINING))]
+    own = (report.recovery or {}).get("warnings", ())  # not in reports of before
     worse = made_worse(report)
-    return replace(report, warnings=others if worse is None else [*others, worse])
+    return replace(report, warnings=[*others, *own, *([] if worse is None else [worse])])
 
 
 def made_worse(report: Report) -> str | None:

@@ -176,6 +176,15 @@ class Report:
         """The model that all that was measured is beside."""
         return DENSE if self.recovered_towards else self.made_of
 
+    @property
+    def sizes_beside(self) -> tuple[int, dict[str, Any] | None]:
+        """Of the model that all that was measured is beside: its parameters, and its values of what the configuration
+        says of the shape where a structure went; None: of those nothing is known."""
+        assert self.structure is not None, "whole structures went"
+        if (teacher := self.recovered_towards) is not None:
+            return int(teacher["parameters"]), None
+        return int(self.structure["parameters"]["before"]), self.structure["before"]
+
     def counted(self, row: MatrixRow) -> int:
         """What a reader is shown of a matrix: its zeros; of one that lost units what went, for a weight that stays is
         in the file, and may be zero as well."""

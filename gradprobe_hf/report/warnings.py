@@ -100,11 +100,11 @@ def _raised_damping(run: FinishedRun) -> str | None:
 
 def _missed_latency(run: FinishedRun) -> str | None:
     """Where the table promised what the whole model does not keep."""
-    found, wanted = run.decision.diagnostics.latency, run.config.latency
-    if found is None or wanted is None or found["ratio"] <= TOLERATED * wanted:
+    found, budget = run.decision.diagnostics.latency, run.config.shape_budget
+    if found is None or budget is None or budget.share is None or found["ratio"] <= TOLERATED * budget.share:
         return None
     return (
-        f"latency={wanted:g} was asked for, and a model of the shape that was chosen took {found['ratio']:.2f} "
+        f"latency={budget.share:g} was asked for, and a model of the shape that was chosen took {found['ratio']:.2f} "
         f"of {original_of(run.context.origin).whose} time; the table of its blocks said {found['table']:.2f}. Give a "
         "smaller share, or measure again on a machine that does nothing else."
     )

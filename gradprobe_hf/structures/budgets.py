@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
-_BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 WANTED = {
     "params": "a share of the model's in (0, 1), like 0.75, or a number of parameters, like '100M'",
     "memory": "a number of bytes, like '200MB'",

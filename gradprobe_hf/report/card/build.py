@@ -107,7 +107,7 @@ def _dense_sparsity(report: Report) -> str:
 
 
 def _speed(report: Report) -> dict[str, Any] | None:
-    speed = report.speed
+    speed = None if report.recovered_towards else report.speed  # of what was pruned here, and not of that model
     return speed and {"rows": measurements(speed), "protocol": protocol(speed, report.made_of.whose)}
 
 

@@ -15,9 +15,10 @@ def shape_tables(report: Report, config: GradProbeConfig) -> dict[str, Any] | No
     found = report.structure
     if found is None:
         return None
-    shapes = [(name, _shape(found["before"][name]), _shape(value)) for name, value in found["after"].items()]
+    parameters, before = report.sizes_beside
+    shapes = [(name, _shape(before[name]) if before else "-", _shape(value)) for name, value in found["after"].items()]
     return {
-        "parameters": [f"{found['parameters'][when]:,}" for when in ("before", "after")],
+        "parameters": [f"{count:,}" for count in (parameters, found["parameters"]["after"])],
         "saved": f"{saved(found):.1%}",
         "shapes": shapes,
         "blocks": ", ".join(f"`{block}`" for block in found["blocks"]),

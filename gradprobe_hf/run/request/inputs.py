@@ -186,4 +186,7 @@ def _evaluation(evaluation: Any, calibration: Any, reading: Reading) -> Batches:
         if is_causal(reading.model):
             return reading.evaluation(PYDOC)
         return reading.on_manual_if_possible()
-    return reading.held_out(calibration)
+    found = reading.held_out(calibration)
+    if not found and reading.config.recovery_steps:  # which train on what the calibration leaves
+        return reading.on_manual_if_possible()
+    return found
