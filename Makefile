@@ -6,7 +6,7 @@ MODEL := runs/smollm2-135m-instruct
 MINILM := runs/all-minilm-l6-v2
 READY := $(VENV)/.installed
 
-.PHONY: demo test test-all test-gpu check docs architectures bench bench-quality bench-c4 bench-c4-targets bench-wikitext \
+.PHONY: demo test test-all test-gpu check docs architectures bench bench-quality bench-c4 bench-c4-targets bench-c4-80 bench-wikitext \
 	bench-wikitext-rows bench-qwen bench-paper bench-refined bench-refined-stories bench-variants bench-stories \
 	bench-structured bench-structured-stories bench-structured-smollm2 bench-structured-defaults \
 	bench-structured-speed bench-elsewhere \
@@ -67,7 +67,7 @@ QUALITY := $(BIN)/python -m benchmarks.quality
 SMOLLM2 = $(QUALITY) --model $(MODEL) --blocks-per-step 6 $(if $(PEERS),--peers $(PEERS))
 README_ROWS := sparsegpt "two probes" "sparsegpt + admm" "one probe + admm"
 
-bench-quality: bench-c4 bench-c4-targets bench-wikitext bench-wikitext-rows bench-qwen bench-paper  ## the tables of perplexity after pruning: days on 2 cores
+bench-quality: bench-c4 bench-c4-targets bench-c4-80 bench-wikitext bench-wikitext-rows bench-qwen bench-paper  ## the tables of perplexity after pruning: days on 2 cores
 
 bench-c4: $(READY) $(MODEL)  ## the main table, calibrated on C4: three draws of the README's rows and Wanda (C4)
 	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --seed $(DRAWS) --methods wanda $(README_ROWS) \
@@ -77,6 +77,11 @@ bench-c4-targets: $(READY) $(MODEL)  ## SparseGPT a quarter of the way to the de
 	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 --seed $(DRAWS) \
 		--methods "sparsegpt, dense_target 0.25" --columns 0.5 0.6 0.7 2:4 4:8 \
 		--output benchmarks/results/c4-targets.json $(FLAGS)
+
+bench-c4-80: $(READY) $(MODEL)  ## the main table's rows, and SparseGPT at that target, at 80%: one draw (C4)
+	$(SMOLLM2) $(C4_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26 \
+		--methods wanda $(README_ROWS) "sparsegpt, dense_target 0.25" --columns 0.8 \
+		--output benchmarks/results/c4-80.json $(FLAGS)
 
 ON_WIKITEXT = $(SMOLLM2) $(TEXTS)
 

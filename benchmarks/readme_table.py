@@ -386,6 +386,8 @@ FURTHER: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], str]]] = { 
     "stories intervals": (("stories",), intervals_table),
     "stories divergence": (("stories",), divergence_table),
     "c4 targets": (("c4-targets",), targets_of_both),
+    "c4 80": (("c4-80",), quality_table),
+    "c4 80 divergence": (("c4-80",), divergence_table),
     "intervals": (SECOND, intervals_table),
     "divergence": (SECOND, divergence_table),
     "every row": (EVERY_ROW, quality_table),
