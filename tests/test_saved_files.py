@@ -319,7 +319,10 @@ def test_what_is_left_of_compressed_files_is_told_beside_the_dense_ones(source, 
     narrow = prune(str(source), dtype="bfloat16", output_dir=tmp_path / "narrow").report.files
     own = AutoModelForCausalLM.from_pretrained(source)
     trained = prune(own, processing_class=cases.tokenizer(), output_dir=tmp_path / "trained").report.files
-    for files in (narrow, trained):
+    # Of a model that was pruned in memory the files are those of before.
+    half = prune(str(source))
+    again = prune(half.model, processing_class=cases.tokenizer(), output_dir=tmp_path / "again").report.files
+    for files in (narrow, trained, again):
         assert files["zstd"] is not None
         assert files["dense_zstd"] is None
 

@@ -46,6 +46,7 @@ from gradprobe_hf.model.loading.stored_files import (
 from gradprobe_hf.model.parameters import is_offloaded, parameter_bytes
 from gradprobe_hf.report.card.base_model import base_metadata
 from gradprobe_hf.report.card.build import build_card, build_recovered_card
+from gradprobe_hf.report.original import DENSE
 from gradprobe_hf.report.plots import save_plots
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.option_checks import check_folder
@@ -244,12 +245,13 @@ def _dense_compressed(made: Checkpoint, dense: int, scratch: Path) -> dict[str, 
     """Of the dense model's files what `FileSizes` has: its weights, which are no zeros, can be compressed as well.
 
     Nothing where they may be others than the model: of one that was loaded by somebody else, who may have trained it,
-    with an adapter, in another type than is stored, or of what was recovered. The last has them of its pruning.
+    that was pruned before, in memory say, with an adapter, in another type than is stored, or of what was recovered.
+    The last has them of its pruning.
     """
     before = made.report.files or {}
     if before.get("dense") == dense:
         return {name: before.get(name) for name in ("dense_zstd", "dense_hub")}
-    others = made.report.recovered_towards or made.report.model.get("adapter")
+    others = made.report.recovered_towards or made.report.model.get("adapter") or made.report.made_of != DENSE
     if others or not is_loaded_here(made.model) or stored_dtype(made.model) != made.model.dtype:
         return {"dense_zstd": None, "dense_hub": None}
     sizes = FileSizes.of(stored_weights(made.model), scratch)
