@@ -217,7 +217,7 @@ def test_a_text_and_its_pair_are_both_read():
 
 
 @pytest.mark.parametrize("begins", [True, False])
-def test_a_prefix_of_the_task_that_no_row_has_is_missed(begins, caplog):
+def test_a_prefix_of_the_task_that_no_row_has_is_told(begins, caplog):
     model = labelled.build("t5")
     model.config.task_specific_params = {"summarization": {"prefix": "summarize: "}}
     texts = ["summarize: a text" if begins else "a text"] * 4
