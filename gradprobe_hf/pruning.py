@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +122,7 @@ def prune_pretrained(
         raise ValueError(f"metric={config.metric!r} and metric_fn are two metrics: give one of them.")
     if metric_fn is not None and config.max_metric_drop is None:
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
-    out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
+    out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo, from_pretrained_kwargs.get("token"))
     out.check(*folders_of(model_or_id, from_pretrained_kwargs))
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)
@@ -196,8 +197,8 @@ def prune_pretrained(
     )
     # Whatever fails in here, even an upload, gives the weights back; a checkpoint that was written stays.
     with result.applied(keep=apply):
-        report = out.write(result, context.stopwatch)
-        context.processes.wait_for_main()  # none keeps its zeros if the main one could not save them
+        # None keeps its zeros if the main one could not save them.
+        report = context.processes.in_all(partial(out.write, result, context.stopwatch), patiently=True)
     if context.snapshots is not None:
         # What was trained is saved by now: had that failed, the same call would go on from its last step.
         context.snapshots.finish(*([FOLDER] if config.recovery_steps else []))

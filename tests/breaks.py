@@ -426,7 +426,7 @@ BREAKS = [
     ),
     Break(
         "a checkpoint that half remains",
-        "checkpoint/write.py",
+        "checkpoint/replacing.py",
         "shutil.rmtree(scratch, ignore_errors=True)",
         "pass",
         "test_hub.py",

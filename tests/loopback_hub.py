@@ -132,7 +132,8 @@ class Handler(BaseHTTPRequestHandler):
         return self.answer(200, answer)
 
     def branch(self, _body: bytes, name: str, branch: str) -> None:
-        self.hub.repositories[name].revisions.setdefault(branch, {})
+        revisions = self.hub.repositories[name].revisions
+        revisions.setdefault(branch, dict(revisions["main"]))
         self.answer(200)
 
     def validate_card(self, body: bytes) -> None:
@@ -186,7 +187,9 @@ class Handler(BaseHTTPRequestHandler):
         repository = self.hub.named(kind, name)
         if repository is None:
             return self.answer(404, {"error": "Repository not found"}, {"X-Error-Code": "RepoNotFound"})
-        siblings = [{"rfilename": path} for path in repository.files(revision or "main") or {}]
+        if repository.files(revision or "main") is None:
+            return self.answer(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
+        siblings = [{"rfilename": path} for path in repository.files(revision or "main")]
         sha = repository.sha(revision if revision in repository.revisions else "main")
         answer = {"_id": "0", "id": name, "sha": sha, "private": repository.private, "siblings": siblings}
         return self.answer(200, {**answer, "tags": [], "downloads": 0, "likes": 0})

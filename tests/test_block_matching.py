@@ -232,6 +232,21 @@ def test_padding_has_no_part_in_it():
         torch.testing.assert_close(value, found[1].get_parameter(name), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.parametrize("size", [0.0, 1e-30])
+def test_tokens_that_nothing_comes_of_have_no_part_in_it(size):
+    """The embedding of the padding token, which is what texts begin with, may be zeros: so is all that follows of it.
+
+    A relative error of such a token would be all of the loss, and too large to be trained.
+    """
+    model, batches = cases.build("llama"), cases.batches("llama", rows=16)
+    for batch in batches:
+        batch["input_ids"][:, 0] = 1
+    with torch.no_grad():
+        model.get_input_embeddings().weight[1] = size
+    result = cases.prune(model, batches, **BLOCKS)
+    assert all(block["after"] < block["before"] for block in result.report.refinement.values())
+
+
 def test_it_needs_blocks_to_train():
     with pytest.raises(ValueError, match="refinement='none'"):
         cases.prune(cases.build("llama"), cases.batches("llama"), include=["lm_head"], **BLOCKS)

@@ -190,6 +190,32 @@ def test_packed_chats_begin_once_and_keep_their_labels():
     assert found.example.startswith("<s>[user]\n")
 
 
+BOT = [{"role": role.replace("assistant", "bot"), "content": content} for role, content in TURNS]
+
+
+def weighted(weight, name="weight"):
+    return [*CHAT[:1], {**CHAT[1], name: weight}, *CHAT[2:]]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+@pytest.mark.parametrize("chat", [weighted(0), weighted(False, "train"), [{**CHAT[1], "weight": 0}, *CHAT[2:]]])
+def test_what_is_marked_as_not_to_be_learnt_counts_for_nothing(template, chat):
+    """OpenAI's files and Axolotl's mark messages so; they are context for what comes behind them all the same."""
+    tokenizer = chatting(template)
+    row = one_chat(tokenizer=tokenizer, chat=chat, assistant_only_loss=True)
+    assert said(row) == "It is 6.</s>"
+    assert torch.equal(row["input_ids"], one_chat(tokenizer=tokenizer, chat=chat)["input_ids"])
+    learnt = one_chat(tokenizer=tokenizer, chat=weighted(1), assistant_only_loss=True)
+    assert said(learnt) == "It is 4.</s>It is 6.</s>"
+
+
+def test_weights_of_sharegpt_are_read():
+    names = {"user": "human", "assistant": "gpt"}
+    chat = [{"from": names[one["role"]], "value": one["content"]} for one in CHAT]
+    chat[1]["weight"] = 0
+    assert said(one_chat(tokenizer=chatting(CHATML), chat=chat, assistant_only_loss=True)) == "It is 6.</s>"
+
+
 @pytest.mark.parametrize(
     ("template", "row", "options", "message"),
     [
@@ -197,7 +223,10 @@ def test_packed_chats_begin_once_and_keep_their_labels():
         (FORGETFUL, {"messages": CHAT}, {"assistant_only_loss": True}, "renders earlier turns in another way"),
         (CHATML, {"text": "plain " * 40}, {"assistant_only_loss": True}, "is for chats.*holds texts"),
         (CHATML, {"messages": [{"from": "me", "value": "x"}]}, {}, "row 1: a message.*'role' and 'content'"),
-        (CHATML, {"messages": CHAT[:1]}, {"assistant_only_loss": True}, "0 documents in which the assistant speaks"),
+        (CHATML, {"messages": CHAT[:1]}, {"assistant_only_loss": True}, "in which the assistant .* roles are 'user'"),
+        (CHATML, {"messages": BOT}, {"assistant_only_loss": True}, "roles are 'user', 'bot': .* be called 'assistant'"),
+        (CHATML, {"messages": BOT * 9}, {"assistant_only_loss": True, "packing": True}, "roles are 'user', 'bot'"),
+        (CHATML, {"messages": weighted(0.5)}, {"assistant_only_loss": True}, r"'weight': 0.5, .* \(1, true\)"),
         (
             CHATML,
             {"messages": CHAT, "tools": "no json"},
@@ -205,11 +234,12 @@ def test_packed_chats_begin_once_and_keep_their_labels():
             "row 1: the column 'tools' .* must hold a list, .*holds str 'no json'",
         ),
         (CHATML, {"messages": CHAT, "tools": [1], "chat_template_kwargs": ["x"]}, {}, "'chat_template_kwargs'.* dict"),
+        (CHATML, {"messages": CHAT, "chat_template_kwargs": {"tokenize": True}}, {}, "'tokenize' is an argument of"),
     ],
 )
 def test_chats_that_cannot_be_read_are_refused(template, row, options, message):
     with pytest.raises(ValueError, match=message):
-        load([row], samples=1, packing=False, tokenizer=chatting(template), **options)
+        load([row], **({"samples": 1, "packing": False, "tokenizer": chatting(template)} | options))
 
 
 AS_JSON = (

@@ -20,6 +20,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, reco
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.evaluation.perplexity import measure
+from gradprobe_hf.model.loading.stored_files import remember_source
 from gradprobe_hf.report.card.build import set_options
 from tests import cases, labelled
 from tests.loopback_hub import TOKEN, Repository
@@ -330,6 +331,7 @@ def test_push_and_load_again(hub, user, checkpoint, text_file, tmp_path):
     assert all(TOKEN.encode() not in content for content in main.values())
     assert TOKEN not in ran.stdout + ran.stderr
     assert b'from_pretrained("me/tiny-50")' in main["README.md"]
+    assert b'from_pretrained("me/tiny-50", revision="second")' in second["README.md"]
     script = (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n"
         "m = AutoModelForCausalLM.from_pretrained('me/tiny-50'); AutoTokenizer.from_pretrained('me/tiny-50')\n"
@@ -412,6 +414,35 @@ def test_weights_of_an_earlier_push_are_not_there_beside_the_new_ones(hub, user,
     assert "me/again holds an adapter (adapter_config.json)" in ran.stderr
 
 
+def test_a_tokenizer_of_an_earlier_push_is_not_there_beside_the_new_one(hub, user, tmp_path):
+    """Its template and special tokens would be read with the new one, and what was measured had others."""
+    old = ["chat_template.jinja", "special_tokens_map.json", "tokenizer.model", "generation_config.json"]
+    kept = ["notes.txt", "preprocessor_config.json", "model.gguf", "onnx/model.onnx"]
+    for has_tokenizer in (True, False):
+        hub.repositories["me/again"] = Repository()
+        files = hub.repositories["me/again"].revisions["main"]
+        files |= dict.fromkeys([*old, *kept], b"old")
+        made = tmp_path / str(has_tokenizer)
+        made.mkdir()
+        new = ["model.safetensors", *(["tokenizer_config.json"] if has_tokenizer else [])]
+        for name in new:
+            (made / name).write_text("new")
+        ran = user.run(PUSH_SCRIPT, made, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
+        assert ran.returncode == 0, ran.stderr
+        assert set(files) == {*new, *kept, *([] if has_tokenizer else old[:3])}
+
+
+def test_an_adapter_on_another_branch_is_no_hindrance_and_one_on_this_branch_is(hub, user, tmp_path):
+    script = (
+        "import sys; from gradprobe_hf.checkpoint.push import check_push; check_push('me/it', revision=sys.argv[1])"
+    )
+    hub.repositories["me/it"] = Repository()
+    hub.repositories["me/it"].revisions |= {"main": {}, "tuned": {"adapter_config.json": b"{}"}}
+    for branch, is_refused in (("tuned", True), ("main", False), ("new", False)):
+        ran = user.run(script, branch, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
+        assert ("holds an adapter" in ran.stderr) == (ran.returncode != 0) == is_refused, ran.stderr
+
+
 def test_the_repository_of_the_model_itself_is_refused_before_the_work(written, checkpoint, tmp_path, monkeypatch):
     """As its folder is: the dense weights would be gone."""
     for module in ("destination", "saving"):
@@ -426,9 +457,14 @@ def test_the_repository_of_the_model_itself_is_refused_before_the_work(written, 
     result, _ = written
     monkeypatch.setattr(result.model, "name_or_path", "me/tiny")
     for same in ("tiny", "Tiny"):  # to the Hub
-        with pytest.raises(ValueError, match="is a model that is read"):
-            result.push_to_hub(same)
+        for revision in (None, "main"):
+            with pytest.raises(ValueError, match="is a model that is read"):
+                result.push_to_hub(same, revision=revision)
     assert result.push_to_hub("tiny", revision="pruned") == "uploaded"
+    assert result.push_to_hub("tiny", revision="main", create_pr=True) == "uploaded"
+    remember_source(result.model, {"revision": "v2"})
+    with pytest.raises(ValueError, match="'me/tiny' is a model that is read at 'v2'"):
+        result.push_to_hub("tiny", revision="v2")
 
 
 def test_the_repository_of_a_teacher_is_refused_before_the_work(written, checkpoint, text_file, monkeypatch):
@@ -440,8 +476,9 @@ def test_the_repository_of_a_teacher_is_refused_before_the_work(written, checkpo
     config = RecoveryConfig(steps=1, batch_size=2, sequence_length=16)
     options = {"text": str(text_file), "evaluation": False, "progress": False}
     result = recover_pretrained(pruned, teacher, config, **options)
-    with pytest.raises(ValueError, match="push_to_hub='me/dense' is a model that is read"):
-        result.push_to_hub("dense")
+    for revision in (None, "main"):
+        with pytest.raises(ValueError, match="push_to_hub='me/dense' is a model that is read"):
+            result.push_to_hub("dense", revision=revision)
     monkeypatch.setattr("gradprobe_hf.recovery.recover.distil", lambda *_: pytest.fail("it was trained"))
     with pytest.raises(ValueError, match="push_to_hub='me/dense' is a model that is read"):
         recover_pretrained(pruned, teacher, config, push_to_hub="dense", **options)

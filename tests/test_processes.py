@@ -406,19 +406,44 @@ def main_is_late():
     limit = timedelta(seconds=1)
     short, long = join_processes(limit), join_processes(limit * 60)
     assert join_processes(limit * 60).patient is long.patient, "one group, however many runs"
-    if long.is_main:
-        time.sleep(3)
-    long.wait_for_main()
+    long.in_all(partial(time.sleep, 3 * long.is_main), patiently=True)
     if short.is_main:
         time.sleep(3)
         return "late"
     with pytest.raises(ConnectionError, match="lost the others"):
-        short.wait_for_main()
+        short.in_all(bool, patiently=True)
     return "gave up"
 
 
 def test_the_others_wait_as_long_as_the_main_process_writes():
     assert together(main_is_late) == ["late", "gave up"]
+
+
+def upload_that_fails(folder):
+    """As the script of a sweep sees it, which goes on with the next model."""
+    model = cases.build("llama")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("gradprobe_hf.checkpoint.destination.check_push", lambda name, *_: name)
+        patched.setattr("gradprobe_hf.checkpoint.destination.push_folder", broken_hub)
+        with pytest.raises(OSError, match=r"the Hub died\. The checkpoint is kept in"):
+            cases.prune(
+                model,
+                cases.batches("llama"),
+                score="magnitude",
+                apply=True,
+                output_dir=folder / "out",
+                push_to_hub="me/out",
+            )
+    return join_processes().gather(all(not bool((value == 0).all()) for value in model.parameters()))
+
+
+def broken_hub(*_, **__):
+    raise OSError("the Hub died.")
+
+
+def test_all_processes_are_told_that_an_upload_failed(tmp_path):
+    """At once, and not when the main one ends: in the meantime it would be somewhere else."""
+    assert together(upload_that_fails, tmp_path) == [[True, True]] * 2
 
 
 def ends(how):

@@ -654,6 +654,53 @@ def test_accumulated_batches_are_one_step():
     assert report.throughput["samples_per_second"] * report.step_seconds["mean"] == pytest.approx(12)
 
 
+def in_phases(*steps):
+    """The report of a training with an optimizer, and a model, for each number of steps."""
+    with profiled(schedule=planted.SHORT) as profiler:
+        for number in steps:
+            model = planted.Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
+            for batch in itertools.islice(DataLoader(planted.Rows(), 4), number):
+                model(batch).mean().backward()
+                optimizer.step()
+    return profiler.report()
+
+
+def test_a_phase_that_ends_is_followed_by_the_next():
+    """A head is trained by itself, and all of the model behind it with another optimizer."""
+    report = in_phases(3, 10 + planted.SHORT.steps)
+    assert report.observation.complete
+    assert (report.observation.warmup, len(report.observation.timed)) == (planted.SHORT.warmup, planted.SHORT.timed)
+    assert report.shares["forward"] > 0
+    assert report.shares["backward"] > 0
+    assert report.observation.setup.tensors == 2 * 3, "of the second model alone"
+    assert any("this is number 2" in line for line in report.summary())
+    assert ProfileReport.from_dict(report.to_dict()).observation.training_phase == 2
+
+
+def test_the_phase_that_was_measured_is_the_one_that_is_told_of():
+    report = in_phases(4, 11)
+    assert (len(report.observation.timed), report.observation.training_phase) == (2, 1)
+    assert report.summary()[0].startswith("The run ended before")
+
+
+def test_two_optimizers_in_turns_are_one_training():
+    """A discriminator takes five steps for one of its generator, which is the first to step here."""
+    models = [planted.Net() for _ in range(2)]
+    generator, discriminator = (torch.optim.SGD(one.parameters(), lr=0.1, foreach=True) for one in models)
+    with profiled(schedule=planted.SHORT) as profiler:
+        for batch in DataLoader(planted.Rows(), 4):
+            for model, optimizer in zip(models, (generator, discriminator), strict=True):
+                for _ in range(1 if optimizer is generator else 5):
+                    model(batch).mean().backward()
+                    optimizer.step()
+            if profiler.done:
+                break
+    report = profiler.report()
+    assert report.observation.complete
+    assert report.observation.training_phase == 1
+
+
 @pytest.mark.slow
 def test_the_example_and_its_mended_twin(tmp_path):
     """All of the faults that its first line speaks of, and none of them where they are mended."""

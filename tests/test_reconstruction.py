@@ -99,6 +99,16 @@ def test_new_weights_that_are_not_finite_are_refused_by_name(options):
     assert not cases.changed(model, before)
 
 
+def test_inputs_whose_squares_add_up_to_no_number_are_refused_by_name():
+    """Each square is one: damping by a part of their mean would be raised for ever."""
+    model = cases.build("llama")
+    with torch.no_grad():
+        model.model.layers[0].input_layernorm.weight.fill_(4e18)
+    batches = cases.batches("llama")
+    with pytest.raises(ValueError, match=r"the inputs of \S+q_proj\S* are not finite"):
+        cases.prune(model, batches, sparsity=0.5, update="sparsegpt")
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

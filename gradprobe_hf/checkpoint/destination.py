@@ -26,18 +26,28 @@ class Destination:
     Attributes:
         repo_id: the repository; its full name, once it is `checked`.
         private: whether one that is created is.
+        token: of the Hub; None: that of the login.
     """
 
     output_dir: str | Path | None
     overwrite: bool
     repo_id: str | None
     private: bool | None
+    token: str | bool | None = None
 
     @classmethod
     def of(
-        cls, output_dir: str | Path | None, overwrite: bool, push_to_hub: bool | str, private: bool | None
+        cls,
+        output_dir: str | Path | None,
+        overwrite: bool,
+        push_to_hub: bool | str,
+        private: bool | None,
+        token: str | bool | None = None,
     ) -> Destination:
         """Of the arguments of a run.
+
+        Args:
+            token: what the model is loaded with.
 
         Raises:
             ValueError: one of them has no effect, or names no repository.
@@ -50,9 +60,11 @@ class Destination:
                 f"hub_private_repo={private!r} has no effect here: it belongs to push_to_hub. Set that, or leave it "
                 "out."
             )
+        if private not in (None, True, False):
+            raise ValueError(f"hub_private_repo must be True, False or None, got {private!r}.")
         if repo_id is not None:
             check_repository_name(repo_id)
-        return cls(output_dir, overwrite, repo_id, private)
+        return cls(output_dir, overwrite, repo_id, private, token)
 
     def check(self, *model_names: str) -> None:
         """Raise FileExistsError, before anything is loaded, for a folder that must not be replaced.
@@ -87,7 +99,7 @@ class Destination:
             processes.on_main(partial(check_reloads, model))
         if self.repo_id is None:
             return self
-        full_name = processes.on_main(partial(check_push, self.repo_id, self.private))
+        full_name = processes.on_main(partial(check_push, self.repo_id, self.private, self.token))
         check_not_read(full_name, model.name_or_path, *also_read)
         return replace(self, repo_id=full_name)
 
@@ -105,10 +117,10 @@ class Destination:
         if self.repo_id is not None:
             with stopwatch("upload"):
                 if self.output_dir is None:
-                    result.push_to_hub(self.repo_id)
+                    result.push_to_hub(self.repo_id, token=self.token)
                 elif writes:
                     with kept_in(self.output_dir):
-                        push_folder(self.output_dir, self.repo_id)
+                        push_folder(self.output_dir, self.repo_id, token=self.token)
         return report
 
 

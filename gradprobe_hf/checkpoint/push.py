@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,12 +14,21 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 logger = logging.getLogger(__name__)
 
-# Weights of an earlier push, of another name: a model in one file is loaded before one in shards, and some libraries go
-# by an index that is there.
-_OLD_WEIGHTS = [
+MAIN = "main"
+# Files of an earlier push that this one may not have, and that transformers would read with it. Weights of another
+# name: a model in one file is loaded before one in shards, and some libraries go by an index that is there.
+_OLD_MODEL = [
     *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"),
+    "generation_config.json",
 ]
+# A template, special tokens and vocabularies, of which transformers takes what is there. They stay where no tokenizer,
+# or no processor, is uploaded: somebody may have put them there for this model.
+_OLD_TOKENIZER = [
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*.model"),
+    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*", "vocab.*", "merges.txt"),
+]
+_OLD_PROCESSOR = ["processor_config.json", "*preprocessor_config.json"]
 _ADAPTER = "adapter_config.json"
 
 
@@ -31,23 +40,40 @@ def check_repository_name(repo_id: str) -> None:
         raise ValueError(f"push_to_hub={repo_id!r} is not a repository name like 'user/model': {error}") from error
 
 
-def check_not_read(repo_id: str, *model_names: str) -> None:
+def check_not_read(
+    repo_id: str, *model_names: str, revision: str | None = None, read_revisions: Sequence[str | None] = ()
+) -> None:
     """Raise ValueError for the repository that a model was loaded from, whose weights would be replaced.
 
     Args:
         repo_id: its full name.
         model_names: the `name_or_path` of the models that are read.
+        revision: the branch that is pushed to. One that nothing is read from is another place than the main one.
+        read_revisions: the branches that models were loaded from, where they are known.
     """
     # To the Hub, Me/Model and me/model are one.
-    if repo_id.casefold() in map(str.casefold, model_names) and not Path(repo_id).is_dir():
-        raise ValueError(f"push_to_hub={repo_id!r} is a model that is read: push the result to another repository.")
+    if repo_id.casefold() not in map(str.casefold, model_names) or Path(repo_id).is_dir():
+        return
+    if revision in (None, MAIN, *read_revisions):
+        branch = "" if revision is None else f" at {revision!r}"
+        raise ValueError(
+            f"push_to_hub={repo_id!r} is a model that is read{branch}: push the result to another repository, or to a "
+            "branch of its own (revision=)."
+        )
 
 
-def check_push(repo_id: str, private: bool | None = None, token: str | None = None, only_asks: bool = False) -> str:
+def check_push(
+    repo_id: str,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    only_asks: bool = False,
+    revision: str | None = None,
+) -> str:
     """Make sure, before any work, that the repository exists and can be written to; returns its full name.
 
     Args:
         only_asks: whether a pull request is opened, which takes no right to write.
+        revision: the branch that is pushed to; one that does not exist begins as the main one.
 
     Raises:
         ValueError: not a repository name, or the repository holds an adapter.
@@ -61,7 +87,8 @@ def check_push(repo_id: str, private: bool | None = None, token: str | None = No
             api.auth_check(full_name, write=True)  # `exist_ok` is content with a repository that can only be read
         if private and not api.repo_info(full_name).private:
             raise OSError(f"{full_name} exists and is public: make it private in its settings, or choose another name.")
-        if api.file_exists(full_name, _ADAPTER):
+        there = revision if revision is not None and api.revision_exists(full_name, revision) else None
+        if api.file_exists(full_name, _ADAPTER, revision=there):
             raise ValueError(
                 f"push_to_hub={repo_id!r}: {full_name} holds an adapter ({_ADAPTER}), which transformers would load in "
                 "place of the model: choose another name."
@@ -75,10 +102,10 @@ def push_folder(
     *,
     revision: str | None = None,
     create_pr: bool = False,
-    token: str | None = None,
+    token: str | bool | None = None,
     message: str = "Upload pruned model",
 ) -> str:
-    """Upload a checkpoint folder; returns the address of the commit, in which weights that were there before go."""
+    """Upload a checkpoint folder; returns the address of the commit, in which files go that would be read with it."""
     api = HfApi(token=token)
     with _hub_errors(repo_id):
         if revision is not None and not create_pr:
@@ -89,9 +116,15 @@ def push_folder(
             revision=revision,
             create_pr=create_pr,
             commit_message=message,
-            delete_patterns=_OLD_WEIGHTS,  # but those that are uploaded
+            delete_patterns=_old_files(Path(folder)),  # but those that are uploaded
         )
     return str(commit.pr_url or commit.commit_url)
+
+
+def _old_files(folder: Path) -> list[str]:
+    has_tokenizer = (folder / "tokenizer_config.json").is_file()
+    has_processor = any(folder.glob("*processor_config.json"))
+    return [*_OLD_MODEL, *(_OLD_TOKENIZER if has_tokenizer else []), *(_OLD_PROCESSOR if has_processor else [])]
 
 
 @contextmanager

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.push import check_not_read, check_push, kept_in, push_folder
+from gradprobe_hf.checkpoint.push import MAIN, check_not_read, check_push, kept_in, push_folder
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loading.stored_files import loaded_revision
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.paths import expanded
@@ -53,13 +54,21 @@ class Savable(ABC):
         """In the body of the `with`, the model has the weights that are written."""
         return nullcontext()
 
-    def save_pretrained(self, directory: str | Path, *, overwrite: bool = False, repo_id: str | None = None) -> None:
+    def save_pretrained(
+        self,
+        directory: str | Path,
+        *,
+        overwrite: bool = False,
+        repo_id: str | None = None,
+        revision: str | None = None,
+    ) -> None:
         """Write the checkpoint, whole or not at all: weights, configuration, tokenizer, report, pictures and card.
 
         The model in memory stays as it is, with `apply=False` too.
 
         Args:
             repo_id: the name the card's loading snippet uses; the folder's by default.
+            revision: the branch that the snippet names, if it is not the main one.
 
         Raises:
             FileExistsError: the folder exists and `overwrite` is not set.
@@ -71,7 +80,14 @@ class Savable(ABC):
         if not writes and not is_sharded(self.model):  # shards are gathered by all
             return
         with self.as_written():
-            write_checkpoint(expanded(directory), self.checkpoint, overwrite=overwrite, where=repo_id, writes=writes)
+            write_checkpoint(
+                expanded(directory),
+                self.checkpoint,
+                overwrite=overwrite,
+                where=repo_id,
+                revision=revision,
+                writes=writes,
+            )
 
     def handed_back(self) -> str:
         """The fingerprint of the model now; "" where weights are offloaded or sharded, which takes too long to read."""
@@ -96,10 +112,17 @@ class Savable(ABC):
         private: bool | None = None,
         revision: str | None = None,
         create_pr: bool = False,
-        token: str | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "Upload pruned model",
     ) -> str:
         """Upload the checkpoint with its card; returns the address of the commit (or pull request), in the main
         process.
+
+        Args:
+            private: whether a repository that is created is; default: as the account has it.
+            revision: a branch, which is created if it does not exist; the card loads the model from there.
+            create_pr: open a pull request, which takes no right to write.
+            token: of the Hub; default: that of `hf auth login`, or HF_TOKEN.
 
         Raises:
             OSError: no token, or the Hub refuses; the message says what to do and where the checkpoint is kept.
@@ -109,18 +132,22 @@ class Savable(ABC):
         if not self.processes.is_main:
             self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
             return ""
-        full_name = check_push(repo_id, private, token, create_pr)
-        if revision is None and not create_pr:  # a branch of the model's own repository is another place
+        full_name = check_push(repo_id, private, token, create_pr, revision)
+        if not create_pr:
             teacher = (self.report.recovery or {}).get("teacher", {})
-            check_not_read(full_name, self.model.name_or_path, teacher.get("name", ""))
+            read = self.model.name_or_path, teacher.get("name", "")
+            check_not_read(full_name, *read, revision=revision, read_revisions=[loaded_revision(self.model)])
+        branch = None if revision == MAIN else revision
         scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
         folder = scratch / full_name.split("/")[-1]
         try:
-            self.save_pretrained(folder, repo_id=full_name)
+            self.save_pretrained(folder, repo_id=full_name, revision=branch)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
         with kept_in(folder):
-            address = push_folder(folder, full_name, revision=revision, create_pr=create_pr, token=token)
+            address = push_folder(
+                folder, full_name, revision=revision, create_pr=create_pr, token=token, message=commit_message
+            )
         shutil.rmtree(scratch, ignore_errors=True)
         return address

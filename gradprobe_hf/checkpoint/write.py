@@ -6,19 +6,14 @@ import errno
 import json
 import logging
 import os
-import re
-import secrets
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 from huggingface_hub import ModelCard
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import PROCESSOR_NAME
 
@@ -26,6 +21,7 @@ from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.file_sizes import FileSizes, checkpoint_files
 from gradprobe_hf.checkpoint.own_files import is_checkpoint, other_files, own_classes
 from gradprobe_hf.checkpoint.reloads import check_reloads
+from gradprobe_hf.checkpoint.replacing import replacing
 from gradprobe_hf.checkpoint.smaller import is_written_again, save_smaller
 from gradprobe_hf.checkpoint.written import check_written
 from gradprobe_hf.config.config import GradProbeConfig
@@ -166,7 +162,13 @@ class Checkpoint:
 
 
 def write_checkpoint(
-    directory: str | Path, made: Checkpoint, *, overwrite: bool = False, where: str | None = None, writes: bool = True
+    directory: str | Path,
+    made: Checkpoint,
+    *,
+    overwrite: bool = False,
+    where: str | None = None,
+    revision: str | None = None,
+    writes: bool = True,
 ) -> Report:
     """Weights, configuration, tokenizer, report, pictures and card, written beside `directory` and renamed.
 
@@ -174,6 +176,7 @@ def write_checkpoint(
 
     Args:
         where: what the card's snippet names; the folder's name by default.
+        revision: the branch that it names, of a repository.
         writes: False in processes that only take part in gathering the shards of the main one's weights.
 
     Raises:
@@ -187,7 +190,7 @@ def write_checkpoint(
         save_in_shards(path, made.model, writes=False)
         return made.report
     check_destination(directory, made.model.name_or_path, overwrite)
-    with _replacing(path) as scratch:
+    with replacing(path) as scratch:
         save_weights(scratch, made.model, made.removal)
         made = replace(made, report=replace(made.report, files=_file_sizes(scratch, made)))
         _add_own_key(scratch / "config.json", made)
@@ -200,7 +203,8 @@ def write_checkpoint(
         made.report.save(scratch)
         save_plots(made.report, scratch / "assets")
         # The folder's own name, of `.` too.
-        _card(scratch, made, where or os.path.basename(os.path.abspath(path))).save(scratch / CARD)
+        where = where or os.path.basename(os.path.abspath(path))
+        _card(scratch, made, where, revision).save(scratch / CARD)
     return made.report
 
 
@@ -258,7 +262,7 @@ def _dense_compressed(made: Checkpoint, dense: int, scratch: Path) -> dict[str, 
     return {"dense_zstd": sizes.zstd, "dense_hub": sizes.hub}
 
 
-def _card(scratch: Path, made: Checkpoint, where: str) -> ModelCard:
+def _card(scratch: Path, made: Checkpoint, where: str, revision: str | None) -> ModelCard:
     name = made.model.name_or_path
     if not Path(name).is_dir() and loaded_commit(made.model) is None:
         name = ""  # a path from another working directory, say, and no repository: that would be somebody else's
@@ -266,8 +270,8 @@ def _card(scratch: Path, made: Checkpoint, where: str) -> ModelCard:
     described = stored_file(made.model, CARD, subfolder="") if name else None  # of all folders of a repository
     base = base_metadata(name, described, keeps_use=(scratch / MODULES).is_file())
     if made.config is None:
-        return build_recovered_card(made.report, base, where)
-    return build_card(made.report, made.config, base, where)
+        return build_recovered_card(made.report, base, where, revision)
+    return build_card(made.report, made.config, base, where, revision)
 
 
 def save_weights(folder: Path, model: PreTrainedModel, removal: Removal | None = None) -> None:
@@ -286,52 +290,6 @@ def save_weights(folder: Path, model: PreTrainedModel, removal: Removal | None =
         for path in folder.glob("*.safetensors"):
             open_to_all(path)
     check_written(folder, model)
-
-
-@contextmanager
-def _replacing(path: Path) -> Iterator[Path]:
-    """A scratch folder beside `path` that takes its place if the body succeeds, and vanishes if it does not."""
-    path = path.resolve()  # of a link the folder is replaced, and the link stays
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_name(f".{path.name}.partial-{secrets.token_hex(6)}")
-    try:
-        scratch.mkdir()  # inside the try: an interrupt right after it must not leave the folder behind
-        yield scratch
-        _swap(scratch, path)
-    except Exception as error:
-        if _errno(error) == errno.ENOSPC:
-            raise OSError(errno.ENOSPC, f"the disk is full; nothing was kept of {path.name}", str(path)) from error
-        if isinstance(error, SafetensorError) or (_errno(error) is not None and not isinstance(error, OSError)):
-            raise OSError(f"could not write {path}: {error}. Nothing was kept of it.") from error
-        raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
-def _errno(error: Exception) -> int | None:
-    """The system's number of what is wrong with a file or its disk; None of any other error."""
-    if isinstance(error, OSError):
-        return error.errno
-    # What is written in Rust: safetensors has an error of its own, and tokenizers raises plain `Exception`.
-    in_rust = isinstance(error, SafetensorError) or type(error) is Exception
-    found = re.search(r"\(os error (\d+)\)", str(error)) if in_rust else None
-    return None if found is None else int(found[1])
-
-
-def _swap(scratch: Path, path: Path) -> None:
-    if not path.exists():
-        scratch.rename(path)
-        return
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
-    try:
-        path.rename(old / path.name)
-        scratch.rename(path)
-    except BaseException:
-        if not path.exists():
-            (old / path.name).rename(path)
-        shutil.rmtree(old, ignore_errors=True)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _gone_whole(made: Checkpoint, before: dict[str, Any]) -> dict[str, int]:

@@ -140,8 +140,8 @@ class PruningOptions(Options):
             models of these shapes with random weights read and write a text in turns, as in `gradprobe bench`. With
             `"auto"` all shapes that were tried. It takes minutes.
         seed: seed of calibration windows, random scores and generated text.
-        batch_size: windows in one forward pass: memory and speed, and of the result no more than rounding. `"auto"`:
-            the largest that fits.
+        batch_size: windows in one forward pass: memory and speed, and of the result what rounding decides (more where a
+            weight update has fewer tokens than a matrix has inputs). `"auto"`: the largest that fits.
         checkpointing: recompute each block in the backward pass instead of storing its activations. `"auto"`: where
             they would not fit in memory.
         accumulator_dtype: type that statistics are stored in: 4, 2 or about 1 byte per weight and term. `"int8"` is

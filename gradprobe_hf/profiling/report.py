@@ -183,6 +183,11 @@ class ProfileReport:
             lines.append(f"Attention: {', '.join(told)}.")
         if seen.memory:
             lines.append(_memory(seen.memory))
+        if seen.training_phase > 1:
+            lines.append(
+                f"Of phases with optimizers of their own this is number {seen.training_phase}: the optimizers before "
+                "it took no step any more."
+            )
         if seen.evaluations:
             lines.append(f"Evaluations between these steps, {seen.evaluations}, are in no figure.")
         if self.slowdown is not None and self.slowdown >= 1:  # less where timed steps had to compile, say

@@ -47,7 +47,8 @@ class Example:
     Attributes:
         arguments: of the block's call in the model as pruned so far, positional and by name.
         target: the output that is aimed at, `[sequences, tokens, hidden]`.
-        weight: of each token's squared error, `[sequences, tokens]`: 1 / ||y||^2, and 0 for padding.
+        weight: of each token's squared error, `[sequences, tokens]`: 1 / ||y||^2; 0 for padding, and for a token of
+            which the block hands on nothing: next to that any error is without bound.
     """
 
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -117,7 +118,8 @@ class BlockExamples:
     def _example(self, batch: Batch, call: Call, dense: Tensor | None) -> Example:
         target = call.output if dense is None else torch.lerp(call.output, dense, self._dense_target)
         size = _wide(target).square().sum(-1)
-        weight = size.clamp_min(torch.finfo(size.dtype).tiny).reciprocal()
+        is_something = size > size.mean() * torch.finfo(size.dtype).eps ** 2
+        weight = torch.where(is_something, size.reciprocal(), 0)
         layout = BatchLayout.of(batch, self._model)
         mask = layout.token_mask(Site(self._block, "linear"), layout.by_sequence(target, 1, self._block))
         before = next((one.arguments for one in reversed(self.examples) if one is not None), None)

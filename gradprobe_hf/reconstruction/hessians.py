@@ -90,10 +90,11 @@ class BlockHessians:
         """H and D over the tokens of all processes; they are given away, so ask once. Collectives.
 
         Raises:
-            ValueError: inputs that are not finite.
+            ValueError: inputs that are not finite, or whose squares do not add up to a number.
         """
         sums = self._taken(self._all, target)
-        if not torch.isfinite(sums.hessian).all():
+        # The mean as well: damping adds a part of it, and would be raised for ever where it overflows.
+        if not (torch.isfinite(sums.hessian).all() and torch.isfinite(sums.hessian.diagonal().mean())):
             raise ValueError(
                 f"the inputs of {target.name} are not finite: look for NaN in the weights before it, or a dtype that "
                 "overflows (float16: try bfloat16). Nothing was changed."

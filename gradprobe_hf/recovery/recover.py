@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,7 +121,7 @@ def recover_pretrained(
     pruned, teacher = expanded_model(pruned), expanded_model(teacher)
     output_dir, resume_dir = expanded(output_dir), expanded(resume_dir)
     from_pretrained_kwargs = expanded_folder(from_pretrained_kwargs)
-    out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo)
+    out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo, from_pretrained_kwargs.get("token"))
     check_names(from_pretrained_kwargs, recover_pretrained, RecoveryConfig)
     check_dealt(config, processes.count)
     check_models(pruned, teacher, from_pretrained_kwargs)
@@ -195,9 +196,9 @@ def recover_pretrained(
                 student.processing_class,
                 processes,
             )
-            report = out.write(result, stopwatch)
+            # None keeps the new weights if the main one could not save them.
+            report = processes.in_all(partial(out.write, result, stopwatch), patiently=True)
             result = replace(result, report=replace(report, timings=timings_of(report, stopwatch.seconds)))
-            processes.wait_for_main()  # none keeps the new weights if the main one could not save them
     return replace(result, weights=result.handed_back())
 
 

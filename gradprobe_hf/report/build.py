@@ -17,6 +17,7 @@ from gradprobe_hf.estimation.peak import peak_memory
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.model.families import objective
 from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loading.stored_files import is_loaded_here, loaded_commit, loaded_revision
 from gradprobe_hf.model.parameters import parameter_count
 from gradprobe_hf.model.passes.loss import is_in_nats
 from gradprobe_hf.model.targets import Target
@@ -78,6 +79,14 @@ def published_name(model: PreTrainedModel) -> str:
     return Path(model.name_or_path).name if Path(model.name_or_path).is_dir() else model.name_or_path
 
 
+def _source(model: PreTrainedModel) -> dict[str, str]:
+    """Which of the weights of a repository were read, as far as it is known: `revision`, if one was named, `commit`."""
+    if not is_loaded_here(model) or Path(model.name_or_path).is_dir():
+        return {}
+    found = {"revision": loaded_revision(model), "commit": loaded_commit(model)}
+    return {name: value for name, value in found.items() if value is not None}
+
+
 def versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -112,6 +121,7 @@ def _describe(context: RunContext) -> dict[str, Any]:
     model, task = context.model, context.task
     return {
         "name": published_name(model),
+        **_source(model),
         "class": type(model).__name__.removeprefix("FSDP"),  # FSDP2 renames the class of what it shards
         "objective": objective(model),
         "loss_in_nats": context.loss_fn is None and is_in_nats(model),

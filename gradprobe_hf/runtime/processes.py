@@ -110,13 +110,13 @@ class Processes:
             dist.broadcast_object_list(box, src=source)
         return box[0]
 
-    def gather(self, value: Item) -> list[Item]:
-        """The values of all processes, by rank; they are pickled."""
+    def gather(self, value: Item, group: Any = None) -> list[Item]:
+        """The values of all processes, by rank; they are pickled. Default: the group of all else."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
         with self._collective():
-            dist.all_gather_object(values, value)
+            dist.all_gather_object(values, value, group)
         return values
 
     def on_main(self, work: Callable[[], Item]) -> Item:
@@ -127,10 +127,16 @@ class Processes:
         found: Item = values[0]
         return found
 
-    def in_all(self, work: Callable[[], Item]) -> Item:
-        """What this process's work returns; what the first of them raises is raised in all of them."""
+    def in_all(self, work: Callable[[], Item], patiently: bool = False) -> Item:
+        """What this process's work returns; what the first of them raises is raised in all of them.
+
+        Args:
+            patiently: one of them may come hours late: the main one writes files, and uploads them. In the group of all
+                else the wait would end with an error after 10 minutes (NCCL) or 30 (gloo).
+        """
         made, failure = _tried(work)
-        others = [one for one in self.gather(_sendable(failure)) if one is not None]
+        group = self.patient if patiently else None
+        others = [one for one in self.gather(_sendable(failure), group) if one is not None]
         _raise(failure or next(iter(others), None))
         return made[0]
 
@@ -139,15 +145,6 @@ class Processes:
         if self.count > 1:
             with self._collective():
                 dist.barrier()
-
-    def wait_for_main(self) -> None:
-        """A barrier to which the main process may come hours late: it writes files, and uploads them.
-
-        In the group of all else the wait would end with an error after 10 minutes (NCCL) or 30 (gloo).
-        """
-        if self.count > 1:
-            with self._collective():
-                dist.barrier(group=self.patient)
 
     def _all_reduce(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.count > 1:
@@ -204,7 +201,7 @@ def join_processes(patience: timedelta | None = None) -> Processes:
     """The processes this one was launched with. Starts the process group if nothing has yet.
 
     Args:
-        patience: how long `wait_for_main` waits; a collective then.
+        patience: how long `in_all` waits patiently; a collective then.
     """
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         # Without `cpu=True` PartialState ignores the launcher's variables on a machine that has no accelerator.

@@ -24,6 +24,9 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
     "tool": "tool",
 }
+# Arguments of apply_chat_template that are no variables of the template.
+_OWN_ARGUMENTS = {"conversation", "chat_template", "tools", "tokenize", "add_generation_prompt", "return_dict"}
+_WEIGHTS = ("weight", "train")  # how OpenAI's files and Axolotl's say that a message is not to be learnt: 0, false
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,11 @@ class Chat:
         if system and messages and messages[0]["role"] != SYSTEM:
             messages = [{"role": SYSTEM, "content": system}, *messages]
         tools, options = _parsed(row, TOOLS, list), _parsed(row, TEMPLATE_OPTIONS, dict)
+        if taken := _OWN_ARGUMENTS.intersection(options or ()):
+            raise ValueError(
+                f"the column {TEMPLATE_OPTIONS!r} beside the messages holds variables of the chat template, and "
+                f"{sorted(taken)[0]!r} is an argument of apply_chat_template, which is set here. Leave it out."
+            )
         return cls(messages, tools or None, options or {})
 
 
@@ -99,11 +107,33 @@ def _message(value: Any, column: str) -> Message:
         if "role" in message and ("content" in message or "tool_calls" in message):
             return _with_plain_arguments(message)
         if message.get("from") in _SHAREGPT_ROLES and "value" in message:
-            return {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"]}
+            weights = {name: message[name] for name in _WEIGHTS if name in message}
+            return {"role": _SHAREGPT_ROLES[message["from"]], "content": message["value"], **weights}
     raise ValueError(
         f"a message in the column {column!r} must be a dict with 'role' and 'content', or with 'from' (one of "
         f"{', '.join(map(repr, _SHAREGPT_ROLES))}) and 'value', got {shown(value)}."
     )
+
+
+def is_learnt(message: Message) -> bool:
+    """Whether what the assistant says in a message may count: its `weight` or `train` can say that it does not.
+
+    Raises:
+        ValueError: it says something between.
+
+    >>> is_learnt({"role": "assistant", "content": "No."}), is_learnt({"role": "assistant", "weight": 0})
+    (True, False)
+    """
+    for name in _WEIGHTS:
+        asked = message.get(name, 1)
+        if asked not in (0, 1):
+            raise ValueError(
+                f"a message has {name!r}: {asked!r}, and what the assistant says counts (1, true) or does not (0, "
+                f"false). Round them, or leave {name!r} out of the messages."
+            )
+        if not asked:
+            return False
+    return True
 
 
 def _with_plain_arguments(message: dict[str, Any]) -> dict[str, Any]:

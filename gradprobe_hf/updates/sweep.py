@@ -85,7 +85,7 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, f
     as those of an input that is nearly always zero do. Damping is raised tenfold until the factorisation succeeds.
 
     Args:
-        hessian: finite.
+        hessian: finite, the mean of its diagonal too.
         damping: fraction of the mean of its diagonal.
     """
     while True:

@@ -102,6 +102,10 @@ CHECKPOINTS = [
     # quantized weights, as bitsandbytes and GPTQ leave them
     *each("@stored-4bit", "stored-4bit", "stored quantized", "made from"),
     *each("@stored-gptq", "stored-gptq", "stored quantized", "made from"),
+    # what would be an error about a package that is not there, or about shapes
+    *each("@stored-torchao", "stored-torchao", "stored quantized", "made from")[:1],
+    *each("@stored-bitnet", "stored-bitnet", "stored quantized", "made from")[:1],
+    refused("estimate @stored-gptq", "stored-gptq", "stored quantized", "made from"),
     call("prune(four_bit)", "q_proj", "torch.uint8", "quantized", "dequantize"),
     call("prune(eight_bit)", "q_proj", "torch.int8", "quantized", "dequantize"),
     call("prune(at('llama'), load_in_8bit=True)", "load_in_8bit", "quantize the result"),

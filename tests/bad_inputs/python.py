@@ -180,6 +180,7 @@ PYTHON = [
     call("prune(output_dir='out', offload_folder='out', accumulator_device='disk')", "'out'", "offload_folder"),
     call("prune(overwrite=True)", "overwrite", "output_dir"),
     call("prune(hub_private_repo=True)", "hub_private_repo", "push_to_hub"),
+    call("prune(hub_private_repo='yes', push_to_hub='me/it')", "hub_private_repo", "'yes'", "True, False or None"),
     call("prune(push_to_hub=True)", "push_to_hub", "output_dir"),
     call("prune(push_to_hub=5)", "push_to_hub", "5"),
     call("prune(push_to_hub='not a name')", "push_to_hub", "'not a name'"),

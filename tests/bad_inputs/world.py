@@ -276,6 +276,8 @@ def _damaged_checkpoints(world: World) -> None:
     large.save_pretrained(_copy(world, "tokenizer-large"))
     _quantized(world)
     _copy(world, "stored-4bit", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    for method in ("torchao", "bitnet"):
+        _copy(world, f"stored-{method}", quantization_config={"quant_method": method})
     _copy(world, "stored-gptq", quantization_config={"quant_method": "gptq", "bits": 4})
     (_copy(world, "with-words") / "merges.txt").write_text("a b\n" * 400)
 

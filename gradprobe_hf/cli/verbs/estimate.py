@@ -37,6 +37,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.data.windows import check_length
     from gradprobe_hf.estimation.estimate import check_estimable, estimate
     from gradprobe_hf.model.loading.checkpoint_class import chosen_class
+    from gradprobe_hf.model.loading.dequantized import check_stored_plain
     from gradprobe_hf.model.loading.load import load_config, skeleton
     from gradprobe_hf.model.targets import find_targets
     from gradprobe_hf.report.against_estimate import against_estimate, planned
@@ -51,6 +52,7 @@ def run(options: argparse.Namespace) -> None:
         check_resumable(config, "resume=True")
     check_paths(options.model, {})
     loaded = load_config(options.model, **given(options, "revision", "trust_remote_code"))
+    check_stored_plain(options.model, loaded)
     cls = chosen_class(loaded, auto_classes(config.task))
     dtype = options.dtype or (None if measured is None else measured.model["dtype"])
     model = skeleton(loaded, cls, dtype=dtype, **given(options, "trust_remote_code"))

@@ -107,6 +107,7 @@ def run(options: argparse.Namespace) -> None:
     from gradprobe_hf.model.passes.upcast import upcast_products
     from gradprobe_hf.report.eval_results import task_results, text_results
     from gradprobe_hf.run.request.checks import check_paths
+    from gradprobe_hf.runtime.processes import join_processes
     from gradprobe_hf.tasks.table import task_of_class
 
     _check(options)
@@ -139,6 +140,8 @@ def run(options: argparse.Namespace) -> None:
             scores = {name: evaluate_tasks(one.model, one.tokenizer, asked, manager) for name, one in models.items()}
             values["tasks"] = {name: [score.to_dict() for score in found] for name, found in scores.items()}
             results += task_results(scores["pruned"], options.limit)
+    if not join_processes().is_main:  # each has measured all of it
+        return
     # First, so that a card that cannot be written does not cost what was measured.
     print_json(values) if options.json else print_evaluation(values, beside)
     if options.write_card:

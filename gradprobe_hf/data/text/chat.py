@@ -6,11 +6,11 @@ The template renders the special tokens itself, a BOS among them, so that none a
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from gradprobe_hf.tasks.conversation import Chat, Message
+from gradprobe_hf.tasks.conversation import Chat, Message, is_learnt
 
 ASSISTANT = "assistant"
 _PART = re.compile(r"""["']type["']\s*:\s*["'](text|image|audio|video)""")  # of a content, written as data
@@ -69,31 +69,43 @@ class ChatTemplate:
         """The whole conversation.
 
         Args:
-            assistant_only: count only what the assistant says, the token that ends its turn included.
+            assistant_only: count only what the assistant says, the token that ends its turn included, in messages that
+                do not have `weight` 0 (or `train` false).
 
         Raises:
             ValueError: the template refuses the messages, or does not tell what the assistant says.
         """
         chat = self._with_plain_contents(chat)
         text = self._text(chat)
-        if assistant_only and _GENERATION.search(self._of(chat)):
-            found = self.tokenizer.apply_chat_template(
-                **self._asked(chat), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            return RenderedChat(text, list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]])
         if not assistant_only:
             ids = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
             return RenderedChat(text, list(ids), [True] * len(ids))
+        said = [at for at, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+        learnt = {at for at in said if is_learnt(chat.messages[at])}
+        if not _GENERATION.search(self._of(chat)):
+            # A first message answers nobody, and before it is nothing that a template could render.
+            ids, counted = self._within(text, self._spans(chat, text, learnt - {0}))
+            return RenderedChat(text, ids, counted)
+        found = self.tokenizer.apply_chat_template(
+            **self._asked(chat), tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, counted = list(found["input_ids"]), [bool(one) for one in found["assistant_masks"]]
+        if others := set(said) - learnt:  # the template marks them all
+            _, left_out = self._within(text, self._spans(chat, text, others))
+            counted = [one and not other for one, other in zip(counted, left_out, strict=True)]
+        return RenderedChat(text, ids, counted)
+
+    def _within(self, text: str, spans: list[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """The tokens of a rendered chat, and of each whether it begins inside one of the spans."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise ValueError(
                 f"assistant_only_loss needs a fast tokenizer, which tells where in the text a token is, and this "
                 f"{type(self.tokenizer).__name__} is none. Count all tokens: assistant_only_loss=False."
             )
-        spans = self._assistant_spans(chat, text)
         found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts = [start for start, _ in found["offset_mapping"]]
-        counted = [any(first <= start < last for first, last in spans) for start in starts]
-        return RenderedChat(text, list(found["input_ids"]), counted)
+        inside = [any(first <= start < last for first, last in spans) for start in starts]
+        return list(found["input_ids"]), inside
 
     def _with_plain_contents(self, chat: Chat) -> Chat:
         """The parts of a content joined, `[{"type": "text", "text": ...}]`, where the template does not read them.
@@ -112,14 +124,11 @@ class ChatTemplate:
             return chat
         return replace(chat, messages=[_joined(message) for message in chat.messages])
 
-    def _assistant_spans(self, chat: Chat, text: str) -> list[tuple[int, int]]:
-        """Where in the rendered text the assistant speaks: each turn is what it adds to the turns before it."""
+    def _spans(self, chat: Chat, text: str, turns: Collection[int]) -> list[tuple[int, int]]:
+        """Where in the rendered text the assistant has these turns: each is what it adds to the turns before it."""
         spans = []
-        for at, message in enumerate(chat.messages):
-            # A first message answers nobody, and before it is nothing that a template could render.
-            if message["role"] != ASSISTANT or at == 0:
-                continue
-            before = self._text(replace(chat, messages=chat.messages[:at]), add_generation_prompt=True)
+        for at in turns:
+            before = self._text(replace(chat, messages=chat.messages[:at]), add_generation_prompt=True) if at else ""
             upto = self._text(replace(chat, messages=chat.messages[: at + 1]))
             if not (upto.startswith(before) and text.startswith(upto)):
                 raise ValueError(

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gradprobe_hf.data.sources import Source, is_streamed, order_of_parts
-from gradprobe_hf.data.text.chat import ChatTemplate, RenderedChat
+from gradprobe_hf.data.text.chat import ASSISTANT, ChatTemplate, RenderedChat
 from gradprobe_hf.data.text.documents import documents, holds_chats, named_columns
 from gradprobe_hf.data.text.pieces import ENDED, Pieces, is_large, read_of_stream
 from gradprobe_hf.data.text.special_tokens import SpecialTokens, tokenizer_of
@@ -26,6 +26,7 @@ from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.conversation import Chat
 
 CHARACTERS_PER_TOKEN = 8  # an upper estimate: how much of a stream is read before it is tokenised
+_ASKED_FOR_ROLES = 100  # chats
 LONGEST_EXAMPLE = 2_000  # characters of the first document that a report shows
 
 Row = dict[str, Tensor]
@@ -181,7 +182,9 @@ def draw_packed(opened: Source, spec: WindowSpec, processing_class: Any, special
     )
     rows = rows_of(windows, special.unpredicted, counted)
     if not any(map(predicts, rows)) and not spec.held_out:
-        raise ValueError(f"{opened.name}: none of the windows holds a token that counts in the loss.")
+        raise ValueError(
+            f"{opened.name}: none of the windows holds a token that counts in the loss{_who_speaks(opened, spec)}."
+        )
     return Drawn(rows, opened.name, protocol, opened.dataset_id, stream.example)
 
 
@@ -196,13 +199,15 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
     found = list(islice(made(opened, spec, processing_class, special), spec.drawn.start, spec.drawn.stop))
     samples = len(found) if spec.held_out or (spec.at_most and found) else samples
     if len(found) < samples:
+        who = ""
         what, remedy = "of two tokens or more", "set packing=True (--packing on) to cut windows from all of them joined"
         if spec.text.assistant_only_loss and chats:
             what = f"in which the assistant speaks within {spec.sequence_length} tokens"
+            who = _who_speaks(opened, spec)
             remedy = "count all tokens (assistant_only_loss=False, --assistant-only-loss off)"
         raise ValueError(
-            f"{opened.name} holds {len(found)} documents {what} and {samples} were asked for. Give more, ask for fewer "
-            f"samples, or {remedy}."
+            f"{opened.name} holds {len(found)} documents {what}{who} and {samples} were asked for. Give more, ask for "
+            f"fewer samples, or {remedy}."
         )
     begun = "as the tokenizer's chat template has them" if chats else special.described
     protocol = (
@@ -304,6 +309,17 @@ def _chats(opened: Source, spec: WindowSpec, processing_class: Any) -> Iterator[
     for chat in documents(opened, spec.text, _order(opened, spec.seed)):
         assert isinstance(chat, Chat), "all documents are, if the first is one"
         yield template.render(chat, spec.text.assistant_only_loss)
+
+
+def _who_speaks(opened: Source, spec: WindowSpec) -> str:
+    """The roles of the first chats, where nobody is called as templates call the assistant; for an error."""
+    if not (spec.text.assistant_only_loss and holds_chats(opened, spec.text)):
+        return ""
+    first = islice(documents(opened, spec.text, _order(opened, spec.seed)), _ASKED_FOR_ROLES)
+    roles = dict.fromkeys(message["role"] for chat in first if isinstance(chat, Chat) for message in chat.messages)
+    if not roles or ASSISTANT in roles:
+        return ""
+    return f" (the roles are {', '.join(map(repr, roles))}: who answers must be called {ASSISTANT!r})"
 
 
 def _order(opened: Source, seed: int) -> Sequence[int] | None:

@@ -42,6 +42,21 @@ def made_plain(config: PreTrainedConfig) -> dict[str, Any]:
     return {"quantization_config": AutoQuantizationConfig.from_dict(stored | {"dequantize": True})}
 
 
+def check_stored_plain(name: str, config: PreTrainedConfig) -> None:
+    """Raise ValueError for a checkpoint of quantized weights, unless transformers makes plain ones of them.
+
+    Before it is loaded: what is missing for that, a package say, would only lead to the next error.
+    """
+    stored = getattr(config, "quantization_config", None)
+    values = stored if isinstance(stored, dict) else stored.to_dict() if stored is not None else {}
+    method = str(getattr(values.get("quant_method"), "value", values.get("quant_method")))
+    if values and method not in (*PLAIN_WITHOUT_KERNELS, "gguf") and not values.get("dequantize"):
+        raise ValueError(
+            f"{name!r} is stored quantized ({method}), and quantized weights cannot be pruned: name the model that it "
+            "was made from."
+        )
+
+
 def _quantised_type(conversion: WeightTransform) -> str | None:
     """What a conversion dequantises from, if it does."""
     for operation in getattr(conversion, "operations", ()):

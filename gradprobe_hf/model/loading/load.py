@@ -47,7 +47,7 @@ from gradprobe_hf.model.loading.checks import (
     check_source,
     load_errors,
 )
-from gradprobe_hf.model.loading.dequantized import keep_dequantized, made_plain
+from gradprobe_hf.model.loading.dequantized import check_stored_plain, keep_dequantized, made_plain
 from gradprobe_hf.model.loading.report import about_dtype, about_pooler, about_unused, check_complete, ignored_names
 from gradprobe_hf.model.loading.stored_files import cached_commit, remember_source, stored_dtype
 from gradprobe_hf.model.loading.ties import forget_false_ties
@@ -239,6 +239,7 @@ def _load_checkpoint(
     cls = chosen_class(config, auto_classes)
     kwargs = from_pretrained_kwargs | _of_gguf(from_pretrained_kwargs, config)
     if dequantize and "quantization_config" not in kwargs:
+        check_stored_plain(name, config)
         kwargs |= made_plain(config)
     bare = partial(skeleton, config, cls, trust_remote_code=kwargs.get("trust_remote_code"))
     kwargs |= _planned(kwargs, bare, limits)

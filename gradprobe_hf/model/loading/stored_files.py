@@ -22,16 +22,23 @@ _FINDING = ("subfolder", "cache_dir", "token", "local_files_only")
 _PLAIN = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # What each model was loaded with. Beside the models, not in them: a token must not be saved with one.
 _sources: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, Any]] = weakref.WeakKeyDictionary()
+_revisions: weakref.WeakKeyDictionary[PreTrainedModel, str | None] = weakref.WeakKeyDictionary()  # as they were named
 
 
 def remember_source(model: PreTrainedModel, source: Mapping[str, Any]) -> None:
     """Note what a model was loaded with, of the keyword arguments of `from_pretrained`, for the files beside it."""
     _sources[model] = {key: source[key] for key in _FINDING if source.get(key) is not None}
+    _revisions[model] = source.get("revision")
 
 
 def source_of(model: PreTrainedModel) -> dict[str, Any]:
     """What was noted; nothing of a model that somebody else has loaded."""
     return _sources.get(model, {})
+
+
+def loaded_revision(model: PreTrainedModel) -> str | None:
+    """The branch, tag or commit that was asked for; None of none, and of a model that somebody else has loaded."""
+    return _revisions.get(model)
 
 
 def is_loaded_here(model: PreTrainedModel) -> bool:

@@ -232,6 +232,7 @@ class Observation:
     ranks: each process, where there are several and they could tell.
     spans: of the last timed steps.
     evaluations: between steps, which are in none of these figures.
+    training_phase: which one was seen, of phases with optimizers of their own; those before ended too soon.
     gradient_norms: of what the optimizer stepped with, in the steps of the warm-up and in the located ones.
     expected: what was estimated of a pruning run, beside what it took.
     run: stages of a pruning run, in the order in which they ended; without the seconds that watching added.
@@ -271,6 +272,7 @@ class Observation:
     run: tuple[RunStage, ...] = ()
     gradient_norms: tuple[float, ...] = ()
     evaluations: int = 0
+    training_phase: int = 1
     expected: tuple[Expectation, ...] = ()
     batches: tuple[BatchSize, ...] = ()
     batch_limit: str = ""

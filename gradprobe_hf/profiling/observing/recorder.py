@@ -47,6 +47,7 @@ from gradprobe_hf.profiling.observing.step_trace import StepTrace
 Phase = Literal["warmup", "timed", "traced", "located"]
 _ORDER: tuple[Phase, ...] = ("warmup", "timed", "traced", "located")
 _PICTURED = 3  # steps of which every stretch is kept
+_OVER_AFTER = 10  # steps of another optimizer without one of the first: more than a discriminator takes for one
 _BESIDE = "a thread of the script's own fetches the batches, beside the steps"
 
 
@@ -54,8 +55,10 @@ class Recorder:
     """From `start` to `stop`, or to the end of its schedule, whichever comes first.
 
     A step ends with an optimizer step of the first optimizer that takes one, until `step` is called: from then on the
-    loop says itself where its steps end. An evaluation between two steps is a part of none: passes without gradients
-    before the step has asked for a batch of its own. A step with one behind its own passes does not count.
+    loop says itself where its steps end. Where another optimizer goes on without the first, a phase of the training is
+    over before the schedule was: observing begins again, with the other. An evaluation between two steps is a part of
+    none: passes without gradients before the step has asked for a batch of its own. A step with one behind its own
+    passes does not count.
 
     Args:
         model: whose forward pass is a stage. Default: what holds the parameters of the first optimizer.
@@ -69,6 +72,9 @@ class Recorder:
         self.phase: Phase | None = None
         self._models, self._finished = [model] if model is not None else [], finished
         self._optimizer: Optimizer | None = None
+        self._others: Counter[int] = Counter()  # steps of other optimizers since its last one
+        self._models_were_given = model is not None
+        self._earlier: list[Observation] = []  # one for each phase of the training that was over too soon
         self._says_steps_itself = False
         self._marks, self._of_phase = ExitStack(), ExitStack()
         self._seconds: dict[Phase, list[float]] = {phase: [] for phase in _ORDER}
@@ -105,7 +111,7 @@ class Recorder:
         self._compilations.start()
         self._marks.enter_context(marked_stages(self.clock, self._waited, self._stepped))
         if self._models:
-            self._mark_forward()
+            self._mark_forward(self._models)
         self._open("warmup")
 
     def step(self) -> None:
@@ -118,8 +124,8 @@ class Recorder:
     def follow(self, model: nn.Module) -> None:
         """The model whose forward pass is a stage, if it was not known at the start."""
         if not self._models and self.phase is not None:
-            self._models = [model]
-            self._mark_forward()
+            self._models, self._models_were_given = [model], True
+            self._mark_forward(self._models)
 
     def saw(self, batch: Any) -> None:
         """A batch that no data loader handed out."""
@@ -176,7 +182,11 @@ class Recorder:
         self._setup_watch.forget()
 
     def observation(self) -> Observation:
-        """What was seen so far."""
+        """What was seen so far; of the phase of the training before it, where only that one was measured."""
+        measured = [one for one in self._earlier if one.timed]
+        return measured[-1] if measured and not self.has_timed else self._observed()
+
+    def _observed(self) -> Observation:
         return Observation(
             warmup=len(self._seconds["warmup"]),
             timed=tuple(self._seconds["timed"]),
@@ -204,6 +214,7 @@ class Recorder:
             spans=self._spans,
             gradient_norms=self._setup_watch.norms(),
             evaluations=self._evaluations,
+            training_phase=1 + len(self._earlier),
         )
 
     def _end_step(self) -> None:
@@ -371,10 +382,16 @@ class Recorder:
 
     def _stepped(self, optimizer: Optimizer) -> None:
         if self._optimizer is None:
-            self._optimizer = optimizer
-            if not self._models:
-                self._models = models_of(optimizer)
-                self._mark_forward()
+            self._count_steps_of(optimizer)
+        elif optimizer is self._optimizer:
+            self._others.clear()
+        elif not self._says_steps_itself:
+            self._others[id(optimizer)] += 1
+            if self._others[id(optimizer)] == _OVER_AFTER:
+                self._earlier.append(self._observed())
+                self._setup_watch.forget()
+                self.begin_again()
+                self._count_steps_of(optimizer)
         if self.phase == "warmup":
             self._setup_watch.note(optimizer)
         if self.phase in ("warmup", "located") and optimizer is self._optimizer:
@@ -382,13 +399,20 @@ class Recorder:
         if optimizer is self._optimizer and not self._says_steps_itself:
             self._end_step()
 
+    def _count_steps_of(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._others.clear()
+        if not self._models_were_given:
+            known, self._models = self._models, models_of(optimizer)
+            self._mark_forward([one for one in self._models if all(one is not other for other in known)])
+
     @property
     def _is_on_gpu(self) -> bool:
         return self._device.startswith("cuda")
 
-    def _mark_forward(self) -> None:
-        self._marks.enter_context(marked_forward(self.clock, self._models))
-        self._marks.enter_context(watched_passes(self._models, self._pass_begins, self._pass_ended))
+    def _mark_forward(self, models: list[nn.Module]) -> None:
+        self._marks.enter_context(marked_forward(self.clock, models))
+        self._marks.enter_context(watched_passes(models, self._pass_begins, self._pass_ended))
         first = next((parameter for model in self._models for parameter in model.parameters()), None)
         self._device = str(first.device) if first is not None else self._device
 

@@ -23,7 +23,9 @@ from gradprobe_hf.report.speed import measurements, protocol
 from gradprobe_hf.structures.budgets import BUDGETS
 
 
-def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], where: str) -> ModelCard:
+def build_card(
+    report: Report, config: GradProbeConfig, base: dict[str, Any], where: str, revision: str | None = None
+) -> ModelCard:
     """The card of a pruned model.
 
     Args:
@@ -31,6 +33,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         config: how it was pruned.
         base: metadata of the base model, see `base_metadata`.
         where: what the loading snippet names: a repository, or the checkpoint's folder.
+        revision: the branch there, if it is not the main one.
     """
     template = files("gradprobe_hf.model_cards").joinpath("template.md").read_text(encoding="utf-8")
     return ModelCard.from_template(
@@ -39,7 +42,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
         title=f"{short_name(report.model)}, {extent(report, config)}",
         summary=summary(report, config, base),
         method=describe_method(_as_decided(report, config), report.made_of),
-        snippet=loading_snippet(report, where),
+        snippet=loading_snippet(report, where, revision),
         made_of=report.made_of,
         beside=report.beside,
         evaluation=evaluation(report),
@@ -69,7 +72,7 @@ def build_card(report: Report, config: GradProbeConfig, base: dict[str, Any], wh
     )
 
 
-def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> ModelCard:
+def build_recovered_card(report: Report, base: dict[str, Any], where: str, revision: str | None = None) -> ModelCard:
     """The card of a model that something else has pruned, and a recovery has trained. Args: as `build_card`."""
     template = files("gradprobe_hf.model_cards").joinpath("recovered.md").read_text(encoding="utf-8")
     metadata = ModelCardData(
@@ -93,7 +96,7 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str) -> Mo
         metric_name=metric_name(report),
         files=size_of_files(report),
         recovery=recovery_paragraph(report),
-        snippet=loading_snippet(report, where),
+        snippet=loading_snippet(report, where, revision),
         versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
         warnings=report.warnings,
     )

@@ -40,6 +40,9 @@ def kind_of_files(model: dict[str, Any]) -> str:
 def origins(model: dict[str, Any]) -> list[str]:
     """What is to be known of the model, and what its weights went through before they were pruned."""
     said = []
+    if "revision" in model:
+        commit = f" (commit {model['commit']})" if model.get("commit", model["revision"]) != model["revision"] else ""
+        said.append(f"The weights are those of its revision `{model['revision']}`{commit}.")
     if "own_code" in model:
         said.append("The repository runs code of its own, which `trust_remote_code=True` allows: read it first.")
     if "adapter" in model:

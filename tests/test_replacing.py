@@ -1,0 +1,56 @@
+"""A folder that appears whole or not at all, and what a process leaves behind that was killed in between."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from gradprobe_hf.checkpoint.replacing import replacing
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from gradprobe_hf.checkpoint.replacing import replacing
+with replacing(Path(sys.argv[1])) as scratch:
+    (scratch / "half").write_text("half")
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+pytest.importorskip("fcntl", reason="folders cannot be locked here")
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
+    for name in ("out", "out.other"):
+        assert subprocess.run([sys.executable, "-c", KILLED, tmp_path / name]).returncode < 0
+    left = names(tmp_path)
+    assert len(left) == 2
+    with replacing(tmp_path / "out") as scratch:
+        (scratch / "whole").write_text("whole")
+    assert names(tmp_path) == sorted(["out", *(name for name in left if "other" in name)]), "of this folder alone"
+    assert names(tmp_path / "out") == ["whole"]
+
+
+def test_what_is_being_written_stays(tmp_path):
+    """Two runs that write one folder: the one that ends last wins, and each of them is whole."""
+    with replacing(tmp_path / "out") as first:
+        (first / "first").write_text("1")
+        with replacing(tmp_path / "out") as second:
+            (second / "second").write_text("2")
+        assert names(tmp_path / "out") == ["second"]
+        assert names(first) == ["first"]
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["first"]
+
+
+def test_a_body_that_fails_leaves_what_was_there(tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "before").write_text("before")
+    with pytest.raises(ZeroDivisionError), replacing(tmp_path / "out") as scratch:
+        (scratch / "half").write_text(str(1 / 0))
+    assert names(tmp_path) == ["out"]
+    assert names(tmp_path / "out") == ["before"]
