@@ -72,6 +72,16 @@ def test_transformers_generates_from_it_and_a_pipeline_does(folder):
     assert torch.equal(smaller.generate(ids, **asked, use_cache=False), smaller.generate(ids, **asked))
 
 
+def test_a_card_speaks_of_writing_where_a_model_writes(folder, tmp_path):
+    said = "where many tokens are read at once"
+    assert (
+        f"{said},\n  fewer blocks at every token that is written.\n" in (folder / "smaller" / "README.md").read_text()
+    )
+    reads = {"structure": {"ffn": 8}, "update": "none", "output_dir": tmp_path / "reads"}
+    cases.prune(cases.build("bert"), cases.batches("bert"), **reads)
+    assert f"{said}.\n" in (tmp_path / "reads" / "README.md").read_text()
+
+
 def test_a_trainer_trains_it(folder, tmp_path):
     model = loaded(folder / "smaller")
     before = cases.bits(model)

@@ -38,7 +38,8 @@ class PruningOptions(Options):
             number (`"100M"`). Embeddings count.
         memory: with `structure="auto"`: the most bytes that the weights are left with as they are written, `"200MB"`.
         latency: with `structure="auto"`: the most time that a text takes, as a share of the dense model's (`0.7`), by a
-            table that is measured on this machine: 512 tokens are read, and 32 written, one text at a time.
+            table that is measured on this machine: 512 tokens are read, and 32 written by what writes, one text (or
+            image, ...) at a time.
         preset: speed or quality: `"fast"` (`probes=1`), `"balanced"` (`probes=2`) or `"best"` (`probes=1,
             update="admm"`); with an n:m pattern these are `update="sparsegpt"`, `update="sparsegpt+admm"`, and
             `probes=1, update="admm"`. Options that are given win over a preset, which then is the name of what they

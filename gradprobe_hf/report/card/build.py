@@ -22,6 +22,9 @@ from gradprobe_hf.report.report import Report, without_examples
 from gradprobe_hf.report.speed import measurements, protocol
 from gradprobe_hf.structures.budgets import BUDGETS
 
+# How the tasks are called whose models write no text.
+_READS_ALONE = ("-classification", "-extraction", "-segmentation", "-answering", "-choice", "fill-mask")
+
 
 def build_card(
     report: Report, config: GradProbeConfig, base: dict[str, Any], where: str, revision: str | None = None
@@ -55,6 +58,7 @@ def build_card(
         calibration=without_examples(report.calibration),
         calibrated_on=rows_read(report.calibration) if report.calibration else "",
         structure=shape_tables(report, config),
+        writes=not str(report.model["task"]).endswith(_READS_ALONE),
         files=size_of_files(report),
         speed=_speed(report),
         config=yaml.safe_dump(set_options(config), sort_keys=False).strip(),
