@@ -154,8 +154,8 @@ bench-refined-stories: $(READY)  ## the same training behind SparseGPT and behin
 bench-gradient-admm: $(READY)  ## ADMM in training (ELSA) beside one probe and recovery, at 70, 80 and 90%: hours
 	$(BIN)/python -m benchmarks.gradient_admm --model $(STORIES) $(SPLIT_STORIES) --evaluation-samples 48 $(FLAGS)
 
-bench-rivals: $(READY)  ## one draw of the rows that others are compared by, on the model of 15M
-	$(STORIES15M) --seed 0 --methods $(EQUALS) $(RIVALS) --columns 0.5 0.6 0.7 0.8 2:4 \
+bench-rivals: $(READY)  ## three draws of the rows that others are compared by, on the model of 15M
+	$(STORIES15M) --seed 0 1 2 --methods $(EQUALS) $(RIVALS) --columns 0.5 0.6 0.7 0.8 2:4 \
 		--output benchmarks/results/rivals.json $(FLAGS)
 
 bench-structured: $(READY)  ## whole channels, heads and blocks of the model of 15M

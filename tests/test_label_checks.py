@@ -155,6 +155,16 @@ class TestAnswersInATextByPosition:
         assert prune(self.model(), Dataset.from_list(self.rows(end=50)), score="wanda", apply=False).masks
 
 
+@pytest.mark.parametrize("label", [float("nan"), float("inf")])
+def test_what_is_no_measure_is_refused_with_its_row(label):
+    """The loss of a whole batch would be no number, and nobody would know whose."""
+    model = seeded(hf.BertForSequenceClassification, hf.BertConfig(**BERT, num_labels=1))
+    rows = [{"text": f"row {number}", "label": 0.5} for number in range(4)]
+    rows[2] = {"text": "the bad row", "label": label}
+    with pytest.raises(ValueError, match=r"one label predicts a number, and a row \(.*the bad row.*has the label"):
+        prune(model, rows)
+
+
 def test_rows_of_a_model_without_masks_are_not_padded():
     sizes = {name: size for name, size in BERT.items() if name != "num_attention_heads"}
     model = seeded(hf.FNetForSequenceClassification, hf.FNetConfig(**sizes, num_labels=2, pad_token_id=258))

@@ -5,6 +5,7 @@ Everywhere `[rows, tokens]`, padded on the right; labels that count nowhere are 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -142,9 +143,11 @@ def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:
         return torch.tensor(
             [named.number(value, f"a row ({_short(row)})") for value, row in zip(values, rows, strict=True)]
         )
-    for value in values:
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise ValueError(f"a model with one label predicts a number, and a row has the label {value!r}.")
+    for value, row in zip(values, rows, strict=True):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(
+                f"a model with one label predicts a number, and a row ({_short(row)}) has the label {value!r}."
+            )
     return torch.tensor(values, dtype=torch.float32)
 
 
