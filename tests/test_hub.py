@@ -418,29 +418,37 @@ def test_a_tokenizer_of_an_earlier_push_is_not_there_beside_the_new_one(hub, use
     """Its template and special tokens would be read with the new one, and what was measured had others."""
     old = ["chat_template.jinja", "special_tokens_map.json", "tokenizer.model", "generation_config.json"]
     kept = ["notes.txt", "preprocessor_config.json", "model.gguf", "onnx/model.onnx"]
-    for has_tokenizer in (True, False):
-        hub.repositories["me/again"] = Repository()
-        files = hub.repositories["me/again"].revisions["main"]
-        files |= dict.fromkeys([*old, *kept], b"old")
-        made = tmp_path / str(has_tokenizer)
-        made.mkdir()
-        new = ["model.safetensors", *(["tokenizer_config.json"] if has_tokenizer else [])]
-        for name in new:
-            (made / name).write_text("new")
-        ran = user.run(PUSH_SCRIPT, made, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
-        assert ran.returncode == 0, ran.stderr
-        assert set(files) == {*new, *kept, *([] if has_tokenizer else old[:3])}
+    new = {"with": ["model.safetensors", "tokenizer_config.json"], "without": ["model.safetensors"]}
+    for name, files in new.items():
+        hub.repositories[f"me/{name}"] = Repository(revisions={"main": dict.fromkeys([*old, *kept], b"old")})
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text("new")
+    script = (
+        "from gradprobe_hf.checkpoint.push import *; [push_folder(one, f'me/{one}') for one in ('with', 'without')]"
+    )
+    ran = user.run(script, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
+    assert ran.returncode == 0, ran.stderr
+    found = {name: set(hub.repositories[f"me/{name}"].revisions["main"]) for name in new}
+    assert found == {"with": {*new["with"], *kept}, "without": {*new["without"], *kept, *old[:3]}}
+
+
+ADAPTER_SCRIPT = """
+from gradprobe_hf.checkpoint.push import check_push
+for branch in ("tuned", "main", "new"):
+    try:
+        print(branch, check_push("me/it", revision=branch))
+    except ValueError as error:
+        print(branch, error)
+"""
 
 
 def test_an_adapter_on_another_branch_is_no_hindrance_and_one_on_this_branch_is(hub, user, tmp_path):
-    script = (
-        "import sys; from gradprobe_hf.checkpoint.push import check_push; check_push('me/it', revision=sys.argv[1])"
-    )
-    hub.repositories["me/it"] = Repository()
-    hub.repositories["me/it"].revisions |= {"main": {}, "tuned": {"adapter_config.json": b"{}"}}
-    for branch, is_refused in (("tuned", True), ("main", False), ("new", False)):
-        ran = user.run(script, branch, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
-        assert ("holds an adapter" in ran.stderr) == (ran.returncode != 0) == is_refused, ran.stderr
+    hub.repositories["me/it"] = Repository(revisions={"main": {}, "tuned": {"adapter_config.json": b"{}"}})
+    ran = user.run(ADAPTER_SCRIPT, cwd=tmp_path, environment={"HF_TOKEN": TOKEN})
+    tuned, *others = ran.stdout.splitlines()
+    assert "me/it holds an adapter" in tuned
+    assert others == ["main me/it", "new me/it"]
 
 
 def test_the_repository_of_the_model_itself_is_refused_before_the_work(written, checkpoint, tmp_path, monkeypatch):

@@ -13,8 +13,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from gradprobe_hf.checkpoint.replacing import replacing
-with replacing(Path(sys.argv[1])) as scratch:
-    (scratch / "half").write_text("half")
+with replacing(Path(sys.argv[1])) as scratch, replacing(Path(sys.argv[2])) as other:
+    for folder in (scratch, other):
+        (folder / "half").write_text("half")
     os.kill(os.getpid(), signal.SIGKILL)
 """
 pytest.importorskip("fcntl", reason="folders cannot be locked here")
@@ -25,8 +26,7 @@ def names(folder):
 
 
 def test_what_a_killed_process_left_goes_with_the_next_one(tmp_path):
-    for name in ("out", "out.other"):
-        assert subprocess.run([sys.executable, "-c", KILLED, tmp_path / name]).returncode < 0
+    assert subprocess.run([sys.executable, "-c", KILLED, tmp_path / "out", tmp_path / "out.other"]).returncode < 0
     left = names(tmp_path)
     assert len(left) == 2
     with replacing(tmp_path / "out") as scratch:
