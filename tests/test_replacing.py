@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -54,3 +55,13 @@ def test_a_body_that_fails_leaves_what_was_there(tmp_path):
         (scratch / "half").write_text(str(1 / 0))
     assert names(tmp_path) == ["out"]
     assert names(tmp_path / "out") == ["before"]
+
+
+def test_a_folder_that_nobody_may_list_is_written_into(tmp_path, monkeypatch):
+    def refused(_):
+        raise PermissionError("it may be written, and not read")
+
+    monkeypatch.setattr(Path, "iterdir", refused)
+    with replacing(tmp_path / "out") as scratch:
+        (scratch / "whole").write_text("whole")
+    assert (tmp_path / "out" / "whole").read_text() == "whole"

@@ -98,9 +98,13 @@ def _held(folder: Path) -> Iterator[bool]:
 
 
 def _remove_abandoned(parent: Path, begins: str) -> None:
-    """Scratch folders that nobody holds: they are as large as a model."""
-    for folder in parent.iterdir():
-        if folder.name.startswith(begins) and folder.is_dir():
-            with suppress(OSError), _held(folder) as is_abandoned:
-                if is_abandoned:
-                    shutil.rmtree(folder)
+    """Scratch folders that nobody holds: they are as large as a model.
+
+    Those that cannot be removed, or found where nobody may list the folder, stay: that costs no result.
+    """
+    with suppress(OSError):
+        for folder in parent.iterdir():
+            if folder.name.startswith(begins) and folder.is_dir():
+                with _held(folder) as is_abandoned:
+                    if is_abandoned:
+                        shutil.rmtree(folder, ignore_errors=True)
