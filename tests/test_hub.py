@@ -475,6 +475,20 @@ def test_the_repository_of_the_model_itself_is_refused_before_the_work(written, 
         result.push_to_hub("tiny", revision="v2")
 
 
+def test_the_repository_that_a_pruned_folder_came_from_is_refused_too(written, text_file, tmp_path, monkeypatch):
+    """Pruned once more from its folder, which has another name than the dense model of the Hub."""
+    monkeypatch.setattr("gradprobe_hf.checkpoint.destination.check_push", lambda name, *_: name)
+    monkeypatch.setattr("gradprobe_hf.checkpoint.destination.push_folder", lambda *_, **__: "uploaded")
+    once = tmp_path / "once"
+    shutil.copytree(written[1], once)
+    card = ModelCard.load(once / "README.md")
+    card.data.base_model = ["me/dense"]
+    card.save(once / "README.md")
+    with pytest.raises(ValueError, match=r"push_to_hub='Me/Dense' is a model that '.*once' was made from, by its card"):
+        prune(str(once), text_file, push_to_hub="Me/Dense")
+    assert prune(str(once), text_file, push_to_hub="me/pruned", output_dir=tmp_path / "twice").report.zeros
+
+
 def test_the_repository_of_a_teacher_is_refused_before_the_work(written, checkpoint, text_file, monkeypatch):
     for module in ("destination", "saving"):
         monkeypatch.setattr(f"gradprobe_hf.checkpoint.{module}.check_push", lambda name, *_: f"me/{name}")

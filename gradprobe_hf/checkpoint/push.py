@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,10 @@ from httpx2 import TransportError
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 from huggingface_hub.utils._validators import validate_repo_id
+from transformers import PreTrainedModel
+
+from gradprobe_hf.model.loading.stored_files import loaded_revision, stored_file
+from gradprobe_hf.report.card.base_model import CARD, bases
 
 logger = logging.getLogger(__name__)
 
@@ -40,24 +44,25 @@ def check_repository_name(repo_id: str) -> None:
         raise ValueError(f"push_to_hub={repo_id!r} is not a repository name like 'user/model': {error}") from error
 
 
-def check_not_read(
-    repo_id: str, *model_names: str, revision: str | None = None, read_revisions: Sequence[str | None] = ()
-) -> None:
-    """Raise ValueError for the repository that a model was loaded from, whose weights would be replaced.
+def check_not_read(repo_id: str, model: PreTrainedModel, *other_names: str, revision: str | None = None) -> None:
+    """Raise ValueError for a repository whose weights would be replaced: that of a model that is read, or that the
+    model was made from, by the card beside it (pruned once more from a folder, say).
 
     Args:
         repo_id: its full name.
-        model_names: the `name_or_path` of the models that are read.
+        other_names: the `name_or_path` of other models that are read.
         revision: the branch that is pushed to. One that nothing is read from is another place than the main one.
-        read_revisions: the branches that models were loaded from, where they are known.
     """
-    # To the Hub, Me/Model and me/model are one.
-    if repo_id.casefold() not in map(str.casefold, model_names) or Path(repo_id).is_dir():
+    name = repo_id.casefold()  # to the Hub, Me/Model and me/model are one
+    is_read = name in map(str.casefold, (model.name_or_path, *other_names))
+    is_base = name in map(str.casefold, bases(stored_file(model, CARD, subfolder="")))
+    if not (is_read or is_base) or Path(repo_id).is_dir():
         return
-    if revision in (None, MAIN, *read_revisions):
+    if revision in (None, MAIN, loaded_revision(model)):
         branch = "" if revision is None else f" at {revision!r}"
+        what = "is read" if is_read else f"{model.name_or_path!r} was made from, by its card"
         raise ValueError(
-            f"push_to_hub={repo_id!r} is a model that is read{branch}: push the result to another repository, or to a "
+            f"push_to_hub={repo_id!r} is a model that {what}{branch}: push the result to another repository, or to a "
             "branch of its own (revision=)."
         )
 

@@ -14,7 +14,6 @@ from gradprobe_hf.checkpoint.push import MAIN, check_not_read, check_push, kept_
 from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.fsdp import is_sharded
-from gradprobe_hf.model.loading.stored_files import loaded_revision
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.paths import expanded
@@ -135,8 +134,7 @@ class Savable(ABC):
         full_name = check_push(repo_id, private, token, create_pr, revision)
         if not create_pr:
             teacher = (self.report.recovery or {}).get("teacher", {})
-            read = self.model.name_or_path, teacher.get("name", "")
-            check_not_read(full_name, *read, revision=revision, read_revisions=[loaded_revision(self.model)])
+            check_not_read(full_name, self.model, teacher.get("name", ""), revision=revision)
         branch = None if revision == MAIN else revision
         scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
         folder = scratch / full_name.split("/")[-1]

@@ -40,7 +40,7 @@ from gradprobe_hf.model.loading.stored_files import (
     stored_weights,
 )
 from gradprobe_hf.model.parameters import is_offloaded, parameter_bytes
-from gradprobe_hf.report.card.base_model import base_metadata
+from gradprobe_hf.report.card.base_model import CARD, base_metadata
 from gradprobe_hf.report.card.build import build_card, build_recovered_card
 from gradprobe_hf.report.original import DENSE
 from gradprobe_hf.report.plots import save_plots
@@ -49,8 +49,6 @@ from gradprobe_hf.runtime.option_checks import check_folder
 from gradprobe_hf.structures.removal import Removal
 
 logger = logging.getLogger(__name__)
-
-CARD = "README.md"
 
 
 def check_destination(directory: str | Path, model_name: str, overwrite: bool) -> None:

@@ -12,7 +12,7 @@ from huggingface_hub.utils._validators import validate_repo_id
 
 logger = logging.getLogger(__name__)
 
-
+CARD = "README.md"
 _HANDED_ON = ("license", "license_name", "license_link", "language")
 _USED_WITH = ("library_name", "pipeline_tag", "tags")
 
@@ -26,15 +26,27 @@ def base_metadata(name: str, card: Path | None, keeps_use: bool = False) -> dict
         card: the file, if it has one.
         keeps_use: whether what it is used with, and for, still holds of the pruned one.
     """
-    try:
-        data = {} if card is None else ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
-        data["language"] = _languages(data.get("language"))
-    except Exception as error:  # a broken card of the base must not cost a finished result
-        logger.debug("no card of the base model %s: %s", name, error)
-        data = {}
+    data = _metadata(card)
     kept = {key: data[key] for key in (*_HANDED_ON, *(_USED_WITH if keeps_use else ())) if data.get(key)}
     base = data.get("base_model") if name and Path(name).is_dir() else (name if _names_repository(name) else None)
     return {**kept, "base_model": base} if base else kept
+
+
+def bases(card: Path | None) -> list[str]:
+    """The repositories that a card names as what its model was made from."""
+    found = _metadata(card).get("base_model") or []
+    return [found] if isinstance(found, str) else [str(one) for one in found]  # many cards have a list of one
+
+
+def _metadata(card: Path | None) -> dict[str, Any]:
+    if card is None:
+        return {}
+    try:
+        data = ModelCard.load(card, ignore_metadata_errors=True).data.to_dict()
+        return {**data, "language": _languages(data.get("language"))}
+    except Exception as error:  # a broken card of the base must not cost a finished result
+        logger.debug("no metadata in %s: %s", card, error)
+        return {}
 
 
 def _names_repository(name: str) -> bool:
