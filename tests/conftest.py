@@ -24,6 +24,8 @@ from tqdm.std import TqdmDefaultWriteLock, tqdm
 
 from gradprobe_hf.bench.bench import measured
 from gradprobe_hf.bench.subject import Subject
+from gradprobe_hf.checkpoint import write
+from gradprobe_hf.report import plots
 from tests import cases, launch, scripts
 from tests.loopback_hub import running_hub
 
@@ -53,6 +55,22 @@ TEXT = " ".join(
 @pytest.fixture(autouse=True)
 def one_thread():
     torch.set_num_threads(1)  # tiny matrices: a second thread only waits
+
+
+@pytest.fixture(scope="session", autouse=True)
+def without_pictures():
+    """They take a third of the time of a run of a tiny model, and few tests look at them."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(write, "save_plots", lambda *_: [])
+        yield
+
+
+@pytest.fixture(scope="module")
+def pictures(without_pictures):
+    """Draws those of checkpoints for the rest of a file of tests."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(write, "save_plots", plots.save_plots)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -34,6 +34,7 @@ from gradprobe_hf.report.speed import times_as_fast
 from tests import cases
 from tests.conftest import Here
 
+pytestmark = pytest.mark.usefixtures("pictures")
 WORK = Workload(prompt_length=8, new_tokens=4)
 PAUSE = 0.005  # seconds
 MAPS = Path("/proc/self/maps")

@@ -27,13 +27,6 @@ SHORT = {"num_samples": 4, "sequence_length": 16, "evaluation_samples": 4}
 ON_PYDOC = ["--data", "pydoc", "--num-samples", "4", "--sequence-length", "16"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_pictures():
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
-        yield
-
-
 @pytest.fixture
 def warnings_of(capsys):
     """What the command line warns of."""

@@ -25,14 +25,6 @@ from tests.structure_page import FAMILIES
 from tests.test_processes import pruned
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_pictures():
-    """They take half of the time, and say nothing here."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
-        yield
-
-
 def mixture(dtype=torch.float32):
     """With router rows that are far apart: it chooses, and does not toss."""
     model = cases.build("mixtral")

@@ -139,6 +139,18 @@ def test_enough_text_is_no_warning():
     assert not cases.prune(cases.build("llama"), structure={"ffn": 8}, calibration=text).report.warnings
 
 
+def test_fewer_tokens_than_inputs_are_told_where_weights_are_updated():
+    model = cases.build("llama")
+    inputs = max(target.shape[1] for target in find_targets(model))
+    few = cases.batches("llama", rows=2, length=inputs // 2 - 1)
+    said = f"has {inputs - 2} tokens, and `model.layers.0.mlp.down_proj.weight` {inputs} inputs: with fewer tokens than"
+    for update, count in (("admm", 1), ("sparsegpt", 1), ("none", 0)):
+        found = cases.prune(model, few, sparsity=0.5, update=update, apply=False).report.warnings
+        assert sum(said in warning for warning in found) == count, update
+    enough = cases.batches("llama", rows=2, length=inputs // 2)
+    assert not cases.prune(model, enough, sparsity=0.5, update="obs", apply=False).report.warnings
+
+
 def test_images_are_not_counted_as_tokens():
     assert not cases.prune(cases.build("vit"), structure={"ffn": 7}, calibration=cases.batches("vit")).report.warnings
 

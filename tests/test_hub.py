@@ -26,6 +26,7 @@ from tests import cases, labelled
 from tests.loopback_hub import TOKEN, Repository
 
 ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.usefixtures("pictures")
 
 
 def prune(source, text_file, **options):

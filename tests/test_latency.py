@@ -28,7 +28,6 @@ AROUND, BLOCK, CHANNEL, HEAD = 2.0, 1.0, 0.05, 0.3  # seconds
 def quick(monkeypatch):
     monkeypatch.setattr(latency, "ROUNDS", 3)
     monkeypatch.setattr(latency, "WARMUP", 1)
-    monkeypatch.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
 
 
 def cost(config):

@@ -176,7 +176,7 @@ def whole(kind):
     return run(**OPTIONS[kind])
 
 
-@some("kind", OPTIONS, fast=("int8 on disk", "threshold", "sequential, admm"))
+@some("kind", OPTIONS, fast=("int8 on disk", "sequential, admm"))
 def test_killed_it_ends_the_same(kind, tmp_path):
     options, folder = OPTIONS[kind], tmp_path / "state"
     for moment in KILLS[kind]:
@@ -484,7 +484,7 @@ def one_of_two(folder, stop_at, kind, options):
         pytest.param("batch", 3, {"sparsity": 0.5}, (8 - 2, 8 - 2), marks=pytest.mark.slow),
         pytest.param("batch", 4, {"sparsity": 0.5}, (8 - 2, 8 - 4), marks=pytest.mark.slow),
         pytest.param("batch", 7, {"sparsity": 0.5}, (8 - 6, 8 - 6), marks=pytest.mark.slow),
-        ("batch", 4, {"sparsity": 0.5, "shards": True}, (8 - 2, 8 - 2)),
+        pytest.param("batch", 4, {"sparsity": 0.5, "shards": True}, (8 - 2, 8 - 2), marks=pytest.mark.slow),
         ("block", 2, {"sparsity": 0.5, "probes": 1, "update": "admm"}, (3 - 1, 3 - 1)),
         pytest.param(
             *("block", 2, {"sparsity": 0.5, "probes": 1, "update": "admm", "shards": True}, (3 - 1, 3 - 1)),

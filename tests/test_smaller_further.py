@@ -25,14 +25,6 @@ TEXT = [f"Sentence number {number} is about {number * 7} other things." for numb
 STEPS = RecoveryConfig(steps=2, batch_size=2, sequence_length=16, learning_rate=1e-2, warmup_steps=0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def without_pictures():
-    """They take half of the time, and say nothing here."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
-        yield
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """With the dense model and the smaller one."""
@@ -253,6 +245,7 @@ def test_a_smaller_model_is_recovered_whole(folder):
     assert "trained towards the dense model's predictions, in" in card
 
 
+@pytest.mark.slow
 def test_what_is_dense_in_a_card_is_what_was_measured_beside(folder, capsys):
     """Of a model that was made smaller twice: the sizes and speeds of the one between are none of the dense model's."""
     smaller, dense = loaded(folder / "smaller").num_parameters(), loaded(folder / "dense").num_parameters()

@@ -38,6 +38,7 @@ from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import random_smaller, smaller_config
 from tests import cases
+from tests.grids import some
 from tests.smaller_models import SIZES, build, perturbed
 from tests.structure_page import GEMMA4
 
@@ -213,11 +214,8 @@ def test_what_is_left_can_be_recovered(name, options, tmp_path):
     assert found != pytest.approx(plain.report.evaluation["pruned"]["loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", ["t5", "vit", "bert"])
-def test_a_whole_run_of_an_encoder(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        "gradprobe_hf.checkpoint.write.save_plots", lambda *_: None
-    )  # most of the time, and nothing new
+@some("name", ["t5", "vit", "bert"], fast=("t5",))
+def test_a_whole_run_of_an_encoder(name, tmp_path):
     model, batches = perturbed(cases.build(name)), cases.batches(name)
     cut = cases.prune(model, batches, structure={"ffn": 8}, update="none", evaluation=batches)
     result = cases.prune(model, batches, structure={"ffn": 8}, evaluation=batches, output_dir=tmp_path / "made")
@@ -413,8 +411,7 @@ def test_experts_go_of_a_mixture_that_returns_the_loss_of_its_routers(tmp_path):
     assert measured == pytest.approx(result.report.evaluation["pruned"]["loss"], rel=1e-4)
 
 
-def test_an_interrupt_at_any_pass_leaves_everything_as_it_was(tmp_path, monkeypatch):
-    monkeypatch.setattr("gradprobe_hf.checkpoint.write.save_plots", lambda *_: None)
+def test_an_interrupt_at_any_pass_leaves_everything_as_it_was(tmp_path):
     model, passes, stops = build("llama"), [0], [None]
 
     def count(*_):

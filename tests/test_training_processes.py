@@ -85,7 +85,7 @@ def in_shards(case):
 # What DDP does to a gradient is the same for every callback; shards are not.
 
 
-@some("case", CALLBACKS, fast=("from zeros", "state by tensor", "selective", "spikes"))
+@some("case", CALLBACKS, fast=("state by tensor", "spikes"))
 def test_two_processes_with_shards_end_as_one(case):
     check_two_processes(case, "fsdp")
 

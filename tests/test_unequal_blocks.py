@@ -12,7 +12,7 @@ from gradprobe_hf.data.text.self_generated import own_text, window_bytes
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.shapes.budget import budget_shapes
 from tests import cases
-from tests.grids import grid
+from tests.grids import some
 
 SIZES = {
     "vocab_size": 260,
@@ -76,7 +76,8 @@ def pruned(model, **options):
 OF_KINDS = {"lfm2": LFM2, "lfm2_moe": LFM2_MOE, "qwen3_5_text": QWEN3_5}
 
 
-@grid("kind, share", list(OF_KINDS), [0.85, 0.6])
+@some("kind", OF_KINDS, fast=("lfm2_moe",))
+@pytest.mark.parametrize("share", [0.85, 0.6])
 def test_a_budget_of_parameters_is_met_whichever_blocks_go(kind, share, tmp_path):
     options = OF_KINDS[kind]
     model = built(kind, **options)
@@ -124,6 +125,7 @@ def test_own_text_takes_the_room_of_keys_and_values_of_unlike_blocks():
     assert own_text(model, 2, 10, 0, progress=False).shape == (2, 10)
 
 
+@pytest.mark.slow
 def test_a_budget_of_bytes_is_met_by_the_file(tmp_path):
     result = pruned(built("lfm2", **LFM2), structure="auto", memory="96KB")
     result.save_pretrained(tmp_path / "smaller")
@@ -142,6 +144,7 @@ def test_a_budget_is_within_reach_where_large_blocks_have_to_go():
         budget_shapes(model, targets, GradProbeConfig(structure="auto", params=smallest // 4))
 
 
+@pytest.mark.slow
 def test_of_a_hybrid_some_attention_stays(tmp_path):
     """It tells how far the text has come: without any the model can read one text, and not write."""
     model = built("qwen3_next", **QWEN3_NEXT)  # of six blocks the fourth has attention

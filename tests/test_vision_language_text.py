@@ -257,7 +257,11 @@ def test_images_of_some_rows_alone_are_told_apart(tmp_path):
 
 @pytest.mark.parametrize(
     "options",
-    [{"order": "sequential"}, {"include": [r"re:vision_tower\.encoder\.layers\.[01]\."]}, {"refinement": "blocks"}],
+    [
+        pytest.param({"order": "sequential"}, marks=pytest.mark.slow),
+        pytest.param({"include": [r"re:vision_tower\.encoder\.layers\.[01]\."]}, marks=pytest.mark.slow),
+        {"refinement": "blocks"},
+    ],
     ids=["sequential", "the tower alone", "blocks"],
 )
 def test_a_text_without_an_image_says_nothing_of_the_tower_that_sees(options):

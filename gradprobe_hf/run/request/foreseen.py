@@ -79,21 +79,29 @@ def _about_embeddings(context: RunContext) -> list[str]:
 
 
 def _about_tokens(context: RunContext) -> list[str]:
-    """Where least squares has so little text that it fits that alone."""
+    """Where there is so little text that a weight update fits that alone, or is not determined by it."""
     config, tokens = context.config, context.calibration.tokens
     is_text = context.model.main_input_name == "input_ids"  # what an image has in place of tokens is not counted
-    if not (config.structures and config.update_row.chooses_damping and is_text):
+    if config.update_row.function is None or not is_text or not tokens:
         return []
-    if config.holds_out:
-        return [_ONE_ROW] * (context.calibration.samples < 2)
     widest = max(context.targets, key=lambda target: target.shape[1])
     inputs = widest.shape[1]
-    if tokens >= ENOUGH * inputs:
-        return []
-    return [
-        f"The calibration has {tokens:,} tokens, and `{widest.name}` {inputs:,} inputs: with fewer than {ENOUGH} for "
-        "each least squares fits what is peculiar to this text. Give more num_samples, or damping='auto'."
-    ]
+    if config.structures and config.update_row.chooses_damping:
+        if config.holds_out:
+            return [_ONE_ROW] * (context.calibration.samples < 2)
+        if tokens < ENOUGH * inputs:
+            return [
+                f"The calibration has {tokens:,} tokens, and `{widest.name}` {inputs:,} inputs: with fewer than "
+                f"{ENOUGH} for each least squares fits what is peculiar to this text. Give more num_samples, or "
+                "damping='auto'."
+            ]
+    elif tokens < inputs:
+        return [
+            f"The calibration has {tokens:,} tokens, and `{widest.name}` {inputs:,} inputs: with fewer tokens than "
+            "inputs they do not determine the weight update, and the damping, even rounding (another batch_size), "
+            "decides the rest. Give more num_samples."
+        ]
+    return []
 
 
 def _about_own_loss(context: RunContext) -> list[str]:
