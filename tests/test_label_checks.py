@@ -165,9 +165,16 @@ def test_what_is_no_measure_is_refused_with_its_row(label):
         prune(model, rows)
 
 
-def test_rows_of_a_model_without_masks_are_not_padded():
-    sizes = {name: size for name, size in BERT.items() if name != "num_attention_heads"}
-    model = seeded(hf.FNetForSequenceClassification, hf.FNetConfig(**sizes, num_labels=2, pad_token_id=258))
+@pytest.mark.parametrize("family", ["fnet", "convbert", "mobilebert"])
+def test_rows_of_a_model_that_computes_with_padding_are_not_padded(family):
+    sizes = {name: size for name, size in BERT.items() if name != "num_attention_heads" or family != "fnet"}
+    narrow = {"embedding_size": 16, "true_hidden_size": 16, "intra_bottleneck_size": 16, "conv_kernel_size": 3}
+    config = hf.AutoConfig.for_model(family, **sizes, num_labels=2, pad_token_id=258, **narrow)
+    torch.manual_seed(0)
+    model = hf.AutoModelForSequenceClassification.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
     rows = Dataset.from_list([{"text": "word " * (1 + number % 3), "label": number % 2} for number in range(8)])
     losses = [measured(model, rows, batch_size=size, num_samples=8)["loss"] for size in (1, 4)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -11,6 +11,7 @@ import torch
 from datasets import Audio, ClassLabel, Dataset, Features, Value
 from PIL import Image
 from transformers import ASTConfig, ASTFeatureExtractor, ASTForAudioClassification
+from transformers.image_utils import load_image
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
 from gradprobe_hf.tasks.media_batches import as_image
@@ -122,6 +123,17 @@ def test_speech_that_the_model_would_not_hear_the_end_of_is_refused(seconds):
 
 
 PICTURE = np.random.default_rng(0).integers(0, 256, (9, 7, 3), dtype=np.uint8)
+
+
+def test_a_photograph_is_upright_as_pipelines_see_it(tmp_path):
+    turned = Image.Exif()
+    turned[274] = 6  # a camera that was held upright
+    Image.fromarray(PICTURE).save(tmp_path / "photo.png", exif=turned)
+    seen = load_image(str(tmp_path / "photo.png"))
+    assert seen.size == (PICTURE.shape[0], PICTURE.shape[1])
+    data = (tmp_path / "photo.png").read_bytes()
+    for given in (str(tmp_path / "photo.png"), {"bytes": data}, Image.open(tmp_path / "photo.png"), seen):
+        assert np.array_equal(np.asarray(as_image(given)), np.asarray(seen))
 
 
 @pytest.mark.parametrize(

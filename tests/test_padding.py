@@ -192,6 +192,60 @@ def test_padding_has_no_part_in_the_result(make: Callable[[], PreTrainedModel], 
     assert sum(int((alone[name] ^ together[name]).sum()) for name in alone) <= swapped
 
 
+@pytest.mark.parametrize("make", [hf.BartForConditionalGeneration, hf.T5ForConditionalGeneration])
+def test_a_prompt_of_the_decoder_counts_though_nothing_predicts_it(make):
+    """As Donut and Whisper are trained: what a decoder is told to do comes before what it writes."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 16, "decoder_start_token_id": START, **WORDS}
+    model = make(make.config_class(**sizes, **_DEPTHS[make])).double().eval()
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 64, (4, 12), generator=generator)
+    labels = torch.randint(3, 64, (4, 10), generator=generator)
+    labels[:, :6] = -100
+    labels[:2, 8:] = -100  # padding
+    batch = {**_masked(ids), "decoder_input_ids": torch.randint(3, 64, (4, 10), generator=generator), "labels": labels}
+    mask = torch.ones_like(labels)
+    mask[:2, 8:] = 0
+    told, given = (
+        prune_pretrained(
+            model, GradProbeConfig(score="wanda"), calibration=[one], evaluation=False, apply=False, progress=False
+        ).masks
+        for one in (batch, {**batch, "decoder_attention_mask": mask})
+    )
+    assert all(torch.equal(told[name], given[name]) for name in given)
+
+
+_DEPTHS = {
+    hf.BartForConditionalGeneration: {
+        f"{side}_{what}": count
+        for side in ("encoder", "decoder")
+        for what, count in (("layers", 1), ("ffn_dim", 24), ("attention_heads", 2))
+    },
+    hf.T5ForConditionalGeneration: {"num_layers": 1, "num_heads": 2, "d_kv": 8, "d_ff": 24},
+}
+
+
+def test_a_loss_that_goes_by_the_mask_has_as_many_terms():
+    """ELECTRA's, whose labels at padding may be anything."""
+    torch.manual_seed(0)
+    model = hf.ElectraForPreTraining(hf.ElectraConfig(**SHORT, vocab_size=64, embedding_size=16)).eval()
+    lengths, generator = torch.tensor([3, 9, 5, 12]), torch.Generator().manual_seed(1)
+    mask = (torch.arange(12) < lengths[:, None]).long()
+    batch = {
+        "input_ids": torch.randint(3, 64, (4, 12), generator=generator) * mask,
+        "attention_mask": mask,
+        "labels": torch.randint(2, (4, 12), generator=generator) * mask,
+    }
+    total = 0.0
+    for row, length in enumerate(lengths.tolist()):
+        alone = {name: values[row : row + 1, :length] for name, values in batch.items()}
+        total += model(**alone).loss.item() * length
+    options = {"evaluation": [batch], "apply": False, "progress": False}
+    found = prune_pretrained(model, GradProbeConfig(score="magnitude"), **options).report.evaluation["dense"]
+    assert found["terms"] == int(lengths.sum())
+    assert found["loss"] == pytest.approx(total / int(lengths.sum()), rel=1e-6)
+
+
 def test_what_fills_an_attention_window_is_padding():
     """Longformer pads by itself, and scales its queries in place."""
     torch.manual_seed(0)

@@ -99,6 +99,18 @@ def test_half_precision(name):
     assert zeros(pruned, masks)[0] == 0
 
 
+def test_a_smaller_model_without_an_embedding_of_tokens_is_recovered(tmp_path):
+    case, dense = labelled.CASES["vit"], labelled.build("vit")
+    given = {"processing_class": case.processor(), "progress": False, "evaluation": False}
+    dense.save_pretrained(tmp_path / "dense")
+    smaller = GradProbeConfig(structure={"ffn": 8}, update="none", num_samples=4)
+    prune_pretrained(dense, smaller, calibration=case.rows(), output_dir=tmp_path / "small", **given)
+    config = replace(OF_IMAGES, steps=2)
+    found = recover_pretrained(tmp_path / "small", tmp_path / "dense", config, text=case.rows(), **given)
+    assert found.report.recovery["steps"] == 2
+    assert found.model.num_parameters() < labelled.build("vit").num_parameters()
+
+
 def test_masked_text_is_known_whatever_is_masked():
     """Which tokens are hidden is drawn anew in every batch, and the labels say what stood there."""
     case, model = labelled.CASES["masked"], labelled.build("masked")

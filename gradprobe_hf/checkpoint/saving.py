@@ -15,6 +15,7 @@ from gradprobe_hf.checkpoint.write import Checkpoint, write_checkpoint
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.model.passes.rescaling import restore_scale
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.paths import expanded
 from gradprobe_hf.runtime.processes import Processes
@@ -78,6 +79,7 @@ class Savable(ABC):
         writes = self.processes.is_main
         if not writes and not is_sharded(self.model):  # shards are gathered by all
             return
+        restore_scale(self.model)
         with self.as_written():
             write_checkpoint(
                 expanded(directory),

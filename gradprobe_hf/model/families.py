@@ -50,6 +50,7 @@ _READ_BY_PARENT = {
     "MambaMixer": ("dt_proj",),
     "FalconMambaMixer": ("dt_proj",),
     "JambaMambaMixer": ("dt_proj",),
+    "TDNNLayer": ("kernel",),  # wav2vec 2.0's x-vectors
     "WavLMAttention": ("q_proj", "k_proj", "v_proj", "out_proj"),  # by F.multi_head_attention_forward
     "MultiheadAttention": ("out_proj",),  # torch's own
 }
@@ -62,12 +63,22 @@ _TIME_FIRST = ("fsmt", "xlnet", "longformer", "led")
 _WIDENING = ("longformer", "led", "big_bird", "bigbird_pegasus", "pegasus_x")
 # Types that read the patches of an image behind the tokens of a text.
 _WITH_PATCHES_BEHIND = ("vilt", "layoutlmv3")
-# Types that take means over all samples of a batch, padding among them.
-_WITH_MEANS_OF_ALL = ("moonshine",)
+# Types that compute with padding, whatever a mask says: means over all samples, convolutions and means over tokens.
+_WITHOUT_REGARD_TO_MASKS = (
+    *("moonshine", "sew", "data2vec-audio", "speech_to_text"),
+    *("convbert", "funnel", "mobilebert"),
+)
 # What models of sound tell their frames by, and mask them with, which only those have that are masked.
 _FRAME_LENGTHS = (
     ("_get_feat_extract_output_lengths", "_get_feature_vector_attention_mask"),
     ("_get_subsampling_output_length", "_get_output_attention_mask"),  # Parakeet
+)
+# Classes whose loss is of the tokens that the mask has, -100 or not.
+_MASKING_LABELS = (
+    "ElectraForPreTraining",
+    "FunnelForPreTraining",
+    "YosoForTokenClassification",
+    "BioGptForTokenClassification",
 )
 # Types of encoder-decoders that make what their decoder is given of the source, not of the labels.
 _COPYING = ("fsmt",)
@@ -141,6 +152,11 @@ def ignored_label(model: PreTrainedModel) -> int:
     return next((int(one) for one in known if one is not None), IGNORED) if segments else IGNORED
 
 
+def leaves_out_padding(model: PreTrainedModel) -> bool:
+    """Whether the model's own loss leaves out the labels of padding by the mask, whatever they are."""
+    return type(model).__name__ in _MASKING_LABELS
+
+
 def makes_decoder_inputs_of_source(model: PreTrainedModel) -> bool:
     """Whether a decoder is given the source where it is given nothing else, not the labels."""
     return model.config.model_type in _COPYING
@@ -169,11 +185,13 @@ def answers_by_position(model: PreTrainedModel) -> bool:
 def feels_padding(model: PreTrainedModel) -> bool:
     """Whether padding changes what is computed of a row, whatever a mask says.
 
-    An answer's position is one of all that a batch has, padding among them; FNet takes no mask.
+    An answer's position is one of all that a batch has, padding among them; FNet takes no mask; wav2vec 2.0's adapter,
+    where a model has one, is a convolution without any.
     """
     takes = forward_arguments(model)
     unmasked = "input_ids" in takes and "attention_mask" not in takes
-    return answers_by_position(model) or unmasked or model.config.model_type in _WITH_MEANS_OF_ALL
+    heedless = model.config.model_type in _WITHOUT_REGARD_TO_MASKS or bool(getattr(model.config, "add_adapter", False))
+    return answers_by_position(model) or unmasked or heedless
 
 
 def is_transducer(model: PreTrainedModel) -> bool:

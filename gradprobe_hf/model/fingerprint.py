@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from gradprobe_hf.model.parameters import own_parameters, read_weight
+from gradprobe_hf.model.passes.rescaling import restore_scale
 
 SAMPLED_ROWS = 8  # of each matrix, or a few more: enough to tell two models apart, and not to read 14 GB
 
@@ -17,6 +18,7 @@ def weights_fingerprint(model: nn.Module) -> str:
 
     It is the same where the model is offloaded; of a sharded model it is of this process's shards.
     """
+    restore_scale(model)  # that it has divided some is not that it was changed
     digest = sha256()
     for name, _ in own_parameters(model):
         values = read_weight(model, name)

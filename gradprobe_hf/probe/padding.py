@@ -161,7 +161,9 @@ def _decoder_mask(batch: Batch, encoder_mask: Tensor | None) -> Tensor | None:
     if isinstance(given, Tensor):
         return given != 0
     if isinstance(labels, Tensor) and labels.ndim == 2 and not labels.is_floating_point():
-        return labels != IGNORED  # transformers shifts these labels to make the decoder's inputs
+        # transformers shifts these labels to make the decoder's inputs. Those in front of the last that counts may be a
+        # prompt, which is read and not predicted.
+        return (labels != IGNORED).flip(-1).cumsum(-1).flip(-1) > 0
     # One label a row: transformers gives the decoder the inputs, shifted by one behind a token that begins them. Of a
     # row without padding the last one falls off, so that there are as many.
     return None if any(name.startswith("decoder_") for name in batch) else encoder_mask

@@ -5,6 +5,7 @@ from __future__ import annotations
 import filecmp
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ from gradprobe_hf.runtime.row_chunks import CACHED_ELEMENTS, row_chunks
 from gradprobe_hf.tasks.table import task_of_class
 
 UNRELATED = 0.1  # cosine of embeddings: a pruning at random of 95% of them would leave 0.22
+
+_NUMBERED = re.compile(r"\.\d+\.")  # in the name of a parameter of a block
 
 # What `accelerate launch` tells a Trainer to do with the weights.
 _LAUNCHED = {"ACCELERATE_USE_FSDP": "sharded by FSDP2", "ACCELERATE_USE_DEEPSPEED": "given to DeepSpeed"}
@@ -171,14 +174,15 @@ def _predicts_classes(model: PreTrainedModel) -> bool:
 
 
 def is_smaller(pruned: PreTrainedModel, dense: PreTrainedModel) -> bool:
-    """Whether whole structures of the dense model are gone: the same embeddings, and less of what is between them."""
+    """Whether whole structures of the dense model are gone: the same outside of blocks, and less in them."""
     mine, others = ({name: tuple(one.shape) for name, one in model.named_parameters()} for model in (pruned, dense))
     if mine == others or not mine.keys() <= others.keys():
         return False
     if any(len(mine[name]) != len(others[name]) for name in mine):
         return False
-    embeddings = [model.get_input_embeddings().weight.shape for model in (pruned, dense)]
-    return embeddings[0] == embeddings[1] and all(
+    # Embeddings, norms and heads have the width of the stream, which all structures leave.
+    outside = [name for name in mine if not _NUMBERED.search(name)]
+    return all(mine[name] == others[name] for name in outside) and all(
         own <= there for name in mine for own, there in zip(mine[name], others[name], strict=True)
     )
 

@@ -179,14 +179,15 @@ def as_image(value: Any, mode: str = "RGB") -> Image:
     Raises:
         ValueError: none of these, a file that is no image, or an array with other values than those of one.
     """
-    from PIL import Image
+    from PIL import Image, ImageOps
 
     if isinstance(value, Mapping):  # as `datasets` stores what is not decoded
         value = io.BytesIO(value["bytes"]) if value.get("bytes") else value.get("path")
     if isinstance(value, (list, np.ndarray, Tensor)):  # lists are how a table has arrays
         value = Image.fromarray(_pixels(np.asarray(value)))
     try:
-        image = value if isinstance(value, Image.Image) else Image.open(value)
+        # Upright where a camera has noted how it was held, as in pipelines of transformers and in `datasets`.
+        image = ImageOps.exif_transpose(value if isinstance(value, Image.Image) else Image.open(value))
         if image.mode.startswith("I") or image.mode == "F":  # PIL cuts off what is beyond 255: all of it is white
             raise ValueError(
                 f"{shown(value)} has {'fractions' if image.mode == 'F' else 'more than 8 bits a pixel'} (mode "

@@ -20,6 +20,7 @@ from gradprobe_hf.model.families import (
     forward_arguments,
     ignored_label,
     is_causal,
+    leaves_out_padding,
     shifts_labels,
     sums_own_loss,
     transcribes_freely,
@@ -136,7 +137,7 @@ def next_token_labels(batch: Batch) -> Tensor:
 
 def counted_labels(model: PreTrainedModel, batch: Batch) -> int | None:
     """How many labels of a batch the model's own loss counts; None: it has no labels that could count nowhere."""
-    labels = batch.get("labels")
+    labels = _labels_by_mask(batch) if leaves_out_padding(model) else batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     if is_causal(model) and "input_ids" in batch and labels.shape == batch["input_ids"].shape:
@@ -219,16 +220,20 @@ def _rows_at_once(logits: Tensor) -> int:
 
 def labels_of(batch: Batch) -> Tensor:
     """The given labels, or the tokens themselves; -100 at padding."""
-    labels = batch.get("labels")
-    if labels is None:
-        labels = batch["input_ids"]
-    mask = batch.get("attention_mask")
-    return labels if mask is None or mask.shape != labels.shape else labels.masked_fill(mask == 0, IGNORED)
+    return _labels_by_mask(batch, batch.get("input_ids"))
+
+
+def _labels_by_mask(batch: Batch, default: Tensor | None = None) -> Any:
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    labels = default if labels is None else labels
+    if labels is None or mask is None or mask.shape != labels.shape:
+        return labels
+    return labels.masked_fill(mask == 0, IGNORED)
 
 
 def _mean_over(model: PreTrainedModel, batch: Batch) -> Tensor:
     """The number of terms that transformers averaged over: labels that are not -100, or examples."""
-    labels = batch.get("labels")
+    labels = _labels_by_mask(batch) if leaves_out_padding(model) else batch.get("labels")
     if not isinstance(labels, Tensor):
         first = next(value for value in batch.values() if isinstance(value, Tensor))
         return torch.tensor(first.shape[0], device=first.device)

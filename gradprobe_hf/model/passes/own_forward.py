@@ -17,6 +17,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
+from gradprobe_hf.model.passes.rescaling import restore_scale
 from gradprobe_hf.runtime.interrupts import uninterrupted
 
 P = ParamSpec("P")
@@ -44,6 +45,7 @@ def with_own_forward(function: Callable[P, R]) -> Callable[P, R]:
 @contextmanager
 def own_forward(model: nn.Module) -> Iterator[None]:
     """The model as its class has it."""
+    restore_scale(model)
     with _in_own_precision(model), _without_graphs(model):
         yield
 

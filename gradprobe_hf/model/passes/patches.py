@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from gradprobe_hf.model.passes.rescaling import with_stored_scale
 from gradprobe_hf.runtime.interrupts import uninterrupted
 
 
@@ -22,7 +23,8 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
-        yield
+        with with_stored_scale(model):
+            yield
     finally:
         with uninterrupted():
             for module, training in modes:

@@ -1,0 +1,48 @@
+"""Weights that a model changes by itself: in evaluation mode transformers' RWKV divides some in place, before it runs.
+
+Two matrices of each of its later blocks are divided by a power of two, and the stream between blocks with them, so that
+half precision does not overflow. Nothing multiplies them back when the model is saved, and the next one that is loaded
+divides them once more. So they are as they are stored wherever this package reads them or runs the model; the model
+divides them again when somebody else runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from gradprobe_hf.runtime.interrupts import uninterrupted
+
+_IS_RESCALED = "layers_are_rescaled"
+
+
+def restore_scale(model: nn.Module) -> None:
+    """Multiply back what the model has divided; exact, since these are powers of two."""
+    for module in _rescaling(model):
+        if getattr(module, _IS_RESCALED):
+            in_training, module.training = module.training, True  # in which it does that by itself
+            module._rescale_layers()
+            module.training = in_training
+
+
+@contextmanager
+def with_stored_scale(model: nn.Module) -> Iterator[None]:
+    """In the body of the `with`, the model runs with its weights as they are stored."""
+    restore_scale(model)
+    kept = [(module, module.config.rescale_every) for module in _rescaling(model)]
+    try:
+        for module, _ in kept:
+            module.config.rescale_every = 0
+        yield
+    finally:
+        with uninterrupted():
+            for module, every in kept:
+                module.config.rescale_every = every
+                setattr(module, _IS_RESCALED, False)  # it says that it is: nothing was divided
+
+
+def _rescaling(model: nn.Module) -> list[Any]:
+    return [module for module in model.modules() if hasattr(module, _IS_RESCALED)]
