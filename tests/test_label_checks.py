@@ -165,6 +165,23 @@ def test_what_is_no_measure_is_refused_with_its_row(label):
         prune(model, rows)
 
 
+def test_several_measures_of_a_row_are_read():
+    config = hf.BertConfig(**BERT, num_labels=3, problem_type="regression", pad_token_id=258)
+    model = seeded(hf.BertForSequenceClassification, config)
+    rows = [{"text": f"row {number}", "label": [number / 8, 0.5, -1]} for number in range(8)]
+    found, words = measured(model, Dataset.from_list(rows), batch_size=4, num_samples=8)["loss"], cases.tokenizer()
+    own = [
+        model(**words(row["text"], return_tensors="pt"), labels=torch.tensor([row["label"]])).loss.item()
+        for row in rows
+    ]
+    assert found == pytest.approx(sum(own) / 8, rel=1e-5)
+    rows[2]["label"] = [0.5, 1]
+    with pytest.raises(
+        ValueError, match=r"with 3 labels predicts as many numbers, and a row \(.*row 2.*\[0\.5, 1\.0\]"
+    ):
+        prune(model, rows)
+
+
 @pytest.mark.parametrize("family", ["fnet", "convbert", "mobilebert"])
 def test_rows_of_a_model_that_computes_with_padding_are_not_padded(family):
     sizes = {name: size for name, size in BERT.items() if name != "num_attention_heads" or family != "fnet"}

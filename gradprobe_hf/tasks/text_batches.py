@@ -130,7 +130,7 @@ def _drawn(row: Tensor, reader: RowReader) -> tuple[Tensor, Tensor, Tensor]:
 def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:
     """`[rows]`: the number of each row's class, or its measure where the model has one label.
 
-    `[rows, labels]`, 1 or 0, where a row may have several.
+    `[rows, labels]`, 1 or 0, where a row may have several, and measures where the model predicts as many.
 
     Raises:
         ValueError: a label that is none of the model's.
@@ -143,12 +143,17 @@ def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:
         return torch.tensor(
             [named.number(value, f"a row ({_short(row)})") for value, row in zip(values, rows, strict=True)]
         )
+    count = reader.config.num_labels
+    predicted = "one label predicts a number" if count == 1 else f"{count} labels predicts as many numbers"
     for value, row in zip(values, rows, strict=True):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise ValueError(
-                f"a model with one label predicts a number, and a row ({_short(row)}) has the label {value!r}."
-            )
+        numbers = value if count > 1 else [value]
+        if not isinstance(numbers, (list, tuple)) or len(numbers) != count or not all(map(_is_measure, numbers)):
+            raise ValueError(f"a model with {predicted}, and a row ({_short(row)}) has the label {value!r}.")
     return torch.tensor(values, dtype=torch.float32)
+
+
+def _is_measure(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def multi_hot(value: Any, reader: RowReader) -> Tensor:

@@ -48,6 +48,7 @@ from gradprobe_hf.model.loading.checks import (
     load_errors,
 )
 from gradprobe_hf.model.loading.dequantized import check_stored_plain, keep_dequantized, made_plain
+from gradprobe_hf.model.loading.gguf_file import check_positions
 from gradprobe_hf.model.loading.report import about_dtype, about_pooler, about_unused, check_complete, ignored_names
 from gradprobe_hf.model.loading.stored_files import cached_commit, remember_source, stored_dtype
 from gradprobe_hf.model.loading.ties import forget_false_ties
@@ -236,6 +237,8 @@ def _load_checkpoint(
     """
     config = load_config(name, **_source(from_pretrained_kwargs))
     check_dtype(from_pretrained_kwargs.get("dtype"), getattr(config, "dtype", None))
+    if from_pretrained_kwargs.get("gguf_file") is not None:
+        check_positions(name, config, _source(from_pretrained_kwargs))
     cls = chosen_class(config, auto_classes)
     kwargs = from_pretrained_kwargs | _of_gguf(from_pretrained_kwargs, config)
     if dequantize and "quantization_config" not in kwargs:
