@@ -15,10 +15,10 @@ READY := $(VENV)/.installed
 	bench-candidates bench-upcast bench-chat bench-embeddings table clean
 
 demo: $(MODEL)  ## prune a real model to 50% zeros, and to a smaller one, and show what each cost
-	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50
+	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50 --overwrite
 
 bench-demo: $(MODEL)  ## the demo, into the README's table of both
-	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50 --json benchmarks/results/demo.json
+	$(BIN)/python examples/demo.py --model $(MODEL) --output runs/smollm2-50 --overwrite --json benchmarks/results/demo.json
 
 # A worker for each core; a few have all of the gain, and each imports torch and forks processes of its own.
 PYTEST := $(BIN)/pytest -n logical --maxprocesses 4 --dist worksteal

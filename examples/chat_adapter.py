@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,15 +112,20 @@ def trained(model: Any, tokenizer: Any, rows: list[Any], rate: float, steps: int
 
 
 def adapted(args: argparse.Namespace, tokenizer: Any, rows: list[Any]) -> Path:
-    """The folder of an adapter; one that is there already is kept."""
-    folder = args.output / "adapter"
-    if not (folder / "adapter_config.json").exists():
+    """The folder of an adapter; one that is there already, of the same training, is kept."""
+    folder, settings = args.output / "adapter", {"model": args.model, "steps": args.steps, "train": args.train}
+    made = folder / "settings.json"
+    if folder.exists() and (not made.exists() or (kept := json.loads(made.read_text())) != settings):
+        of = kept if made.exists() else "another training"
+        sys.exit(f"{folder} holds an adapter of {of}: give another --output, or remove it.")
+    if not folder.exists():
         base = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
         config = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
         model = get_peft_model(base, config)
         trained(model, tokenizer, rows, rate=5e-4, steps=args.steps)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
+        made.write_text(json.dumps(settings), encoding="utf-8")
     return folder
 
 
@@ -131,6 +137,8 @@ def written(path: Path, sentences: Sequence[Sentence]) -> Path:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     sentences, test = read(args.data, "train"), read(args.data, "test")
     for drawn in (sentences, test):

@@ -123,6 +123,8 @@ def plain_text(model: Any, tokenizer: Any, args: argparse.Namespace) -> Batches:
 
 
 def run(args: argparse.Namespace) -> None:
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     rows = sentences(args.data)
     model, tokenizer = untrained(args)
     drawn = rows["train"].shuffle(seed=0).select(range(min(args.sentences, len(rows["train"]))))

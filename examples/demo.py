@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,6 +22,7 @@ from rich.table import Table
 
 from gradprobe_hf import GradProbeConfig, PruneResult, bench_pretrained, prune_pretrained
 from gradprobe_hf.bench.result import BenchResult, BenchRow, Timing
+from gradprobe_hf.checkpoint.write import check_destination
 from gradprobe_hf.data.windows import WindowSpec, load_batches
 from gradprobe_hf.model.loading.load import load_model
 from gradprobe_hf.model.loading.placement import accelerator
@@ -110,14 +112,24 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=640, help="that go of each FFN; SmolLM2-135M has 1,536")
     parser.add_argument("--repeats", type=int, default=5, help="rounds in which speed is measured; 0: it is not")
     parser.add_argument("--json", type=Path, help="write all of it to this file, too")
+    parser.add_argument("--overwrite", action="store_true", help="replace the checkpoints of an earlier run")
     args = parser.parse_args()
+    outputs = {"half zero": args.output, "smaller": f"{args.output}-smaller"}
+    try:  # before a model writes text for minutes
+        for folder in (*outputs.values(), f"{args.output}-dense"):
+            check_destination(folder, args.model, args.overwrite)
+    except (OSError, ValueError) as error:
+        sys.exit(str(error))
+    if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     model = load_model(args.model, dtype=torch.bfloat16).eval().to(accelerator())  # where the others will be
+    if not 0 < args.channels < model.config.intermediate_size:
+        sys.exit(f"--channels {args.channels}: of {model.config.intermediate_size} one at least has to go and to stay.")
     tokenizer = load_processing_class(model)
     sentences, results = [sentence(model, tokenizer)], {}
     windows = WindowSpec(args.num_samples, args.sequence_length, batch_size=4)
     text = load_batches("self", windows, part="calibration", model=model, processing_class=tokenizer)
-    outputs = {"half zero": args.output, "smaller": f"{args.output}-smaller"}
     faces: dict[str, dict[str, Any]] = {
         "half zero": {"sparsity": 0.5},
         "smaller": {"structure": {"ffn": args.channels}, "measure_speed": args.repeats > 0},  # for its card
@@ -134,7 +146,7 @@ def main() -> None:
             processing_class=tokenizer,
             dtype=torch.bfloat16,
             output_dir=outputs[name],
-            overwrite=True,
+            overwrite=args.overwrite,
         )
         sentences.append(sentence(results[name].model, tokenizer))
     peak = max(result.report.memory["peak_resident_bytes"] for result in results.values())

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -180,8 +181,26 @@ class Bench:
         return model.eval()
 
 
+def check_goes_on(args: argparse.Namespace, found: dict[str, Any], asked: dict[str, Any]) -> None:
+    """Exit where figures or checkpoint that are there already are of another run: they would be shown as of this."""
+    others = [f"{name} {found[name]}" for name, value in asked.items() if found.get(name, value) != value]
+    if others:
+        sys.exit(f"{args.json} has rows of {', '.join(others)}: give another --json, or remove it.")
+    if args.pruned.exists():
+        made_of = json.loads((args.pruned / "gradprobe_report.json").read_text())["model"]["name"]
+        sparsity = inspect_checkpoint(args.pruned).sparsity
+        if Path(made_of).name != Path(args.model).name or abs(sparsity - args.sparsity) > 1e-3:
+            sys.exit(
+                f"{args.pruned} is {made_of} at a sparsity of {sparsity:.2%}: give another --pruned, or remove it."
+            )
+
+
 def run(args: argparse.Namespace) -> None:
+    args.json.parent.mkdir(parents=True, exist_ok=True)
     found = json.loads(args.json.read_text()) if args.json.exists() else {"rows": {}, "rates": {}}
+    names = ("steps", "batch_size", "sequence_length", "num_samples", "evaluation_samples")
+    asked = {"model": Path(args.model).name} | {name: getattr(args, name) for name in names}
+    check_goes_on(args, found, asked)
     bench = Bench(args, found)
     made = {
         DENSE: lambda: bench.row(DENSE, bench.dense),
@@ -191,13 +210,7 @@ def run(args: argparse.Namespace) -> None:
         DENSE_LABELS: lambda: bench.row(DENSE_LABELS, bench.towards_labels(copy.deepcopy(bench.dense), False)),
         OWN: lambda: bench.row(OWN, bench.towards_dense(OWN, float(found["learning_rate"]), "self")),
     }
-    found |= {
-        "model": Path(args.model).name,
-        "steps": args.steps,
-        "batch_size": args.batch_size,
-        "sequence_length": args.sequence_length,
-        "versions": versions(),
-    }
+    found |= asked | {"versions": versions()}
     for name in args.rows:
         if name not in found["rows"]:
             made[name]()

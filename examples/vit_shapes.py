@@ -104,6 +104,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="where the figures of pruned models are written")
     args = parser.parse_args()
     args.output.mkdir(parents=True)
+    if args.json:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
     train, test = pictures(args.images, seed=0), pictures(args.images // 4, seed=1)
     names = dict(enumerate(CORNERS))
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub import EvalResult, ModelCard
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 from gradprobe_hf import prune_pretrained
 from gradprobe_hf.cli import main
@@ -112,6 +113,24 @@ def test_models_of_different_tokenizers_are_not_compared(pruned, checkpoint, eva
     code, _, err = evaluated(pruned[1], "--against", tmp_path / "other", "--data", "pydoc", *TEXT)
     assert code == 1
     assert "have different tokenizers" in err
+
+
+def test_a_dense_model_of_fewer_positions_is_told(checkpoint, evaluated, tmp_path):
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": cases.VOCABULARY}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path / "short")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "short")
+    asked = ("--data", "pydoc", "--num-samples", "2", "--sequence-length", "16")
+    code, _, err = evaluated(checkpoint, "--against", tmp_path / "short", *asked)
+    assert code == 1
+    assert "16 tokens in a row, and GPT2LMHeadModel has 8 positions" in err
+
+
+def test_a_dense_model_for_something_else_is_told(checkpoint, evaluated, tmp_path):
+    cases.build("bert").save_pretrained(tmp_path / "other")
+    AutoTokenizer.from_pretrained(checkpoint).save_pretrained(tmp_path / "other")
+    code, _, err = evaluated(checkpoint, "--against", tmp_path / "other", "--data", "pydoc", *TEXT)
+    assert code == 1
+    assert re.search(r"is for text-generation, and .*other for fill-mask: name the dense model", err)
 
 
 # The paper protocol.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM
 
 from benchmarks.readme_table import faces_table
+from examples import chat_adapter, demo, recover
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from tests import scripts
@@ -162,6 +164,39 @@ def test_recover(checkpoint, text_file, other_text_file, tmp_path):
     assert figures["learning_rate"] == 5e-3
     assert inspect_checkpoint(tmp_path / "pruned").sparsity == pytest.approx(0.5, abs=1e-3) == figures["sparsity"]
     assert "50.0000%" in ran.stdout
+
+
+def test_what_is_there_of_another_run_is_neither_replaced_nor_shown_as_this_one(checkpoint, tmp_path, monkeypatch):
+    """Called here, where a process of its own would import for seconds what it does not come to."""
+
+    def ends_with(said, script, *arguments):
+        monkeypatch.setattr(sys, "argv", [script.__name__, *map(str, arguments)])
+        with pytest.raises(SystemExit, match=said):
+            script.main()
+
+    for script in (chat_adapter, demo, recover):
+        for work in ("prune_pretrained", "load_batches", "trained", "load_model"):
+            monkeypatch.setattr(script, work, lambda *_, **__: pytest.fail("it works"), raising=False)
+    shutil.copytree(checkpoint, tmp_path / "out-dense")
+    ends_with("out-dense exists already", demo, "--model", checkpoint, "--output", tmp_path / "out")
+
+    known = {"model": checkpoint.name, "steps": 60, "rows": {}, "rates": {}}
+    (tmp_path / "figures.json").write_text(json.dumps(known))
+    text = ["--text", "pydoc", "--evaluation", "other=pydoc", "--json", tmp_path / "figures.json"]
+    ends_with("has rows of steps 60", recover, "--model", checkpoint, *text, "--steps", 4)
+    config = GradProbeConfig(score="magnitude")
+    prune_pretrained(str(checkpoint), config, evaluation=False, progress=False, output_dir=tmp_path / "pruned")
+    pruned = [*text, "--steps", 60, "--pruned", tmp_path / "pruned"]
+    ends_with(r"pruned is .*tiny-llama at a sparsity of 50\.00%", recover, "--model", checkpoint, *pruned)
+
+    (tmp_path / "chats" / "adapter").mkdir(parents=True)
+    (tmp_path / "chats" / "adapter" / "settings.json").write_text('{"model": "other", "steps": 75, "train": 600}')
+    for part in ("train", "test"):
+        (tmp_path / f"{part}.tsv").write_text("It is good.\t1\n")
+    monkeypatch.setattr(chat_adapter, "rows_of", lambda *_: [])
+    ends_with(
+        "adapter of .*other", chat_adapter, "--model", checkpoint, "--output", tmp_path / "chats", "--data", tmp_path
+    )
 
 
 def test_the_notebook(checkpoint, monkeypatch):

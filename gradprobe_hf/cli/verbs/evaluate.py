@@ -208,17 +208,23 @@ def _check(options: argparse.Namespace) -> None:
 
 def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None) -> dict[str, Any]:
     """The loss on a text, and how far the predictions are from a dense model's."""
+    from gradprobe_hf.data.batch_checks import check_batches
     from gradprobe_hf.data.labelled import media_in_dtype
     from gradprobe_hf.evaluation.divergence import check_one_vocabulary, measure_pair
     from gradprobe_hf.evaluation.perplexity import measure
     from gradprobe_hf.evaluation.task_metric import measure_metric, metric_of
     from gradprobe_hf.model.passes.loss import is_in_nats
     from gradprobe_hf.probe.engine import Workload
-    from gradprobe_hf.tasks.table import task_for
 
     if dense is not None:
         check_one_vocabulary(pruned.tokenizer, dense.tokenizer, (pruned.name, dense.name))
-    task = task_for(options.task, type(pruned.model).__name__, pruned.model.config.is_encoder_decoder)
+    task = _task_of(options, pruned)
+    if dense is not None and (other := _task_of(options, dense)) != task:
+        known = [one.name if one else "a loss of its own" for one in (task, other)]
+        raise ValueError(
+            f"{pruned.name} is for {known[0]}, and {dense.name} for {known[1]}: name the dense model that it was "
+            "pruned from (--against)."
+        )
     labelled_by = pruned
     if task is not None and task.embeds:  # the dense model's embeddings are the labels
         if dense is None:
@@ -228,6 +234,8 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
             )
         labelled_by = dense
     batches = _batches(options, labelled_by, task)
+    if dense is not None:  # it may have fewer positions
+        check_batches(dense.model, batches, "data", needs_loss=labelled_by is pruned)
     known = _warn_of_known_text(options, batches)
     metric = metric_of(task, options.metric, batches, pruned.tokenizer)
     models = {"pruned": pruned.model} | ({"dense": dense.model} if dense is not None else {})
@@ -245,6 +253,12 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
         return {**measure(works["pruned"]).to_dict(), **values}
     found = measure_pair(works["dense"], works["pruned"]).to_dict()
     return {**found["pruned"], "dense": found["dense"], "divergence": found["divergence"], **values}
+
+
+def _task_of(options: argparse.Namespace, loaded: _Loaded) -> Task | None:
+    from gradprobe_hf.tasks.table import task_for
+
+    return task_for(options.task, type(loaded.model).__name__, loaded.model.config.is_encoder_decoder)
 
 
 def _batches(options: argparse.Namespace, measured: _Loaded, task: Task | None) -> Batches:
