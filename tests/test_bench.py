@@ -75,6 +75,13 @@ def test_what_writes_no_text_is_measured_by_its_forward_pass(name, writes):
         assert subject.generate(WORK).per_token > 0
 
 
+def test_what_reads_a_text_is_not_compared_with_what_reads_an_image():
+    """The time of one would stand as that of the other, and the length of the text nowhere."""
+    facts = [Subject(cases.build(name)).facts for name in ("llama", "vit")]
+    with pytest.raises(ValueError, match=r"^a reads text, and b none: measure them apart\.$"):
+        _prompt_length(["a", "b"], facts, None, 4)
+
+
 class OwnForward(LlamaForCausalLM):
     """Code of its own, whose random batches have a mask from the start."""
 

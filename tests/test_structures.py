@@ -303,6 +303,7 @@ REFUSED = [
     ),
     ("llama", {"ffn": 24}, "24 of 24 FFN channels cannot go"),
     ("llama", {"ffn": 0.3}, "a multiple of 64 is kept, is all of them. Give how many go, 7 say"),
+    ("wide", {"ffn": 0.999}, "is all of them. Give how many go, 99 say"),
     ("wide", {"ffn": 0.01}, "a share of 0.01 of 100 FFN channels, of which a multiple of 64 is kept, is none of them"),
     ("llama", {"blocks": 2}, "the first and the last stay: 1 can"),
     ("single", {"kv_groups": 1}, "1 of 1 key-value head cannot go: none can"),

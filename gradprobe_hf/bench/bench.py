@@ -159,9 +159,11 @@ def _prompt_length(names: Sequence[str], facts: Sequence[Facts], asked: int | No
     """That all of the models take, with what is written behind it.
 
     Raises:
-        ValueError: one does not take what was asked for.
+        ValueError: one does not take what was asked for, or they read what cannot be compared.
     """
-    length = asked or PROMPT
+    length, reading = asked or PROMPT, {fact.reads_text: name for name, fact in zip(names, facts, strict=True)}
+    if len(reading) > 1:
+        raise ValueError(f"{reading[True]} reads text, and {reading[False]} none: measure them apart.")
     for name, fact in zip(names, facts, strict=True):
         if asked is not None and not fact.reads_text:
             raise ValueError(f"prompt_length={asked} has no effect here: {name} reads no text. Leave it out.")

@@ -90,7 +90,7 @@ class Structure:
         kept = "" if self.rounded_to == 1 else f", of which a multiple of {self.rounded_to} is kept,"
         raise ValueError(
             f"a share of {amount:g} of {there} {self.units}{kept} is {'none' if gone <= 0 else 'all'} of them. Give "
-            f"how many go, {max(1, round(amount * there))} say."
+            f"how many go, {min(max(1, round(amount * there)), there - 1)} say."
         )
 
     def steps(self, there: int) -> list[int]:

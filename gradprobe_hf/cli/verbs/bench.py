@@ -8,7 +8,7 @@ from gradprobe_hf.cli.config_options import add_fields
 from gradprobe_hf.cli.options import VerbParser, given, shows_progress
 from gradprobe_hf.cli.values import at_least
 
-LOADING = ("dtype", "trust_remote_code", "merge_adapters", "device_map")
+LOADING = ("dtype", "trust_remote_code", "merge_adapters", "device_map", "allow_missing_weights")
 
 
 def add_arguments(parser: VerbParser) -> None:
