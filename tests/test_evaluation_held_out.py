@@ -149,6 +149,7 @@ def test_nothing_where_too_little_is_left():
     held = len(cases.tokenizer()(TEXT)["input_ids"]) // 31
     assert not read([TEXT], num_samples=held - 3).evaluation, "three windows say nothing"
     assert read([TEXT], num_samples=held - 4).evaluation.samples == 4
+    assert read([TEXT], evaluation_samples=2).evaluation.samples == 2, "as asked"
     assert not read(cases.batches("llama")).evaluation, "batches come as they are"
     assert read([TEXT], recovery_steps=2).evaluation.source.startswith("pydoc"), "a recovery trains on the rest"
     assert not read([TEXT], False).evaluation

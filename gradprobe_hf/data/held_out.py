@@ -36,7 +36,7 @@ class HeldOut:
     is_left: bool = True
 
     def of(self, source: Any, most: int) -> Batches:
-        """`most` rows, or fewer; none of batches that come as they are, and where too little is left.
+        """`most` rows, or fewer; none of batches that come as they are, and where less than `LEAST` is left, and than asked.
 
         Of a data set with several splits that is the one for evaluation, of any other text what the windows that
         calibrate leave of it, and of a mixture the same of each text that is the user's.
@@ -57,7 +57,7 @@ class HeldOut:
                 for name, weight in own.items()
             )
             found = _joined([part for part in parts if part])
-        return found if found.samples >= LEAST else Batches.none()
+        return found if found.samples >= min(LEAST, most) else Batches.none()
 
     def _of_one(self, source: Any, most: int) -> Batches:
         opened = open_rows(source, "calibration", self.windows.seed)
