@@ -36,7 +36,7 @@ class HeldOut:
     is_left: bool = True
 
     def of(self, source: Any, most: int) -> Batches:
-        """`most` rows, or fewer; none of batches that come as they are, and where less than `LEAST` is left, and than asked.
+        """`most` rows, or fewer; none of batches that come as they are, and where too few are left (`LEAST` or `most`).
 
         Of a data set with several splits that is the one for evaluation, of any other text what the windows that
         calibrate leave of it, and of a mixture the same of each text that is the user's.
