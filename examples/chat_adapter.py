@@ -146,8 +146,8 @@ def run(args: argparse.Namespace) -> None:
     sentences, test = sentences[: args.train], test[: args.test]
     rows = rows_of(tokenizer, sentences)
     args.output.mkdir(parents=True, exist_ok=True)
-    chats = written(args.output / "chats.jsonl", sentences)
     adapter = adapted(args, tokenizer, rows)
+    chats = written(args.output / "chats.jsonl", sentences)
 
     base = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     found = {"base": accuracy(base, tokenizer, test)}

@@ -124,8 +124,9 @@ def main() -> None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
     start = time.perf_counter()
     model = load_model(args.model, dtype=torch.bfloat16).eval().to(accelerator())  # where the others will be
-    if not 0 < args.channels < model.config.intermediate_size:
-        sys.exit(f"--channels {args.channels}: of {model.config.intermediate_size} one at least has to go and to stay.")
+    there = getattr(model.config, "intermediate_size", None)  # some families call it otherwise
+    if there is not None and not 0 < args.channels < there:
+        sys.exit(f"--channels {args.channels}: of {there} one at least has to go and to stay.")
     tokenizer = load_processing_class(model)
     sentences, results = [sentence(model, tokenizer)], {}
     windows = WindowSpec(args.num_samples, args.sequence_length, batch_size=4)

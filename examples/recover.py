@@ -193,6 +193,9 @@ def check_goes_on(args: argparse.Namespace, found: dict[str, Any], asked: dict[s
             sys.exit(
                 f"{args.pruned} is {made_of} at a sparsity of {sparsity:.2%}: give another --pruned, or remove it."
             )
+    recovered = [one for one in args.pruned.parent.glob(f"{args.pruned.name}-*") if (one / "config.json").exists()]
+    if recovered and not found["rates"]:
+        sys.exit(f"{recovered[0]} is of a run whose figures are not in {args.json}: give another --pruned.")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -200,6 +203,8 @@ def run(args: argparse.Namespace) -> None:
     found = json.loads(args.json.read_text()) if args.json.exists() else {"rows": {}, "rates": {}}
     names = ("steps", "batch_size", "sequence_length", "num_samples", "evaluation_samples")
     asked = {"model": Path(args.model).name} | {name: getattr(args, name) for name in names}
+    asked["text"] = args.split.name if args.split else args.text  # a part of a split one has another name each time
+    asked["asked_sparsity"], asked["evaluation"] = args.sparsity, [name for name, _ in args.evaluation]
     check_goes_on(args, found, asked)
     bench = Bench(args, found)
     made = {

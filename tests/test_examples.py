@@ -199,7 +199,7 @@ def test_what_is_there_of_another_run_is_neither_replaced_nor_shown_as_this_one(
     )
 
 
-def test_the_notebook(checkpoint, monkeypatch):
+def test_the_notebook(checkpoint, monkeypatch, pictures):
     """Its cells, one after the other; what a notebook does beside that is Jupyter's."""
     for name, value in {"MODEL": checkpoint, "SAMPLES": 8, "LENGTH": 32}.items():
         monkeypatch.setenv(name, str(value))

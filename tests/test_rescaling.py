@@ -65,14 +65,24 @@ def test_whole_blocks_go_of_it(tmp_path):
         torch.testing.assert_close(logits(saved), logits(result.model))
 
 
+def test_of_two_models_with_one_configuration_each_has_its_own_scale():
+    model = rwkv()
+    other = RwkvForCausalLM(model.config).eval()
+    before = cases.bits(other)
+    logits(other)
+    with eval_mode(model), eval_mode(other):
+        assert not cases.changed(other, before)
+
+
 def test_its_mode_and_its_scale_are_the_user_s_afterwards():
     model = rwkv().train()
     before, fingerprint = cases.bits(model), weights_fingerprint(model)
     with eval_mode(model):
         logits(model)
         assert not cases.changed(model, before)
-        assert model.config.rescale_every == 0
+        assert model.rwkv.config.rescale_every == 0
     assert model.training
+    assert model.rwkv.config is model.config
     assert model.config.rescale_every == 2
     wanted = logits(model)  # divided by the model itself, now that it is asked to
     assert cases.changed(model, before)

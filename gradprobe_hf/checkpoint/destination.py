@@ -100,7 +100,7 @@ class Destination:
         if self.repo_id is None:
             return self
         full_name = processes.on_main(partial(check_push, self.repo_id, self.private, self.token))
-        check_not_read(full_name, model, *also_read)
+        processes.on_main(partial(check_not_read, full_name, model, *also_read))
         return replace(self, repo_id=full_name)
 
     def write(self, result: Savable, stopwatch: Stopwatch) -> Report:

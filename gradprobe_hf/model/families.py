@@ -65,8 +65,8 @@ _WIDENING = ("longformer", "led", "big_bird", "bigbird_pegasus", "pegasus_x")
 _WITH_PATCHES_BEHIND = ("vilt", "layoutlmv3")
 # Types that compute with padding, whatever a mask says: means over all samples, convolutions and means over tokens.
 _WITHOUT_REGARD_TO_MASKS = (
-    *("moonshine", "sew", "data2vec-audio", "speech_to_text"),
-    *("convbert", "funnel", "mobilebert"),
+    *("moonshine", "sew", "sew-d", "data2vec-audio", "speech_to_text", "wav2vec2-conformer"),
+    *("convbert", "funnel", "mobilebert", "nystromformer", "yoso"),
 )
 # What models of sound tell their frames by, and mask them with, which only those have that are masked.
 _FRAME_LENGTHS = (
@@ -77,8 +77,7 @@ _FRAME_LENGTHS = (
 _MASKING_LABELS = (
     "ElectraForPreTraining",
     "FunnelForPreTraining",
-    "YosoForTokenClassification",
-    "BioGptForTokenClassification",
+    *(f"{family}ForTokenClassification" for family in ("BioGpt", "Mra", "XLMRobertaXL", "Yoso")),
 )
 # Types of encoder-decoders that make what their decoder is given of the source, not of the labels.
 _COPYING = ("fsmt",)

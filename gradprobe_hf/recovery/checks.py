@@ -6,7 +6,8 @@ import filecmp
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from gradprobe_hf.tasks.table import task_of_class
 
 UNRELATED = 0.1  # cosine of embeddings: a pruning at random of 95% of them would leave 0.22
 
-_NUMBERED = re.compile(r"\.\d+\.")  # in the name of a parameter of a block
+_NUMBERED = re.compile(r"(.*?)\.(\d+)\.(.*)")  # stack, number and name of a parameter of a block
 
 # What `accelerate launch` tells a Trainer to do with the weights.
 _LAUNCHED = {"ACCELERATE_USE_FSDP": "sharded by FSDP2", "ACCELERATE_USE_DEEPSPEED": "given to DeepSpeed"}
@@ -174,16 +175,43 @@ def _predicts_classes(model: PreTrainedModel) -> bool:
 
 
 def is_smaller(pruned: PreTrainedModel, dense: PreTrainedModel) -> bool:
-    """Whether whole structures of the dense model are gone: the same outside of blocks, and less in them."""
-    mine, others = ({name: tuple(one.shape) for name, one in model.named_parameters()} for model in (pruned, dense))
-    if mine == others or not mine.keys() <= others.keys():
-        return False
-    if any(len(mine[name]) != len(others[name]) for name in mine):
-        return False
+    """Whether whole structures of the dense model are gone: the same outside of blocks, and fewer of them, or less."""
+    mine, others = _Shapes.of(pruned), _Shapes.of(dense)
     # Embeddings, norms and heads have the width of the stream, which all structures leave.
-    outside = [name for name in mine if not _NUMBERED.search(name)]
-    return all(mine[name] == others[name] for name in outside) and all(
-        own <= there for name in mine for own, there in zip(mine[name], others[name], strict=True)
+    if mine == others or mine.outside != others.outside or mine.stacks.keys() != others.stacks.keys():
+        return False
+    return all(_are_left(mine.stacks[stack], others.stacks[stack]) for stack in mine.stacks)
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """The shapes of a model's parameters by name: those outside of blocks, and of each stack those of every block."""
+
+    outside: Mapping[str, torch.Size]
+    stacks: Mapping[str, list[Mapping[str, torch.Size]]]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Shapes:
+        outside, stacks = {}, dict[str, dict[int, dict[str, torch.Size]]]()
+        for name, parameter in model.named_parameters():
+            if (found := _NUMBERED.match(name)) is None:
+                outside[name] = parameter.shape
+            else:
+                stack, number, rest = found.groups()
+                stacks.setdefault(stack, {}).setdefault(int(number), {})[rest] = parameter.shape
+        return cls(outside, {stack: [blocks[number] for number in sorted(blocks)] for stack, blocks in stacks.items()})
+
+
+def _are_left(blocks: Sequence[Mapping[str, torch.Size]], dense: Sequence[Mapping[str, torch.Size]]) -> bool:
+    """Whether these may be what is left of the dense blocks, in their order."""
+    following = iter(dense)
+    return all(any(_is_left(block, other) for other in following) for block in blocks)
+
+
+def _is_left(block: Mapping[str, torch.Size], dense: Mapping[str, torch.Size]) -> bool:
+    return block.keys() <= dense.keys() and all(
+        len(own) == len(dense[name]) and all(size <= there for size, there in zip(own, dense[name], strict=True))
+        for name, own in block.items()
     )
 
 

@@ -220,10 +220,10 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
         check_one_vocabulary(pruned.tokenizer, dense.tokenizer, (pruned.name, dense.name))
     task = _task_of(options, pruned)
     if dense is not None and (other := _task_of(options, dense)) != task:
-        known = [one.name if one else "a loss of its own" for one in (task, other)]
+        kinds = [one.name if one else "a loss of its own" for one in (task, other)]
         raise ValueError(
-            f"{pruned.name} is for {known[0]}, and {dense.name} for {known[1]}: name the dense model that it was "
-            "pruned from (--against)."
+            f"{pruned.name} is for {kinds[0]}, and {dense.name} for {kinds[1]}: name the dense model that it was "
+            "pruned from (--against), or what both are for (--task)."
         )
     labelled_by = pruned
     if task is not None and task.embeds:  # the dense model's embeddings are the labels

@@ -24,7 +24,8 @@ def check_positions(name: str, config: PreTrainedConfig, source: Mapping[str, An
         source: what it is loaded with: `gguf_file`, and what finds that.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") != "default":
+    kinds = (one.get("rope_type", "default") for one in (rope, *rope.values()) if isinstance(one, Mapping))
+    if any(kind != "default" for kind in kinds):  # Gemma 4 has one for each kind of block
         return
     finding = {key: value for key, value in source.items() if key not in ("gguf_file", "trust_remote_code")}
     file = Path(str(cached_file(name, source["gguf_file"], **finding)))
@@ -45,7 +46,7 @@ def _scaled_by(file: Path) -> str | None:
 
     reader = GGUFReader(file)
     for tensor in reader.tensors:
-        if tensor.name in _FACTORS:
+        if tensor.name in _FACTORS and (tensor.data != 1).any():
             return str(tensor.name)
     values = {key.split(_SCALING)[1]: field.contents() for key, field in reader.fields.items() if _SCALING in key}
     kind, factor = values.get("type", "linear"), values.get("factor", 1.0)

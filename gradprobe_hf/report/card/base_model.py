@@ -34,8 +34,8 @@ def base_metadata(name: str, card: Path | None, keeps_use: bool = False) -> dict
 
 def bases(card: Path | None) -> list[str]:
     """The repositories that a card names as what its model was made from."""
-    found = _metadata(card).get("base_model") or []
-    return [found] if isinstance(found, str) else [str(one) for one in found]  # many cards have a list of one
+    found = _metadata(card).get("base_model")
+    return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, str)]
 
 
 def _metadata(card: Path | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.derived import LEAST_DAMPING
 from gradprobe_hf.data.batches import SHARED, shared_passages, shared_rows
-from gradprobe_hf.model.families import is_causal, without_cache
+from gradprobe_hf.model.families import is_causal, is_in_tower, without_cache
 from gradprobe_hf.model.loading.pooling import MODULES, is_for_embeddings
 from gradprobe_hf.model.loading.processing import about_missing_processing
 from gradprobe_hf.model.parameters import input_device
@@ -81,10 +81,12 @@ def _about_embeddings(context: RunContext) -> list[str]:
 def _about_tokens(context: RunContext) -> list[str]:
     """Where there is so little text that a weight update fits that alone, or is not determined by it."""
     config, tokens = context.config, context.calibration.tokens
-    is_text = context.model.main_input_name == "input_ids"  # what an image has in place of tokens is not counted
-    if config.update_row.function is None or not is_text or not tokens:
+    # What an image has in place of tokens is not counted.
+    is_text = context.model.main_input_name == "input_ids"
+    reading = [one for one in context.targets if not is_in_tower(one.name)]
+    if config.update_row.function is None or not is_text or not tokens or not reading:
         return []
-    widest = max(context.targets, key=lambda target: target.shape[1])
+    widest = max(reading, key=lambda target: target.shape[1])
     inputs = widest.shape[1]
     if config.structures and config.update_row.chooses_damping:
         if config.holds_out:
