@@ -5,7 +5,7 @@ from __future__ import annotations
 import gguf
 import numpy as np
 import pytest
-from transformers import LlamaConfig
+from transformers import Gemma4TextConfig, LlamaConfig
 
 from gradprobe_hf.model.loading import gguf_file
 from gradprobe_hf.model.loading.gguf_file import check_positions
@@ -41,7 +41,8 @@ def test_scaled_positions_are_refused(change, said, tmp_path):
     ):
         check_positions(str(tmp_path), LlamaConfig(), {"gguf_file": FILE})
     scaled = LlamaConfig(rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
-    check_positions(str(tmp_path), scaled, {"gguf_file": FILE})
+    for known in (scaled, Gemma4TextConfig()):  # of the latter some blocks have positions in part
+        check_positions(str(tmp_path), known, {"gguf_file": FILE})
 
 
 @pytest.mark.parametrize(
@@ -50,9 +51,10 @@ def test_scaled_positions_are_refused(change, said, tmp_path):
         lambda writer: None,
         lambda writer: linear(writer, 1.0),
         lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.NONE),
+        lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(4, np.float32)),
         lambda writer: writer.add_name("about .rope.scaling. and rope_freqs.weight"),
     ],
-    ids=["nothing", "by one", "none", "in a text"],
+    ids=["nothing", "by one", "none", "factors of one", "in a text"],
 )
 def test_plain_ones_are_not(change, tmp_path):
     written(tmp_path, change)

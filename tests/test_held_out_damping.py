@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.reconstruction.hessians import BlockHessians
 from gradprobe_hf.reconstruction.steps import held_rows
+from gradprobe_hf.run.request import foreseen
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.scores.budget import Budget
 from gradprobe_hf.updates.least_squares import DAMPINGS, held_out_damping, solve_least_squares
@@ -149,6 +151,22 @@ def test_fewer_tokens_than_inputs_are_told_where_weights_are_updated():
         assert sum(said in warning for warning in found) == count, update
     enough = cases.batches("llama", rows=2, length=inputs // 2)
     assert not cases.prune(model, enough, sparsity=0.5, update="obs", apply=False).report.warnings
+
+
+def test_maps_that_see_are_not_told_by_tokens_of_text():
+    """They have patches."""
+    tower, text = (SimpleNamespace(name=name, shape=(4, width)) for name, width in (("vision_tower.0", 64), ("0", 8)))
+    context = SimpleNamespace(
+        config=GradProbeConfig(update="admm"),
+        calibration=SimpleNamespace(tokens=10),
+        model=SimpleNamespace(main_input_name="input_ids"),
+        targets=[tower, text],
+    )
+    assert foreseen._about_tokens(context) == []
+    text.shape = (4, 16)
+    assert "`0` 16 inputs" in foreseen._about_tokens(context)[0]
+    context.targets = [tower]
+    assert foreseen._about_tokens(context) == []
 
 
 def test_images_are_not_counted_as_tokens():

@@ -29,7 +29,7 @@ from gradprobe_hf.model.loading import stored_files
 from gradprobe_hf.model.loading.load import load, load_config, skeleton
 from gradprobe_hf.model.loading.pooling import pooling_of
 from gradprobe_hf.model.loading.processing import load_processing_class
-from gradprobe_hf.report.card.base_model import base_metadata
+from gradprobe_hf.report.card.base_model import base_metadata, bases
 from gradprobe_hf.report.report import Report
 from tests import cases
 
@@ -478,3 +478,13 @@ def test_a_result_is_a_line_in_a_notebook(source):
     assert re.fullmatch(r"PruneResult\(source: 50\.00% zeros, perplexity [\d,.]+ -> [\d,.]+\)", repr(result))
     smaller = prune(source, GradProbeConfig(structure={"ffn": 8}, importance="obs"))
     assert re.fullmatch(r"PruneResult\(source: [\d,]+ of [\d,]+ parameters\)", repr(smaller))
+
+
+@pytest.mark.parametrize(
+    ("written", "found"),
+    [("me/dense", ["me/dense"]), ("[me/a, me/b]", ["me/a", "me/b"]), ("", []), ("123", []), ("[null]", []), ("[", [])],
+)
+def test_the_bases_that_a_card_names(written, found, tmp_path):
+    (tmp_path / "README.md").write_text(f"---\nbase_model: {written}\n---\n")
+    assert bases(tmp_path / "README.md") == found
+    assert bases(None) == []

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Wav2Vec2Config, Wav2Vec2ForCTC
 
-from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.data.text.self_generated import own_text, window_bytes
 from gradprobe_hf.model.targets import find_targets
@@ -123,6 +123,22 @@ def test_own_text_takes_the_room_of_keys_and_values_of_unlike_blocks():
     numbers = sum(layer.self_attn.k_proj.out_features for layer in model.model.layers)
     assert window_bytes(model, 10) == 2 * numbers * 10 * 4
     assert own_text(model, 2, 10, 0, progress=False).shape == (2, 10)
+
+
+@some("kind", OF_KINDS, fast=("lfm2",))
+def test_without_a_block_it_is_recovered(kind, tmp_path):
+    """Blocks that stay have other numbers, and other parts, than those of the dense model in their places."""
+    dense = built(kind, **OF_KINDS[kind])
+    dense.save_pretrained(tmp_path / "dense")
+    pruned(dense, structure={"blocks": 1}).save_pretrained(tmp_path / "smaller")
+    config = RecoveryConfig(steps=2, batch_size=2)
+    given = {"text": PARTS, "evaluation": False, "progress": False}
+    found = recover_pretrained(tmp_path / "smaller", tmp_path / "dense", config, **given)
+    assert found.report.recovery["steps"] == 2
+    assert found.model.config.num_hidden_layers < dense.config.num_hidden_layers
+    dense.resize_token_embeddings(300)
+    with pytest.raises(ValueError, match="Give the dense model that it was pruned from"):
+        recover_pretrained(tmp_path / "smaller", dense, config, **given)
 
 
 @pytest.mark.slow
