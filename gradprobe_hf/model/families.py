@@ -512,7 +512,9 @@ def sample_batch(model: PreTrainedModel, rows: int, length: int) -> dict[str, to
         return {"input_ids": _ids(rows, min(length, longest_text(model) or length)), _MEDIA[0]: _images(model, rows)}
     if "input_ids" not in forward_arguments(model) and type(model).forward.__module__.startswith("transformers."):
         raise ValueError(f"no batch can be made up for a {type(model).__name__}, which takes {name}.")
-    labels = _ids(rows) if labels_whole_sequences(model) else _ids(rows, length)
+    measures = getattr(config, "problem_type", None) == "regression" and config.num_labels > 1
+    whole = _ids(rows, config.num_labels) if measures else _ids(rows)
+    labels = whole if labels_whole_sequences(model) else _ids(rows, length)
     texts = (2,) if chooses_among_texts(model) else ()
     return {"input_ids": _ids(rows, *texts, length), "labels": labels}
 
