@@ -175,7 +175,7 @@ def _predicts_classes(model: PreTrainedModel) -> bool:
 
 
 def is_smaller(pruned: PreTrainedModel, dense: PreTrainedModel) -> bool:
-    """Whether whole structures of the dense model are gone: the same outside of blocks, and fewer of them, or less."""
+    """Whether whole structures of the dense model are gone: blocks are fewer or smaller, and all else is the same."""
     mine, others = _Shapes.of(pruned), _Shapes.of(dense)
     # Embeddings, norms and heads have the width of the stream, which all structures leave.
     if mine == others or mine.outside != others.outside or mine.stacks.keys() != others.stacks.keys():
