@@ -487,4 +487,5 @@ def test_a_result_is_a_line_in_a_notebook(source):
 def test_the_bases_that_a_card_names(written, found, tmp_path):
     (tmp_path / "README.md").write_text(f"---\nbase_model: {written}\n---\n")
     assert bases(tmp_path / "README.md") == found
+    assert ("base_model" in base_metadata(str(tmp_path), tmp_path / "README.md")) == bool(found)
     assert bases(None) == []

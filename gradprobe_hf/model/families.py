@@ -189,8 +189,10 @@ def feels_padding(model: PreTrainedModel) -> bool:
     """
     takes = forward_arguments(model)
     unmasked = "input_ids" in takes and "attention_mask" not in takes
-    heedless = model.config.model_type in _WITHOUT_REGARD_TO_MASKS or bool(getattr(model.config, "add_adapter", False))
-    return answers_by_position(model) or unmasked or heedless
+    ignores_masks = model.config.model_type in _WITHOUT_REGARD_TO_MASKS or bool(
+        getattr(model.config, "add_adapter", False)
+    )
+    return answers_by_position(model) or unmasked or ignores_masks
 
 
 def is_transducer(model: PreTrainedModel) -> bool:

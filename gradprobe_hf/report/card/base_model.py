@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,21 @@ def base_metadata(name: str, card: Path | None, keeps_use: bool = False) -> dict
     """
     data = _metadata(card)
     kept = {key: data[key] for key in (*_HANDED_ON, *(_USED_WITH if keeps_use else ())) if data.get(key)}
-    base = data.get("base_model") if name and Path(name).is_dir() else (name if _names_repository(name) else None)
+    if name and Path(name).is_dir():
+        base = data["base_model"] if names_in(data) else None
+    else:
+        base = name if _names_repository(name) else None
     return {**kept, "base_model": base} if base else kept
 
 
 def bases(card: Path | None) -> list[str]:
     """The repositories that a card names as what its model was made from."""
-    found = _metadata(card).get("base_model")
+    return names_in(_metadata(card))
+
+
+def names_in(metadata: Mapping[str, Any]) -> list[str]:
+    """Those of `base_model`, which many cards have a list of; none of what is no name."""
+    found = metadata.get("base_model")
     return [one for one in (found if isinstance(found, list) else [found]) if isinstance(one, str)]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.report.card.base_model import names_in
 from gradprobe_hf.report.card.shapes import saved
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.structures.table import shape_words
 
 
 def summary(report: Report, config: GradProbeConfig, base: dict[str, Any]) -> str:
-    name, found = short_name(report.model), base.get("base_model") or []
-    named = [found] if isinstance(found, str) else [str(one) for one in found]  # many cards have a list of one
+    name, named = short_name(report.model), names_in(base)
     linked = " and ".join(f"[{one}](https://huggingface.co/{one})" for one in named) or name
     derived = linked if named in ([], [report.model["name"]]) else f"`{name}` (derived from {linked})"
     kind = f"in a {config.pattern} pattern" if config.group else "unstructured"
