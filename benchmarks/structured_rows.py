@@ -217,7 +217,12 @@ ROWS |= {
             "channels, Fisher + least squares, blocks matched",
             "channels, Fisher + least squares, blocks matched, half own text",
         ),
-        FASTER: ("channels, Wanda-sp", "channels, Wanda-sp, half own text", "blocks, ShortGPT's influence"),
+        FASTER: (
+            "channels, Fisher + least squares, half own text",
+            "channels, Wanda-sp",
+            "channels, Wanda-sp, half own text",
+            "blocks, ShortGPT's influence",
+        ),
     }.items()
     for name in names
 }
