@@ -225,6 +225,23 @@ def test_a_prefix_of_the_task_that_no_row_has_is_told(begins, caplog):
     assert ('no row begins with one: --text-template "summarize: {column}"' in caplog.text) is not begins
 
 
+@pytest.mark.parametrize(
+    ("beside", "options", "told"),
+    [
+        ({"title": "what it is about"}, {}, True),
+        ({"title": "what it is about"}, {"text_column": "content"}, False),
+        ({"title": "what it is about"}, {"text_template": "{title} {content}"}, False),
+        ({"kind": "Books", "url": "a b c d"}, {}, False),
+    ],
+    ids=["unread", "one named", "both read", "no text"],
+)
+def test_text_that_is_not_read_is_told(beside, options, told, caplog):
+    row = {"content": "a text of words", "label": 0} | beside
+    batches("bert", Dataset.from_list([row] * 4), **options)
+    found = "'content', and 'title' has some too, which is not: --text-template '{title} {content}' gives the model all"
+    assert (found in caplog.text) is told
+
+
 UNREAD = {
     "question-answering": (
         lambda: BertForQuestionAnswering(labelled.build("bert").config),

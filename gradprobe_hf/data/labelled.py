@@ -25,7 +25,17 @@ from gradprobe_hf.data.text.text_options import TextOptions, template_columns
 from gradprobe_hf.data.unread_media import check_all_read
 from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import feels_padding, longest_text
-from gradprobe_hf.tasks.columns import AUDIO, IGNORED, TEXT, WORDS, Row, checked_column, named_classes, value_of
+from gradprobe_hf.tasks.columns import (
+    AUDIO,
+    IGNORED,
+    TEXT,
+    WORDS,
+    Row,
+    checked_column,
+    is_beside,
+    named_classes,
+    value_of,
+)
 from gradprobe_hf.tasks.media_batches import hears_padding, pads_to_one_length
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import OF_MEDIA, Task
@@ -36,6 +46,7 @@ Item = TypeVar("Item")
 
 FEWEST_OF_ONE_LABEL = 16  # rows: of fewer, chance has all of one label now and then
 MOST_UNKNOWN = 0.2  # of the tokens of texts to write: a sign or two may be none of a vocabulary, and no letters
+FEWEST_WORDS = 3  # of a text: a name or a kind has fewer
 ROWS_MEASURED = 1000  # at most, where no number was asked for: it takes 1,000 to tell accuracies apart by 3%
 
 
@@ -211,6 +222,8 @@ class Labels:
             _check_texts([str(value_of(row, label)) for row in rows], items, reader, f"{opened.name}, {label}")
         if label:
             _warn_of_one_label(opened, spec.task, [value_of(row, label) for row in rows])
+        if spec.task.inputs == (TEXT,) and spec.text.text_column is None and spec.text.text_template is None:
+            _warn_of_unread(opened, rows, inputs, label)
         if spec.task.inputs == (TEXT,) and spec.task.compares == "texts":
             _warn_of_prefixes(self.model.config, [reader.input(row) for row in rows])
         if spec.task.inputs == (WORDS,) and glues_words(reader.tokenizer):
@@ -345,6 +358,27 @@ def _warn_of_one_label(opened: Source, task: Task, labels: Sequence[Any]) -> Non
             len(labels),
             labels[0],
         )
+
+
+def _warn_of_unread(opened: Source, rows: Sequence[Row], given: Sequence[str], label: str | None) -> None:
+    """A text beside the one of a usual name, which may be half of what the model was trained on: a title, a context."""
+    others = [name for name in rows[0] if name not in (*given, label) and not is_beside(name)]
+    unread = [name for name in others if sum(_is_text(row.get(name)) for row in rows) * 2 > len(rows)]
+    if unread:
+        logger.warning(
+            "%s: text is read from %s, and %s has some too, which is not: --text-template '%s' gives the model all of "
+            "it, and --text-column %s says that this is what was meant",
+            opened.name,
+            " and ".join(map(repr, given)),
+            " and ".join(map(repr, unread)),
+            " ".join(f"{{{name}}}" for name in (*unread, *given)),
+            ",".join(given),
+        )
+
+
+def _is_text(value: Any) -> bool:
+    """Whether it is text that a model may be given, and no name of something."""
+    return isinstance(value, str) and len(value.split()) >= FEWEST_WORDS
 
 
 def _warn_of_prefixes(config: Any, texts: Sequence[Any]) -> None:
