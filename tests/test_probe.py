@@ -9,6 +9,7 @@ from transformers import (
     AlbertForSequenceClassification,
     AutoConfig,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
     FSMTConfig,
@@ -558,18 +559,23 @@ def fsmt():
 SIZES = {"layers": 2, "attention_heads": 4, "ffn_dim": 24}
 
 
-@pytest.mark.parametrize("build", [xlnet, fsmt])
-def test_models_that_compute_on_tokens_first_take_a_row_at_a_time(build):
-    """Of eight rows with eight tokens no shape tells which is which."""
+def deberta():
+    places = {"relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8, "share_att_key": True}
+    return AutoModelForSequenceClassification.from_config(AutoConfig.for_model("deberta-v2", **MASKED, **places)).eval()
+
+
+@pytest.mark.parametrize("build", [xlnet, fsmt, deberta])
+def test_models_in_which_rows_cannot_be_told_apart_take_one_at_a_time(build):
+    """Of eight rows with eight tokens no shape tells which is which, and a map of places is for all of them."""
     torch.manual_seed(0)
     model, ids = build(), torch.randint(3, 250, (8, 8))
-    batch = {"input_ids": ids, "labels": torch.arange(8) % 2 if build is xlnet else ids.flip(1)}
+    batch = {"input_ids": ids, "labels": ids.flip(1) if build is fsmt else torch.arange(8) % 2}
     if build is fsmt:
         batch["decoder_input_ids"] = model.prepare_decoder_input_ids_from_labels(batch["labels"].clone())
-    with pytest.raises(ValueError, match=r"computes on \[tokens, sequences\].*set batch_size=1"):
-        cases.prune(model, [batch], sparsity=0.5)
     rows = [{name: value[row : row + 1] for name, value in batch.items()} for row in range(8)]
-    assert cases.prune(model, rows, sparsity=0.5).report.sparsity == pytest.approx(0.5, abs=1e-3)
+    alone, together = (cases.prune(model, given, sparsity=0.5) for given in (rows, [batch]))
+    assert alone.report.sparsity == pytest.approx(0.5, abs=1e-3)
+    assert all(torch.equal(mask, together.masks[name]) for name, mask in alone.masks.items())
 
 
 def test_a_block_that_begins_at_zero_is_pruned_in_its_turn():

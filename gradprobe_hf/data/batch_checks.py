@@ -173,18 +173,11 @@ def _check_mask(mask: Any, ids: Tensor, part: str) -> None:
 
 
 def _check_layout(model: PreTrainedModel, ids: Tensor, part: str) -> None:
-    texts = ids.shape[:-1].numel()
-    if not computes_time_first(model) or texts == 1:
-        return
-    if ids.ndim > 2:  # of a multiple choice
+    if computes_time_first(model) and ids.ndim > 2:  # of a multiple choice
         raise ValueError(
             f"{part}: {type(model).__name__} computes on [tokens, sequences], in which the {ids.shape[-2]} texts of a "
             "row cannot be told apart: it cannot be measured."
         )
-    raise ValueError(
-        f"{part}: {type(model).__name__} computes on [tokens, sequences], in which a batch of {texts} sequences cannot "
-        "be told apart: set batch_size=1 (or give batches of one row)."
-    )
 
 
 def _check_place(model: PreTrainedModel, batch: Mapping[str, Any], part: str) -> None:

@@ -94,7 +94,7 @@ def estimate(
     config = replace(config, sequence_length=length)
     device = device or compute_device()
     base = process_bytes() if base is None else base
-    walk = walk_of(config, targets)
+    walk = walk_of(model, config, targets)
     costs = {recomputes: _cost(model, targets, config, walk, recomputes, device) for recomputes in (False, True)}
     loss = loss_bytes(model, walk.rows, walk.length) if config.needs.probes else 0
     batch = {key: BatchSizes(cost.peak_bytes, cost.heap_bytes, loss) for key, cost in costs.items()}

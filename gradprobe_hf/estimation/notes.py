@@ -11,7 +11,7 @@ from gradprobe_hf.estimation.footprint import Placement
 from gradprobe_hf.estimation.passes import PassCost
 from gradprobe_hf.estimation.sizes import BatchSizes, Sizes
 from gradprobe_hf.model.families import is_in_tower
-from gradprobe_hf.model.targets import Target, is_routed
+from gradprobe_hf.model.targets import Target, go_alone, is_routed
 
 
 def notes_on(
@@ -33,6 +33,8 @@ def notes_on(
         notes.append("recovery_steps: counted to the last step, on full windows; offloaded weights cannot be trained")
     if is_routed(targets):
         notes.append("experts mix the tokens of a batch: one sequence at a time, tokens shared evenly by the experts")
+    elif go_alone(model, targets):
+        notes.append("the sequences of a batch cannot be told apart in all matrices: one at a time")
     if 2 * batch.loss > batch.peak > 0:
         notes.append("the logits and their loss are the larger part of a batch; a smaller batch size shrinks them")
     unseen = [target for target in targets if any(is_in_tower(site.module) for site in target.sites)]

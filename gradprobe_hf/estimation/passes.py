@@ -29,7 +29,7 @@ from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode, frozen
 from gradprobe_hf.model.passes.upcast import native_products, upcast_products
-from gradprobe_hf.model.targets import Target, find_targets, is_routed
+from gradprobe_hf.model.targets import Target, find_targets, go_alone
 from gradprobe_hf.tasks.embeddings import DIRECTION, POOLING, embedding_inputs, is_for_embedding
 from gradprobe_hf.tasks.table import task_of_class
 
@@ -120,14 +120,14 @@ def cost_of_batch(
     Args:
         model: on the meta device.
         targets: matrices whose gradients are made.
-        batch_size: sequences; routed experts take one at a time.
+        batch_size: sequences; one where they are measured one at a time.
         sequence_length: tokens in a sequence.
         checkpoint: whether every block is recomputed in backward.
         backward: False for a forward pass alone.
         device: what it computes on; default: the first CUDA device, or the CPU.
     """
     device = device or compute_device()
-    rows = 1 if is_routed(targets) else batch_size
+    rows = 1 if go_alone(model, targets) else batch_size
     try:
         return _simulated(model, targets, _batch(model, rows, sequence_length), checkpoint, backward, device)
     except Exception as error:  # whatever an architecture does that needs data: a rough figure is better than none

@@ -14,7 +14,7 @@ from gradprobe_hf.estimation.footprint import PlacementName
 from gradprobe_hf.estimation.formula import active_weights
 from gradprobe_hf.estimation.passes import PassCost
 from gradprobe_hf.estimation.sizes import unit_readers
-from gradprobe_hf.model.targets import Target, is_routed
+from gradprobe_hf.model.targets import Target, go_alone
 from gradprobe_hf.scores.terms import matrix_terms
 
 # Whether blocks are recomputed in backward. Those of an offloaded model are, always: autograd would keep their weights
@@ -47,9 +47,9 @@ class Work:
     bytes_read: int = 0
 
 
-def walk_of(config: GradProbeConfig, targets: Sequence[Target]) -> Walk:
-    """How a run goes through its calibration set; experts that are routed take one sequence at a time."""
-    alone = config.batch_size == "auto" or is_routed(targets)
+def walk_of(model: PreTrainedModel, config: GradProbeConfig, targets: Sequence[Target]) -> Walk:
+    """How a run goes through its calibration set."""
+    alone = config.batch_size == "auto" or go_alone(model, targets)
     rows = 1 if alone else min(int(config.batch_size), config.num_samples)
     batches = math.ceil(config.num_samples / rows) if config.needs.passes != "none" else 0
     return Walk(batches, rows, config.window_length)

@@ -183,4 +183,4 @@ def first_guess(context: RunContext, held: int = 0) -> int:
 
 def _most(context: RunContext) -> int:
     """Rows that a batch may have if memory has no end."""
-    return min(LARGEST_BATCH, most_rows(context.targets, context.calibration, context.processes))
+    return min(LARGEST_BATCH, most_rows(context.model, context.targets, context.calibration, context.processes))

@@ -123,7 +123,7 @@ def _portioned(context: RunContext, place: ChosenPlace, rows: int | None, shares
 
 def _check_share(context: RunContext, batches: Batches) -> None:
     """Raise ValueError for fewer batches than processes, or too few beside those that shapes are measured on."""
-    steps, count = step_count(context.targets, batches), context.processes.count
+    steps, count = step_count(context.model, context.targets, batches), context.processes.count
     if steps < count:
         raise ValueError(
             f"{count} processes and {steps} calibration batches: every process needs one. Set a "

@@ -59,6 +59,8 @@ _WITH_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron
 _TAKEN_BY_KERNELS = ("out_proj", "conv1d")
 # Types of configuration of what is computed on [tokens, sequences, features].
 _TIME_FIRST = ("fsmt", "xlnet", "longformer", "led")
+# Types with maps of relative places, which all rows of a batch share, or of patches of all rows in one.
+_SHARED_BY_ROWS = ("deberta", "deberta-v2", "swinv2", "mobilevit")
 # Types that pad what they are given on the right, to a multiple of their windows, in front of the first block.
 _WIDENING = ("longformer", "led", "big_bird", "bigbird_pegasus", "pegasus_x")
 # Types that read the patches of an image behind the tokens of a text.
@@ -253,6 +255,11 @@ def computes_time_first(model: PreTrainedModel) -> bool:
     Nothing else tells them from the others where a batch has as many rows as tokens.
     """
     return getattr(model.config, "model_type", "") in _TIME_FIRST
+
+
+def mixes_rows(model: PreTrainedModel) -> bool:
+    """Whether some map is called with a tensor in which the rows of a batch cannot be told apart."""
+    return computes_time_first(model) or getattr(model.config, "model_type", "") in _SHARED_BY_ROWS
 
 
 def makes_random(name: str) -> bool:

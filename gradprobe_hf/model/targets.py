@@ -16,7 +16,7 @@ from math import prod
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.families import block_of, is_choosing, is_expert, is_head
+from gradprobe_hf.model.families import block_of, is_choosing, is_expert, is_head, mixes_rows
 from gradprobe_hf.model.fsdp import shard_layout
 from gradprobe_hf.model.parameters import read_weight
 from gradprobe_hf.model.sites import Site, Use, plain_uses, uses_by_parameter
@@ -187,6 +187,11 @@ def every_matrix(model: nn.Module) -> tuple[Target, ...]:
 def is_routed(targets: Sequence[Target]) -> bool:
     """Whether any target belongs to an expert, which is sent tokens of any sequence in any order."""
     return any(is_expert(target.name) for target in targets)
+
+
+def go_alone(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
+    """Whether rows are measured one at a time, however they are batched: of several no gradient of one can be told."""
+    return is_routed(targets) or mixes_rows(model)
 
 
 def matches(pattern: str, name: str) -> bool:

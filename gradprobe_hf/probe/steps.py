@@ -1,6 +1,7 @@
 """Steps: which batches this process runs, in which order, and which of them count.
 
-Routed experts see tokens of any sequence in any order, so a model that has them is probed one sequence at a time.
+Routed experts see tokens of any sequence in any order, and maps of relative places those of all: a model that has
+such is probed one sequence at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.passes.loss import Batch
-from gradprobe_hf.model.targets import Target, is_routed
+from gradprobe_hf.model.targets import Target, go_alone
 from gradprobe_hf.probe.padding import BatchLayout
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.embeddings import DIRECTION
@@ -31,21 +32,21 @@ def own_steps(
 
 def all_steps(model: PreTrainedModel, targets: Sequence[Target], batches: Iterable[Batch]) -> list[Batch]:
     """The batches of all processes."""
-    if is_routed(targets):
-        # A router sends the tokens of all sequences to an expert in one tensor `[tokens, hidden]`, from which no
+    if go_alone(model, targets):
+        # A router sends the tokens of all sequences to an expert in one tensor `[tokens, hidden]`, say, from which no
         # gradient of a single sequence could be told.
         return [single for batch in batches for single in single_rows(model, batch)]
     return list(batches)
 
 
-def step_count(targets: Sequence[Target], batches: Batches) -> int:
+def step_count(model: PreTrainedModel, targets: Sequence[Target], batches: Batches) -> int:
     """How many steps there are for all processes to share."""
-    return batches.samples if is_routed(targets) else len(batches)
+    return batches.samples if go_alone(model, targets) else len(batches)
 
 
-def most_rows(targets: Sequence[Target], batches: Batches, processes: Processes) -> int:
+def most_rows(model: PreTrainedModel, targets: Sequence[Target], batches: Batches, processes: Processes) -> int:
     """The most of these rows in a batch that leave every process a step; 1 where they are too few for that."""
-    return batches.samples if is_routed(targets) else max(1, batches.samples // processes.count)
+    return batches.samples if go_alone(model, targets) else max(1, batches.samples // processes.count)
 
 
 def share(batches: Sequence[Item], processes: Processes, in_step: bool) -> list[tuple[Item, bool]]:

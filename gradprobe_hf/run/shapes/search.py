@@ -51,11 +51,11 @@ def rows_apart(context: RunContext) -> tuple[Batches, Batches]:
     Raises:
         ValueError: there are too few.
     """
-    targets, processes = context.targets, context.processes
+    model, targets, processes = context.model, context.targets, context.processes
     held_out, rest = context.calibration.split(context.config.seed, HELD_OUT, _TWO_ROWS)
-    if step_count(targets, rest) < processes.count:
-        rest = rest.in_batches_of(most_rows(targets, rest, processes))
-    if (steps := step_count(targets, rest)) < processes.count:
+    if step_count(model, targets, rest) < processes.count:
+        rest = rest.in_batches_of(most_rows(model, targets, rest, processes))
+    if (steps := step_count(model, targets, rest)) < processes.count:
         raise ValueError(
             f"{context.config.shape_budget}: {processes.count} processes and {steps} calibration batches beside those "
             "that shapes are measured on: every process needs one. Set a larger num_samples (--num-samples), give more "
