@@ -17,9 +17,10 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from gradprobe_hf.model.passes.loss import summed_loss
 from tests import cases
 from tests.architectures import GROUPED, VISION, byte_tokenizer
-from tests.labelled import CASES, batches
+from tests.labelled import CASES, batches, build
 
 
 def test_no_token_of_an_image_is_a_label():
@@ -215,6 +216,21 @@ def test_texts_without_images_stand_among_those_with_one(column, nothing):
     assert sum("pixel_values" in batch for batch in found) == 6
     said = [CASES["llava"].processor().tokenizer.decode(batch["input_ids"][0]) for batch in found]
     assert sorted(one for one in said if "<image>" not in one) == rows["text"][:2]
+
+
+@pytest.mark.parametrize("given", ["batches", "rows"])
+def test_tokens_of_an_image_are_not_predicted_where_labels_are_not_given(given):
+    """As a processor makes a batch for `generate`: of the model's own text transformers would predict every token."""
+    model, (batch,) = build("llava"), batches("llava", samples=4, batch_size=4)
+    image, wanted = model.config.image_token_index, batch["labels"]
+    assert (batch["input_ids"] == image).any()
+    unlabelled = {name: value for name, value in batch.items() if name != "labels"}
+    prepared = Dataset.from_list([{name: value[row] for name, value in unlabelled.items()} for row in range(4)])
+    (found,) = batches("llava", [unlabelled] if given == "batches" else prepared, samples=4, batch_size=4)
+    assert not (found["labels"] == image).any()
+    loss, terms = summed_loss(model, found)
+    own, count = summed_loss(model, {**unlabelled, "labels": wanted})
+    assert (loss.item(), int(terms)) == (pytest.approx(own.item()), int(count))
 
 
 def test_a_processor_without_tokens_of_the_text_is_refused():

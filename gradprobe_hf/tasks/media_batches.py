@@ -104,7 +104,7 @@ def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
             "text could be predicted from: give batches with 'pixel_values' and 'labels'."
         )
     # Images are long runs of one token; what marks them is special too, and an end of text is not.
-    image_ids = torch.tensor(sorted(_image_token_ids(processor, reader.config)), dtype=ids.dtype)
+    image_ids = torch.tensor(media_token_ids(processor, reader.config), dtype=ids.dtype)
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
     counts = mask & ~torch.isin(ids, image_ids)
     if suffixes:
@@ -277,9 +277,15 @@ def _answer(row: Row, reader: RowReader) -> str | None:
     return None if reader.label is None else text_of(row, reader.label, "label_column")
 
 
-def _image_token_ids(processor: Any, config: Any) -> set[int]:
-    known = [getattr(one, "image_token_id", None) for one in (processor, config)]
-    return {int(token) for token in (*known, getattr(config, "image_token_index", None)) if token is not None}
+def media_token_ids(*known_by: Any) -> list[int]:
+    """The tokens that stand for pieces of images, videos and recordings in a text.
+
+    Args:
+        known_by: configurations and processors; none of them may know any.
+    """
+    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
+    found = [getattr(one, name, None) for one in known_by for name in names]
+    return sorted({int(token) for token in found if token is not None})
 
 
 def _tensors(made: Mapping[str, Any], reader: RowReader) -> dict[str, Tensor]:
