@@ -9,6 +9,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from datasets import Dataset
 from transformers import (
     AutoModel,
     AutoModelForTextEncoding,
@@ -161,6 +162,46 @@ def test_other_poolings_are_refused_before_any_work(pooling, text_file, tmp_path
     name = saved(tmp_path / "model", pooling=pooling)
     with pytest.raises(ValueError, match=r"makes a text's embedding by pooling_mode_.*give a loss_fn"):
         prune_pretrained(name, GradProbeConfig(**OPTIONS), calibration=str(text_file), progress=False)
+
+
+def test_texts_are_cut_where_sentence_transformers_cuts_them(text_file, tmp_path):
+    name = saved(tmp_path, pooling=MEAN)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"max_seq_length": 12, "do_lower_case": False}))
+    options = {name: value for name, value in OPTIONS.items() if name != "sequence_length"}
+    for asked, length in ({}, 12), ({"sequence_length": 16}, 16):
+        config = GradProbeConfig(**options, **asked)
+        result = prune_pretrained(name, config, calibration=str(text_file), apply=False, progress=False)
+        assert result.report.calibration["tokens"] == length * config.num_samples
+
+
+@pytest.mark.parametrize("as_subfolder", [True, False])
+def test_a_module_without_the_others_is_refused(as_subfolder, text_file, tmp_path):
+    """The pooling is in the folder above, in the layout that sentence-transformers wrote at first."""
+    saved(tmp_path / "0_Transformer")
+    listed = [{"path": path, "type": f"models.{path[2:]}"} for path in ("0_Transformer", "1_Pooling")]
+    (tmp_path / "modules.json").write_text(json.dumps(listed))
+    name, where = (tmp_path, {"subfolder": "0_Transformer"}) if as_subfolder else (tmp_path / "0_Transformer", {})
+    config, given = GradProbeConfig(**OPTIONS), {"calibration": str(text_file), "progress": False}
+    with pytest.raises(ValueError, match=r"'0_Transformer' is one module of a sentence-transformers model.*save_pretr"):
+        prune_pretrained(str(name), config, **given, **where)
+    with pytest.raises(FileNotFoundError, match=r"no config\.json: sentence-transformers once wrote all modules"):
+        prune_pretrained(str(tmp_path), config, **given)
+
+
+@pytest.mark.parametrize("kind", ["CrossEncoder", "SentenceTransformer"])
+def test_a_cross_encoder_is_none_that_embeds(kind, tmp_path, caplog):
+    classifier = labelled.build("bert")
+    classifier.config.num_labels = 1
+    classifier.classifier = torch.nn.Linear(classifier.config.hidden_size, 1)
+    name = saved(tmp_path / "model", classifier, pooling=MEAN)
+    (tmp_path / "model" / "config_sentence_transformers.json").write_text(json.dumps({"model_type": kind}))
+    pairs = Dataset.from_dict({"text": ["a b"] * 8, "text_pair": ["c d"] * 8, "label": [0.0, 1.0] * 4})
+    report = prune_pretrained(
+        name, GradProbeConfig(sparsity=0.5, num_samples=8), calibration=pairs, apply=False, progress=False
+    ).report
+    told = " ".join(report.warnings)
+    assert ("cross-encoder of sentence-transformers with one label" in told) is (kind == "CrossEncoder")
+    assert ("says that it makes embeddings" in told) is (kind == "SentenceTransformer")
 
 
 def test_files_that_cannot_be_read_are_named(text_file, tmp_path):

@@ -136,7 +136,7 @@ def test_a_default_window_is_as_long_as_the_model_has_positions(caplog):
     tokenizer = cases.tokenizer()
     found = cases.prune(cases.build("llama"), "self", processing_class=tokenizer, probes=1, num_samples=2)
     assert "2 windows of 64 tokens" in found.report.calibration["protocol"]
-    assert "windows have 64 tokens, as many as the model has positions" in caplog.text
+    assert "windows have 64 tokens, as many as the model reads of a text" in caplog.text
     assert GradProbeConfig().sequence_length is None
     with pytest.raises(ValueError, match="sequence_length=512 is more than the 64 positions"):
         cases.prune(cases.build("llama"), "self", processing_class=tokenizer, sequence_length=512)

@@ -292,6 +292,26 @@ def test_a_licence_and_the_modules_of_an_embedding_go_with_the_weights(source, t
         prune(source, output_dir=saved, overwrite=True)
 
 
+def test_modules_with_names_and_code_of_their_own_go_along(source, tmp_path):
+    """As jina-embeddings has them: without one of these files sentence-transformers does not load the result."""
+    listed = [("", "custom_st.Transformer"), ("pooling", "sentence_transformers.models.Pooling"), ("own", "mine.Own")]
+    modules = [{"path": path, "type": kind} for path, kind in listed]
+    (source / "modules.json").write_text(json.dumps(modules))
+    (source / "custom_st.py").write_text("from .inner import one\n")
+    for name in ("inner.py", "mine.py", "unrelated.py", "pooling/config.json", "own/table.txt", "other/config.json"):
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).touch()
+    saved = tmp_path / "saved"
+    prune(source, output_dir=saved)
+    files = {path.relative_to(saved).as_posix() for path in saved.glob("**/*") if path.is_file()}
+    assert {"custom_st.py", "inner.py", "mine.py", "pooling/config.json", "own/table.txt"} <= files
+    assert not {"unrelated.py", "other/config.json"} & files
+    with pytest.raises(FileExistsError, match=r"holds own/table\.txt"):
+        prune(source, output_dir=saved, overwrite=True)
+    (saved / "own" / "table.txt").unlink()
+    prune(source, output_dir=saved, overwrite=True)
+
+
 @pytest.mark.parametrize("is_encoder", [True, False])
 def test_the_card_of_a_sentence_encoder_says_how_it_is_used(is_encoder, source, tmp_path):
     use = {"library_name": "sentence-transformers", "pipeline_tag": "sentence-similarity", "tags": ["mteb", "pruning"]}

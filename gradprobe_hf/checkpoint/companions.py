@@ -13,7 +13,8 @@ from pathlib import Path
 from huggingface_hub import HfApi, snapshot_download
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.own_files import is_companion, is_licence
+from gradprobe_hf.checkpoint.own_files import is_companion, is_licence, modules_of
+from gradprobe_hf.model.loading.checks import MODULES
 from gradprobe_hf.model.loading.stored_files import loaded_commit, source_of, stored_file
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,11 @@ def copy_companions(folder: Path, model: PreTrainedModel) -> None:
     listed, subfolder = _listed(model), source_of(model).get("subfolder") or ""
     prefix = f"{subfolder.strip('/')}/" if subfolder else ""
     beside = [name.removeprefix(prefix) for name in listed if name.startswith(prefix)]
-    found = [(subfolder, name) for name in beside if is_companion(name)]
+    modules = stored_file(model, MODULES)
+    folders, code = (set(), set()) if modules is None else modules_of(modules.parent)
+    found = [
+        (subfolder, name) for name in beside if is_companion(name) or name in code or name.rpartition("/")[0] in folders
+    ]
     found += [("", name) for name in listed if is_licence(name)]  # of all folders of a repository
     for inside, name in found:
         if (folder / name).exists() or (stored := stored_file(model, name, inside)) is None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from transformers.dynamic_module_utils import get_relative_imports
 from transformers.tokenization_utils_base import TOKENIZER_CONFIG_FILE
 from transformers.utils import CONFIG_NAME
 
+from gradprobe_hf.model.loading.checks import MODULES
 from gradprobe_hf.model.loading.processing import PROCESSOR_FILES
 
 # What a checkpoint is made of, by the names that transformers, Trainer, the Hub and this package write. A file by any
@@ -50,6 +52,20 @@ _FOLDERS = {  # those of a checkpoint -> the files in them
 }
 
 
+def modules_of(folder: Path) -> tuple[set[str], set[str]]:
+    """What sentence-transformers' list in a folder names: folders of modules, and files with code of their own.
+
+    `"type": "custom_st.Transformer"` is a class in custom_st.py.
+    """
+    try:
+        listed = json.loads((folder / MODULES).read_text(encoding="utf-8"))
+        modules = [(one["path"], one["type"].partition(".")[0]) for one in listed]
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no such file, or none that it has written
+        return set(), set()
+    own = [package for _, package in modules if package != "sentence_transformers"]
+    return {path for path, _ in modules if path}, _with_imports(folder, own)
+
+
 def is_companion(name: str) -> bool:
     """Whether a file goes with a model, though transformers does not read it. Args: name: below the model's folder."""
     folder, _, file = name.rpartition("/")
@@ -65,21 +81,25 @@ def is_licence(name: str) -> bool:
 
 def is_checkpoint(path: Path) -> bool:
     """A folder that somebody's model lives in: no repository, no folders but a checkpoint's."""
-    known = all(_files_of(inner) for inner in path.iterdir() if inner.is_dir())
+    modules, _ = modules_of(path)
+    known = all(_files_of(inner, modules) for inner in path.iterdir() if inner.is_dir())
     return known and (path / CONFIG_NAME).is_file() and any(path.glob("*.safetensors"))
 
 
-def _files_of(folder: Path) -> re.Pattern[str] | None:
-    """What a folder of a checkpoint has files of; None of any other folder."""
+def _files_of(folder: Path, modules: Collection[str]) -> re.Pattern[str] | None:
+    """What a folder of a checkpoint has files of; None of any other folder. Args: `modules` are folders, too."""
+    if folder.name in modules:
+        return _OF_MODULE
     return next((files for name, files in _FOLDERS.items() if name.fullmatch(folder.name)), None)
 
 
 def other_files(folder: Path) -> list[str]:
     """What is in the folder of a checkpoint and no part of it."""
-    code, found = _code(folder), []
+    (modules, own), found = modules_of(folder), []
+    code = _code(folder) | own
     for inner in folder.iterdir():
         if inner.is_dir():
-            wanted = _files_of(inner)
+            wanted = _files_of(inner, modules)
             assert wanted is not None, "the folder is a checkpoint's"
             found += [f"{inner.name}/{one.name}" for one in inner.iterdir() if not wanted.fullmatch(one.name)]
         elif inner.name not in code and not _OF_CHECKPOINT.fullmatch(inner.name):
@@ -92,8 +112,12 @@ def _code(folder: Path) -> set[str]:
     configs = (CONFIG_NAME, TOKENIZER_CONFIG_FILE, *PROCESSOR_FILES)
     classes = [name for file in configs for name in own_classes(folder / file)]
     # A class of another repository is "user/model--module.Class"; transformers saves its module here all the same.
-    waiting = [name.rpartition("--")[2].partition(".")[0] for name in classes]
-    found: set[str] = set()
+    return _with_imports(folder, [name.rpartition("--")[2].partition(".")[0] for name in classes])
+
+
+def _with_imports(folder: Path, modules: Iterable[str]) -> set[str]:
+    """The files of these modules of code in a folder, and those that they import."""
+    waiting, found = list(modules), set[str]()
     while waiting:
         file = f"{waiting.pop()}.py"
         if file not in found and (folder / file).is_file():

@@ -29,8 +29,8 @@ from gradprobe_hf.model.files.offload_store import existing_parent
 from gradprobe_hf.model.files.saving import save_in_shards
 from gradprobe_hf.model.files.shard_files import open_to_all
 from gradprobe_hf.model.fsdp import is_sharded
+from gradprobe_hf.model.loading.checks import MODULES
 from gradprobe_hf.model.loading.load import CONFIG_KEY
-from gradprobe_hf.model.loading.pooling import MODULES
 from gradprobe_hf.model.loading.processing import PROCESSOR_FILES
 from gradprobe_hf.model.loading.stored_files import (
     is_loaded_here,

@@ -119,7 +119,7 @@ class PruningOptions(Options):
             all classes), `"wer"` or `"bleu"`. Default: what is usual for the task, `"accuracy"` for a classifier;
             perplexity for a language model.
         num_samples: calibration windows, or rows of a labelled or tokenised dataset.
-        sequence_length: tokens in a window. Default: 512, or as many as the model has positions.
+        sequence_length: tokens in a window. Default: 512, or as many as the model reads of a text.
         text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,
             `conversations`, `prompt` and `completion`, `text`, or the only column of chats or else of texts,
             without those that say which text it is (`id`, `url`, `source`).

@@ -70,7 +70,7 @@ class RecoveryConfig(Options):
         num_samples: windows of text, or rows, held-out ones among them. Default: as many as the steps take, or as many
             as the text has; of what the dense model writes itself, 512.
         held_out_samples: windows of the text, or rows, that are never trained on, and at most a tenth of them.
-        sequence_length: tokens in a window. Default: 512, or as many as the model has positions.
+        sequence_length: tokens in a window. Default: 512, or as many as the model reads of a text.
         text_column: column of the data set with the text, or with the messages of a chat. Default: `messages`,
             `conversations`, `prompt` and `completion`, `text`, or the only column of chats or else of texts,
             without those that say which text it is (`id`, `url`, `source`).

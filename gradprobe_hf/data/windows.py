@@ -40,6 +40,7 @@ from gradprobe_hf.data.text.self_generated import KeptText, own_text
 from gradprobe_hf.data.text.special_tokens import is_tokenizer, special_tokens, tokenizer_of
 from gradprobe_hf.data.text.text_options import DEFAULT_LENGTH, OWN_TEXT, PYDOC, SELF, TextOptions
 from gradprobe_hf.model.families import longest_text
+from gradprobe_hf.model.loading.pooling import embedded_tokens
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.columns import IGNORED
 
@@ -311,10 +312,10 @@ def _with_labels(row: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def window_length(wanted: int | None, model: PreTrainedModel) -> int:
-    """Tokens in a window: as many as were asked for; by default 512, or as many as the model has positions."""
+    """Tokens in a window: as many as were asked for; by default 512, or as many as the model reads of a text."""
     if wanted is not None:
         return wanted
-    return min(DEFAULT_LENGTH, longest_text(model) or DEFAULT_LENGTH)
+    return min(DEFAULT_LENGTH, longest_text(model) or DEFAULT_LENGTH, embedded_tokens(model) or DEFAULT_LENGTH)
 
 
 def check_length(model: PreTrainedModel, length: int) -> None:

@@ -22,6 +22,8 @@ DTYPES = ("bfloat16", "float16", "float32", "float64")
 COMPUTED = tuple(getattr(torch, name) for name in DTYPES)
 WEIGHTS = "weights"
 _MODEL = "a checkpoint folder or a Hub id 'user/name'"
+MODULES = "modules.json"  # of sentence-transformers: what it does with a text, module by module
+RESAVED = "SentenceTransformer(folder).save_pretrained(other) writes them as they are written today; give that folder"
 _ADAPTER_CONFIG = "adapter_config.json"
 PLANS = ("auto", "balanced", "balanced_low_0", "sequential")  # of Accelerate
 _DEVICES = "'auto', 'disk', 'cpu', a device such as 'cuda:0', or a dict from modules to devices"
@@ -58,6 +60,11 @@ def check_source(model_or_id: Any, kwargs: Mapping[str, Any], takes_file: bool =
             return
         raise ValueError(f"{name!r} is a file, not a folder: a model is {_MODEL}.")
     described = any((path / file).is_file() for file in (CONFIG_NAME, _ADAPTER_CONFIG))
+    if not described and not kwargs.get("subfolder") and (path / MODULES).is_file():
+        raise FileNotFoundError(
+            f"{name!r} has no {CONFIG_NAME}: sentence-transformers once wrote all modules into folders of their own. "
+            f"{RESAVED}."
+        )
     if not described and not kwargs.get("subfolder"):
         raise FileNotFoundError(f"{name!r} has no {CONFIG_NAME}: it is no checkpoint folder.")
 

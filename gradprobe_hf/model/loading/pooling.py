@@ -1,4 +1,4 @@
-"""Pooling: how sentence-transformers makes one vector of a text of those of its tokens.
+"""What sentence-transformers makes of a model: how one vector of a text comes of those of its tokens, and of how many.
 
 It writes so beside the model: `modules.json` lists what is done behind it, each with a folder of its own.
 """
@@ -11,10 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.loading.stored_files import stored_file
+from gradprobe_hf.model.loading.checks import MODULES, RESAVED
+from gradprobe_hf.model.loading.stored_files import source_of, stored_file
 from gradprobe_hf.tasks.embeddings import Pooling
 
-MODULES = "modules.json"
+_KIND = "config_sentence_transformers.json"
+_LIMITS = "sentence_bert_config.json"  # of BERTs and all others
 # What it calls the ways that are known here, in files of before 5.3 and of since then.
 _WAYS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
@@ -27,18 +29,31 @@ _WAYS: dict[str, Pooling] = {
 
 
 def is_for_embeddings(model: PreTrainedModel) -> bool:
-    """Whether sentence-transformers' files are beside the model, whatever class it was loaded as."""
-    return stored_file(model, MODULES) is not None
+    """Whether sentence-transformers' files beside the model say so, whatever class it was loaded as."""
+    return stored_file(model, MODULES) is not None and not is_cross_encoder(model)
+
+
+def is_cross_encoder(model: PreTrainedModel) -> bool:
+    """Whether sentence-transformers' files beside the model say that it compares two texts, and embeds none."""
+    return bool(_told(model, _KIND).get("model_type") == "CrossEncoder")
+
+
+def embedded_tokens(model: PreTrainedModel) -> int | None:
+    """At how many tokens of a text sentence-transformers cuts it; None where no file beside the model says so."""
+    limit = _told(model, _LIMITS).get("max_seq_length") if is_for_embeddings(model) else None
+    return limit if isinstance(limit, int) else None
 
 
 def pooling_of(model: PreTrainedModel) -> Pooling:
     """As those files say; the mean where there are none, as sentence-transformers does then.
 
     Raises:
-        ValueError: in a way that is not known here, or files that cannot be read.
+        ValueError: in a way that is not known here, files that cannot be read, or that are in a folder above.
     """
     stored = stored_file(model, MODULES)
     modules = [] if stored is None else _read(stored)
+    if stored is None:
+        _check_above(model)
     folder = next((one["path"] for one in modules if one["type"].endswith("Pooling")), None)
     path = None if folder is None else stored_file(model, f"{folder}/config.json")
     if path is None:
@@ -55,11 +70,37 @@ def pooling_of(model: PreTrainedModel) -> Pooling:
     return _WAYS[named[0]]
 
 
+def _check_above(model: PreTrainedModel) -> None:
+    """Raise ValueError for the first module of a model that sentence-transformers once wrote into folders alone."""
+    folder = (source_of(model).get("subfolder") or "").strip("/")
+    if folder:
+        above = stored_file(model, MODULES, "")
+    elif (path := Path(model.name_or_path).absolute()).is_dir():
+        folder, above = path.name, path.parent / MODULES
+    else:
+        return
+    if above is None or not above.is_file() or folder not in [one["path"] for one in _read(above)][:1]:
+        return
+    raise ValueError(
+        f"{folder!r} is one module of a sentence-transformers model, whose pooling is beside it, where the pruned "
+        f"model would not have it: {RESAVED}."
+    )
+
+
+def _told(model: PreTrainedModel, file: str) -> dict[str, Any]:
+    """What a file beside the model says; nothing where there is none, or one that sentence-transformers cannot read."""
+    path = stored_file(model, file)
+    try:
+        found = {} if path is None else _read(path)
+    except ValueError:
+        found = {}
+    return found if isinstance(found, dict) else {}
+
+
 def _read(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(
-            f"{path}, in which sentence-transformers says how texts are pooled, is no JSON: {error}. Mend it, or give "
-            "a loss_fn."
+            f"{path}, in which sentence-transformers says what it makes of a text, is no JSON: {error}. Mend it."
         ) from error

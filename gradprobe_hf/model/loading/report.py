@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from gradprobe_hf.model.loading.pooling import MODULES, is_for_embeddings
+from gradprobe_hf.model.loading.checks import MODULES
+from gradprobe_hf.model.loading.pooling import is_for_embeddings
 from gradprobe_hf.model.pooler import take_off_pooler
 
 logger = logging.getLogger(__name__)

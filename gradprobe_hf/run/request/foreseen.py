@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from gradprobe_hf.config.derived import LEAST_DAMPING
 from gradprobe_hf.data.batches import SHARED, shared_passages, shared_rows
 from gradprobe_hf.model.families import is_causal, is_in_tower, without_cache
-from gradprobe_hf.model.loading.pooling import MODULES, is_for_embeddings
+from gradprobe_hf.model.loading.checks import MODULES
+from gradprobe_hf.model.loading.pooling import is_cross_encoder, is_for_embeddings
 from gradprobe_hf.model.loading.processing import about_missing_processing
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import labels_of, summed_loss
@@ -33,7 +34,7 @@ APART = 0.01  # relative, of two losses: nearer ones are the same, rounded other
 
 def foreseen_warnings(context: RunContext) -> list[str]:
     """What a report says of the data and the model; logged, too."""
-    found = [*_about_data(context), *_about_media(context), *_about_embeddings(context)]
+    found = [*_about_data(context), *_about_media(context), *_about_embeddings(context), *_about_chances(context)]
     found += [*_about_tokens(context), *_about_own_loss(context)]
     found += about_own_maps(context.model, context.config)
     for warning in found:
@@ -75,6 +76,17 @@ def _about_embeddings(context: RunContext) -> list[str]:
     return [
         f"The {MODULES} beside the model says that it makes embeddings, and it is pruned for {task.name}: give "
         "task='feature-extraction', and it is loaded and measured for those."
+    ]
+
+
+def _about_chances(context: RunContext) -> list[str]:
+    """Where two texts are compared by one number, which transformers takes for a measure and not for a chance."""
+    if context.loss_fn is not None or not is_cross_encoder(context.model) or context.model.config.num_labels != 1:
+        return []
+    return [
+        "The model is a cross-encoder of sentence-transformers with one label, and what is measured is the squared "
+        "error of its output, as transformers has it. Where it was trained by the cross entropy of a sigmoid, as most "
+        "are, give that as loss_fn."
     ]
 
 

@@ -60,7 +60,7 @@ def load_inputs(request: RunRequest) -> RunContext:
             processes.on_main(partial(check_example, model, targets, config))
         task = task_for(config.task, type(model).__name__, model.config.is_encoder_decoder)
     if config.sequence_length is None and (length := window_length(None, model)) < DEFAULT_LENGTH:
-        logger.info("windows have %d tokens, as many as the model has positions", length)
+        logger.info("windows have %d tokens, as many as the model reads of a text", length)
     with stopwatch("read data"):
         writing = Writing(processes, _kept_text(request, model, processes))
         reads_text = request.always_calibrate or config.needs.passes != "none"
