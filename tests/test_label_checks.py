@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from datasets import Dataset
 from packaging.version import Version
+from PIL import Image
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.bench.subject import Subject, Workload
@@ -25,6 +26,18 @@ SEQ2SEQ = {
     **{f"{side}_layers": 2 for side in ("encoder", "decoder")},
     **{f"{side}_attention_heads": 4 for side in ("encoder", "decoder")},
     **{f"{side}_ffn_dim": 48 for side in ("encoder", "decoder")},
+}
+
+
+YOLOS = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": [16, 16],
+    "patch_size": 8,
+    "num_detection_tokens": 4,
+    "num_labels": 3,
 }
 
 
@@ -385,19 +398,9 @@ def test_pixels_of_no_class_are_refused_and_void_is_not():
 )
 def test_boxes_are_fractions_of_their_image(classes, boxes, said):
     """In pixels they would have a loss, too: thousands of times as large, and of nothing that the model predicts."""
-    config = hf.YolosConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=[16, 16],
-        patch_size=8,
-        num_detection_tokens=4,
-        num_labels=3,
-    )
     labels = [{"class_labels": torch.tensor(classes).long(), "boxes": torch.tensor(boxes).reshape(-1, 4)}]
     batch = {"pixel_values": torch.randn(1, 3, 16, 16), "labels": labels}
-    model = hf.YolosForObjectDetection(config).eval()
+    model = hf.YolosForObjectDetection(hf.YolosConfig(**YOLOS)).eval()
     if said is None:
         check_labels(model, batch, "calibration", needs_loss=True)
         return
@@ -441,6 +444,30 @@ def test_one_label_a_row_of_a_class_that_no_task_is_known_of_is_refused():
     batch = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": torch.tensor([0, 2])}
     with pytest.raises(ValueError, match="labels hold 2, and BertForNextSentencePrediction predicts 0 to 1"):
         prune(model, [batch])
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "given"),
+    [
+        ("multi_label_classification", torch.tensor([[0, 1, 1], [1, 0, 0]]), r"\(2, 3\) of int64"),
+        ("multi_label_classification", torch.ones(2, 2), r"\(2, 2\) of float32"),
+        (None, torch.tensor([0.0, 1.0]), r"\(2,\) of float32"),
+    ],
+)
+def test_labels_of_rows_with_several_classes_have_a_place_for_each(kind, labels, given):
+    model = seeded(hf.BertForSequenceClassification, hf.BertConfig(**BERT, num_labels=3, problem_type=kind))
+    batch = {"input_ids": torch.ones(2, 3, dtype=torch.long), "labels": labels}
+    with pytest.raises(ValueError, match=rf"\[rows, 3\], 1\.0 for each class .* and these are {given}"):
+        prune(model, [batch])
+    batch["labels"] = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    prune(model, [batch])
+
+
+def test_rows_that_no_batches_are_made_of_are_named():
+    images = Dataset.from_dict({"image": [Image.new("RGB", (8, 8))] * 2, "label": [0, 1]})
+    model = hf.YolosForObjectDetection(hf.YolosConfig(**YOLOS))
+    with pytest.raises(ValueError, match=r"YolosForObjectDetection reads images, of which no batches are made here"):
+        prune(model, images)
 
 
 def test_a_model_without_a_loss_wants_one():

@@ -153,6 +153,7 @@ def test_it_is_recovered_on_text(qwen, texts, tmp_path):
         progress=False,
     )
     assert recovered.report.evaluation["term"] == "predicted tokens"
+    assert any("The recovery trained on text alone, and a Qwen" in warning for warning in recovered.report.warnings)
     assert recovered.report.sparsity == 0.5
 
 

@@ -98,10 +98,13 @@ def check_reads_text(model: PreTrainedModel, part: str) -> None:
         alone = {"pixel_values": "images", "input_features": "speech", "input_values": "speech"}
         what = "images with text" if needs_pairs(model) else alone.get(needed, needed)
         task = task_of_class(name, model.config.is_encoder_decoder)
-        rows = "a data set with them, or " if task is not None else ""  # of others no batches are made here
+        batches = "batches that it returns a loss for (a DataLoader, or a list)"
+        if task is None:
+            raise ValueError(
+                f"{part}: a {name} reads {what}, of which no batches are made here, nor of text: give {batches}."
+            )
         raise ValueError(
-            f"{part}: {name} does not read plain text, but {what}: give {rows}batches that it returns a loss for (a "
-            "DataLoader, or a list)."
+            f"{part}: {name} does not read plain text, but {what}: give a data set with them, or {batches}."
         )
 
 

@@ -24,7 +24,8 @@ from gradprobe_hf.tasks.image_texts import sees_prefix_whole
 
 BEYOND = 1.0  # how far boxes of real data may reach past the edges of their image, in images; pixels are hundreds
 POSITIONS = ("start_positions", "end_positions")
-_SINGLE, _ONE_CLASS = "single_label_classification", tuple(f"For{of}Classification" for of in ("Sequence", "Image"))
+_SINGLE, _SEVERAL = "single_label_classification", "multi_label_classification"
+_ONE_CLASS = tuple(f"For{of}Classification" for of in ("Sequence", "Image"))
 SINGLE_ROWS = (
     "items of a list are batches. Give single rows as a data set, datasets.Dataset.from_list(rows), or put them into "
     "batches with a DataLoader."
@@ -52,6 +53,7 @@ def check_labels(model: PreTrainedModel, batch: Mapping[str, Any], part: str, ne
         return
     if needs_loss:
         _check_one_class(model, labels, part)
+        _check_several(model, labels, part)
     if labels.is_floating_point():
         if needs_loss:
             _check_whole(model, labels, part)
@@ -75,6 +77,21 @@ def _check_one_class(model: PreTrainedModel, labels: Tensor, part: str) -> None:
         f"{tuple(labels.shape)}. Give labels.argmax(-1) of a 1 among zeros; where a row has several classes the config "
         "says problem_type='multi_label_classification'."
     )
+
+
+def _check_several(model: PreTrainedModel, labels: Tensor, part: str) -> None:
+    """Of a classifier that gives a row several classes, each with a chance of its own."""
+    count, is_float = model.config.num_labels, labels.is_floating_point()
+    kind = getattr(model.config, "problem_type", None) or (_SEVERAL if is_float and count > 1 else "")
+    if kind != _SEVERAL or not type(model).__name__.endswith(_ONE_CLASS):
+        return
+    if labels.shape[1:] != (count,) or not is_float:
+        given = f"{tuple(labels.shape)} of {str(labels.dtype).removeprefix('torch.')}"
+        raise ValueError(
+            f"{part}: labels of this {type(model).__name__} are [rows, {count}], 1.0 for each class that a row has and "
+            f"0.0 for the others, and these are {given}. Give labels.float() of such, or, where a row has one class, "
+            "its number, a whole one, and problem_type='single_label_classification' in the config."
+        )
 
 
 def _check_whole(model: PreTrainedModel, labels: Tensor, part: str) -> None:

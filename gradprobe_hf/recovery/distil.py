@@ -47,6 +47,7 @@ from gradprobe_hf.recovery.trainer import (
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
+from gradprobe_hf.tasks.table import is_text_alone, task_of_class
 from gradprobe_hf.training.keeper import is_unlearned
 from gradprobe_hf.training.lora import masked_adapters, merge_with_masks
 from gradprobe_hf.training.sparsity import SparsityCallback
@@ -223,7 +224,7 @@ def distil(
     with memory_errors(place.stopwatch, remedies(config)), place.stopwatch("recovery"):
         size = arguments.per_device_eval_batch_size
         left = divergence_as_left(student, text, size, teacher, place.processes)
-    warnings = tuple(_warnings(measured, left, student.dtype))
+    warnings = (*_warnings(measured, left, student.dtype), *_about_media(student, text))
     tokens = round(steps * config.batch_size * text.tokens / len(text.trained))
     return Trained(steps, best_step(measured), measured, left, tokens, place.stopwatch.seconds["recovery"], warnings)
 
@@ -242,6 +243,18 @@ def _warnings(measured: Mapping[int, float], left: float, dtype: torch.dtype) ->
     return [
         f"As it is stored, in {str(dtype).removeprefix('torch.')}, the model diverges by {left:.4f} on the held-out "
         f"text, where training measured {best:.4f} and began with {begun:.4f}. With {wider} less is lost by rounding."
+    ]
+
+
+def _about_media(student: PreTrainedModel, text: RecoveryText) -> list[str]:
+    """Where a model that also sees or hears is trained on text."""
+    task = task_of_class(type(student).__name__, student.config.is_encoder_decoder)
+    if task is None or task.medium is None or not is_text_alone(task, text.rows):
+        return []
+    media = task.medium.what
+    return [
+        f"The recovery trained on text alone, and a {type(student).__name__} reads {media}, too: whether its answers "
+        f"about {media} are better or worse for it is not known. Measure them."
     ]
 
 

@@ -27,7 +27,7 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.table import counted_as, task_for
 
 _WORSE = "Recovery made the model worse on"  # how the warning begins
-_OF_TRAINING = ("No step brought", "As it is stored")  # and those of `Trained`
+_OF_TRAINING = ("No step brought", "As it is stored", "The recovery trained on text alone")  # and those of `Trained`
 
 
 @dataclass(frozen=True, repr=False)

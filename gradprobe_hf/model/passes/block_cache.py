@@ -67,7 +67,8 @@ class BlockSequence:
             if trace.ran.count(name) != 1:
                 raise ValueError(
                     f"{name} runs {trace.ran.count(name)} times in a forward pass, so the blocks cannot be pruned one "
-                    "after the other. Use order='joint' and update='none'."
+                    f"after the other. Leave its matrices out, exclude=['{name.rpartition('.')[0]}.*'], or use "
+                    "order='joint' and update='none'."
                 )
         return cls(tuple(trace.ran), frozenset(trace.read_later))
 
