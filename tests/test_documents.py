@@ -222,6 +222,13 @@ def test_a_document_each_is_what_the_tokenizer_makes_of_it():
         load(texts, samples=9, packing=False)
 
 
+@pytest.mark.parametrize("part", ["calibration", "evaluation"])
+def test_the_manual_is_cut_into_windows_whatever_is_done_with_documents(part):
+    """It is one text: of documents there is no second one."""
+    packed, alone = (load("pydoc", part=part, packing=packing) for packing in (True, False))
+    assert packed.fingerprint == alone.fingerprint
+
+
 def test_what_separates_documents_is_in_the_windows_and_in_the_protocol():
     texts = [f"{i:03}" for i in range(40)]
     for separator, text, words in (

@@ -66,7 +66,7 @@ def test_what_is_measured_on_does_not_calibrate(calibration, options):
     assert found.calibration.fingerprint == alone.calibration.fingerprint
     assert found.evaluation.samples == 20
     assert shared_rows(found.calibration, found.evaluation) == 0
-    assert "behind the 8 that calibrate" in found.evaluation.protocol
+    assert "behind the first 8, which are for calibration" in found.evaluation.protocol
     other = read(calibration, tokenizer=tokenizer, evaluation_samples=5, **options)
     assert other.evaluation.samples == 5
 
@@ -107,7 +107,7 @@ def test_of_a_mixture_each_text_of_the_users_is_measured(tmp_path):
     found = read(weights)
     assert found.evaluation.samples == 20
     assert found.evaluation.source == "one.txt, two.txt"
-    assert found.evaluation.protocol.count("behind the 2 that calibrate") == 2
+    assert found.evaluation.protocol.count("behind the first 2, which are for calibration") == 2
     assert shared_rows(found.calibration, found.evaluation) == 0
     assert "own text" in found.calibration.source
 

@@ -13,7 +13,7 @@ from gradprobe_hf.cli.values import Mixture, device_map, json_object, text_or_no
 
 OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
     "options": {
-        "output": {"metavar": "DIR", "help": "folder to write the pruned checkpoint to"},
+        "output": {"metavar": "DIR", "help": "folder to write the checkpoint to"},
         "overwrite": {"action": "store_true", "help": "replace an earlier result in --output"},
         "config": {"metavar": "FILE.yaml", "help": "read options from a file; those on the command line win"},
         "json": {"action": "store_true", "help": "print one JSON object, and nothing else, to standard output"},
@@ -33,7 +33,7 @@ OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "merge_adapters": {
             "action": "store_true",
             "default": None,
-            "help": "fold an adapter (PEFT) into the base model that it names, and prune the result",
+            "help": "fold an adapter (PEFT) into the base model that it names, and take the result",
         },
         "allow_missing_weights": {
             "action": "store_true",

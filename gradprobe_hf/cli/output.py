@@ -225,7 +225,7 @@ def print_comparison(
             *([f"{row.metric:.4f}"] if metric else []),
             *_shown(row.divergence),
             f"{row.seconds:,.0f}",
-            f"{row.passes['forward']:g} + {row.passes['backward']:g}",
+            f"{row.passes['forward']:.3g} + {row.passes['backward']:.3g}",
         )
     out = console()
     before = f"{key} of {original.name}: {getattr(dense, key):,.4f}"

@@ -80,6 +80,7 @@ class Source:
         is_plain: whether it is text without columns: a list of texts, or .txt files.
         split: which of several splits was chosen; None: there is one, or it was named.
         in_order: the rows of a stream that stand together one after the other; None: `rows` are.
+        is_whole: whether it is one long text, of which windows are cut whatever is done with documents.
     """
 
     rows: Rows
@@ -88,6 +89,7 @@ class Source:
     is_plain: bool = False
     split: str | None = None
     in_order: IterableDataset | None = None
+    is_whole: bool = False
 
     @cached_property
     def first_row(self) -> Any:

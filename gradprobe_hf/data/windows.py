@@ -167,7 +167,7 @@ class _Reader:
                 "processing_class=, or give batches that the model returns a loss for."
             )
         special = special_tokens(self.processing_class, self.model, windows.text.add_special_tokens)
-        draw = draw_packed if windows.text.packing else draw_documents
+        draw = draw_packed if windows.text.packing or opened.is_whole else draw_documents
         return draw(opened, windows, self.processing_class, special)
 
     def mixed(
@@ -225,7 +225,7 @@ def open_rows(source: Any, part: Part, seed: int) -> Source | None:
         source = str(source)
         if source == PYDOC:
             name = f"pydoc ({part} part): the Python manual's topics"
-            return Source(text_rows([manual_text(part)]), name, is_plain=True)
+            return Source(text_rows([manual_text(part)]), name, is_plain=True, is_whole=True)
         return open_source(source, part, seed)
     if is_dataset(source):
         known = getattr(source.info, "dataset_name", None)

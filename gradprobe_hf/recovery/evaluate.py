@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,11 +32,8 @@ def evaluation_of(source: Any, config: RecoveryConfig, model: PreTrainedModel, p
     if source is False or source is None:
         return Batches.none()
     length = window_length(config.sequence_length, model)
-    text = TextOptions.of(config)
-    if source == PYDOC:  # one document, of which windows are cut whatever is done with those that are trained on
-        text = replace(text, packing=True)
     samples = config.evaluation_samples
-    spec = WindowSpec(samples or WINDOWS_MEASURED, length, MEASURED_AT_ONCE, text=text)
+    spec = WindowSpec(samples or WINDOWS_MEASURED, length, MEASURED_AT_ONCE, text=TextOptions.of(config))
     task = task_options(model, config, samples or ROWS_MEASURED)
     found = load_batches(source, spec, part="evaluation", model=model, processing_class=processing_class, task=task)
     check_batches(model, found, "evaluation", needs_loss=True)

@@ -122,7 +122,8 @@ def sparsity_figure(report: Report) -> Figure:
     axes.set_xlabel("block", color=MUTED)
     what = "Zeros in" if report.structure is None else "Gone of"
     share = sum(map(report.counted, report.matrices)) / report.weights
-    axes.set_title(f"{what} every matrix, {share:.1%} in all", loc="left", color=INK, fontsize=11)
+    of = " of the weights" if report.structure is not None else ""
+    axes.set_title(f"{what} every matrix, {share:.1%}{of} in all", loc="left", color=INK, fontsize=11)
     axes.spines[:].set_visible(False)
     keys = []
     if (np.isnan(grid.sparsity) & ~grid.left_out).any():
@@ -139,20 +140,26 @@ def sparsity_figure(report: Report) -> Figure:
 def perplexity_figure(report: Report) -> Figure:
     """Perplexity before and after, with what it was measured on."""
     assert report.evaluation is not None
-    values = [report.evaluation[name]["perplexity"] for name in ("dense", "pruned")]
+    found = {name: report.evaluation[name]["perplexity"] for name in ("dense", "pruned")}
+    bars_of = {report.beside.column: (found["dense"], DENSE)}
+    pruned = f"{report.sparsity:.0%} sparse" if report.structure is None else "smaller"
+    if (recovery := report.recovery) is None:
+        bars_of[pruned] = (found["pruned"], PRUNED)
+    else:
+        if recovery["before"] is not None:
+            bars_of[pruned] = (recovery["before"]["pruned"]["perplexity"], DENSE)
+        bars_of[f"{pruned}, recovered"] = (found["pruned"], PRUNED)
+    values = [value for value, _ in bars_of.values()]
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
-    figure = Figure(figsize=(5.0, 2.2), layout="constrained")
+    figure = Figure(figsize=(5.0, 1.1 + 0.55 * len(values)), layout="constrained")
     axes = figure.add_subplot()
-    bars = axes.barh(
-        [report.beside.column, f"{report.sparsity:.0%} sparse" if report.structure is None else "smaller"],
-        values,
-        color=[DENSE, PRUNED],
-        height=0.6,
-    )
+    bars = axes.barh([*bars_of], values, color=[color for _, color in bars_of.values()], height=0.6)
     axes.bar_label(bars, [f"{value:,.2f}" for value in values], padding=4, color=INK)
     axes.invert_yaxis()
     axes.set_xlim(0, max(values) * 1.18)
+    axes.xaxis.set_major_locator(MaxNLocator(5))
     axes.set_title("Perplexity, lower is better", loc="left", color=INK, fontsize=11)
     axes.set_xlabel(f"on {report.evaluation['source']}", color=MUTED, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
@@ -205,12 +212,13 @@ def comparison_figure(
     axes.axvline(dense[key], color=INK, linewidth=1, linestyle=":")
     axes.annotate(
         f"{original} {dense[key]:,.2f}",
-        (dense[key], 0),
+        (dense[key], 1),
         xycoords=("data", "axes fraction"),
-        xytext=(4, 3),
+        xytext=(0, 3),
         textcoords="offset points",
         color=INK,
         fontsize=8,
+        ha="center",
     )
     axes.invert_yaxis()
     if values and max(values) > 10 * best:
@@ -218,7 +226,7 @@ def comparison_figure(
         axes.set_xlim(dense[key] * 0.8, max(values) * 2.2)
     else:
         axes.set_xlim(0, max(values, default=1.0) * 1.15)
-    axes.set_title(f"{key.capitalize()}, lower is better", loc="left", color=INK, fontsize=11)
+    axes.set_title(f"{key.capitalize()}, lower is better", loc="left", color=INK, fontsize=11, pad=16)
     axes.set_xlabel(f"on {source}", color=MUTED, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
     return figure

@@ -128,7 +128,7 @@ class _Stream:
 
 def held_out_words(behind: int) -> str:
     """What a protocol says of windows, or rows, that come behind so many which calibrate."""
-    return f", behind the {behind} that calibrate" if behind else ""
+    return f", behind the first {behind}, which are for calibration" if behind else ""
 
 
 def rows_of(windows: Tensor, unpredicted: int = 0, counted: Tensor | None = None) -> list[Row]:
@@ -205,8 +205,9 @@ def draw_documents(opened: Source, spec: WindowSpec, processing_class: Any, spec
             what = f"in which the assistant speaks within {spec.sequence_length} tokens"
             who = _who_speaks(opened, spec)
             remedy = "count all tokens (assistant_only_loss=False, --assistant-only-loss off)"
+        held = f"{len(found)} document{'s' * (len(found) != 1)}"
         raise ValueError(
-            f"{opened.name} holds {len(found)} documents {what}{who} and {samples} were asked for. Give more, ask for "
+            f"{opened.name} holds {held} {what}{who} and {samples} were asked for. Give more, ask for "
             f"fewer samples, or {remedy}."
         )
     begun = "as the tokenizer's chat template has them" if chats else special.described

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 
 from gradprobe_hf.config.config import GradProbeConfig
+from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.report.card.files import size_of_files
 from gradprobe_hf.report.card.matrices import block_rows, changed_outside, unreached
 from gradprobe_hf.report.card.measured import chosen_by, eval_results, evaluation, metric_name, metric_row, rows_read
@@ -61,7 +63,9 @@ def build_card(
         writes=not str(report.model["task"]).endswith(_READS_ALONE),
         files=size_of_files(report),
         speed=_speed(report),
-        config=yaml.safe_dump(set_options(config), sort_keys=False).strip(),
+        ended="pruned" if report.recovery is None else "pruned and recovered",
+        config=as_yaml(set_options(config)),
+        recovery_config="" if config.recovery_steps else recovery_options(report),  # else all of it is above
         sparsity=report.sparsity,
         dense_sparsity=_dense_sparsity(report),
         zeros=report.zeros,
@@ -100,6 +104,7 @@ def build_recovered_card(report: Report, base: dict[str, Any], where: str, revis
         metric_name=metric_name(report),
         files=size_of_files(report),
         recovery=recovery_paragraph(report),
+        recovery_config=recovery_options(report),
         snippet=loading_snippet(report, where, revision),
         versions=", ".join(f"{name} {version}" for name, version in report.versions.items()),
         warnings=report.warnings,
@@ -153,6 +158,19 @@ def _kinds(report: Report) -> list[str]:
     """What pruning left, in this run and before it, as the Hub's readers filter by."""
     smaller = report.structure is not None or "structure" in report.model
     return [*(["sparse"] if report.structure is None else []), *(["structured-pruning"] if smaller else [])]
+
+
+def as_yaml(options: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(dict(options), sort_keys=False)).strip()
+
+
+def recovery_options(report: Report) -> str:
+    """What `recover_pretrained` was given, and how many steps, as YAML; empty where nothing was trained."""
+    if report.recovery is None:
+        return ""
+    given, default = report.recovery["options"], RecoveryConfig().to_dict()
+    changed = {name: value for name, value in given.items() if value not in (None, default.get(name))}
+    return as_yaml({"steps": given["steps"]} | changed)
 
 
 def set_options(config: GradProbeConfig) -> dict[str, Any]:
