@@ -586,6 +586,11 @@ def test_a_block_that_begins_at_zero_is_pruned_in_its_turn():
             model.get_submodule(f"model.layers.1.{name}").weight.zero_()
     result = cases.prune(model, cases.batches("llama"), sparsity=0.5, order="sequential", blocks_per_step=1)
     assert result.report.sparsity == pytest.approx(0.5, abs=1e-3)
+    emptied = [row.name for row in result.report.matrices if row.zeros_before < row.zeros_after == row.weights]
+    assert emptied == ["model.layers.1.self_attn.q_proj.weight"], "the first of those that cost nothing"
+    assert f"1 of 21 matrices have no weight left (`{emptied[0]}`)" in " ".join(result.report.warnings)
+    bounded = cases.prune(model, cases.batches("llama"), sparsity=0.5, max_matrix_sparsity=0.9)
+    assert not any("no weight left" in warning for warning in bounded.report.warnings)
 
 
 def test_a_mask_of_pairs_of_tokens_is_none_of_padding():

@@ -87,6 +87,20 @@ def _unreached(run: FinishedRun) -> str | None:
     )
 
 
+def _emptied(run: FinishedRun) -> str | None:
+    """Matrices of which nothing is left, in a budget of the whole model: what passes through them alone ends there."""
+    if run.config.structure is not None or run.config.final_sparsity == 1:
+        return None
+    names = [row.name for row in run.rows if row.zeros_before < row.zeros_after == row.weights]
+    if not names:
+        return None
+    sample = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
+    return (
+        f"{len(names)} of {len(run.rows)} matrices have no weight left ({sample}): by this calibration theirs cost "
+        "nothing, or less than all others. max_matrix_sparsity=0.95 (--max-matrix-sparsity) leaves some in each."
+    )
+
+
 def _raised_damping(run: FinishedRun) -> str | None:
     found = run.decision.damping
     if not found or run.config.holds_out:
@@ -219,6 +233,7 @@ def _broken_promise(run: FinishedRun) -> str | None:
 
 WARNINGS: tuple[Callable[[FinishedRun], str | None], ...] = (
     _unreached,
+    _emptied,
     _raised_damping,
     _missed_latency,
     _budget,
