@@ -212,7 +212,7 @@ def print_comparison(
     metric = evaluation["metric"]
     scored = [metric["title"]] if metric else []
     smaller = any(row.removed for row in rows)
-    share = "gone" if smaller else "zeros"
+    share = ("gone" if all(row.removed for row in rows) else "gone or zero") if smaller else "zeros"
     table = table_of("method", share, key, "/ best", *scored, "KL", "top-1", "seconds", "passes")
     values = [getattr(row, key) for row in rows]
     best = min(values, default=math.nan)

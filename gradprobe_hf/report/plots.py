@@ -193,6 +193,11 @@ def _compared(dense: Mapping[str, Any]) -> str:
     return "loss" if dense["perplexity"] is None else "perplexity"
 
 
+def _labelled(row: Mapping[str, Any]) -> str:
+    """A row and how much of the blocks' weights it does without."""
+    return f"{row['method']}, {row['sparsity']:.0%} {'gone' if row['removed'] else 'zero'}"
+
+
 def comparison_figure(
     rows: Sequence[Mapping[str, Any]], dense: Mapping[str, Any], source: str, original: str = "dense"
 ) -> Figure:
@@ -207,7 +212,7 @@ def comparison_figure(
     figure = Figure(figsize=(6.4, 0.42 * len(shown) + 1.3), layout="constrained")
     axes = figure.add_subplot()
     colors = [PRUNED if value == best else DENSE for value in values]
-    bars = axes.barh([f"{row['method']}, {row['sparsity']:.0%}" for row in shown], values, color=colors, height=0.62)
+    bars = axes.barh([*map(_labelled, shown)], values, color=colors, height=0.62)
     axes.bar_label(bars, [f"{value:,.2f}" for value in values], padding=4, color=INK, fontsize=9)
     axes.axvline(dense[key], color=INK, linewidth=1, linestyle=":")
     axes.annotate(
