@@ -256,7 +256,7 @@ $(MINILM): | $(READY)
 
 $(READY): setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,docs]'
+	$(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev,docs]'  # compiled as imported
 	touch $@
 
 clean:

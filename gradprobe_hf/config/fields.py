@@ -115,8 +115,8 @@ class PruningOptions(Options):
             Default: what the checkpoint's class is for.
         label_column: column of the data set with the labels, or with the texts that are to be written. Default: one of
             a usual name, such as `label`.
-        metric: what is measured beside the loss, and what `max_metric_drop` is about: `"accuracy"`, `"f1"` (the mean of
-            all classes), `"wer"` or `"bleu"`. Default: what is usual for the task, `"accuracy"` for a classifier;
+        metric: what is measured beside the loss: `"accuracy"`, `"f1"` (the mean of all classes), `"wer"` or `"bleu"`.
+            It is what `max_metric_drop` limits. Default: what is usual for the task, `"accuracy"` for a classifier;
             perplexity for a language model.
         num_samples: calibration windows, or rows of a labelled or tokenised dataset.
         sequence_length: tokens in a window. Default: 512, or as many as the model reads of a text.
