@@ -17,7 +17,9 @@ from transformers import (
     SiglipVisionConfig,
 )
 
+from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.model.passes.loss import summed_loss
+from gradprobe_hf.tasks.predictions import predicted_next
 from tests import cases
 from tests.architectures import GROUPED, VISION, byte_tokenizer
 from tests.labelled import CASES, batches, build
@@ -218,19 +220,28 @@ def test_texts_without_images_stand_among_those_with_one(column, nothing):
     assert sorted(one for one in said if "<image>" not in one) == rows["text"][:2]
 
 
-@pytest.mark.parametrize("given", ["batches", "rows"])
+@pytest.mark.parametrize("given", ["batches", "nothing", "rows"])
 def test_tokens_of_an_image_are_not_predicted_where_labels_are_not_given(given):
-    """As a processor makes a batch for `generate`: of the model's own text transformers would predict every token."""
+    """As a processor makes a batch for `generate`: every token of an image would be a word to predict."""
     model, (batch,) = build("llava"), batches("llava", samples=4, batch_size=4)
-    image, wanted = model.config.image_token_index, batch["labels"]
-    assert (batch["input_ids"] == image).any()
     unlabelled = {name: value for name, value in batch.items() if name != "labels"}
     prepared = Dataset.from_list([{name: value[row] for name, value in unlabelled.items()} for row in range(4)])
-    (found,) = batches("llava", [unlabelled] if given == "batches" else prepared, samples=4, batch_size=4)
-    assert not (found["labels"] == image).any()
+    unlabelled |= {"labels": None} if given == "nothing" else {}
+    (found,) = batches("llava", prepared if given == "rows" else [unlabelled], samples=4, batch_size=4)
+    assert found.get("labels") is None
     loss, terms = summed_loss(model, found)
-    own, count = summed_loss(model, {**unlabelled, "labels": wanted})
+    own, count = summed_loss(model, batch)
     assert (loss.item(), int(terms)) == (pytest.approx(own.item()), int(count))
+    predicted, labels = predicted_next(model, found, None)
+    assert predicted.shape == labels.shape
+    assert int((labels != -100).sum()) == int(count)
+
+
+def test_labels_of_an_image_s_text_by_another_name_are_refused():
+    model, (batch,) = build("llava"), batches("llava", samples=4, batch_size=4)
+    batch["completion_mask"] = (batch.pop("labels") != -100).long()
+    with pytest.raises(ValueError, match=r"a batch has 'completion_mask', which LlavaFor.* does not take"):
+        prune_pretrained(model, GradProbeConfig(), calibration=[batch], evaluation=False, progress=False)
 
 
 def test_a_processor_without_tokens_of_the_text_is_refused():

@@ -292,24 +292,71 @@ def test_a_licence_and_the_modules_of_an_embedding_go_with_the_weights(source, t
         prune(source, output_dir=saved, overwrite=True)
 
 
-def test_modules_with_names_and_code_of_their_own_go_along(source, tmp_path):
-    """As jina-embeddings has them: without one of these files sentence-transformers does not load the result."""
-    listed = [("", "custom_st.Transformer"), ("pooling", "sentence_transformers.models.Pooling"), ("own", "mine.Own")]
+def with_modules(folder):
+    """A model of sentence-transformers with names and code of its own, as jina-embeddings are."""
+    listed = [
+        ("", "custom_st.Transformer"),
+        ("pooling/", "sentence_transformers.models.Pooling"),
+        ("2_LSTM", "sentence_transformers.models.LSTM"),
+        ("own", "mine.Own"),
+        ("in/side", "sentence_transformers.models.Normalize"),
+    ]
     modules = [{"path": path, "type": kind} for path, kind in listed]
-    (source / "modules.json").write_text(json.dumps(modules))
-    (source / "custom_st.py").write_text("from .inner import one\n")
-    for name in ("inner.py", "mine.py", "unrelated.py", "pooling/config.json", "own/table.txt", "other/config.json"):
-        (source / name).parent.mkdir(exist_ok=True)
-        (source / name).touch()
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "custom_st.py").write_text("from .inner import one\n")
+    for name in (
+        *OF_MODULES - {"custom_st.py"},
+        "unrelated.py",
+        "own/table.csv",
+        "other/config.json",
+        "in/side/config.json",
+    ):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+OF_MODULES = {"custom_st.py", "inner.py", "mine.py", "pooling/config.json", "2_LSTM/lstm_config.json", "own/idf.json"}
+
+
+def files_in(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.glob("**/*") if path.is_file()}
+
+
+@pytest.mark.parametrize("is_folder", [True, False], ids=["a folder", "the Hub"])
+def test_modules_with_names_and_code_of_their_own_go_along(is_folder, source, tmp_path, monkeypatch, caplog):
+    """Without one of these files sentence-transformers does not load the result."""
+    with_modules(source)
     saved = tmp_path / "saved"
-    prune(source, output_dir=saved)
-    files = {path.relative_to(saved).as_posix() for path in saved.glob("**/*") if path.is_file()}
-    assert {"custom_st.py", "inner.py", "mine.py", "pooling/config.json", "own/table.txt"} <= files
-    assert not {"unrelated.py", "other/config.json"} & files
-    with pytest.raises(FileExistsError, match=r"holds own/table\.txt"):
+    if is_folder:
+        prune(source, output_dir=saved)
+    else:
+        saved.mkdir()
+        copy_companions(saved, on_the_hub(source, monkeypatch, tmp_path / "downloaded"))
+    assert files_in(saved) >= OF_MODULES
+    assert not files_in(saved) & {"unrelated.py", "other/config.json", "own/table.csv", "in/side/config.json"}
+    assert "modules that are not copied: in/side/config.json, own/table.csv" in caplog.text
+    if is_folder:
         prune(source, output_dir=saved, overwrite=True)
-    (saved / "own" / "table.txt").unlink()
-    prune(source, output_dir=saved, overwrite=True)
+
+
+def on_the_hub(source, monkeypatch, downloaded):
+    """A model as if it were from a repository with the files of a folder: what is asked for is downloaded."""
+    model = cases.build("llama")
+    model.name_or_path = model.config._name_or_path = "user/model"
+    model.config._commit_hash = "abc"
+
+    def info(self, name, revision, timeout):
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in files_in(source)])
+
+    def cached(name, file, revision, **_):
+        if not (source / file).is_file():
+            return None
+        (downloaded / file).parent.mkdir(parents=True, exist_ok=True)
+        return shutil.copyfile(source / file, downloaded / file)
+
+    monkeypatch.setattr(HfApi, "model_info", info)
+    monkeypatch.setattr(stored_files, "cached_file", cached)
+    return model
 
 
 @pytest.mark.parametrize("is_encoder", [True, False])

@@ -141,7 +141,7 @@ def test_zeros_that_are_filled_again_are_a_warning(folder):
     cut = prune_pretrained(zeros, GradProbeConfig(structure={"ffn": 8}, update="none"), **texts)
     assert cut.report.warnings == []
     # What stays and is zero has not gone.
-    assert sparsity_figure(cut.report).axes[0].get_title(loc="left") == "Gone of every matrix, 20.0% of the weights in all"
+    assert sparsity_figure(cut.report).axes[0].get_title(loc="left") == "Gone of every matrix, 20.0% of their weights"
     told = {**texts, "evaluation": cases.batches("llama", seed=9)}
     del told["apply"]
     (row,) = compare_pretrained(zeros, configs={"cut": cut.config}, **told).rows

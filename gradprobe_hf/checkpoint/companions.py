@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import shutil
+from functools import partial
 from pathlib import Path
 
 from huggingface_hub import HfApi, snapshot_download
 from transformers import PreTrainedModel
 
-from gradprobe_hf.checkpoint.own_files import is_companion, is_licence, modules_of
+from gradprobe_hf.checkpoint.own_files import is_companion, is_licence, modules_of, with_imports
 from gradprobe_hf.model.loading.checks import MODULES
 from gradprobe_hf.model.loading.stored_files import loaded_commit, source_of, stored_file
 
@@ -28,10 +29,14 @@ def copy_companions(folder: Path, model: PreTrainedModel) -> None:
     prefix = f"{subfolder.strip('/')}/" if subfolder else ""
     beside = [name.removeprefix(prefix) for name in listed if name.startswith(prefix)]
     modules = stored_file(model, MODULES)
-    folders, code = (set(), set()) if modules is None else modules_of(modules.parent)
-    found = [
-        (subfolder, name) for name in beside if is_companion(name) or name in code or name.rpartition("/")[0] in folders
-    ]
+    folders, own = (set[str](), []) if modules is None else modules_of(modules.parent)
+    code = with_imports(own, partial(stored_file, model))  # from the Hub, if it was not downloaded with the model
+    found = [(subfolder, name) for name in beside if is_companion(name, folders) or name in code]
+    of_modules = {name for name in beside if any(name.startswith(f"{folder}/") for folder in folders)}
+    if left := sorted(of_modules - {name for _, name in found}):
+        logger.warning(
+            "%s: files of sentence-transformers' modules that are not copied: %s", model.name_or_path, ", ".join(left)
+        )
     found += [("", name) for name in listed if is_licence(name)]  # of all folders of a repository
     for inside, name in found:
         if (folder / name).exists() or (stored := stored_file(model, name, inside)) is None:
@@ -72,6 +77,7 @@ def _cached(model: PreTrainedModel, commit: str) -> list[str]:
 
 
 def _inside(folder: Path, subfolder: str) -> list[str]:
-    """The files of a folder and one below, and so of its subfolder."""
-    found = {path for top in {folder, folder / subfolder} for pattern in ("*", "*/*") for path in top.glob(pattern)}
+    """The files of a folder and of two below, and so of its subfolder."""
+    depths = ("*", "*/*", "*/*/*")
+    found = {path for top in {folder, folder / subfolder} for depth in depths for path in top.glob(depth)}
     return [path.relative_to(folder).as_posix() for path in found if path.is_file()]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from functools import partial
 from pathlib import Path
 
 from transformers.dynamic_module_utils import get_relative_imports
@@ -44,7 +45,10 @@ _LICENCE = re.compile(_LICENCES, re.IGNORECASE)
 _COMPANION = re.compile("|".join(_COMPANIONS), re.IGNORECASE)
 _OF_CHECKPOINT = re.compile("|".join((*_WEIGHTS, *_DESCRIPTIONS, *_COMPANIONS, *_PROCESSING)), re.IGNORECASE)
 # Folders and files of sentence-transformers' modules: 1_Pooling/config.json, 2_Dense/model.safetensors.
-_MODULE, _OF_MODULE = re.compile(r"\d+_\w+"), re.compile(r"config\.json|model\.safetensors|pytorch_model\.bin")
+_MODULE = re.compile(r"\d+_\w+")
+_OF_MODULE = re.compile(
+    r"([\w-]*config|tokenizer|special_tokens_map|idf)\.json|(vocab|merges)\.txt|model\.safetensors|pytorch_model\.bin"
+)
 _FOLDERS = {  # those of a checkpoint -> the files in them
     re.compile("assets"): re.compile(r"(sparsity|perplexity|speed)\.png"),
     re.compile("additional_chat_templates"): re.compile(r"[\w-]+\.jinja"),
@@ -52,8 +56,8 @@ _FOLDERS = {  # those of a checkpoint -> the files in them
 }
 
 
-def modules_of(folder: Path) -> tuple[set[str], set[str]]:
-    """What sentence-transformers' list in a folder names: folders of modules, and files with code of their own.
+def modules_of(folder: Path) -> tuple[set[str], list[str]]:
+    """What sentence-transformers' list in a folder names: folders of modules, and modules with code of their own.
 
     `"type": "custom_st.Transformer"` is a class in custom_st.py.
     """
@@ -61,16 +65,23 @@ def modules_of(folder: Path) -> tuple[set[str], set[str]]:
         listed = json.loads((folder / MODULES).read_text(encoding="utf-8"))
         modules = [(one["path"], one["type"].partition(".")[0]) for one in listed]
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no such file, or none that it has written
-        return set(), set()
-    own = [package for _, package in modules if package != "sentence_transformers"]
-    return {path for path, _ in modules if path}, _with_imports(folder, own)
+        return set(), []
+    folders = {path.strip("/") for path, _ in modules}
+    return {one for one in folders if one}, [package for _, package in modules if package != "sentence_transformers"]
 
 
-def is_companion(name: str) -> bool:
-    """Whether a file goes with a model, though transformers does not read it. Args: name: below the model's folder."""
+def is_companion(name: str, modules: Collection[str] = ()) -> bool:
+    """Whether a file goes with a model, though transformers does not read it.
+
+    Args:
+        name: below the model's folder.
+        modules: folders whose files do, beside those that sentence-transformers names itself; none inside of another.
+    """
     folder, _, file = name.rpartition("/")
+    if "/" in folder:
+        return False
     if folder:
-        return bool(_MODULE.fullmatch(folder) and _OF_MODULE.fullmatch(file))
+        return bool((_MODULE.fullmatch(folder) or folder in modules) and _OF_MODULE.fullmatch(file))
     return bool(_COMPANION.fullmatch(file))
 
 
@@ -96,7 +107,7 @@ def _files_of(folder: Path, modules: Collection[str]) -> re.Pattern[str] | None:
 def other_files(folder: Path) -> list[str]:
     """What is in the folder of a checkpoint and no part of it."""
     (modules, own), found = modules_of(folder), []
-    code = _code(folder) | own
+    code = _code(folder) | with_imports(own, partial(_file_in, folder))
     for inner in folder.iterdir():
         if inner.is_dir():
             wanted = _files_of(inner, modules)
@@ -112,17 +123,26 @@ def _code(folder: Path) -> set[str]:
     configs = (CONFIG_NAME, TOKENIZER_CONFIG_FILE, *PROCESSOR_FILES)
     classes = [name for file in configs for name in own_classes(folder / file)]
     # A class of another repository is "user/model--module.Class"; transformers saves its module here all the same.
-    return _with_imports(folder, [name.rpartition("--")[2].partition(".")[0] for name in classes])
+    return with_imports([name.rpartition("--")[2].partition(".")[0] for name in classes], partial(_file_in, folder))
 
 
-def _with_imports(folder: Path, modules: Iterable[str]) -> set[str]:
-    """The files of these modules of code in a folder, and those that they import."""
+def _file_in(folder: Path, name: str) -> Path | None:
+    path = folder / name
+    return path if path.is_file() else None
+
+
+def with_imports(modules: Iterable[str], find: Callable[[str], Path | None]) -> set[str]:
+    """The files of these modules of code, and of those beside them that they import.
+
+    Args:
+        find: name of a file -> where it is; None: nowhere.
+    """
     waiting, found = list(modules), set[str]()
     while waiting:
         file = f"{waiting.pop()}.py"
-        if file not in found and (folder / file).is_file():
+        if file not in found and (path := find(file)) is not None:
             found.add(file)
-            waiting += get_relative_imports(folder / file)
+            waiting += get_relative_imports(path)
     return found
 
 

@@ -33,6 +33,6 @@ def check_evidence(model: PreTrainedModel, batches: Batches, part: str) -> None:
 
 def _counted(model: PreTrainedModel, batch: Batch) -> int | None:
     """How many labels count; without labels those are the tokens themselves, where a mask leaves any."""
-    if "labels" not in batch and "input_ids" in batch and is_causal(model):
-        return int((next_token_labels(batch) != IGNORED).sum())
+    if batch.get("labels") is None and "input_ids" in batch and is_causal(model):
+        return int((next_token_labels(batch, model) != IGNORED).sum())
     return counted_labels(model, batch)

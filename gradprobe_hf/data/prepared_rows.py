@@ -17,12 +17,10 @@ from gradprobe_hf.model.families import (
     chooses_among_texts,
     embeds_labels,
     feels_padding,
-    is_causal,
     makes_decoder_inputs_of_source,
 )
 from gradprobe_hf.tasks.columns import IGNORED, Row
 from gradprobe_hf.tasks.conversation import shown
-from gradprobe_hf.tasks.media_batches import media_token_ids
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.table import Task
 from gradprobe_hf.tasks.text_batches import multi_hot
@@ -56,8 +54,7 @@ def prepared_batches(
         tell_one_by_one()
         size = 1
     made = list(_masked(made, reader))
-    batches = [_stacked(made[start : start + size], reader) for start in range(0, len(made), size)]
-    return [without_media(teacher_forced(batch, model), model) for batch in batches]
+    return [teacher_forced(_stacked(made[start : start + size], reader), model) for start in range(0, len(made), size)]
 
 
 def tell_one_by_one() -> None:
@@ -71,18 +68,6 @@ def teacher_forced(batch: dict[str, Any], model: PreTrainedModel) -> dict[str, A
         return batch
     prepare: Any = model.prepare_decoder_input_ids_from_labels
     return {**batch, "decoder_input_ids": prepare(batch["labels"].clone())}
-
-
-def without_media(batch: Mapping[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-    """The batch of a causal language model with labels, where it has none and tokens that stand for an image or sound.
-
-    Each of them would be taken for a word to predict, and they are many times as many as the words.
-    """
-    ids, media = batch.get("input_ids"), media_token_ids(model.config)
-    if "labels" in batch or not media or not isinstance(ids, Tensor) or not is_causal(model):
-        return dict(batch)
-    places = torch.isin(ids, torch.tensor(media, dtype=ids.dtype))
-    return {**batch, "labels": ids.masked_fill(places, IGNORED)} if places.any() else dict(batch)
 
 
 def tensor_of(name: str, value: Any) -> Tensor:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.data.batch_checks import check_reads_text
 from gradprobe_hf.data.batches import Batches, from_iterable, from_rows
 from gradprobe_hf.data.labelled import Labels, TaskOptions
-from gradprobe_hf.data.prepared_rows import tensor_of, without_media
+from gradprobe_hf.data.prepared_rows import tensor_of
 from gradprobe_hf.data.sources import (
     Source,
     columns_of,
@@ -107,8 +107,7 @@ def load_batches(
             _check_chats([source], windows.text)
         drawn = reader.drawn(source, windows)
     if drawn is None:
-        given = from_iterable(source, type(source).__name__)
-        return replace(given, items=tuple(without_media(batch, model) for batch in given.items))
+        return from_iterable(source, type(source).__name__)
     if not drawn.rows:
         return Batches.none()  # nothing is left to hold out
     pad = getattr(tokenizer_of(processing_class), "pad_token_id", None) or 0  # any id will do: padding is masked

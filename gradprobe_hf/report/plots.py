@@ -122,8 +122,8 @@ def sparsity_figure(report: Report) -> Figure:
     axes.set_xlabel("block", color=MUTED)
     what = "Zeros in" if report.structure is None else "Gone of"
     share = sum(map(report.counted, report.matrices)) / report.weights
-    of = " of the weights" if report.structure is not None else ""
-    axes.set_title(f"{what} every matrix, {share:.1%}{of} in all", loc="left", color=INK, fontsize=11)
+    of = "in all" if report.structure is None else "of their weights"
+    axes.set_title(f"{what} every matrix, {share:.1%} {of}", loc="left", color=INK, fontsize=11)
     axes.spines[:].set_visible(False)
     keys = []
     if (np.isnan(grid.sparsity) & ~grid.left_out).any():

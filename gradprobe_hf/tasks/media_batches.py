@@ -13,6 +13,7 @@ from torch import Tensor
 from gradprobe_hf.tasks.columns import IGNORED, Row, filled, stacked, text_of, value_of
 from gradprobe_hf.tasks.conversation import shown
 from gradprobe_hf.tasks.image_texts import prefix_and_suffix, sees_prefix_whole, text_with_images
+from gradprobe_hf.tasks.media_tokens import is_media
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.text_batches import class_labels, target_ids
 
@@ -104,9 +105,8 @@ def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
             "text could be predicted from: give batches with 'pixel_values' and 'labels'."
         )
     # Images are long runs of one token; what marks them is special too, and an end of text is not.
-    image_ids = torch.tensor(media_token_ids(processor, reader.config), dtype=ids.dtype)
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    counts = mask & ~torch.isin(ids, image_ids)
+    counts = mask & ~is_media(ids, processor, reader.config)
     if suffixes:
         counts &= batch["token_type_ids"] == 1
     counts[:, 1:] &= mask[:, :-1]  # with left padding, the last pad would predict the first token
@@ -275,17 +275,6 @@ def _said(row: Row, reader: RowReader) -> str:
 
 def _answer(row: Row, reader: RowReader) -> str | None:
     return None if reader.label is None else text_of(row, reader.label, "label_column")
-
-
-def media_token_ids(*known_by: Any) -> list[int]:
-    """The tokens that stand for pieces of images, videos and recordings in a text.
-
-    Args:
-        known_by: configurations and processors; none of them may know any.
-    """
-    names = [f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index")]
-    found = [getattr(one, name, None) for one in known_by for name in names]
-    return sorted({int(token) for token in found if token is not None})
 
 
 def _tensors(made: Mapping[str, Any], reader: RowReader) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from gradprobe_hf.model.families import (
 )
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.embeddings import embedding_inputs, embedding_loss, is_for_embedding
+from gradprobe_hf.tasks.media_tokens import is_media
 from gradprobe_hf.tasks.row_reader import is_regression
 from gradprobe_hf.tasks.table import task_of_class
 
@@ -122,13 +123,13 @@ def next_token_logits(model: PreTrainedModel, batch: Batch) -> tuple[Tensor, Ten
             f"{type(model).__name__} predicts {list(logits.shape[:2])} tokens of {list(batch['input_ids'].shape)} (it "
             "adds some of its own, say): which of them belong together is not known here. Give a loss_fn."
         )
-    return logits.flatten(0, 1), next_token_labels(batch).to(logits.device).flatten()
+    return logits.flatten(0, 1), next_token_labels(batch, model).to(logits.device).flatten()
 
 
-def next_token_labels(batch: Batch) -> Tensor:
-    """What each token is to predict, `[sequences, tokens]`; -100: nothing."""
+def next_token_labels(batch: Batch, model: PreTrainedModel | None = None) -> Tensor:
+    """What each token is to predict, `[sequences, tokens]`; -100: nothing. Args: `model`: see `labels_of`."""
     # Shift the labels, not the logits: a slice of those, flattened, is a copy of [sequences, tokens, vocabulary].
-    labels = F.pad(labels_of(batch)[:, 1:], (0, 1), value=IGNORED)
+    labels = F.pad(labels_of(batch, model)[:, 1:], (0, 1), value=IGNORED)
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == labels.shape:  # with left padding, the last pad predicts the first token
         labels = labels.masked_fill(mask == 0, IGNORED)
@@ -141,7 +142,7 @@ def counted_labels(model: PreTrainedModel, batch: Batch) -> int | None:
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     if is_causal(model) and "input_ids" in batch and labels.shape == batch["input_ids"].shape:
-        return int((next_token_labels(batch) != IGNORED).sum())
+        return int((next_token_labels(batch, model) != IGNORED).sum())
     shifted = labels[:, 1:] if labels.ndim >= 2 and shifts_labels(model) else labels
     return int((shifted != ignored_label(model)).sum())
 
@@ -218,9 +219,17 @@ def _rows_at_once(logits: Tensor) -> int:
     return max(1, LOGITS_AT_ONCE.get(logits.device.type, LOGITS_AT_ONCE_ELSEWHERE) // logits.shape[1])
 
 
-def labels_of(batch: Batch) -> Tensor:
-    """The given labels, or the tokens themselves; -100 at padding."""
-    return _labels_by_mask(batch, batch.get("input_ids"))
+def labels_of(batch: Batch, model: PreTrainedModel | None) -> Tensor:
+    """The given labels, or the tokens themselves, but for those of images and sound; -100 at padding.
+
+    Args:
+        model: whose tokens they are; None: they are known to be of words.
+    """
+    ids = batch.get("input_ids")
+    if model is not None and batch.get("labels") is None and isinstance(ids, Tensor):
+        # They are many times as many as the words, and a processor's batch for `generate` has no labels.
+        ids = ids.masked_fill(is_media(ids, model.config), IGNORED)
+    return _labels_by_mask(batch, ids)
 
 
 def _labels_by_mask(batch: Batch, default: Tensor | None = None) -> Any:

@@ -143,5 +143,5 @@ def _both_losses(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[float, 
     placed = send_to_device(batch, input_device(model))
     with eval_mode(model):
         total, terms = summed_loss(model, placed)
-        own = getattr(model(**{**placed, "labels": labels_of(placed)}, **without_cache(model)), "loss", None)
+        own = getattr(model(**{**placed, "labels": labels_of(placed, model)}, **without_cache(model)), "loss", None)
     return None if own is None or not terms else (float(own), float(total / terms))
