@@ -628,8 +628,6 @@ ARCHITECTURES = [
         lambda rows: {"pixel_values": pixels(rows, 16), "labels": torch.randint(3, (rows,))},
         lambda: hf.ViTImageProcessorPil(size={"height": 16, "width": 16}),
         {"inputs": image(16)},
-        note="batches of one image, which its windows cut up",
-        rows=1,
     ),
     Architecture(
         "SegFormer",

@@ -564,6 +564,24 @@ def deberta():
     return AutoModelForSequenceClassification.from_config(AutoConfig.for_model("deberta-v2", **MASKED, **places)).eval()
 
 
+def test_a_loss_that_compares_rows_is_told_that_they_go_alone():
+    """CLIP's, say: beside a second term nothing else would show it."""
+    torch.manual_seed(0)
+    model, rows = deberta(), {"input_ids": torch.randint(3, 250, (4, 8))}
+
+    def apart(model, batch):
+        found = model(**batch).logits
+        return (found - found.mean(0)).square().sum()
+
+    def both(model, batch):
+        return apart(model, batch) + model(**batch).logits.sum()
+
+    with pytest.raises(ValueError, match=r"has nothing to compare here, since those of a DebertaV2.* go one at a time"):
+        cases.prune(model, [rows], sparsity=0.5, loss_fn=apart)
+    found = cases.prune(model, [rows], sparsity=0.5, loss_fn=both)
+    assert any("loss_fn is called with one row at a time" in warning for warning in found.report.warnings)
+
+
 @pytest.mark.parametrize("build", [xlnet, fsmt, deberta])
 def test_models_in_which_rows_cannot_be_told_apart_take_one_at_a_time(build):
     """Of eight rows with eight tokens no shape tells which is which, and a map of places is for all of them."""

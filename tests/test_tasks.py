@@ -232,14 +232,17 @@ def test_a_prefix_of_the_task_that_no_row_has_is_told(begins, caplog):
         ({"title": "what it is about"}, {"text_column": "content"}, False),
         ({"title": "what it is about"}, {"text_template": "{title} {content}"}, False),
         ({"kind": "Books", "url": "a b c d"}, {}, False),
+        ({"label_text": "it is very bad", "date": "Mon Apr 06 22:19:45 2009", "part": "text of words"}, {}, False),
+        ({"title": None}, {}, False),
     ],
-    ids=["unread", "one named", "both read", "no text"],
+    ids=["unread", "one named", "both read", "no text", "nothing more", "nothing"],
 )
 def test_text_that_is_not_read_is_told(beside, options, told, caplog):
     row = {"content": "a text of words", "label": 0} | beside
     batches("bert", Dataset.from_list([row] * 4), **options)
-    found = "'content', and 'title' has some too, which is not: --text-template '{title} {content}' gives the model all"
+    found = "read from 'content' alone, not from 'title': --text-template '{title} {content}' gives the model all of it"
     assert (found in caplog.text) is told
+    assert ("--text-template" in caplog.text) is told
 
 
 UNREAD = {

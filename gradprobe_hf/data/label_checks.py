@@ -81,9 +81,12 @@ def _check_one_class(model: PreTrainedModel, labels: Tensor, part: str) -> None:
 
 def _check_several(model: PreTrainedModel, labels: Tensor, part: str) -> None:
     """Of a classifier that gives a row several classes, each with a chance of its own."""
+    if not type(model).__name__.endswith(_ONE_CLASS) or not type(model).forward.__module__.startswith("transformers."):
+        return
     count, is_float = model.config.num_labels, labels.is_floating_point()
-    kind = getattr(model.config, "problem_type", None) or (_SEVERAL if is_float and count > 1 else "")
-    if kind != _SEVERAL or not type(model).__name__.endswith(_ONE_CLASS):
+    # By themselves fractions are taken for chances of each class; DeBERTa takes them for something else.
+    supposed = _SEVERAL if is_float and count > 1 and not type(model).__name__.startswith("Deberta") else ""
+    if (getattr(model.config, "problem_type", None) or supposed) != _SEVERAL:
         return
     if labels.shape[1:] != (count,) or not is_float:
         given = f"{tuple(labels.shape)} of {str(labels.dtype).removeprefix('torch.')}"

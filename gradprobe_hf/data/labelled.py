@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -46,6 +47,7 @@ Item = TypeVar("Item")
 
 FEWEST_OF_ONE_LABEL = 16  # rows: of fewer, chance has all of one label now and then
 MOST_UNKNOWN = 0.2  # of the tokens of texts to write: a sign or two may be none of a vocabulary, and no letters
+_TIME = re.compile(r"\d:\d\d|\d{4}-\d\d-\d\d")
 FEWEST_WORDS = 3  # of a text: a name or a kind has fewer
 ROWS_MEASURED = 1000  # at most, where no number was asked for: it takes 1,000 to tell accuracies apart by 3%
 
@@ -222,8 +224,8 @@ class Labels:
             _check_texts([str(value_of(row, label)) for row in rows], items, reader, f"{opened.name}, {label}")
         if label:
             _warn_of_one_label(opened, spec.task, [value_of(row, label) for row in rows])
-        if spec.task.inputs == (TEXT,) and spec.text.text_column is None and spec.text.text_template is None:
-            _warn_of_unread(opened, rows, inputs, label)
+        if spec.task.inputs == (TEXT,) and len(inputs) == 1 and not (spec.text.text_column or spec.text.text_template):
+            _warn_of_unread(opened, rows, inputs[0], label)
         if spec.task.inputs == (TEXT,) and spec.task.compares == "texts":
             _warn_of_prefixes(self.model.config, [reader.input(row) for row in rows])
         if spec.task.inputs == (WORDS,) and glues_words(reader.tokenizer):
@@ -360,25 +362,27 @@ def _warn_of_one_label(opened: Source, task: Task, labels: Sequence[Any]) -> Non
         )
 
 
-def _warn_of_unread(opened: Source, rows: Sequence[Row], given: Sequence[str], label: str | None) -> None:
+def _warn_of_unread(opened: Source, rows: Sequence[Row], given: str, label: str | None) -> None:
     """A text beside the one of a usual name, which may be half of what the model was trained on: a title, a context."""
-    others = [name for name in rows[0] if name not in (*given, label) and not is_beside(name)]
-    unread = [name for name in others if sum(_is_text(row.get(name)) for row in rows) * 2 > len(rows)]
+    others = [name for name in rows[0] if name != given and not is_beside(name)]
+    others = [name for name in others if label is None or not name.startswith(label)]  # label_text says it in words
+    unread = [name for name in others if all(_is_more(row.get(name), str(value_of(row, given))) for row in rows)]
     if unread:
         logger.warning(
-            "%s: text is read from %s, and %s has some too, which is not: --text-template '%s' gives the model all of "
-            "it, and --text-column %s says that this is what was meant",
+            "%s: text is read from %r alone, not from %s: --text-template '%s' gives the model all of it, and "
+            "--text-column %s says that this is what was meant",
             opened.name,
-            " and ".join(map(repr, given)),
-            " and ".join(map(repr, unread)),
-            " ".join(f"{{{name}}}" for name in (*unread, *given)),
-            ",".join(given),
+            given,
+            " or ".join(map(repr, unread)),
+            " ".join(f"{{{name}}}" for name in (*unread, given)),
+            given,
         )
 
 
-def _is_text(value: Any) -> bool:
-    """Whether it is text that a model may be given, and no name of something."""
-    return isinstance(value, str) and len(value.split()) >= FEWEST_WORDS
+def _is_more(value: Any, read: str) -> bool:
+    """Whether it is text that a model may be given beside what is read: no name, no time, and no part of that."""
+    is_text = isinstance(value, str) and len(value.split()) >= FEWEST_WORDS
+    return is_text and _TIME.search(value) is None and value not in read
 
 
 def _warn_of_prefixes(config: Any, texts: Sequence[Any]) -> None:

@@ -59,8 +59,9 @@ _WITH_FUSED_KERNELS = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron
 _TAKEN_BY_KERNELS = ("out_proj", "conv1d")
 # Types of configuration of what is computed on [tokens, sequences, features].
 _TIME_FIRST = ("fsmt", "xlnet", "longformer", "led")
-# Types with maps of relative places, which all rows of a batch share, or of patches of all rows in one.
-_SHARED_BY_ROWS = ("deberta", "deberta-v2", "swinv2", "mobilevit")
+# Types with maps of relative places, which all rows of a batch share (DeBERTa's only where `relative_attention` says
+# so), or of windows or patches of all rows in one.
+_SHARED_BY_ROWS = ("deberta", "deberta-v2", "swin", "swinv2", "donut-swin", "maskformer-swin", "swin2sr", "mobilevit")
 # Types that pad what they are given on the right, to a multiple of their windows, in front of the first block.
 _WIDENING = ("longformer", "led", "big_bird", "bigbird_pegasus", "pegasus_x")
 # Types that read the patches of an image behind the tokens of a text.
@@ -259,7 +260,12 @@ def computes_time_first(model: PreTrainedModel) -> bool:
 
 def mixes_rows(model: PreTrainedModel) -> bool:
     """Whether some map is called with a tensor in which the rows of a batch cannot be told apart."""
-    return computes_time_first(model) or getattr(model.config, "model_type", "") in _SHARED_BY_ROWS
+    within = (getattr(model.config, name, None) for name in getattr(model.config, "sub_configs", ()))
+    return any(
+        getattr(config, "model_type", "") in (*_TIME_FIRST, *_SHARED_BY_ROWS)
+        and getattr(config, "relative_attention", True)
+        for config in (model.config, *within)
+    )
 
 
 def makes_random(name: str) -> bool:

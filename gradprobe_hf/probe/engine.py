@@ -18,7 +18,7 @@ from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.passes.loss import Batch, LossFunction, forward_only, summed_loss
 from gradprobe_hf.model.passes.patches import checkpointed, checkpointed_layers, eval_mode, frozen, own_draws
-from gradprobe_hf.model.targets import Target
+from gradprobe_hf.model.targets import Target, go_alone
 from gradprobe_hf.probe.maps.attachment import instrumented, shrinking
 from gradprobe_hf.probe.maps.folding import Folding
 from gradprobe_hf.probe.maps.serving import ServedWeights
@@ -151,7 +151,7 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
                 batch_done(work.model, batch)
     total = _total_loss(work, tally, one.label)
     if one.refuses_flat:
-        _check_moved(work, folding.moved or resumed, total, one.label)
+        _check_moved(work, one.targets, folding.moved or resumed, total, one.label)
     return total
 
 
@@ -236,13 +236,15 @@ def reached_inputs(work: Workload, targets: Sequence[Target]) -> set[str]:
     return reached
 
 
-def _check_moved(work: Workload, moved: bool, total: ProbeLoss, label: str) -> None:
+def _check_moved(work: Workload, targets: Sequence[Target], moved: bool, total: ProbeLoss, label: str) -> None:
     """Refuse a loss that is flat: all scores would be 0, and the first matrices would go whole."""
     if not int(work.processes.max_(torch.tensor(int(moved)))):
+        several = "needs several of them: choose a larger batch_size"
+        if go_alone(work.model, targets):
+            several = f"has nothing to compare here, since those of a {type(work.model).__name__} go one at a time"
         raise ValueError(
             f"{label}: every gradient of the loss ({total.mean:.4g}) is 0, so nothing tells one weight from another. A "
-            "loss that compares the rows of a batch (CLIP's) needs several of them: choose a larger batch_size. "
-            "Otherwise look at the labels, or at loss_fn."
+            f"loss that compares the rows of a batch (CLIP's) {several}. Otherwise look at the labels, or at loss_fn."
         )
 
 

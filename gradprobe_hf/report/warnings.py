@@ -97,7 +97,8 @@ def _emptied(run: FinishedRun) -> str | None:
     sample = ", ".join(f"`{name}`" for name in names[:3]) + (", ..." if len(names) > 3 else "")
     return (
         f"{len(names)} of {len(run.rows)} matrices have no weight left ({sample}): by this calibration theirs cost "
-        "nothing, or less than all others. max_matrix_sparsity=0.95 (--max-matrix-sparsity) leaves some in each."
+        f"nothing, or less than all others. max_matrix_sparsity={(1 + run.config.final_sparsity) / 2:.3g} "
+        "(--max-matrix-sparsity) leaves some in each."
     )
 
 

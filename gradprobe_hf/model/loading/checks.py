@@ -60,12 +60,13 @@ def check_source(model_or_id: Any, kwargs: Mapping[str, Any], takes_file: bool =
             return
         raise ValueError(f"{name!r} is a file, not a folder: a model is {_MODEL}.")
     described = any((path / file).is_file() for file in (CONFIG_NAME, _ADAPTER_CONFIG))
-    if not described and not kwargs.get("subfolder") and (path / MODULES).is_file():
+    described = described or bool(kwargs.get("subfolder"))
+    if not described and (path / MODULES).is_file() and any(path.glob(f"0_*/{CONFIG_NAME}")):
         raise FileNotFoundError(
             f"{name!r} has no {CONFIG_NAME}: sentence-transformers once wrote all modules into folders of their own. "
             f"{RESAVED}."
         )
-    if not described and not kwargs.get("subfolder"):
+    if not described:
         raise FileNotFoundError(f"{name!r} has no {CONFIG_NAME}: it is no checkpoint folder.")
 
 

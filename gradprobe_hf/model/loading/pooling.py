@@ -41,7 +41,7 @@ def is_cross_encoder(model: PreTrainedModel) -> bool:
 def embedded_tokens(model: PreTrainedModel) -> int | None:
     """At how many tokens of a text sentence-transformers cuts it; None where no file beside the model says so."""
     limit = _told(model, _LIMITS).get("max_seq_length") if is_for_embeddings(model) else None
-    return limit if isinstance(limit, int) else None
+    return limit if type(limit) is int and limit > 1 else None
 
 
 def pooling_of(model: PreTrainedModel) -> Pooling:

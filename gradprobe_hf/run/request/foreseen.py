@@ -10,7 +10,7 @@ from accelerate.utils import send_to_device
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.derived import LEAST_DAMPING
-from gradprobe_hf.data.batches import SHARED, shared_passages, shared_rows
+from gradprobe_hf.data.batches import SHARED, row_count, shared_passages, shared_rows
 from gradprobe_hf.model.families import is_causal, is_in_tower, without_cache
 from gradprobe_hf.model.loading.checks import MODULES
 from gradprobe_hf.model.loading.pooling import is_cross_encoder, is_for_embeddings
@@ -18,8 +18,10 @@ from gradprobe_hf.model.loading.processing import about_missing_processing
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import labels_of, summed_loss
 from gradprobe_hf.model.passes.patches import eval_mode
+from gradprobe_hf.model.targets import go_alone
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.request.own_maps import about_own_maps
+from gradprobe_hf.tasks.row_reader import is_regression
 from gradprobe_hf.tasks.table import counted_as, is_text_alone
 
 logger = logging.getLogger(__name__)
@@ -35,6 +37,7 @@ APART = 0.01  # relative, of two losses: nearer ones are the same, rounded other
 def foreseen_warnings(context: RunContext) -> list[str]:
     """What a report says of the data and the model; logged, too."""
     found = [*_about_data(context), *_about_media(context), *_about_embeddings(context), *_about_chances(context)]
+    found += _about_single_rows(context)
     found += [*_about_tokens(context), *_about_own_loss(context)]
     found += about_own_maps(context.model, context.config)
     for warning in found:
@@ -81,12 +84,25 @@ def _about_embeddings(context: RunContext) -> list[str]:
 
 def _about_chances(context: RunContext) -> list[str]:
     """Where two texts are compared by one number, which transformers takes for a measure and not for a chance."""
-    if context.loss_fn is not None or not is_cross_encoder(context.model) or context.model.config.num_labels != 1:
+    is_measured = context.loss_fn is None and (context.config.needs.probes or context.evaluation)
+    is_one = type(context.model).__name__.endswith("ForSequenceClassification") and is_regression(context.model.config)
+    if not is_measured or not is_one or not is_cross_encoder(context.model) or context.model.config.num_labels != 1:
         return []
     return [
         "The model is a cross-encoder of sentence-transformers with one label, and what is measured is the squared "
         "error of its output, as transformers has it. Where it was trained by the cross entropy of a sigmoid, as most "
         "are, give that as loss_fn."
+    ]
+
+
+def _about_single_rows(context: RunContext) -> list[str]:
+    """Where a loss of the user's own is called with one row of several."""
+    alone = go_alone(context.model, context.targets) and any(row_count(batch) > 1 for batch in context.calibration)
+    if context.loss_fn is None or not context.config.needs.probes or not alone:
+        return []
+    return [
+        f"loss_fn is called with one row at a time, because those of a batch cannot be told apart in all matrices of a "
+        f"{type(context.model).__name__}: what it makes of several rows together has no part in the scores."
     ]
 
 
