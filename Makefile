@@ -92,8 +92,8 @@ bench-wikitext: $(READY) $(MODEL)  ## the same and one probe, calibrated on Wiki
 bench-wikitext-rows: $(READY) $(MODEL)  ## every other row, llm-compressor's too (PEERS)
 	$(ON_WIKITEXT) --output benchmarks/results/wikitext-rows.json $(FLAGS)
 
-REFINED := sparsegpt "sparsegpt + recovery" "sparsegpt + admm + recovery" "one probe + admm" "one probe + admm + blocks" \
-	"one probe + admm + recovery" "one probe + admm + blocks + recovery"
+REFINED := sparsegpt "sparsegpt + admm + blocks" "sparsegpt + recovery" "sparsegpt + admm + recovery" "one probe + admm" \
+	"one probe + admm + blocks" "one probe + admm + recovery" "one probe + admm + blocks + recovery"
 
 bench-refined: $(READY) $(MODEL)  ## blocks trained, and recovery: some hours a column
 	$(ON_WIKITEXT) --columns 0.5 0.6 0.7 2:4 4:8 --methods $(REFINED) \

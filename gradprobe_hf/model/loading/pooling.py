@@ -75,16 +75,24 @@ def _check_above(model: PreTrainedModel) -> None:
     folder = (source_of(model).get("subfolder") or "").strip("/")
     if folder:
         above = stored_file(model, MODULES, "")
-    elif (path := Path(model.name_or_path).absolute()).is_dir():
+    elif model.name_or_path and (path := Path(model.name_or_path).absolute()).is_dir():
         folder, above = path.name, path.parent / MODULES
     else:
         return
-    if above is None or not above.is_file() or folder not in [one["path"] for one in _read(above)][:1]:
+    if above is None or not above.is_file() or _first_of(above) != folder:
         return
     raise ValueError(
         f"{folder!r} is one module of a sentence-transformers model, whose pooling is beside it, where the pruned "
         f"model would not have it: {RESAVED}."
     )
+
+
+def _first_of(modules: Path) -> str | None:
+    """The folder of the first module of such a list; None of a file of this name that is none."""
+    try:
+        return str(_read(modules)[0]["path"]).strip("/")
+    except (ValueError, LookupError, TypeError):
+        return None
 
 
 def _told(model: PreTrainedModel, file: str) -> dict[str, Any]:
