@@ -320,6 +320,27 @@ BREAKS = [
         "test_probe.py test_evaluation.py",
     ),
     Break(
+        "pieces of an image that are words to predict",
+        "model/passes/loss.py",
+        "ids = ids.masked_fill(is_media(ids, model.config), IGNORED)",
+        "pass",
+        "test_image_texts.py",
+    ),
+    Break(
+        "rows that share a map and go together",
+        "model/targets.py",
+        "return is_routed(targets) or mixes_rows(model)",
+        "return is_routed(targets)",
+        "test_probe.py",
+    ),
+    Break(
+        "texts that are read further than they are embedded",
+        "data/windows.py",
+        "longest_text(model) or DEFAULT_LENGTH, embedded_tokens(model) or DEFAULT_LENGTH)",
+        "longest_text(model) or DEFAULT_LENGTH)",
+        "test_embeddings.py",
+    ),
+    Break(
         "a mean over one term more",
         "evaluation/perplexity.py",
         "mean = total / terms",
