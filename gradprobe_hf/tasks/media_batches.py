@@ -13,7 +13,7 @@ from torch import Tensor
 from gradprobe_hf.tasks.columns import IGNORED, Row, filled, stacked, text_of, value_of
 from gradprobe_hf.tasks.conversation import shown
 from gradprobe_hf.tasks.image_texts import prefix_and_suffix, sees_prefix_whole, text_with_images
-from gradprobe_hf.tasks.media_tokens import is_media
+from gradprobe_hf.tasks.media_tokens import words_of
 from gradprobe_hf.tasks.row_reader import RowReader
 from gradprobe_hf.tasks.text_batches import class_labels, target_ids
 
@@ -106,7 +106,7 @@ def images_with_text(rows: Sequence[Row], reader: RowReader) -> dict[str, Any]:
         )
     # Images are long runs of one token; what marks them is special too, and an end of text is not.
     mask = batch.get("attention_mask", torch.ones_like(ids)).bool()
-    counts = mask & ~is_media(ids, processor, reader.config)
+    counts = mask & (words_of(ids, processor, reader.config) != IGNORED)
     if suffixes:
         counts &= batch["token_type_ids"] == 1
     counts[:, 1:] &= mask[:, :-1]  # with left padding, the last pad would predict the first token

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.languages import begun_in
-from gradprobe_hf.tasks.media_tokens import is_media
+from gradprobe_hf.tasks.media_tokens import words_of
 
 # Tokens that a text may be longer than its reference.
 SLACK = 16
@@ -32,7 +32,7 @@ def predicted_labels(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
 def predicted_next(model: Any, batch: Mapping[str, Any], _: Any) -> Predicted:
     """The most likely next tokens; the label is -100 where the next one is none. Both `[rows, tokens - 1]`."""
     labels, ids = batch.get("labels"), batch["input_ids"]
-    labels = (ids.masked_fill(is_media(ids, model.config), IGNORED) if labels is None else labels)[:, 1:]
+    labels = (words_of(ids, model.config) if labels is None else labels)[:, 1:]
     mask = batch.get("attention_mask")
     if mask is not None and mask.shape == batch["input_ids"].shape:  # one of pairs of tokens is none of padding
         # With left padding, the last pad predicts the first token.

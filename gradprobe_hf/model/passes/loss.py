@@ -28,7 +28,7 @@ from gradprobe_hf.model.families import (
 )
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.embeddings import embedding_inputs, embedding_loss, is_for_embedding
-from gradprobe_hf.tasks.media_tokens import is_media
+from gradprobe_hf.tasks.media_tokens import words_of
 from gradprobe_hf.tasks.row_reader import is_regression
 from gradprobe_hf.tasks.table import task_of_class
 
@@ -228,7 +228,7 @@ def labels_of(batch: Batch, model: PreTrainedModel | None) -> Tensor:
     ids = batch.get("input_ids")
     if model is not None and batch.get("labels") is None and isinstance(ids, Tensor):
         # They are many times as many as the words, and a processor's batch for `generate` has no labels.
-        ids = ids.masked_fill(is_media(ids, model.config), IGNORED)
+        ids = words_of(ids, model.config)
     return _labels_by_mask(batch, ids)
 
 
