@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import errno
 import os
@@ -381,6 +382,24 @@ def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
     assert survivors(one_dies, tmp_path).codes == [0, 7]
     assert time.monotonic() - start < 60, "the survivor hung until a timeout"
     assert not files_of(tmp_path)
+
+
+def shared_out_batches():
+    batches, before = cases.batches("llama", batch_size=1), cases.build("llama")
+    model = copy.deepcopy(before)
+    with pytest.raises(ValueError, match=r"different batches .calibration.*accelerator.prepare"):
+        prune_pretrained(
+            model,
+            cases.config(sparsity=0.5),
+            calibration=batches[torch.distributed.get_rank() :: 2],
+            evaluation=False,
+            progress=False,
+        )
+    return all(torch.equal(value, before.state_dict()[key]) for key, value in model.state_dict().items())
+
+
+def test_batches_that_are_shared_out_already_are_refused():
+    assert together(shared_out_batches) == [True, True]
 
 
 def different_models():
