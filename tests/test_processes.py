@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import errno
 import os
@@ -385,17 +384,17 @@ def test_a_process_that_dies_ends_the_others_with_an_error(tmp_path):
 
 
 def shared_out_batches():
-    batches, before = cases.batches("llama", batch_size=1), cases.build("llama")
-    model = copy.deepcopy(before)
+    model = cases.build("llama")
+    before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(ValueError, match=r"different batches .calibration.*accelerator.prepare"):
         prune_pretrained(
             model,
             cases.config(sparsity=0.5),
-            calibration=batches[torch.distributed.get_rank() :: 2],
+            calibration=cases.batches("llama", batch_size=1)[torch.distributed.get_rank() :: 2],
             evaluation=False,
             progress=False,
         )
-    return all(torch.equal(value, before.state_dict()[key]) for key, value in model.state_dict().items())
+    return all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 def test_batches_that_are_shared_out_already_are_refused():

@@ -84,7 +84,7 @@ def load_inputs(request: RunRequest) -> RunContext:
         if task is not None:
             task.check_length(config.sequence_length, model.main_input_name)
         metric = metric_of(task, config.metric, measured, processing_class)
-        _check_agreement(processes, calibrated, measured)
+        _check_same_batches(processes, calibrated, measured)
     folder = request.from_pretrained_kwargs.get("offload_folder")
     return RunContext(
         model=model,
@@ -127,21 +127,6 @@ def choosing_apart(context: RunContext) -> RunContext:
     """
     chosen_by, reported = context.evaluation.halves(EVALUATION_SEED)
     return replace(context, selection=chosen_by, evaluation=reported)
-
-
-def _check_agreement(processes: Processes, calibration: Batches, evaluation: Batches) -> None:
-    """Raise ValueError where processes were given different batches: each takes its share of what it holds itself.
-
-    What a loader has shared out already would be shared out again, and the rest left out of the sums in silence.
-    """
-    if processes.count == 1:
-        return
-    for what, batches in (("calibration", calibration), ("evaluation", evaluation)):
-        if len(set(processes.gather(batches.fingerprint))) > 1:
-            raise ValueError(
-                f"the processes were given different batches ({what}): every process takes its own share of them, so "
-                "give all of them to each, not shared out by a DistributedSampler or accelerator.prepare."
-            )
 
 
 def default_calibration(model: PreTrainedModel) -> str:
@@ -206,3 +191,18 @@ def _evaluation(evaluation: Any, calibration: Any, reading: Reading) -> Batches:
     if not found and reading.config.recovery_steps:  # which train on what the calibration leaves
         return reading.on_manual_if_possible()
     return found
+
+
+def _check_same_batches(processes: Processes, calibration: Batches, evaluation: Batches) -> None:
+    """Raise ValueError where processes were given different batches: each takes its share of what it holds itself.
+
+    What a loader has shared out already would be shared out again, and the rest left out of the sums in silence.
+    """
+    if processes.count == 1:
+        return
+    for what, batches in (("calibration", calibration), ("evaluation", evaluation)):
+        if len(set(processes.gather(batches.fingerprint))) > 1:
+            raise ValueError(
+                f"the processes were given different batches ({what}): every process takes its own share of them, so "
+                "give all of them to each, not shared out by a DistributedSampler or accelerator.prepare."
+            )
