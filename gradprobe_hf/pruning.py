@@ -34,6 +34,7 @@ from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.evaluate import Judge, Metric, evaluate_metric, evaluate_pair
 from gradprobe_hf.run.findings import Findings
 from gradprobe_hf.run.reach import reachable
+from gradprobe_hf.run.request.agreement import check_same_call
 from gradprobe_hf.run.request.checks import check_request
 from gradprobe_hf.run.request.compatibility import check_resumable
 from gradprobe_hf.run.request.foreseen import foreseen_warnings
@@ -123,6 +124,7 @@ def prune_pretrained(
     if metric_fn is not None and config.max_metric_drop is None:
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo, from_pretrained_kwargs.get("token"))
+    check_same_call(config.to_dict(), output_dir=output_dir, push_to_hub=push_to_hub, resume_dir=resume_dir)
     out.check(*folders_of(model_or_id, from_pretrained_kwargs))
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)

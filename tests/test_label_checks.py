@@ -494,6 +494,10 @@ def test_what_does_not_run_on_a_batch_that_is_made_up_is_not_timed():
     model.forward = lambda **_: [][0]
     with pytest.raises(ValueError, match=r"BertForSequenceClassification cannot be timed: .* \(IndexError: "):
         Subject(model).prefill(Workload(prompt_length=4, new_tokens=1))
+    writes = cases.build("llama")
+    writes.generate = lambda **_: [][0]
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM cannot be timed: it does not write .* \(IndexError: "):
+        Subject(writes).generate(Workload(prompt_length=4, new_tokens=2))
 
 
 def test_fsmt_is_not_recovered_towards_its_source():

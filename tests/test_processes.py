@@ -403,20 +403,47 @@ def test_batches_that_are_shared_out_already_are_refused():
 
 def different_models():
     model = cases.build("llama", seed=torch.distributed.get_rank())
+    return unchanged(model, "different weights", score="magnitude")
+
+
+def models_that_differ_in_a_row():
+    """Which is none of those that tell models apart: only the masks do."""
+    model = cases.build("llama")
+    model.model.layers[0].mlp.up_proj.weight.data[1] *= 1 + torch.distributed.get_rank() * 100
+    return unchanged(model, "different masks", RuntimeError, score="magnitude")
+
+
+def different_options():
+    """Some of them take more collectives than others."""
+    rank = torch.distributed.get_rank()
+    said = r"different options.*sparsity is 0\.5, 0\.25.*update is none, obs"
+    return unchanged(cases.build("llama"), said, sparsity=[0.5, 0.25][rank], update=["none", "obs"][rank])
+
+
+def output_of_the_main_one():
+    is_main = torch.distributed.get_rank() == 0
+    return unchanged(cases.build("llama"), "output_dir is given, not given", output_dir="there" if is_main else None)
+
+
+def unchanged(model, said, error=ValueError, output_dir=None, **options):
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    with pytest.raises(RuntimeError, match="different masks"):
+    with pytest.raises(error, match=said):
         prune_pretrained(
             model,
-            cases.config(score="magnitude"),
+            cases.config(**options),
             calibration=cases.batches("llama"),
             evaluation=False,
+            output_dir=output_dir,
             progress=False,
         )
     return all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
-def test_processes_with_different_models_are_told_so():
-    assert together(different_models) == [True, True]
+@pytest.mark.parametrize(
+    "call", [different_models, models_that_differ_in_a_row, different_options, output_of_the_main_one]
+)
+def test_processes_that_make_different_calls_are_told_so(call):
+    assert together(call) == [True, True]
 
 
 def main_is_late():

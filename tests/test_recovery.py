@@ -39,6 +39,7 @@ from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.processes import Processes
 from tests import cases
 from tests.distillation import DENSE, KilledError
+from tests.launch import together
 from tests.trainers import half_pruned
 
 
@@ -88,6 +89,25 @@ def test_the_command_writes_a_checkpoint_that_says_how_it_was_made(pruned, check
     assert main([arguments[0], str(out), *arguments[2:5], str(other), *arguments[6:], *OPTIONS, "--quiet"]) == 0
     assert "It had been trained so before, in 6 steps." in (other / "README.md").read_text()
     assert json.loads((other / "config.json").read_text())["gradprobe"]["recovery_steps"] == 12
+
+
+def recovered_otherwise(said, steps=(2, 2), scales=(1, 1), first=(0, 0)):
+    """Each argument by rank; texts begin at their `first` row. Whether every weight is as it was."""
+    rank = torch.distributed.get_rank()
+    model, _ = half_pruned()
+    dense = cases.build("llama")
+    dense.model.layers[0].mlp.up_proj.weight.data *= scales[rank]
+    before, rows = cases.bits(model), cases.batches("llama", rows=12, batch_size=1)
+    config = RecoveryConfig(steps=steps[rank], batch_size=2, sequence_length=16)
+    with pytest.raises(ValueError, match=said):
+        recover_pretrained(model, dense, config, text=rows[first[rank] :], evaluation=False, progress=False)
+    return not cases.changed(model, before)
+
+
+def test_processes_that_are_given_other_text_or_teachers_are_told_so():
+    assert together(recovered_otherwise, "different options.*steps is 2, 3", (2, 3)) == [True, True]
+    assert together(recovered_otherwise, "different weights .teacher", (2, 2), (1, 2)) == [True, True]
+    assert together(recovered_otherwise, "different batches .text", (2, 2), (1, 1), (0, 4)) == [True, True]
 
 
 def test_models_in_memory_and_those_that_something_else_has_pruned(checkpoint, text_file, tmp_path):

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -115,15 +117,8 @@ class Subject:
         batch, clock = self._batch(work), Clock(self._device)
         last = {"logits_to_keep": 1} if "logits_to_keep" in self._takes else {}
         begun = clock.mark()
-        try:
+        with self._failures_told(f"run on a batch of {', '.join(batch)} that is made up"):
             self.model(**batch, **without_cache(self.model), **last)
-        except Exception as error:  # what it wants of a batch that is made up is not known of every class
-            if is_out_of_memory(error):
-                raise
-            raise ValueError(
-                f"a {type(self.model).__name__} cannot be timed: it does not run on a batch of {', '.join(batch)} that "
-                f"is made up ({type(error).__name__}: {error})."
-            ) from error
         return clock.seconds(begun, clock.mark())
 
     @torch.inference_mode()
@@ -134,16 +129,17 @@ class Subject:
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))  # of code of its own it is there
         ticks = _Ticks(clock)
         begun = clock.mark()
-        self.model.generate(
-            **batch,
-            do_sample=False,
-            num_beams=1,
-            min_new_tokens=work.new_tokens,
-            max_new_tokens=work.new_tokens,
-            pad_token_id=0,
-            stopping_criteria=StoppingCriteriaList([ticks]),
-            use_cache=True,
-        )
+        with self._failures_told("write behind a prompt that is made up"):
+            self.model.generate(
+                **batch,
+                do_sample=False,
+                num_beams=1,
+                min_new_tokens=work.new_tokens,
+                max_new_tokens=work.new_tokens,
+                pad_token_id=0,
+                stopping_criteria=StoppingCriteriaList([ticks]),
+                use_cache=True,
+            )
         first, last = ticks.marks[0], ticks.marks[-1]
         return Generated(clock.seconds(begun, first), clock.seconds(first, last) / (len(ticks.marks) - 1))
 
@@ -161,6 +157,19 @@ class Subject:
     @cached_property
     def _takes(self) -> frozenset[str]:
         return frozenset(inspect.signature(self.model.forward).parameters)
+
+    @contextmanager
+    def _failures_told(self, doing: str) -> Iterator[None]:
+        """What a model wants of an input that is made up is not known of every class: its errors name the model."""
+        try:
+            yield
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            raise ValueError(
+                f"{self.model.name_or_path or 'the model'}: a {type(self.model).__name__} cannot be timed: it does not "
+                f"{doing} ({type(error).__name__}: {error})."
+            ) from error
 
     def _batch(self, work: Workload) -> dict[str, Tensor]:
         batch = random_batch(self.model, 1, work.prompt_length)

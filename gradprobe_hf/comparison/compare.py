@@ -33,6 +33,7 @@ from gradprobe_hf.report.plots import save_comparison
 from gradprobe_hf.report.report import finite, without_examples
 from gradprobe_hf.run.context import RunContext, RunRequest
 from gradprobe_hf.run.reach import reachable
+from gradprobe_hf.run.request.agreement import check_same_call
 from gradprobe_hf.run.request.checks import check_request
 from gradprobe_hf.run.request.compatibility import check_targets
 from gradprobe_hf.run.request.foreseen import foreseen_warnings
@@ -210,6 +211,9 @@ def compare_pretrained(
         progress=progress,
     )
     check_request(request, compare_pretrained)
+    check_same_call(
+        {f"configs[{name!r}].{key}": value for name, one in chosen.items() for key, value in one.to_dict().items()}
+    )
     loaded = load_inputs(request)
     check_evaluation(loaded)
     measures_speed = any(one.measure_speed for one in (config, *chosen.values()))

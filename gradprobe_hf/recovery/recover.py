@@ -43,6 +43,7 @@ from gradprobe_hf.recovery.result import (
 from gradprobe_hf.recovery.resuming import check_begun, check_own, check_state_fits
 from gradprobe_hf.recovery.text import Reading, RecoveryText, check_written, read_text, task_of
 from gradprobe_hf.run.apply import replaced
+from gradprobe_hf.run.request.agreement import check_same_batches, check_same_call, check_same_models
 from gradprobe_hf.run.request.checks import check_columns, check_names, check_processing_class
 from gradprobe_hf.runtime.option_checks import check_outside
 from gradprobe_hf.runtime.paths import expanded, expanded_folder, expanded_model
@@ -129,6 +130,7 @@ def recover_pretrained(
     check_processing_class(processing_class)
     check_texts(text, evaluation)
     check_columns(TextOptions.of(config), text, evaluation)
+    check_same_call(config.to_dict(), output_dir=output_dir, push_to_hub=push_to_hub, resume_dir=resume_dir)
     source = pruned.model if isinstance(pruned, PruneResult) else pruned
     out.check(*folders_of(source, from_pretrained_kwargs), *folders_of(teacher, from_pretrained_kwargs))
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
@@ -142,6 +144,7 @@ def recover_pretrained(
         dense = Dense(teacher, named, teacher_revision, student.model)
         student.check(dense, config)
         check_written(student.model, text)
+        check_same_models(processes, pruned=student.model, teacher=dense.model)
         if student.processing_class is None:
             student = replace(student, processing_class=dense.stored_processing_class())
     if resume_dir is not None:
@@ -157,6 +160,7 @@ def recover_pretrained(
             measured_on = evaluation_of(evaluation, config, dense.model, student.processing_class)
             task = task_of(dense.model, config)
             metric = metric_of(task, config.metric, measured_on, student.processing_class)
+            check_same_batches(processes, evaluation=measured_on.fingerprint)
             # A text that is too short comes before a repository is created, and one that is yet to be written after.
             given = None if is_written(text) else _read(text, config, dense, student, place)
         # Of an adapter by its name the model is the base that it was folded into.

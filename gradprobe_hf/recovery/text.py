@@ -41,6 +41,7 @@ from gradprobe_hf.model.families import (
     without_cache,
 )
 from gradprobe_hf.model.passes.loss import next_token_labels
+from gradprobe_hf.run.request.agreement import check_same_batches
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.table import Task, task_for
@@ -278,6 +279,7 @@ def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> Recovery
         writing=Writing(reading.processes, reading.kept),
         progress=reading.progress,
     )
+    check_same_batches(reading.processes, text=batches.fingerprint)
     check_batches(model, batches, "text", needs_loss=True)
     if is_causal(model):  # of others rows without a label that counts are left out
         check_evidence(model, batches, "text")

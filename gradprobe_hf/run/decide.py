@@ -196,6 +196,6 @@ def _check_agreement(context: RunContext, masks: PackedMasks) -> None:
     lowest, highest = processes.min_(own.clone()), processes.max_(own.clone())
     if lowest != highest:
         raise RuntimeError(
-            "the processes reached different masks: they do not hold the same model, or were given other "
-            "options. Make the same call in every process. Nothing was changed."
+            "the processes reached different masks: they do not hold the same model. Load the same weights in every "
+            "process. Nothing was changed."
         )

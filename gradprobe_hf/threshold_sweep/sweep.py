@@ -21,6 +21,7 @@ from gradprobe_hf.model.passes.loss import LossFunction
 from gradprobe_hf.model.passes.own_forward import with_own_forward
 from gradprobe_hf.run.context import RunRequest
 from gradprobe_hf.run.reach import reachable
+from gradprobe_hf.run.request.agreement import check_same_call
 from gradprobe_hf.run.request.checks import check_request
 from gradprobe_hf.run.request.foreseen import foreseen_warnings
 from gradprobe_hf.run.request.inputs import choosing_apart, load_inputs, written
@@ -89,6 +90,7 @@ def sweep_gradient_thresholds(
         progress=progress,
     )
     check_request(request, sweep_gradient_thresholds)
+    check_same_call(config.to_dict() | {"thresholds": wanted, "sparsities": shares, "max_metric_drop": max_metric_drop})
     loaded = load_inputs(request)
     check_evaluation(loaded)
     if max_metric_drop is not None:

@@ -28,6 +28,7 @@ from gradprobe_hf.model.loading.processing import load_processing_class
 from gradprobe_hf.model.parameters import is_offloaded, unload_leftovers
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.context import RunContext, RunRequest
+from gradprobe_hf.run.request.agreement import check_same_batches, check_same_models
 from gradprobe_hf.run.request.compatibility import check_plain, check_targets
 from gradprobe_hf.run.request.reading import Reading
 from gradprobe_hf.run.request.weight_limits import weight_limits
@@ -53,6 +54,7 @@ def load_inputs(request: RunRequest) -> RunContext:
         loaded, processing_class = _load(request, processes)
         model = loaded.model
         check_sharding(model)
+        check_same_models(processes, model=model)
         check_plain(model, config)
         targets = find_targets(model, config.include, config.exclude)
         check_targets(model, targets, config)
@@ -84,7 +86,7 @@ def load_inputs(request: RunRequest) -> RunContext:
         if task is not None:
             task.check_length(config.sequence_length, model.main_input_name)
         metric = metric_of(task, config.metric, measured, processing_class)
-        _check_same_batches(processes, calibrated, measured)
+        check_same_batches(processes, calibration=calibrated.fingerprint, evaluation=measured.fingerprint)
     folder = request.from_pretrained_kwargs.get("offload_folder")
     return RunContext(
         model=model,
@@ -191,18 +193,3 @@ def _evaluation(evaluation: Any, calibration: Any, reading: Reading) -> Batches:
     if not found and reading.config.recovery_steps:  # which train on what the calibration leaves
         return reading.on_manual_if_possible()
     return found
-
-
-def _check_same_batches(processes: Processes, calibration: Batches, evaluation: Batches) -> None:
-    """Raise ValueError where processes were given different batches: each takes its share of what it holds itself.
-
-    What a loader has shared out already would be shared out again, and the rest left out of the sums in silence.
-    """
-    if processes.count == 1:
-        return
-    for what, batches in (("calibration", calibration), ("evaluation", evaluation)):
-        if len(set(processes.gather(batches.fingerprint))) > 1:
-            raise ValueError(
-                f"the processes were given different batches ({what}): every process takes its own share of them, so "
-                "give all of them to each, not shared out by a DistributedSampler or accelerator.prepare."
-            )
