@@ -674,7 +674,9 @@ SMALL = {
     "stories, blocks": stories(preset="best", refinement="blocks", num_samples=32),
     "stories, recovery": stories(preset="best", recovery_steps=6),
     "stories, bfloat16, best": called(stories(preset="best"), dtype=torch.bfloat16),
-    "stories, bfloat16, blocks": called(stories(preset="best", refinement="blocks", num_samples=32), dtype=torch.bfloat16),
+    "stories, bfloat16, blocks": called(
+        stories(preset="best", refinement="blocks", num_samples=32), dtype=torch.bfloat16
+    ),
     "stories, bfloat16, recovery": called(stories(update="sparsegpt+admm", recovery_steps=6), dtype=torch.bfloat16),
     "stories, bfloat16, obs": called(stories(update="obs"), dtype=torch.bfloat16),
     "stories, search": stories(max_metric_drop="10%", sparsity=0.6, sparsity_step=0.3, probes=1),

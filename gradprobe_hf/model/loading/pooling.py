@@ -44,6 +44,11 @@ def embedded_tokens(model: PreTrainedModel) -> int | None:
     return limit if type(limit) is int and limit > 1 else None
 
 
+def is_lowered(model: PreTrainedModel) -> bool:
+    """Whether sentence-transformers makes the letters of every text small, before the tokenizer."""
+    return is_for_embeddings(model) and _told(model, _LIMITS).get("do_lower_case") is True
+
+
 def pooling_of(model: PreTrainedModel) -> Pooling:
     """As those files say; the mean where there are none, as sentence-transformers does then.
 

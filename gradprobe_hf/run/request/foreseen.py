@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.config.derived import LEAST_DAMPING
 from gradprobe_hf.data.batches import SHARED, row_count, shared_passages, shared_rows
+from gradprobe_hf.data.text.special_tokens import tokenizer_of
 from gradprobe_hf.model.families import is_causal, is_in_tower, without_cache
 from gradprobe_hf.model.loading.checks import MODULES
-from gradprobe_hf.model.loading.pooling import is_cross_encoder, is_for_embeddings
+from gradprobe_hf.model.loading.pooling import is_cross_encoder, is_for_embeddings, is_lowered
 from gradprobe_hf.model.loading.processing import about_missing_processing
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import labels_of, summed_loss
@@ -38,7 +39,7 @@ def foreseen_warnings(context: RunContext) -> list[str]:
     """What a report says of the data and the model; logged, too."""
     found = [*_about_data(context), *_about_media(context), *_about_embeddings(context), *_about_chances(context)]
     found += _about_single_rows(context)
-    found += [*_about_tokens(context), *_about_own_loss(context)]
+    found += [*_about_letters(context), *_about_tokens(context), *_about_own_loss(context)]
     found += about_own_maps(context.model, context.config)
     for warning in found:
         logger.warning(warning)
@@ -103,6 +104,19 @@ def _about_single_rows(context: RunContext) -> list[str]:
     return [
         f"loss_fn is called with one row at a time, because those of a batch cannot be told apart in all matrices of a "
         f"{type(context.model).__name__}: what it makes of several rows together has no part in the scores."
+    ]
+
+
+def _about_letters(context: RunContext) -> list[str]:
+    """Where sentence-transformers makes a text's letters small, and a tokenizer for all of them does not."""
+    if not is_lowered(context.model) or not (context.calibration or context.evaluation):
+        return []
+    tokenizer = tokenizer_of(context.processing_class)
+    if tokenizer is None or tokenizer("A")["input_ids"] == tokenizer("a")["input_ids"]:
+        return []
+    return [
+        "sentence-transformers makes the letters of every text small before this model reads it (do_lower_case), and "
+        "texts are read here as they are: give calibration and evaluation in small letters."
     ]
 
 
