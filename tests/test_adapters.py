@@ -282,6 +282,47 @@ def test_its_base_alone_is_no_teacher(stored, half, capsys, text_file):
     assert json.loads(capsys.readouterr().out)["divergence"]["kl"] > 0
 
 
+def test_what_may_be_another_model_than_was_pruned_is_told(stored, half, tmp_path, capsys, text_file):
+    base, folder, _ = stored
+    other = shutil.copytree(folder, tmp_path / "other")
+    in_memory = LlamaForCausalLM.from_pretrained(base)
+    for teacher, said in (
+        (other, "other' is an adapter of another name: .*not what was pruned"),
+        (in_memory, "the teacher is called 'base'"),
+    ):
+        (told,) = recovered(half, teacher).report.warnings
+        assert re.search(rf"What was pruned is 'base' with the adapter 'adapter' folded in, and .*{said}", told)
+    again = shutil.copytree(folder, tmp_path / "elsewhere" / "adapter")
+    assert recovered(half, again).report.warnings == recovered(half, folder).report.warnings == []
+    assert recovered(half, wrapped()).report.warnings == [], "in memory it has no such name"
+    command = ["evaluate", str(half), "--data", str(text_file), "--num-samples", "2", "--sequence-length", "16"]
+    assert main([*command, "--against", str(other)]) == 0
+    assert "other' (--against) is an adapter of another name" in capsys.readouterr().err
+
+
+def switched_off_by_transformers():
+    model = injected()
+    model.disable_adapters()
+    return model
+
+
+def switched_off_by_peft():
+    model = wrapped()
+    model.base_model.disable_adapter_layers()
+    return model
+
+
+@pytest.mark.parametrize("make", [switched_off_by_transformers, switched_off_by_peft])
+def test_adapters_that_are_switched_off_are_not_folded_in(make):
+    with pytest.raises(ValueError, match=r"switched off .*q_proj say.*give the base alone"):
+        run(make(), merge_adapters=True)
+
+
+def test_adapters_that_cannot_be_folded_in_are_told_in_words():
+    with pytest.raises(ValueError, match=r"an adapter of this PeftModel cannot be folded in: .*lora_bias"):
+        run(wrapped(lora_bias=True), merge_adapters=True)
+
+
 def test_its_base_is_no_teacher_of_what_was_pruned_twice(stored, half, tmp_path):
     """What an adapter made stays what it made, however often it is pruned."""
     run(half, output_dir=tmp_path / "again")

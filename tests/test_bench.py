@@ -18,7 +18,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig, LlamaForCausalLM
 
 from gradprobe_hf import GradProbeConfig, bench_pretrained, prune_pretrained
 from gradprobe_hf.bench.bench import WARMUP, _prompt_length, _sizes, measured_rounds
@@ -64,6 +64,19 @@ def test_a_pass_reads_the_prompt_and_a_text_is_written_token_by_token():
     assert made.per_token >= PAUSE
     assert (subject.facts.writes, subject.facts.positions, subject.facts.dtype) == (True, 64, "float32")
     assert subject.facts.parameters == sum(one.numel() for one in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "option", [{"guidance_scale": 2.0}, {"prompt_lookup_num_tokens": 3}, {"stop_strings": ["a"]}, {"max_time": 1e-9}]
+)
+def test_a_checkpoints_options_of_generation_have_no_part_in_it(option):
+    """They would run the model twice for a token, end the text, or ask for a tokenizer."""
+    model = cases.build("llama")
+    model.generation_config = GenerationConfig(**option)
+    seen = calls_of(model)
+    assert Subject(model).generate(WORK).per_token >= PAUSE
+    assert seen == [8, 1, 1, 1]
+    assert model.generation_config.to_diff_dict().items() >= option.items()
 
 
 @pytest.mark.parametrize(("name", "writes"), [("bert", False), ("vit", False), ("t5", True)])

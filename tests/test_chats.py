@@ -135,6 +135,20 @@ def test_the_template_is_told_of_the_tools_and_options_of_a_row(tmp_path, writte
     assert sorted(TOKENIZER.decode(batch["input_ids"][0]) for batch in found) == sorted(wanted)
 
 
+def test_functions_are_tools():
+    """As OpenAI called them at first; a column of that name may hold something else."""
+    tokenizer = chatting(WITH_TOOLS)
+    options = {"samples": 1, "length": 250, "packing": False, "model": LONG, "tokenizer": tokenizer}
+    shown = []
+    for beside in ({"tools": [ADD]}, {"functions": [ADD["function"]]}, {"functions": json.dumps([ADD["function"]])}):
+        shown.append(tokenizer.decode(load([{"messages": CALLING, **beside}], **options).items[0]["input_ids"][0]))
+    assert "tool {" in shown[0]
+    assert shown == shown[:1] * 3
+    for other in (["sin", "cos"], "sin and cos", 2):
+        found = load([{"messages": CALLING, "functions": other}], **options).items[0]
+        assert tokenizer.decode(found["input_ids"][0]) == tokenizer.apply_chat_template(CALLING, tokenize=False)
+
+
 def test_a_null_that_is_written_as_json_is_meant():
     schema = {"type": "function", "function": {"name": "f", "parameters": {"a": {"default": None, "enum": [None, 1]}}}}
     row = {"tools": json.dumps([schema]), "chat_template_kwargs": json.dumps({"mood": None})}

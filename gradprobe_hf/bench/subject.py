@@ -26,6 +26,7 @@ from gradprobe_hf.model.config_names import text_attribute
 from gradprobe_hf.model.families import longest_text, random_batch, without_cache
 from gradprobe_hf.model.loading.load import load_model
 from gradprobe_hf.model.parameters import input_device, parameter_bytes
+from gradprobe_hf.model.passes.decoding import plain_generation
 from gradprobe_hf.tasks.table import auto_classes
 
 
@@ -129,7 +130,7 @@ class Subject:
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))  # of code of its own it is there
         ticks = _Ticks(clock)
         begun = clock.mark()
-        with self._failures_told("write behind a prompt that is made up"):
+        with self._failures_told("write behind a prompt that is made up"), plain_generation(self.model):
             self.model.generate(
                 **batch,
                 do_sample=False,

@@ -14,6 +14,8 @@ from gradprobe_hf.report.build import published_name
 from gradprobe_hf.report.report import REPORT_NAME, Report
 from gradprobe_hf.runtime.paths import looks_like_path
 
+_UNNAMED = "default"  # PEFT's name for an adapter that was given none
+
 
 def stored_report(name: str, source: Mapping[str, Any]) -> tuple[Report | None, GradProbeConfig | None]:
     """The report and the configuration of a checkpoint's pruning; None of one that something else has made.
@@ -33,19 +35,35 @@ def stored_report(name: str, source: Mapping[str, Any]) -> tuple[Report | None, 
     return Report.load(folder), GradProbeConfig.from_pretrained(folder)
 
 
-def check_made_of(report: Report | None, dense: Loaded, argument: str) -> None:
-    """Raise ValueError where a dense model, loaded by name, is the base of what was pruned, without its adapter.
+def check_made_of(report: Report | None, dense: Loaded, argument: str, in_memory: bool = False) -> list[str]:
+    """What speaks against a dense model as what was pruned, where an adapter had been folded into that.
 
     Args:
         report: of the pruned model; None: nothing is known.
         argument: what named the dense model.
+        in_memory: it has been loaded before, so that an adapter may be part of its weights already.
+
+    Raises:
+        ValueError: it is the base alone.
     """
     adapter = None if report is None else report.model.get("adapter")
-    if report is None or adapter is None or dense.adapter is not None:
-        return
+    if report is None or adapter is None:
+        return []
     base = report.model.get("adapter_of", report.model["name"])
-    if published_name(dense.model) == base:
-        raise ValueError(
-            f"what was pruned is {base!r} with the adapter {adapter!r} folded in, and {argument} is {base!r} without "
-            "it: give the adapter, which is folded in here, too."
-        )
+    made = f"what was pruned is {base!r} with the adapter {adapter!r} folded in"
+    if dense.adapter is not None:
+        given = dense.origin["adapter"]
+        # In memory adapters have no name that says where they are from.
+        if in_memory or adapter == _UNNAMED or Path(given).name == Path(adapter).name:
+            return []
+        return [
+            f"W{made[1:]}, and {argument} is an adapter of another name: if it is another one, not what was pruned."
+        ]
+    if published_name(dense.model) != base:
+        return []
+    if in_memory:
+        return [
+            f"W{made[1:]}, and {argument} is called {base!r}: see that its weights have the adapter in them, too. "
+            "Given as a PeftModel, or by its name, it is folded in here."
+        ]
+    raise ValueError(f"{made}, and {argument} is {base!r} without it: give the adapter, which is folded in here, too.")

@@ -67,7 +67,6 @@ class Student:
         check_trainable(self.model, "recovery")
         check_alike(self.model, dense.model)
         check_related(self.model, dense.model)
-        dense.check_origin(self.report)
         if dense.processing_class is not None and self.processing_class is not None:
             check_one_vocabulary(self.processing_class, dense.processing_class, ("the pruned model", "the teacher"))
         check_pruned(self.model, dense.model)
@@ -121,10 +120,10 @@ class Dense:
         """The tokenizer that is where the model came from."""
         return load_processing_class(self.model, self._loaded.processing_name, **self._loaded.processing_kwargs)
 
-    def check_origin(self, report: Report | None) -> None:
-        """Raise ValueError where it is named, and is not what was pruned."""
-        if self._named is not None:
-            check_made_of(report, self._loaded, f"teacher={str(self._named)!r}")
+    def check_origin(self, report: Report | None) -> list[str]:
+        """What speaks against it as what was pruned; raises as `check_made_of`."""
+        argument = "the teacher" if self._named is None else f"teacher={str(self._named)!r}"
+        return check_made_of(report, self._loaded, argument, in_memory=self._named is None)
 
     def release(self) -> None:
         if self._named is not None:

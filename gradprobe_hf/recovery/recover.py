@@ -143,6 +143,8 @@ def recover_pretrained(
         student = Student.of(pruned, named, processing_class)
         dense = Dense(teacher, named, teacher_revision, student.model)
         student.check(dense, config)
+        for doubt in (doubts := dense.check_origin(student.report)):
+            logger.warning(doubt)
         check_written(student.model, text)
         check_same_models(processes, pruned=student.model, teacher=dense.model)
         if student.processing_class is None:
@@ -186,7 +188,8 @@ def recover_pretrained(
             for name, values in weights_of(training).items():
                 weights.add(name, values)
         with replaced(student.model, weights):
-            section = described_recovery(trained, trained_on, config, taught, described(before, scores))
+            doubted = replace(trained, warnings=(*doubts, *trained.warnings))
+            section = described_recovery(doubted, trained_on, config, taught, described(before, scores))
             measured = described(after, scores | scores_after)
             found = recovered_report(report, student.model, section, measured_on, measured, stopwatch.seconds)
             for warning in (*trained.warnings, made_worse(found)):

@@ -27,7 +27,8 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.tasks.table import counted_as, task_for
 
 _WORSE = "Recovery made the model worse on"  # how the warning begins
-_OF_TRAINING = ("No step brought", "As it is stored", "The recovery trained on text alone")  # and those of `Trained`
+# And those of `Trained`, and of the teacher.
+_OF_TRAINING = ("No step brought", "As it is stored", "The recovery trained on text alone", "What was pruned is")
 
 
 @dataclass(frozen=True, repr=False)

@@ -14,6 +14,7 @@ Row: TypeAlias = Mapping[str, Any]
 CHAT_COLUMNS = ("messages", "conversations")  # what columns of chats usually are called, in TRL and in ShareGPT
 SYSTEM = "system"  # the column that ShareGPT has beside them, and the role of who says what is in it
 TOOLS, TEMPLATE_OPTIONS = "tools", "chat_template_kwargs"  # the columns beside the messages, as TRL calls them
+FUNCTIONS = "functions"  # what OpenAI called tools at first
 # Who speaks, in ShareGPT's `{"from": ..., "value": ...}` -> in a chat template.
 _SHAREGPT_ROLES = {
     "human": "user",
@@ -60,7 +61,7 @@ class Chat:
             )
         if system and messages and messages[0]["role"] != SYSTEM:
             messages = [{"role": SYSTEM, "content": system}, *messages]
-        tools, options = _parsed(row, TOOLS, list), _parsed(row, TEMPLATE_OPTIONS, dict)
+        tools, options = _parsed(row, TOOLS, list) or _functions(row), _parsed(row, TEMPLATE_OPTIONS, dict)
         if taken := _OWN_ARGUMENTS.intersection(options or ()):
             raise ValueError(
                 f"the column {TEMPLATE_OPTIONS!r} beside the messages holds variables of the chat template, and "
@@ -151,6 +152,14 @@ def _with_plain_argument(call: Any) -> Any:
             if isinstance(parsed := json.loads(arguments), dict):
                 return {**call, "function": {**function, "arguments": parsed}}
     return call
+
+
+def _functions(row: Row) -> list[dict[str, Any]]:
+    """As tools; none of a column of that name that holds something else."""
+    found = without_nulls(from_json(row.get(FUNCTIONS)))
+    if not isinstance(found, list) or not all(isinstance(one, Mapping) and "name" in one for one in found):
+        return []
+    return [{"type": "function", "function": one} for one in found]
 
 
 def _parsed(row: Row, column: str, kind: type) -> Any:

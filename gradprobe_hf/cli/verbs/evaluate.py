@@ -126,7 +126,8 @@ def run(options: argparse.Namespace) -> None:
         task = options.task or (own.name if own is not None and own.embeds else None)
         models["dense"] = _Loaded.from_name(options.against, task, **kwargs)
         report, _ = stored_report(options.model, given(options, "revision"))
-        check_made_of(report, models["dense"].loaded, f"against={options.against!r} (--against)")
+        for doubt in check_made_of(report, models["dense"].loaded, f"against={options.against!r} (--against)"):
+            logger.warning(doubt)
     values: dict[str, Any] = {"model": options.model, **given(options, "against")}
     beside = _beside(models.get("dense"))
     results = []

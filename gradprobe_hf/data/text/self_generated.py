@@ -7,8 +7,7 @@ trained on, so no dataset is needed.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from gradprobe_hf.model.config_names import of_each_block, text_attribute
 from gradprobe_hf.model.families import cache_name, is_causal
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device
-from gradprobe_hf.model.passes.decoding import growing_cache
+from gradprobe_hf.model.passes.decoding import growing_cache, plain_generation
 from gradprobe_hf.model.passes.patches import eval_mode
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.runtime.processes import Processes
@@ -155,7 +154,7 @@ def _written(model: PreTrainedModel, first: Tensor, sampler: _Sampler, length: i
     if name is not None and device.type == "cpu" and not is_sharded(model):
         cache = growing_cache(model, length)
         kept = {} if cache is None else {name: cache, **WITH_CACHE}
-    with _plain_generation(model):
+    with plain_generation(model):
         written = model.generate(
             first,
             attention_mask=torch.ones_like(first),
@@ -166,19 +165,6 @@ def _written(model: PreTrainedModel, first: Tensor, sampler: _Sampler, length: i
             **kept,
         )
     return written.cpu()
-
-
-@contextmanager
-def _plain_generation(model: PreTrainedModel) -> Iterator[None]:
-    """Greedy, and without the options of the checkpoint's generation config, which would forbid words, sharpen the
-    distribution or return something else: it would be another one than the model was trained on. Arguments of
-    `generate` do not cover them all."""
-    own = model.generation_config
-    model.generation_config = GenerationConfig(bos_token_id=own.bos_token_id, eos_token_id=own.eos_token_id)
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def written_at_once(model: PreTrainedModel, length: int) -> int:
@@ -202,7 +188,8 @@ def _first_tokens(model: PreTrainedModel, count: int, begins: Sequence[int], gen
     beginning = model.generation_config.bos_token_id if model.generation_config else None
     if begins:
         return torch.tensor(begins, dtype=torch.long).expand(count, -1)
-    if beginning is None:
-        vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = model.get_input_embeddings().weight.shape[0]
+    # A configuration of few tokens may have kept the BOS of its family's own vocabulary.
+    if beginning is None or not 0 <= beginning < vocabulary:
         return torch.randint(vocabulary, (count, 1), generator=generator)
     return torch.full((count, 1), beginning)

@@ -13,7 +13,7 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import transformers
 from torch import nn
@@ -102,8 +102,8 @@ def check_mergeable(source: AdapterSource, merge_adapters: bool) -> str:
     """
     if not merge_adapters:
         raise ValueError(
-            f"{source.name!r} is an adapter for {source.base!r} (adapter_config.json), not a model: adapters are not "
-            f"pruned. To prune the model that it makes of its base, fold it in with {_OPTION}."
+            f"{source.name!r} is an adapter for {source.base!r} (adapter_config.json), not a model. For the model that "
+            f"it makes of its base, fold it in with {_OPTION}."
         )
     imported_peft()
     if not source.base:
@@ -167,7 +167,8 @@ def merged_copy(model: nn.Module, merge_adapters: bool) -> PreTrainedModel:
     """A copy of a model in memory with its active adapters folded in; the model itself stays as it is.
 
     Raises:
-        ValueError: it was not asked for, the adapters cannot be folded, or the model is not in memory in one piece.
+        ValueError: it was not asked for, the adapters cannot be folded or are switched off, or the model is not in
+            memory in one piece.
     """
     if not merge_adapters:
         raise ValueError(
@@ -175,6 +176,7 @@ def merged_copy(model: nn.Module, merge_adapters: bool) -> PreTrainedModel:
             f"would undo the zeros under them. Fold them in with {_OPTION}: a copy of the model is pruned then."
         )
     _check_in_memory(model)
+    _check_switched_on(model)
     return _merged(copy.deepcopy(model))
 
 
@@ -186,23 +188,44 @@ def _check_in_memory(model: nn.Module) -> None:
         )
 
 
+def _check_switched_on(model: nn.Module) -> None:
+    """Raise ValueError where the model computes without some of its adapters, which PEFT would fold in all the same."""
+    layer = imported_peft().tuners.tuners_utils.BaseTunerLayer
+    off = [name for name, module in model.named_modules() if isinstance(module, layer) and module.disable_adapters]
+    if off:
+        raise ValueError(
+            f"adapters of this {type(model).__name__} are switched off (disable_adapter, disable_adapters), in "
+            f"{off[0]} say: it is not the model that they would be folded into. Switch them on, or give the base alone."
+        )
+
+
 def _merged(model: Any) -> PreTrainedModel:
     peft = imported_peft()
     _check_untied(model, peft)
-    if isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
-        if not isinstance(getattr(model, "base_model", None), peft.tuners.tuners_utils.BaseTuner):
-            raise ValueError(
-                "this adapter learns a prompt or a prefix, which no weight can take in: prune the base model alone."
-            )
-        plain = model.merge_and_unload()
-    else:
-        _unload_inside(model, peft.tuners.tuners_utils.BaseTunerLayer)
-        plain = model
+    is_wrapped = isinstance(model, (peft.PeftModel, peft.PeftMixedModel))
+    if is_wrapped and not isinstance(getattr(model, "base_model", None), peft.tuners.tuners_utils.BaseTuner):
+        raise ValueError(
+            "this adapter learns a prompt or a prefix, which no weight can take in: prune the base model alone."
+        )
+    try:
+        plain = _folded(model, peft)
+    except (NotImplementedError, RuntimeError) as error:
+        if "merg" not in str(error):  # out of memory, say
+            raise
+        raise ValueError(f"an adapter of this {type(model).__name__} cannot be folded in: {error}") from error
     # Otherwise `save_pretrained` would write an adapter alone.
     plain.__dict__.pop("peft_config", None)
     plain._hf_peft_config_loaded = False
     plain.requires_grad_(True)  # PEFT froze what is under the adapters; a model that is loaded can be trained
     return plain
+
+
+def _folded(model: Any, peft: Any) -> PreTrainedModel:
+    if isinstance(model, (peft.PeftModel, peft.PeftMixedModel)):
+        plain: PreTrainedModel = model.merge_and_unload()
+        return plain
+    _unload_inside(model, peft.tuners.tuners_utils.BaseTunerLayer)
+    return cast(PreTrainedModel, model)
 
 
 def _check_untied(model: nn.Module, peft: Any) -> None:

@@ -1,4 +1,4 @@
-"""Decoding on a CPU, one token of many texts at a time: a cache whose buffers grow in pieces.
+"""Decoding: without the options of a checkpoint, and on a CPU with a cache whose buffers grow in pieces.
 
 Keys and values are `[texts, heads, slots, width]`. A cache that grows by every token is copied for each, and a static
 one is attended to whole, filled or not.
@@ -6,16 +6,32 @@ one is attended to whole, filled or not.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import Cache, PreTrainedModel, StaticCache
+from transformers import Cache, GenerationConfig, PreTrainedModel, StaticCache
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from gradprobe_hf.model.parameters import is_offloaded
 
 SLOTS = 64  # by which a cache grows
+_TOKENS = ("bos_token_id", "eos_token_id", "decoder_start_token_id")
+
+
+@contextmanager
+def plain_generation(model: PreTrainedModel) -> Iterator[None]:
+    """Greedy, and without the options of the checkpoint's generation config, which would forbid words, sharpen the
+    distribution, run the model twice for a token or return something else. Arguments of `generate` do not cover them
+    all."""
+    own = model.generation_config
+    model.generation_config = GenerationConfig(**{name: getattr(own, name, None) for name in _TOKENS})
+    try:
+        yield
+    finally:
+        model.generation_config = own
 
 
 def growing_cache(model: PreTrainedModel, length: int) -> Cache | None:
