@@ -117,7 +117,7 @@ def width_step(there: int, usual: int) -> int:
     return usual if there >= NARROW * usual else 2 ** int(math.log2(max(1, there / NARROW)))
 
 
-# What tells which units go was chosen for each of them, on texts that nothing is reported on: docs/guides/smaller.md.
+# What tells which units go was chosen for each of them, on the texts that docs/guides/smaller.md names.
 STRUCTURES: dict[str, Structure] = {
     "ffn": Structure(
         unit="FFN channel",
