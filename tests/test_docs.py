@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from gradprobe_hf import GradProbeConfig
+from gradprobe_hf.checkpoint import origin
 from gradprobe_hf.cli.main import parser
 from gradprobe_hf.model.loading import processing
 from gradprobe_hf.model.loading import report as loading_report
@@ -93,7 +94,7 @@ def test_the_page_of_warnings_has_all_of_a_run_and_no_others():
     # Those of a report; what is only logged is told where it happens.
     of_reports = [said for module in (warnings, foreseen) for said in sentences(module)]
     assert [said for said in of_reports if not any(one in said for one in quoted)] == []
-    modules = (warnings, foreseen, own_maps, loading_report, processing, reach, distil, recovered)
+    modules = (warnings, foreseen, own_maps, loading_report, processing, reach, distil, recovered, origin)
     every = [said for module in modules for said in sentences(module)]
     assert [one for one in quoted if not any(one in said for said in every)] == []
 

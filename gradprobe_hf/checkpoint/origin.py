@@ -56,8 +56,9 @@ def check_made_of(report: Report | None, dense: Loaded, argument: str, in_memory
         # In memory adapters have no name that says where they are from.
         if in_memory or adapter == _UNNAMED or Path(given).name == Path(adapter).name:
             return []
+        # Reports are published: no path of an argument in them.
         return [
-            f"W{made[1:]}, and {argument} is an adapter of another name: if it is another one, not what was pruned."
+            f"W{made[1:]}, and the dense model has {given!r}: if that is another adapter, it is not what was pruned."
         ]
     if published_name(dense.model) != base:
         return []
