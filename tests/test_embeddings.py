@@ -175,12 +175,12 @@ def test_texts_are_cut_where_sentence_transformers_cuts_them(text_file, tmp_path
 
 
 @pytest.mark.parametrize("lowers", [True, False])
-def test_letters_that_the_model_never_sees_are_told(lowers, text_file, tmp_path):
+def test_capitals_that_the_model_never_sees_are_told(lowers, text_file, tmp_path):
     name = saved(tmp_path, pooling=MEAN)
     (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": lowers}))
     given = {"calibration": str(text_file), "apply": False, "progress": False}
     told = prune_pretrained(name, GradProbeConfig(**OPTIONS), **given).report.warnings
-    assert any("makes the letters of every text small" in one for one in told) is lowers
+    assert any("lower-cases every text" in one for one in told) is lowers
 
 
 @pytest.mark.parametrize("as_subfolder", [True, False])

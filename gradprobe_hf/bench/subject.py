@@ -129,8 +129,8 @@ class Subject:
         batch.pop("decoder_input_ids", None)  # it makes its own
         batch.setdefault("attention_mask", torch.ones_like(batch["input_ids"]))  # of code of its own it is there
         ticks = _Ticks(clock)
-        begun = clock.mark()
         with self._failures_told("write behind a prompt that is made up"), plain_generation(self.model):
+            begun = clock.mark()
             self.model.generate(
                 **batch,
                 do_sample=False,

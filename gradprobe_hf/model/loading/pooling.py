@@ -44,8 +44,8 @@ def embedded_tokens(model: PreTrainedModel) -> int | None:
     return limit if type(limit) is int and limit > 1 else None
 
 
-def is_lowered(model: PreTrainedModel) -> bool:
-    """Whether sentence-transformers makes the letters of every text small, before the tokenizer."""
+def lowers_case(model: PreTrainedModel) -> bool:
+    """Whether sentence-transformers lower-cases every text, before the tokenizer."""
     return is_for_embeddings(model) and _told(model, _LIMITS).get("do_lower_case") is True
 
 

@@ -14,7 +14,7 @@ from gradprobe_hf.data.batches import SHARED, row_count, shared_passages, shared
 from gradprobe_hf.data.text.special_tokens import tokenizer_of
 from gradprobe_hf.model.families import is_causal, is_in_tower, without_cache
 from gradprobe_hf.model.loading.checks import MODULES
-from gradprobe_hf.model.loading.pooling import is_cross_encoder, is_for_embeddings, is_lowered
+from gradprobe_hf.model.loading.pooling import is_cross_encoder, is_for_embeddings, lowers_case
 from gradprobe_hf.model.loading.processing import about_missing_processing
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import labels_of, summed_loss
@@ -39,7 +39,7 @@ def foreseen_warnings(context: RunContext) -> list[str]:
     """What a report says of the data and the model; logged, too."""
     found = [*_about_data(context), *_about_media(context), *_about_embeddings(context), *_about_chances(context)]
     found += _about_single_rows(context)
-    found += [*_about_letters(context), *_about_tokens(context), *_about_own_loss(context)]
+    found += [*_about_case(context), *_about_tokens(context), *_about_own_loss(context)]
     found += about_own_maps(context.model, context.config)
     for warning in found:
         logger.warning(warning)
@@ -107,16 +107,16 @@ def _about_single_rows(context: RunContext) -> list[str]:
     ]
 
 
-def _about_letters(context: RunContext) -> list[str]:
-    """Where sentence-transformers makes a text's letters small, and a tokenizer for all of them does not."""
-    if not is_lowered(context.model) or not (context.calibration or context.evaluation):
+def _about_case(context: RunContext) -> list[str]:
+    """Where sentence-transformers lower-cases a text, and the tokenizer by itself does not."""
+    if not lowers_case(context.model) or not (context.calibration or context.evaluation):
         return []
     tokenizer = tokenizer_of(context.processing_class)
     if tokenizer is None or tokenizer("A")["input_ids"] == tokenizer("a")["input_ids"]:
         return []
     return [
-        "sentence-transformers makes the letters of every text small before this model reads it (do_lower_case), and "
-        "texts are read here as they are: give calibration and evaluation in small letters."
+        "sentence-transformers lower-cases every text before this model reads it (do_lower_case), and texts are read "
+        "here as they are: give calibration and evaluation in lower case."
     ]
 
 
