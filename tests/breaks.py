@@ -454,10 +454,10 @@ BREAKS = [
     ),
     Break(
         "a checkpoint of another run that is taken for abandoned",
-        "checkpoint/replacing.py",
+        "runtime/scratch.py",
         "if is_abandoned:",
         "if True:",
-        "test_replacing.py",
+        "test_replacing.py test_scratch.py",
     ),
     Break(
         "a push over the branch that was read",

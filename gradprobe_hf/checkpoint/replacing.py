@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import errno
-import os
 import re
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+from gradprobe_hf.runtime.scratch import held, remove_abandoned
 
 
 @contextmanager
@@ -32,11 +28,11 @@ def replacing(path: Path) -> Iterator[Path]:
     path = path.resolve()  # of a link the folder is replaced, and the link stays
     path.parent.mkdir(parents=True, exist_ok=True)
     begins = f".{path.name}.partial-"
-    _remove_abandoned(path.parent, begins)
+    remove_abandoned(path.parent, begins)
     scratch = path.with_name(begins + secrets.token_hex(6))
     try:
         scratch.mkdir()  # inside the try: an interrupt right after it must not leave the folder behind
-        with _held(scratch):
+        with held(scratch):
             yield scratch
             _swap(scratch, path)
     except Exception as error:
@@ -73,38 +69,3 @@ def _swap(scratch: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         raise
     shutil.rmtree(old, ignore_errors=True)
-
-
-@contextmanager
-def _held(folder: Path) -> Iterator[bool]:
-    """Lock a folder for as long as this process lives, or the body takes; whether that can be done.
-
-    The lock is of the folder itself, so that there is no file of it to be renamed or left behind. Network disks, and
-    Windows, may know none.
-    """
-    if fcntl is None:
-        yield False
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(handle)
-
-
-def _remove_abandoned(parent: Path, begins: str) -> None:
-    """Scratch folders that nobody holds: they are as large as a model.
-
-    Those that cannot be removed, or found where nobody may list the folder, stay: that costs no result.
-    """
-    with suppress(OSError):
-        for folder in parent.iterdir():
-            if folder.name.startswith(begins) and folder.is_dir():
-                with _held(folder) as is_abandoned:
-                    if is_abandoned:
-                        shutil.rmtree(folder, ignore_errors=True)

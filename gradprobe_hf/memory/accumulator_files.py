@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +17,7 @@ from gradprobe_hf.model.parameters import is_on_disk
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.probe.accumulation.page_cache import PageCacheTrail
 from gradprobe_hf.probe.accumulation.storage import AccumulatorStorage
+from gradprobe_hf.runtime.scratch import remove_scratch, scratch_folder
 
 CACHE_SHARE = 0.7  # of free memory: a run takes some itself
 
@@ -43,14 +42,12 @@ def accumulator_files(
     if device != "disk":
         yield AccumulatorStorage(config.accumulator_dtype, device)
         return
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    own = Path(tempfile.mkdtemp(prefix="gradprobe-accumulators-", dir=folder))
+    own = scratch_folder("accumulators", folder)
     try:
         page_cache = PageCacheTrail() if outgrows_cache(model, targets, config) else None
         yield AccumulatorStorage(config.accumulator_dtype, "disk", own, page_cache)
     finally:
-        shutil.rmtree(own, ignore_errors=True)
+        remove_scratch(own)
 
 
 def outgrows_cache(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from gradprobe_hf.model.targets import Target
 from gradprobe_hf.runtime.interrupts import uninterrupted
+from gradprobe_hf.runtime.scratch import remove_scratch, scratch_folder
 
 
 @dataclass(frozen=True)
@@ -57,10 +56,8 @@ class NewWeights(Mapping[str, Tensor]):
         self.vectors: list[Target] = []
         self._folder: Path | None = None
         if on_disk:
-            if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
-            self._folder = Path(tempfile.mkdtemp(prefix="gradprobe-weights-", dir=folder))
-            weakref.finalize(self, shutil.rmtree, self._folder, True)
+            self._folder = scratch_folder("weights", folder)
+            weakref.finalize(self, remove_scratch, self._folder)
 
     def add(self, name: str, values: Tensor) -> None:
         """Keep `values [out, in]`.
@@ -108,7 +105,7 @@ class NewWeights(Mapping[str, Tensor]):
         self._installed.clear()
         self.vectors.clear()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_scratch(self._folder)
 
     def __getitem__(self, name: str) -> Tensor:
         kept = self._kept[name]

@@ -8,8 +8,6 @@ those of the dense model as it is stored (2 in bfloat16), unless its predictions
 from __future__ import annotations
 
 import logging
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -45,6 +43,7 @@ from gradprobe_hf.recovery.trainer import (
     without_dropout,
 )
 from gradprobe_hf.runtime.processes import Processes
+from gradprobe_hf.runtime.scratch import remove_scratch, scratch_folder
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 from gradprobe_hf.selection.packed_masks import PackedMasks
 from gradprobe_hf.tasks.table import is_text_alone, task_of_class
@@ -109,7 +108,7 @@ def workplace(
     Args:
         keeps: whether one that is given stays: what was trained is yet to be saved, and the caller removes it then.
     """
-    folder = resume_dir or Path(processes.on_main(lambda: tempfile.mkdtemp(prefix="gradprobe-recovery-")))
+    folder = resume_dir or Path(processes.on_main(lambda: str(scratch_folder("recovery"))))
     folder.mkdir(parents=True, exist_ok=True)
     finished = False
     try:
@@ -118,7 +117,7 @@ def workplace(
         finished = not keeps
     finally:
         if (finished or resume_dir is None) and processes.is_main:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_scratch(folder)
         with suppress(OSError):  # nothing was begun
             folder.rmdir()
 

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from gradprobe_hf.model.parameters import aliases, is_on_disk, offloaded_parameter, parameter_bytes
 from gradprobe_hf.runtime.interrupts import uninterrupted
-
-PREFIX = "gradprobe-"  # of the names of folders with changed weights
+from gradprobe_hf.runtime.scratch import remove_scratch, scratch_folder
 
 
 class _Transaction:
@@ -128,8 +127,8 @@ def _changes_folder(model: nn.Module, store: OffloadedWeightsLoader, folders: di
     """Our folder on the store's disk, made at its first use."""
     parent = _store_folder(store)
     if str(parent) not in folders:
-        folders[str(parent)] = folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-        weakref.finalize(model, shutil.rmtree, folder, True)  # nothing but this model's index refers to its files
+        folders[str(parent)] = folder = scratch_folder("changes", parent)
+        weakref.finalize(model, remove_scratch, folder)  # nothing but this model's index refers to its files
     return folders[str(parent)]
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import shutil
-import tempfile
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -56,6 +54,7 @@ from gradprobe_hf.model.sites import plain_uses
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.runtime.paths import expanded_model
 from gradprobe_hf.runtime.row_chunks import row_chunks
+from gradprobe_hf.runtime.scratch import remove_scratch, scratch_folder
 
 DeviceMap: TypeAlias = str | int | torch.device | Mapping[str, str | int | torch.device] | None
 
@@ -252,8 +251,8 @@ def _load_checkpoint(
         scratch = None
         if _may_offload(kwargs) and kwargs.get("offload_folder") is None:
             # transformers writes there what it cannot read from the checkpoint as it is, such as fused experts.
-            scratch = kwargs["offload_folder"] = Path(tempfile.mkdtemp(prefix="gradprobe-offload-"))
-            undo.callback(shutil.rmtree, scratch, True)
+            scratch = kwargs["offload_folder"] = scratch_folder("offload")
+            undo.callback(remove_scratch, scratch)
         with load_errors(name, WEIGHTS):
             # Sizes that differ would be an error without a name in it; `check_complete` says which they are.
             kwargs |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
@@ -274,7 +273,7 @@ def _load_checkpoint(
             stored = stored or getattr(config, "dtype", None)  # of other files the configuration is all that tells
         undo.pop_all()  # from here on the folder lives as long as the model
     if scratch is not None:
-        weakref.finalize(model, shutil.rmtree, scratch, True)
+        weakref.finalize(model, remove_scratch, scratch)
     if "gguf_file" in kwargs:
         # The weights are plain now: a checkpoint saved from them must not claim to be a GGUF one.
         model.config.__dict__.pop("quantization_config", None)

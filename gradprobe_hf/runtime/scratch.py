@@ -1,0 +1,99 @@
+"""Scratch: folders that are as large as a model and for one process, and those of processes that were killed.
+
+SIGKILL, which the kernel sends where memory ends and a scheduler where time does, runs no clean-up. So each folder is
+locked for as long as its process lives, and whoever makes the next one beside it removes those that nobody holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+logger = logging.getLogger(__name__)
+
+_locks: dict[Path, int] = {}  # folder -> the handle that its lock lives with
+
+
+def scratch_folder(kind: str, parent: str | Path | None = None) -> Path:
+    """A new folder `gradprobe-HOST-KIND-...`, this process's until `remove_scratch`; the abandoned ones are removed.
+
+    Only those of this host are: some network disks (Lustre with `localflock`) keep locks on each host for itself, and
+    there a folder of another host would look abandoned while its run goes on.
+
+    Args:
+        parent: made if it is not there; None: the system's folder for temporary files.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    parent = Path(tempfile.gettempdir() if parent is None else parent)
+    parent.mkdir(parents=True, exist_ok=True)
+    begins = f"gradprobe-{platform.node()}-"
+    remove_abandoned(parent, begins)
+    # Hidden until it is locked: in between it would look abandoned to another process.
+    hidden = Path(tempfile.mkdtemp(prefix=f".{begins}{kind}-", dir=parent))
+    lock = _lock(hidden)
+    folder = hidden.rename(parent / hidden.name.removeprefix("."))
+    if lock is not None:
+        _locks[folder] = lock
+    return folder
+
+
+def remove_scratch(folder: Path) -> None:
+    """Remove a folder, if it is there, with all that is in it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if (lock := _locks.pop(folder, None)) is not None:
+        os.close(lock)
+
+
+def remove_abandoned(parent: Path, begins: str) -> None:
+    """Remove the folders of `parent` whose names begin so and that no process holds.
+
+    Those that cannot be removed, or found where nobody may list the folder, stay: that costs no result.
+    """
+    with suppress(OSError):
+        for folder in parent.iterdir():
+            if folder.name.startswith(begins) and folder.is_dir():
+                with held(folder) as is_abandoned:
+                    if is_abandoned:
+                        shutil.rmtree(folder, ignore_errors=True)
+                        logger.info("removed %s, left by a run that was killed", folder)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[bool]:
+    """Lock a folder for as long as this process lives, or the body takes; whether that can be done."""
+    lock = _lock(folder)
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _lock(folder: Path) -> int | None:
+    """A handle of the folder that holds its lock; None where another process does, or where there are no locks.
+
+    The lock is of the folder itself, so that there is no file of it to be renamed or left behind. Network disks, and
+    Windows, may know none.
+    """
+    if fcntl is None:
+        return None
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
