@@ -357,7 +357,8 @@ _ROWS = (
         predict=predicted_labels,
         has_classes=True,
         default_metric="accuracy",
-        snippet=_pipeline("text-classification", '"A sentence to classify."'),
+        snippet=_pipeline("text-classification", '"A sentence to classify."')
+        + '  # of a pair: {"text": "A question?", "text_pair": "An answer."}',
     ),
     Task(
         name="token-classification",
