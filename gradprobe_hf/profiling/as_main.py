@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import runpy
 import sys
 from collections.abc import Iterator, Sequence
@@ -28,8 +29,11 @@ def run_as_main(path: str, arguments: Sequence[str]) -> None:
 
 @contextmanager
 def as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
-    """What a script finds when it is run by itself: its arguments, its folder first among those of modules, no logs."""
-    before = sys.argv, sys.path[:]
+    """What a script finds when it is run by itself: its arguments, its folder first among those of modules, no logs.
+
+    Relative paths mean afterwards what they meant before, whatever folder the script has gone to.
+    """
+    before, folder = (sys.argv, sys.path[:]), os.getcwd()
     sys.argv = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
@@ -37,6 +41,7 @@ def as_main(path: str, arguments: Sequence[str]) -> Iterator[None]:
             yield
     finally:
         sys.argv, sys.path[:] = before[0], before[1]
+        os.chdir(folder)
 
 
 @contextmanager

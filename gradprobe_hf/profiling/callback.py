@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from gradprobe_hf.profiling.observing.joined import Watch, watch_of_script
 from gradprobe_hf.profiling.observing.recorder import Recorder
 from gradprobe_hf.profiling.observing.schedule import Schedule
 from gradprobe_hf.profiling.report import ProfileReport
@@ -25,15 +26,22 @@ class ProfileCallback(TrainerCallback):
             writes it, as soon as all steps were seen, or when training ends. Its folder is made when training begins;
             what cannot be written then is a warning.
 
-    Use it as a context manager around `trainer.train()` for the report of a run that fails or is interrupted.
+    Use it as a context manager around `trainer.train()`, which may fail or be interrupted: Trainer tells no callback of
+    that, and only the end of the `with` takes the watch off and writes what was seen.
+
+    In a script under `gradprobe profile script` its steps count there, with the schedule of the command, and nothing is
+    saved here.
 
     Example:
         >>> Trainer(model, args, train_dataset=rows, callbacks=[ProfileCallback(save="report.md")])  # doctest: +SKIP
     """
 
+    _watching: ClassVar[ProfileCallback | None] = None  # the one whose hooks are set: one training is under way
+
     def __init__(self, schedule: Schedule | None = None, *, save: str | Path | None = None) -> None:
         self._schedule, self._save = schedule or Schedule(), save
         self._recorder: Recorder | None = None
+        self._script: Watch | None = None
         self._writes = True
 
     def report(self) -> ProfileReport:
@@ -42,12 +50,15 @@ class ProfileCallback(TrainerCallback):
         Raises:
             RuntimeError: training has not begun.
         """
-        if self._recorder is None:
+        watch = self._script or self._recorder
+        if watch is None:
             raise RuntimeError("Training has not begun: call trainer.train() first.")
-        return ProfileReport(self._recorder.observation())
+        return ProfileReport(watch.observation())
 
     def finish(self) -> None:
         """Observe no more. Harmless at any time."""
+        if ProfileCallback._watching is self:
+            ProfileCallback._watching = None
         if self._recorder is not None and self._recorder.phase is not None:
             self._recorder.stop()
             self._write()
@@ -61,12 +72,17 @@ class ProfileCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self.finish()  # of an earlier run that failed
+        if ProfileCallback._watching is not None:  # of a training that failed
+            ProfileCallback._watching.finish()
+        if (script := watch_of_script()) is not None:
+            self._script = script
+            return
         self._writes = state.is_world_process_zero
         if self._save is not None and self._writes:
             make_folder(self._save)
         self._recorder = Recorder(self._schedule, finished=self._write)
         self._recorder.start()
+        ProfileCallback._watching = self
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._recorder is not None:

@@ -176,6 +176,9 @@ class ProfileReport:
                 for name, rate in rates.items()
             )
             lines.append(f"{' and '.join(told)} a second.")
+        if not seen.run:  # of pruning some passes are forward alone
+            unseen = ((stage, seen.missing[stage]) for stage in ("forward", "backward") if stage in seen.missing)
+            lines += [f"The {stage} pass was not told apart: {why}." for stage, why in unseen]
         if seen.busy is not None:
             lines.append(f"The device is busy in {seen.busy:.1%} of a traced step.")
         if seen.setup and seen.setup.attention:
@@ -195,7 +198,8 @@ class ProfileReport:
                 f"A step under torch.profiler took {self.slowdown:.2f} times as long; it is in no figure but that."
             )
         if not any(one.severity in ("high", "medium") for one in self.findings):
-            lines.append("No finding takes 1% of a step.")
+            left = ", of the kinds that this run could tell" if self.not_evaluable else ""
+            lines.append(f"No finding takes 1% of a step{left}.")
         return lines
 
     def tables(self) -> list[tuple[str, list[str], list[list[str]]]]:

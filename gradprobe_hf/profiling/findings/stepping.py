@@ -19,6 +19,7 @@ def _one_by_one(seen: Observation) -> list[Finding]:
         return []
     seconds, total = seen.stages["optimizer"], sum(seen.stages.values())
     how = "fused=True" if setup.has_fused else "foreach=True"
+    named = "; in TrainingArguments optim='adamw_torch_fused'" if setup.optimizer == "AdamW" and setup.has_fused else ""
     return [
         finding(
             "optimizer",
@@ -26,7 +27,7 @@ def _one_by_one(seen: Observation) -> list[Finding]:
             seconds / total,
             f"{setup.optimizer} steps {setup.tensors or 'its'} tensors one after the other, "
             f"{milliseconds(seconds / len(seen.timed))} in all; a part of that can be had",
-            f"torch.optim.{setup.optimizer}(..., {how}); in TrainingArguments optim='adamw_torch_fused'",
+            f"torch.optim.{setup.optimizer}(..., {how}){named}",
         )
     ]
 

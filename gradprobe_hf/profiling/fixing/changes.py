@@ -166,10 +166,12 @@ def _autocast() -> Iterator[Done]:
 
 @contextmanager
 def _first_called(change: Callable[[nn.Module], str | None]) -> Iterator[Done]:
-    """Change the first module that is called."""
+    """Change the first module that is called to be trained: a teacher's or a reference's passes have no gradients."""
     done: Done = []
 
     def before(module: nn.Module, _: Any) -> None:
+        if not torch.is_grad_enabled() or not any(one.requires_grad for one in module.parameters()):
+            return
         handle.remove()
         if said := change(module):
             done.append(said)
@@ -342,7 +344,7 @@ CHANGES: dict[str, Change] = {
         f"gradient_checkpointing {_ARGUMENTS}",
         ("checkpointing",),
     ),
-    "fused": Change(_no_loop, _fused, f"fused=True; optim='adamw_torch_fused' {_ARGUMENTS}", ("optimizer",)),
+    "fused": Change(_no_loop, _fused, f"fused=True; of AdamW optim='adamw_torch_fused' {_ARGUMENTS}", ("optimizer",)),
     "compile": Change(
         _compiled,
         partial(_first_called, _compile),

@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from gradprobe_hf.profiling.observing.observation import Contents
+from gradprobe_hf.tasks.columns import IGNORED
 
 
-def contents_of(batch: Any) -> Contents | None:
-    """Of a batch as a data loader hands it out; None where there is no tensor in it."""
+def contents_of(batch: Any, has_decoder: bool = False) -> Contents | None:
+    """Of a batch as a data loader hands it out; None where there is no tensor in it.
+
+    Args:
+        has_decoder: whether its labels are what a decoder of its own reads, padded by the index that no loss counts.
+    """
     # Counted while other code is watched for the same calls.
     with torch._C.DisableTorchFunction():
         if isinstance(batch, Mapping):
@@ -29,6 +34,10 @@ def contents_of(batch: Any) -> Contents | None:
         padding = None
         if isinstance(mask, Tensor) and isinstance(ids, Tensor) and mask.shape == ids.shape:
             padding = int(mask.eq(0).sum())
+        written = named.get("labels") if has_decoder else None
+        if isinstance(written, Tensor) and written.ndim == 2 and tokens is not None:
+            tokens += written.numel()
+            padding = None if padding is None else padding + int(written.eq(IGNORED).sum())
         return Contents(1, len(first), tokens, padding)
 
 

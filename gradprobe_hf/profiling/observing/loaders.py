@@ -11,6 +11,7 @@ class TrainingLoaders:
     """What feeds the steps of a loop: the loaders of the last step, and whatever follows them in another epoch.
 
     A batch of any other loader is that of an evaluation. Of the first step nothing is known, and all count as its own.
+    Where step after step fetches nothing, the batches were there before (`list(loader)`), and nothing is known again.
 
     Attributes:
         dealt_to: processes that share what one of them loads.
@@ -21,6 +22,7 @@ class TrainingLoaders:
     def __init__(self) -> None:
         self.dealt_to, self.has_batch, self.is_own = 1, False, True
         self._known: list[_Loader] = []
+        self._dry = 0  # steps in a row without a batch; Accelerate fetches one ahead, so that the last of an epoch is
         self._of_step: list[_Loader] = []
         self._latest: _Loader | None = None
 
@@ -40,8 +42,11 @@ class TrainingLoaders:
 
     def end_step(self) -> None:
         """What fed this step is what will feed the next one."""
+        self._dry = 0 if self._of_step else self._dry + 1
         if self._of_step:
             self._known = self._of_step
+        elif self._dry > 1:
+            self._known = []
         elif self._latest is not None and all(one.iterator() is None for one in self._known):
             self._known = [self._latest]  # a new loader was taken for that of an evaluation
         self.begin_step()

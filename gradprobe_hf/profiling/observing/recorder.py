@@ -37,6 +37,7 @@ from gradprobe_hf.profiling.observing.stages import (
     STAGES,
     StageClock,
     Wait,
+    called_instead,
     marked_forward,
     marked_stages,
     models_of,
@@ -74,6 +75,8 @@ class Recorder:
         self._optimizer: Optimizer | None = None
         self._others: Counter[int] = Counter()  # steps of other optimizers since its last one
         self._models_were_given = model is not None
+        self._calls_seen: bool | None = None  # of the models, in this step; None: they were marked within it
+        self._looked_inside = False
         self._earlier: list[Observation] = []  # one for each phase of the training that was over too soon
         self._says_steps_itself = False
         self._marks, self._of_phase = ExitStack(), ExitStack()
@@ -129,7 +132,7 @@ class Recorder:
 
     def saw(self, batch: Any) -> None:
         """A batch that no data loader handed out."""
-        if self.phase in ("warmup", "located") and (found := contents_of(batch)):
+        if self.phase in ("warmup", "located") and (found := contents_of(batch, self._has_decoder)):
             self._step_contents.append(found)
 
     @property
@@ -200,7 +203,7 @@ class Recorder:
             contents=added(self._contents, self._steps_with_contents, self._loaders.dealt_to),
             device=self._device,
             versions={"torch": torch.__version__, "transformers": transformers.__version__},
-            missing=dict(self._missing),
+            missing={**self._missing, **self._unseen()},
             complete=self._complete,
             modules=self._modules.times(),
             graph_breaks=self._compilations.breaks,
@@ -217,9 +220,20 @@ class Recorder:
             training_phase=1 + len(self._earlier),
         )
 
+    def _unseen(self) -> dict[str, str]:
+        """Stages that took place, and no time: what calls them is not marked."""
+        if not self._seconds["timed"]:
+            return {}
+        why = {
+            "forward": "no call of the model was seen, nor of what is directly inside of it: it is in `other`",
+            "backward": "neither `Tensor.backward` nor `torch.autograd.grad` was called: it is in `other`",
+        }
+        return {stage: told for stage, told in why.items() if not self._stages[stage]}
+
     def _end_step(self) -> None:
         if self.phase is None:
             return
+        self._look_inside()
         self._evaluates = self._modules.rests = False
         if self._trace.waits:  # no pass has begun it: those of a model that is compiled are not seen
             self._start_trace()
@@ -338,6 +352,7 @@ class Recorder:
         self.saw(batch)
 
     def _pass_begins(self) -> None:
+        self._calls_seen = True
         if self.phase is None:
             return
         if torch.is_grad_enabled():
@@ -404,13 +419,29 @@ class Recorder:
         self._others.clear()
         if not self._models_were_given:
             known, self._models = self._models, models_of(optimizer)
+            self._looked_inside = False
             self._mark_forward([one for one in self._models if all(one is not other for other in known)])
+
+    @property
+    def _has_decoder(self) -> bool:
+        """Whether the model reads one text and writes another."""
+        plain = [getattr(model, "module", model) for model in self._models]
+        return any(getattr(getattr(one, "config", None), "is_encoder_decoder", False) for one in plain)
 
     @property
     def _is_on_gpu(self) -> bool:
         return self._device.startswith("cuda")
 
+    def _look_inside(self) -> None:
+        """Mark what is called in place of the models, where a whole step has called none of them."""
+        if self._calls_seen is False and self._models and not self._looked_inside:
+            self._mark_forward([one for model in self._models for one in called_instead(model)])
+            self._looked_inside = True
+        else:
+            self._calls_seen = False
+
     def _mark_forward(self, models: list[nn.Module]) -> None:
+        self._calls_seen = None
         self._marks.enter_context(marked_forward(self.clock, models))
         self._marks.enter_context(watched_passes(models, self._pass_begins, self._pass_ended))
         first = next((parameter for model in self._models for parameter in model.parameters()), None)

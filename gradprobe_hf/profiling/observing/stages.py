@@ -127,32 +127,51 @@ def marked_stages(
 @contextmanager
 def marked_forward(clock: StageClock, models: list[nn.Module]) -> Iterator[None]:
     """The same for the forward pass of models."""
-    handles = []
-    for model in models:
-        # Hooks of a module that is compiled in place would be compiled with it.
-        if model._compiled_call_impl is None:
-            handles.append(model.register_forward_pre_hook(lambda *_: clock.enter("forward")))
-            handles.append(model.register_forward_hook(lambda *_: clock.leave("forward"), always_call=True))
-    try:
+    with ExitStack() as stack:
+        for model in models:
+            stack.enter_context(_around_calls(model, lambda: clock.enter("forward"), lambda: clock.leave("forward")))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def watched_passes(models: list[nn.Module], begins: Callable[[], None], ended: Callable[[], None]) -> Iterator[None]:
     """Call these around each forward pass of models, and of what DDP has around one, which evaluates without it."""
-    handles = []
-    for model in {id(one): one for outer in models for one in (outer, extract_model_from_parallel(outer))}.values():
-        if model._compiled_call_impl is None:
-            handles.append(model.register_forward_pre_hook(lambda *_: begins()))
-            handles.append(model.register_forward_hook(lambda *_: ended(), always_call=True))
+    watched = {id(one): one for outer in models for one in (outer, extract_model_from_parallel(outer))}
+    with ExitStack() as stack:
+        for model in watched.values():
+            stack.enter_context(_around_calls(model, begins, ended))
+        yield
+
+
+@contextmanager
+def _around_calls(module: nn.Module, before: Callable[[], None], after: Callable[[], None]) -> Iterator[None]:
+    """Call these around each call of a module, one that raises too."""
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        first = module.register_forward_pre_hook(lambda *_: before())
+        last = module.register_forward_hook(lambda *_: after(), always_call=True)
+        try:
+            yield
+        finally:
+            first.remove()
+            last.remove()
+        return
+
+    # Hooks of a module that is compiled in place would be compiled with it.
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return compiled(*args, **kwargs)
+        finally:
+            after()
+
+    module._compiled_call_impl = call
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        if module._compiled_call_impl is call:
+            module._compiled_call_impl = compiled
 
 
 def models_of(optimizer: Optimizer) -> list[nn.Module]:
@@ -168,23 +187,52 @@ def models_of(optimizer: Optimizer) -> list[nn.Module]:
     return [holder for holder in holders if id(holder) not in inner]
 
 
+def called_instead(model: nn.Module) -> list[nn.Module]:
+    """What a loop may call that never calls the model around it: each of a chain of wrappers, and what the last holds.
+
+    So it is with the base model of an adapter, and with a module whose `training_step` calls the model.
+    """
+    found: list[nn.Module] = []
+    inside = [model]
+    while len(inside) == 1:
+        around = inside[0]
+        # What is inside of one that is compiled is compiled with it, hooks too.
+        is_compiled = around._compiled_call_impl is not None or hasattr(around, "_orig_mod")
+        inside = [] if is_compiled else list(around.children())
+        while any(isinstance(one, (nn.ModuleList, nn.ModuleDict)) for one in inside):  # these cannot be called
+            inside = [
+                part
+                for one in inside
+                for part in (one.children() if isinstance(one, (nn.ModuleList, nn.ModuleDict)) else (one,))
+            ]
+        inside = [one for one in inside if next(one.parameters(), None) is not None]
+        found += inside
+    return found
+
+
 @contextmanager
 def _marked_backward(clock: StageClock) -> Iterator[None]:
-    original = torch.autograd.backward
+    """Both ways into it: what `Tensor.backward` calls, and the one that returns gradients."""
+    originals = {name: getattr(torch.autograd, name) for name in ("backward", "grad")}
 
-    @functools.wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
-        clock.enter("backward")
-        try:
-            original(*args, **kwargs)
-        finally:
-            clock.leave("backward")
+    def marked(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            clock.enter("backward")
+            try:
+                return original(*args, **kwargs)
+            finally:
+                clock.leave("backward")
 
-    torch.autograd.backward = backward
+        return backward
+
+    for name, original in originals.items():
+        setattr(torch.autograd, name, marked(original))
     try:
         yield
     finally:
-        torch.autograd.backward = original
+        for name, original in originals.items():
+            setattr(torch.autograd, name, original)
 
 
 @contextmanager
