@@ -124,7 +124,14 @@ def prune_pretrained(
     if metric_fn is not None and config.max_metric_drop is None:
         raise ValueError("metric_fn is what max_metric_drop is about: set that too, or leave metric_fn out.")
     out = Destination.of(output_dir, overwrite, push_to_hub, hub_private_repo, from_pretrained_kwargs.get("token"))
-    check_same_call(config.to_dict(), output_dir=output_dir, push_to_hub=push_to_hub, resume_dir=resume_dir)
+    check_same_call(
+        config.to_dict() | {"apply": apply, "overwrite": overwrite},
+        output_dir=output_dir,
+        push_to_hub=push_to_hub,
+        resume_dir=resume_dir,
+        loss_fn=loss_fn,
+        metric_fn=metric_fn,
+    )
     out.check(*folders_of(model_or_id, from_pretrained_kwargs))
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)

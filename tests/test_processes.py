@@ -425,7 +425,21 @@ def output_of_the_main_one():
     return unchanged(cases.build("llama"), "output_dir is given, not given", output_dir="there" if is_main else None)
 
 
-def unchanged(model, said, error=ValueError, output_dir=None, **options):
+def loss_of_the_main_one():
+    """The sums would be of two losses."""
+    is_main = torch.distributed.get_rank() == 0
+    return unchanged(cases.build("llama"), "loss_fn is summed, not given", loss_fn=summed if is_main else None)
+
+
+def summed(model, batch):
+    return summed_loss(model, batch)[0]
+
+
+def applied_in_one():
+    return unchanged(cases.build("llama"), "apply is True, False", apply=torch.distributed.get_rank() == 0)
+
+
+def unchanged(model, said, error=ValueError, output_dir=None, loss_fn=None, apply=True, **options):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     with pytest.raises(error, match=said):
         prune_pretrained(
@@ -434,13 +448,23 @@ def unchanged(model, said, error=ValueError, output_dir=None, **options):
             calibration=cases.batches("llama"),
             evaluation=False,
             output_dir=output_dir,
+            loss_fn=loss_fn,
+            apply=apply,
             progress=False,
         )
     return all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize(
-    "call", [different_models, models_that_differ_in_a_row, different_options, output_of_the_main_one]
+    "call",
+    [
+        different_models,
+        models_that_differ_in_a_row,
+        different_options,
+        output_of_the_main_one,
+        loss_of_the_main_one,
+        applied_in_one,
+    ],
 )
 def test_processes_that_make_different_calls_are_told_so(call):
     assert together(call) == [True, True]

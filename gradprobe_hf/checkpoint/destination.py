@@ -112,7 +112,7 @@ class Destination:
         if self.output_dir is not None:
             with stopwatch("save"):
                 report = write_checkpoint(
-                    self.output_dir, made, overwrite=self.overwrite, where=self.repo_id, writes=writes
+                    self.output_dir, made, overwrite=self.overwrite, where=self.repo_id, processes=result.processes
                 )
         if self.repo_id is not None:
             with stopwatch("upload"):

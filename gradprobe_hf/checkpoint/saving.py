@@ -64,7 +64,9 @@ class Savable(ABC):
     ) -> None:
         """Write the checkpoint, whole or not at all: weights, configuration, tokenizer, report, pictures and card.
 
-        The model in memory stays as it is, with `apply=False` too.
+        The model in memory stays as it is, with `apply=False` too. Of several processes the main one writes, and in the
+        others it returns at once: wait for it before they read the folder (`accelerator.wait_for_everyone()`). A model
+        that FSDP2 shards is saved by all of them together.
 
         Args:
             repo_id: the name the card's loading snippet uses; the folder's by default.
@@ -76,8 +78,7 @@ class Savable(ABC):
             ValueError: the model was changed since: report and card would be of another one.
         """
         self._check_unchanged()
-        writes = self.processes.is_main
-        if not writes and not is_sharded(self.model):  # shards are gathered by all
+        if not self.processes.is_main and not is_sharded(self.model):  # shards are gathered by all
             return
         restore_scale(self.model)
         with self.as_written():
@@ -87,7 +88,7 @@ class Savable(ABC):
                 overwrite=overwrite,
                 where=repo_id,
                 revision=revision,
-                writes=writes,
+                processes=self.processes,
             )
 
     def handed_back(self) -> str:
@@ -130,13 +131,22 @@ class Savable(ABC):
             ValueError: the repository is the one that the model, or its teacher, was loaded from, and no other branch
                 of it.
         """
+        together = is_sharded(self.model)
+        if not self.processes.is_main and not together:
+            return ""
+
+        def checked() -> str:
+            full_name = check_push(repo_id, private, token, create_pr, revision)
+            if not create_pr:
+                teacher = (self.report.recovery or {}).get("teacher", {})
+                check_not_read(full_name, self.model, teacher.get("name", ""), revision=revision)
+            return full_name
+
+        # What the Hub refuses is told to all: none may wait for the main one's shards.
+        full_name = self.processes.on_main(checked) if together else checked()
         if not self.processes.is_main:
             self.save_pretrained(repo_id)  # takes part in gathering the shards, and writes nothing
             return ""
-        full_name = check_push(repo_id, private, token, create_pr, revision)
-        if not create_pr:
-            teacher = (self.report.recovery or {}).get("teacher", {})
-            check_not_read(full_name, self.model, teacher.get("name", ""), revision=revision)
         branch = None if revision == MAIN else revision
         scratch = Path(tempfile.mkdtemp(prefix="gradprobe-"))
         folder = scratch / full_name.split("/")[-1]

@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,7 @@ from gradprobe_hf.report.original import DENSE
 from gradprobe_hf.report.plots import save_plots
 from gradprobe_hf.report.report import Report
 from gradprobe_hf.runtime.option_checks import check_folder
+from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.structures.removal import Removal
 
 logger = logging.getLogger(__name__)
@@ -166,7 +168,7 @@ def write_checkpoint(
     overwrite: bool = False,
     where: str | None = None,
     revision: str | None = None,
-    writes: bool = True,
+    processes: Processes | None = None,
 ) -> Report:
     """Weights, configuration, tokenizer, report, pictures and card, written beside `directory` and renamed.
 
@@ -175,7 +177,8 @@ def write_checkpoint(
     Args:
         where: what the card's snippet names; the folder's name by default.
         revision: the branch that it names, of a repository.
-        writes: False in processes that only take part in gathering the shards of the main one's weights.
+        processes: of a model that FSDP2 shards, which all call this with: those beside the main one take part in
+            gathering its shards. Of any other model the main one alone does.
 
     Raises:
         FileExistsError: see `check_destination`.
@@ -183,11 +186,14 @@ def write_checkpoint(
         ValueError: it would not load as the model that it is.
     """
     path = Path(directory)
-    check_reloads(made.model)  # in all processes: no other may wait for the main one's shards
-    if not writes:
+    check = partial(_check_before, path, directory, made.model, overwrite)
+    if processes is not None and is_sharded(made.model):
+        processes.on_main(check)  # for all: none may wait for the main one's shards
+    else:
+        check()
+    if processes is not None and not processes.is_main:
         save_in_shards(path, made.model, writes=False)
         return made.report
-    check_destination(directory, made.model.name_or_path, overwrite)
     with replacing(path) as scratch:
         save_weights(scratch, made.model, made.removal)
         made = replace(made, report=replace(made.report, files=_file_sizes(scratch, made)))
@@ -204,6 +210,15 @@ def write_checkpoint(
         where = where or os.path.basename(os.path.abspath(path))
         _card(scratch, made, where, revision).save(scratch / CARD)
     return made.report
+
+
+def _check_before(path: Path, directory: str | Path, model: PreTrainedModel, overwrite: bool) -> None:
+    """Raise what `write_checkpoint` does, as far as it is known before anything is written."""
+    check_reloads(model)
+    check_destination(directory, model.name_or_path, overwrite)
+    parent = path.resolve().parent
+    parent.mkdir(parents=True, exist_ok=True)
+    check_writable(parent, directory)
 
 
 def _keep_processor(scratch: Path, model: PreTrainedModel) -> None:

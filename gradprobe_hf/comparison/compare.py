@@ -212,7 +212,8 @@ def compare_pretrained(
     )
     check_request(request, compare_pretrained)
     check_same_call(
-        {f"configs[{name!r}].{key}": value for name, one in chosen.items() for key, value in one.to_dict().items()}
+        {f"configs[{name!r}].{key}": value for name, one in chosen.items() for key, value in one.to_dict().items()},
+        loss_fn=loss_fn,
     )
     loaded = load_inputs(request)
     check_evaluation(loaded)

@@ -10,7 +10,7 @@ ever there, and nothing is stored.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -156,7 +156,10 @@ def _both_passes(
     numbered = list(zip(batches, firsts, strict=False))
     losses: tuple[list[Tensor], list[Tensor]] = ([], [])
     parts: list[tuple[int, Tensor]] = []
-    with resharded(dense.model), resharded(pruned.model), eval_mode(dense.model), eval_mode(pruned.model):
+    modes = (resharded(dense.model), resharded(pruned.model), eval_mode(dense.model), eval_mode(pruned.model))
+    with dense.telling(), ExitStack() as stack:
+        for mode in modes:
+            stack.enter_context(mode)
         steps = share(numbered, dense.processes, is_sharded(dense.model))
         for (batch, first), counted in tqdm(steps, desc=label, unit="batch", disable=not dense.progress, leave=False):
             with serving_dense():

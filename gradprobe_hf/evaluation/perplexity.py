@@ -66,7 +66,7 @@ def measure(
     device, losses, counts = input_device(model), [], []
     # FSDP2 keeps the root's parameters gathered after a forward pass without backward; `resharded` shards them again.
     skipping = nullcontext() if cache is None else cache.skipping()
-    with resharded(model), eval_mode(model), own_draws(device) as draw, skipping:
+    with work.telling(), resharded(model), eval_mode(model), own_draws(device) as draw, skipping:
         steps = share(list(work.batches), work.processes, is_sharded(model)) if cache is None else cache.steps
         bar = tqdm(steps, desc=label, unit="batch", disable=not work.progress, leave=False)
         for number, (batch, counted) in enumerate(bar):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -13,7 +13,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from gradprobe_hf.data.batches import Batches, row_count
-from gradprobe_hf.model.fsdp import resharded
+from gradprobe_hf.model.fsdp import is_sharded, resharded
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.block_cache import BlockOutputCache
 from gradprobe_hf.model.passes.loss import Batch, LossFunction, forward_only, summed_loss
@@ -77,6 +77,11 @@ class Workload:
     processes: Processes = field(default_factory=Processes)
     progress: bool = True
 
+    def telling(self) -> AbstractContextManager[None]:
+        """What fails in the passes of one process fails in all: one that went on to another model would leave the rest
+        waiting. Processes that share a model's shards can tell each other nothing in between, but that one is lost."""
+        return self.processes.losing() if is_sharded(self.model) else self.processes.telling()
+
 
 @dataclass(frozen=True)
 class ProbePass:
@@ -129,7 +134,8 @@ def run_probe(work: Workload, one: ProbePass) -> ProbeLoss:
     device = input_device(work.model)
     # Sequences are numbered through the pass: the spike limit compares each with itself in probe 0. A resumed pass goes
     # on with the number that its interrupted part has reached.
-    with _measuring(work, one, first_sequence=sum(row_count(batch) for batch, _ in steps[: len(tally)])) as folding:
+    first_sequence = sum(row_count(batch) for batch, _ in steps[: len(tally)])
+    with work.telling(), _measuring(work, one, first_sequence) as folding:
         bar = tqdm(
             total=len(steps), initial=len(tally), desc=one.label, unit="batch", disable=not work.progress, leave=False
         )
@@ -213,7 +219,7 @@ def observe_inputs(work: Workload, targets: Sequence[Target], statistics: Statis
     folding = Folding(statistics, model)
     maps = instrumented(model, targets, ServedWeights(), on_input=folding.fold_inputs)
     device = input_device(model)
-    with resharded(model), eval_mode(model), maps, own_draws(device) as draw:
+    with work.telling(), resharded(model), eval_mode(model), maps, own_draws(device) as draw:
         bar = tqdm(steps, desc="inputs", unit="batch", disable=not work.progress, leave=False)
         for number, (batch, counted) in enumerate(bar):
             draw(number)

@@ -8,9 +8,13 @@ those of the dense model as it is stored (2 in bfloat16), unless its predictions
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
+import time
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -53,6 +57,7 @@ from gradprobe_hf.training.sparsity import SparsityCallback
 
 logger = logging.getLogger(__name__)
 
+_SEEN_AFTER = 30  # seconds, in which a network disk shows a new file everywhere
 LOST = 0.1  # of what training gained: where the model as it is stored has lost as much again, that is told
 
 
@@ -110,6 +115,11 @@ def workplace(
     """
     folder = resume_dir or Path(processes.on_main(lambda: str(scratch_folder("recovery"))))
     folder.mkdir(parents=True, exist_ok=True)
+    if processes.count > 1:
+        marked = processes.on_main(partial(_marked, folder))
+        processes.in_all(partial(_check_seen, folder, marked))
+        if processes.is_main:
+            (folder / marked).unlink()
     finished = False
     try:
         yield Workplace(folder, resume_dir is not None, processes, stopwatch, progress and processes.is_main)
@@ -120,6 +130,25 @@ def workplace(
             remove_scratch(folder)
         with suppress(OSError):  # nothing was begun
             folder.rmdir()
+
+
+def _marked(folder: Path) -> str:
+    """The name of a file that is in the folder now."""
+    handle, path = tempfile.mkstemp(prefix=".seen-", dir=folder)
+    os.close(handle)
+    return Path(path).name
+
+
+def _check_seen(folder: Path, name: str) -> None:
+    """Raise ValueError where this process does not see what the main one has written: it reads the best state there."""
+    deadline = time.monotonic() + _SEEN_AFTER
+    while not (folder / name).is_file():
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{folder} is another folder in one of the processes than in the main one. On several machines set "
+                "resume_dir (--resume-dir) to a folder on a disk that all of them see."
+            )
+        time.sleep(0.1)
 
 
 def teacher_of(model: PreTrainedModel, text: RecoveryText, config: RecoveryConfig, place: Workplace) -> Teacher:
@@ -214,7 +243,8 @@ def distil(
         if (ended := ended_state(checkpoint, config, best)) is not None:
             trainer.state = ended
         else:
-            trainer.train(resume_from_checkpoint=checkpoint)
+            with place.processes.losing():
+                trainer.train(resume_from_checkpoint=checkpoint)
         place.processes.barrier()
         if config.gradient_checkpointing:
             _stop_recomputing(student)

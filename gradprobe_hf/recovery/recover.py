@@ -130,7 +130,12 @@ def recover_pretrained(
     check_processing_class(processing_class)
     check_texts(text, evaluation)
     check_columns(TextOptions.of(config), text, evaluation)
-    check_same_call(config.to_dict(), output_dir=output_dir, push_to_hub=push_to_hub, resume_dir=resume_dir)
+    check_same_call(
+        config.to_dict() | {"overwrite": overwrite},
+        output_dir=output_dir,
+        push_to_hub=push_to_hub,
+        resume_dir=resume_dir,
+    )
     source = pruned.model if isinstance(pruned, PruneResult) else pruned
     out.check(*folders_of(source, from_pretrained_kwargs), *folders_of(teacher, from_pretrained_kwargs))
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)

@@ -99,6 +99,9 @@ def training_arguments(
         label_names=["labels"],
         report_to="none",
         disable_tqdm=True,
+        # A vision tower's have no part in the loss of text. Trainer's default is not to look for such ones where blocks
+        # are recomputed, for the sake of a reentrant recomputation, which this is not.
+        ddp_find_unused_parameters=True,
         seed=config.seed % 2**32,  # NumPy's generators take no more
         **{recompute: config.gradient_checkpointing, f"{recompute}_kwargs": {"use_reentrant": False}},
     )

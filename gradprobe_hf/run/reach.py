@@ -74,10 +74,11 @@ def _reached_kinds(context: RunContext) -> set[str]:
     """The kinds of matrices that some batch reaches, the same in all processes."""
     wanted = list(dict.fromkeys(map(_kind, context.targets)))
     kinds: set[str] = set()
-    for names in _reached_by_batch(context):
-        kinds |= {_kind(target) for target in context.targets if target.name in names}
-        if kinds == set(wanted):
-            break
+    with context.workload.telling():
+        for names in _reached_by_batch(context):
+            kinds |= {_kind(target) for target in context.targets if target.name in names}
+            if kinds == set(wanted):
+                break
     # Every process has run the same batches, but a tie in a router may fall differently on different devices.
     flags = context.processes.max_(torch.tensor([kind in kinds for kind in wanted], dtype=torch.int64))
     return {kind for kind, flag in zip(wanted, flags.tolist(), strict=True) if flag}

@@ -17,7 +17,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.estimation.peak import higher, peak_memory
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.runtime.interrupts import uninterrupted
+from gradprobe_hf.runtime.option_checks import function_name
 from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.runtime.stopwatch import Stopwatch
 
@@ -110,6 +112,9 @@ class Snapshots:
 
     def check(self) -> None:
         """Raise ValueError when the folder holds the state of another run, naming the first difference."""
+        self.processes.in_all(self._check)
+
+    def _check(self) -> None:
         _compare(self.folder, self.processes, self.identity)
         # What was spent behind the newest state is lost, with what was made of it.
         states = [_read(state) for state in self._states()]
@@ -198,7 +203,12 @@ class Snapshots:
             shared: names of folders beside the states of the processes, which all of them see; the main one removes
                 them.
         """
-        common = [self.folder / name for name in shared] if self.processes.is_main else []
+        common: list[Path] = []
+        if self.processes.is_main:
+            common = [self.folder / name for name in shared]
+            # Of a run with more processes, whose own states here are gone.
+            known = {folder_of(self.folder, replace(self.processes, rank=rank)) for rank in range(self.processes.count)}
+            common += [one for one in self.folder.glob("process-*") if one not in known]
         with uninterrupted(), suppress(OSError):
             for one in (*common, self.own):
                 shutil.rmtree(one, ignore_errors=True)
@@ -237,13 +247,8 @@ def run_identity(
         "weights": weights_fingerprint(model),
         "number of processes": processes.count,
         **{name: f"{text.source} ({text.fingerprint})" for name, text in texts.items() if text},
-        **{name: _called(one) for name, one in functions.items()},
+        **{name: function_name(one) for name, one in functions.items()},
     }
-
-
-def _called(function: Callable[..., Any] | None) -> str | None:
-    named = getattr(function, "func", function)  # of a `partial`
-    return None if function is None else str(getattr(named, "__qualname__", type(named).__qualname__))
 
 
 def batch_identity(batches: Batches) -> dict[str, Any]:
@@ -253,7 +258,7 @@ def batch_identity(batches: Batches) -> dict[str, Any]:
 
 def check_begun(folder: str | Path, identity: Mapping[str, Any], processes: Processes) -> None:
     """Raise ValueError when the folder holds the state of another run, as far as that is known yet."""
-    _compare(Path(folder), processes, identity, partly=True)
+    processes.in_all(partial(_compare, Path(folder), processes, identity, partly=True))
 
 
 def rows_at_once(folder: str | Path, processes: Processes) -> int | None:

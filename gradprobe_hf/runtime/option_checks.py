@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +123,9 @@ def check_callable(name: str, value: object, called_with: tuple[str, ...]) -> No
         raise ValueError(f"{name} is called as {form}: {error}.") from error
     except ValueError:  # a builtin that does not say what it takes
         return
+
+
+def function_name(function: Callable[..., Any] | None) -> str | None:
+    """What a function of the user's own is called; of a `partial`, what it is of."""
+    named = getattr(function, "func", function)
+    return None if function is None else str(getattr(named, "__qualname__", type(named).__qualname__))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ Item = TypeVar("Item")
 
 PATIENCE = timedelta(days=7)  # with the main process, while it writes and uploads; should it end, all are told at once
 _PATIENT: dict[tuple[Any, timedelta], Any] = {}
+_BACKENDS = re.compile(r"gloo|nccl|connection (closed|reset|refused)|socket", re.IGNORECASE)  # as errors of theirs say
 
 
 @dataclass
@@ -134,11 +136,33 @@ class Processes:
             patiently: one of them may come hours late: the main one writes files, and uploads them. In the group of all
                 else the wait would end with an error after 10 minutes (NCCL) or 30 (gloo).
         """
-        made, failure = _tried(work)
+        made: list[Item] = []
+        with self.telling(patiently):
+            made.append(work())
+        return made[0]
+
+    @contextmanager
+    def telling(self, patiently: bool = False) -> Iterator[None]:
+        """What the body of the `with` raises in one of them is raised in all, behind it. No collectives are in it."""
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
         group = self.patient if patiently else None
         others = [one for one in self.gather(_sendable(failure), group) if one is not None]
         _raise(failure or next(iter(others), None))
-        return made[0]
+
+    @contextmanager
+    def losing(self) -> Iterator[None]:
+        """In the body of the `with`, a lost process is a ConnectionError in collectives that torch makes, too (DDP,
+        FSDP2)."""
+        try:
+            yield
+        except RuntimeError as error:
+            if self.count == 1 or not _BACKENDS.search(str(error)):
+                raise
+            raise self._lost(error) from error
 
     def barrier(self) -> None:
         """Wait until every process is here."""
@@ -161,10 +185,13 @@ class Processes:
         try:
             yield
         except RuntimeError as error:  # what gloo and nccl raise when a peer is gone or a timeout has passed
-            raise ConnectionError(
-                f"process {self.rank} of {self.count} lost the others: {error}. One of them ended or hangs; its own "
-                "message says why. This process wrote nothing more, and its weights are as they were."
-            ) from error
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> ConnectionError:
+        return ConnectionError(
+            f"process {self.rank} of {self.count} lost the others: {error}. One of them ended or hangs; its own "
+            "message says why. This process wrote nothing more, and its weights are as they were."
+        )
 
 
 def _tried(work: Callable[[], Item]) -> tuple[list[Item], Exception | None]:
@@ -216,5 +243,8 @@ def _patient_group(patience: timedelta) -> Any:
     """A group of all processes with a time limit of its own, the same for every run of a program; a collective."""
     key = dist.group.WORLD, patience
     if key not in _PATIENT:
+        # Groups are made in the patience of the one that is made: a process that never comes would be waited for so
+        # long, and no signal ends that wait.
+        Processes(dist.get_rank(), dist.get_world_size()).barrier()
         _PATIENT[key] = dist.new_group(backend="gloo", timeout=patience) if dist.is_gloo_available() else None
     return _PATIENT[key]

@@ -90,7 +90,8 @@ def sweep_gradient_thresholds(
         progress=progress,
     )
     check_request(request, sweep_gradient_thresholds)
-    check_same_call(config.to_dict() | {"thresholds": wanted, "sparsities": shares, "max_metric_drop": max_metric_drop})
+    options = config.to_dict() | {"thresholds": wanted, "sparsities": shares, "max_metric_drop": max_metric_drop}
+    check_same_call(options, loss_fn=loss_fn)
     loaded = load_inputs(request)
     check_evaluation(loaded)
     if max_metric_drop is not None:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -23,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar, enable_progress_bar
 
 from gradprobe_hf.model.families import block_of
 from gradprobe_hf.model.files.shard_files import header_bytes, name_files
-from gradprobe_hf.model.fsdp import gathered, reshard
+from gradprobe_hf.model.fsdp import gathered, is_sharded, reshard
 from gradprobe_hf.model.parameters import aliases, listed_ties, offloaded_parameter, parameter_bytes
 
 LARGEST_SHARD, SMALLEST_SHARD = 2**29, 2**26  # bytes
@@ -52,26 +53,47 @@ class Smaller:
 def save_in_shards(folder: Path, model: PreTrainedModel, writes: bool = True, smaller: Smaller | None = None) -> None:
     """Write weights, configuration and generation configuration as `save_pretrained` would.
 
-    If FSDP2 shards the model, every process has to call this: parameters are gathered one after the other.
+    If FSDP2 shards the model, every process has to call this: parameters are gathered one after the other. What fails
+    in the one that writes is raised behind the last of them, for which the others wait.
 
     Args:
         writes: False in the processes that only take part in the gathering.
         smaller: what to write in place of the whole model.
     """
-    if writes:
-        with _without_gathering(model), _configured(model, smaller), quiet():
-            # An empty state dict: everything but the weights is written.
-            model.save_pretrained(folder, state_dict={}, is_main_process=True)
-    reshard(model)
+    failures: list[BaseException] = []
+    others_wait = is_sharded(model)
+
+    def write(work: Callable[[], None]) -> None:
+        if not writes or failures:
+            return
+        try:
+            work()
+        except BaseException as failure:
+            if not others_wait:
+                raise
+            failures.append(failure)
+
     files: list[tuple[Path, dict[str, int]]] = []
+
+    def save(shard: dict[str, Tensor]) -> None:
+        path = folder / f"{len(files)}.partial"  # the name says how many files there are: known at the end
+        save_file(shard, path, metadata={"format": "pt"})
+        files.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
+
+    write(lambda: _save_configuration(folder, model, smaller))
+    reshard(model)
     for shard in _shards(model, smaller):
-        if writes:
-            path = folder / f"{len(files)}.partial"  # the name says how many files there are: known at the end
-            save_file(shard, path, metadata={"format": "pt"})
-            files.append((path, {name: tensor.nbytes for name, tensor in shard.items()}))
+        write(partial(save, shard))
         shard.clear()  # the generator still holds it: two files would be in memory while the next is read
-    if writes:
-        name_files(folder, files)
+    write(lambda: name_files(folder, files))
+    if failures:
+        raise failures[0]
+
+
+def _save_configuration(folder: Path, model: PreTrainedModel, smaller: Smaller | None) -> None:
+    with _without_gathering(model), _configured(model, smaller), quiet():
+        # An empty state dict: everything but the weights is written.
+        model.save_pretrained(folder, state_dict={}, is_main_process=True)
 
 
 def bytes_beside_parameters(model: PreTrainedModel) -> int:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.fingerprint import weights_fingerprint
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import is_offloaded
+from gradprobe_hf.runtime.option_checks import function_name
 from gradprobe_hf.runtime.processes import PATIENCE, Processes, join_processes
 
 
@@ -19,8 +20,9 @@ def check_same_call(options: Mapping[str, Any], **given: Any) -> None:
     Args:
         options: of the configuration.
         given: arguments of which it counts whether they are given at all: folders, whose names may differ by machine.
+            Of a function its name counts.
     """
-    mine = dict(options) | {name: "given" if value else "not given" for name, value in given.items()}
+    mine = dict(options) | {name: _told(value) for name, value in given.items()}
     calls = join_processes(PATIENCE).gather(mine)
     by_rank = {
         name: [call.get(name) for call in calls] for name in dict.fromkeys(key for call in calls for key in call)
@@ -32,6 +34,10 @@ def check_same_call(options: Mapping[str, Any], **given: Any) -> None:
             f"the processes were given different options by rank ({listed}). Make the same call in every process: the "
             "main one alone writes, in any case."
         )
+
+
+def _told(value: Any) -> str:
+    return str(function_name(value)) if callable(value) else "given" if value else "not given"
 
 
 def check_same_models(processes: Processes, **models: PreTrainedModel) -> None:
