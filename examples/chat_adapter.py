@@ -11,6 +11,7 @@ usage: python examples/chat_adapter.py --model MODEL --output DIR [--data DIR] [
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import random
 import sys
@@ -113,7 +114,9 @@ def trained(model: Any, tokenizer: Any, rows: list[Any], rate: float, steps: int
 
 def adapted(args: argparse.Namespace, tokenizer: Any, rows: list[Any]) -> Path:
     """The folder of an adapter; one that is there already, of the same training, is kept."""
-    folder, settings = args.output / "adapter", {"model": args.model, "steps": args.steps, "train": args.train}
+    drawn = hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:12]
+    settings = {"model": args.model, "steps": args.steps, "train": args.train, "rows": drawn}
+    folder = args.output / "adapter"
     made = folder / "settings.json"
     if folder.exists() and (not made.exists() or (kept := json.loads(made.read_text())) != settings):
         of = kept if made.exists() else "another training"

@@ -205,7 +205,10 @@ def run(args: argparse.Namespace) -> None:
     asked = {"model": Path(args.model).name} | {name: getattr(args, name) for name in names}
     asked["text"] = args.split.name if args.split else args.text  # a part of a split one has another name each time
     asked["asked_sparsity"], asked["evaluation"] = args.sparsity, [name for name, _ in args.evaluation]
+    asked |= {"recovery_text": args.recovery_text, "learning_rates": args.learning_rates}
     check_goes_on(args, found, asked)
+    if {LABELS, DENSE_LABELS, OWN} & set(args.rows) and KL not in args.rows and "learning_rate" not in found:
+        sys.exit(f"--rows: the learning rate is chosen by {KL!r}, which has to be among them.")
     bench = Bench(args, found)
     made = {
         DENSE: lambda: bench.row(DENSE, bench.dense),
@@ -219,7 +222,8 @@ def run(args: argparse.Namespace) -> None:
     for name in args.rows:
         if name not in found["rows"]:
             made[name]()
-    found["sparsity"] = inspect_checkpoint(bench.pruned()).sparsity
+    if args.pruned.exists():
+        found["sparsity"] = inspect_checkpoint(args.pruned).sparsity
     bench.save()
     show(found)
 
@@ -240,7 +244,9 @@ def show(found: dict[str, Any]) -> None:
         values = [f"{row['texts'][text][what]:.4g}" for text in texts for what in ("perplexity", "kl")]
         table.add_row(name, *values)
     Console(soft_wrap=True).print(table)
-    print(f"{found['sparsity']:.4%} of the weights are zero; learning rate {found['learning_rate']:g}")
+    known = [f"{found['sparsity']:.4%} of the weights are zero"] if "sparsity" in found else []
+    known += [f"learning rate {found['learning_rate']:g}"] if "learning_rate" in found else []
+    print("; ".join(known))
 
 
 def split(path: Path, folder: Path) -> tuple[str, str]:

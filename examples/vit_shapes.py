@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import random
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -103,7 +104,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--json", type=Path, help="where the figures of pruned models are written")
     args = parser.parse_args()
-    args.output.mkdir(parents=True)
+    if args.output.exists():
+        sys.exit(f"{args.output} exists: give another OUTPUT, or remove it.")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
     train, test = pictures(args.images, seed=0), pictures(args.images // 4, seed=1)
@@ -123,6 +125,7 @@ def main() -> None:
     )
     processor = ViTImageProcessorPil(size={"height": SIZE, "width": SIZE})
     trained(model, processor, train, args.steps)
+    args.output.mkdir(parents=True)  # only now: a run that is stopped before leaves nothing in the way of the next
     for saved in (model, processor):
         saved.save_pretrained(args.output / "model")
     train.to_parquet(args.output / "train.parquet")

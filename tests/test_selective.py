@@ -288,3 +288,13 @@ def test_a_second_moment_of_another_kind_is_refused_at_the_first_step():
             optimizer.step()
     with pytest.raises(ValueError, match="Adamax keeps"), attached(SpikeAwareClip(), layer, optimizer):
         pytest.fail("its state is there when training begins")
+
+
+def test_a_choice_that_is_not_beside_the_checkpoint_is_told(tmp_path, caplog):
+    """A Trainer tells callbacks of its own folder alone: one that is resumed from another has its files elsewhere."""
+    first = SelectiveUpdateCallback(top_k=1, every=4)
+    trained(cases.build("llama"), tmp_path / "one", [first], max_steps=3, save_strategy="steps", save_steps=3)
+    with caplog.at_level(logging.WARNING):
+        again = SelectiveUpdateCallback(top_k=1, every=4)
+        trained(cases.build("llama"), tmp_path / "two", [again], resume=str(tmp_path / "one" / "checkpoint-3"))
+    assert "has no choice of this callback" in caplog.text

@@ -620,3 +620,31 @@ def test_a_result_that_was_not_applied_and_changes_no_kept_weight_is_one():
         pass
     expected = prune_pretrained(cases.build("llama"), **asked, evaluation=False, progress=False).model
     assert all(map(torch.equal, found.model.parameters(), expected.parameters()))
+
+
+def test_a_step_that_a_scaler_leaves_out_is_none():
+    """A fused optimizer is called for gradients that are no numbers, too, and told not to step."""
+
+    class Steps(StepCallback):
+        def __init__(self):
+            super().__init__()
+            self.seen = []
+
+        def before_step(self):
+            self.seen.append(("before", self.step))
+
+        def after_step(self):
+            self.seen.append(("after", self.step))
+
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with attached(Steps(), model, optimizer) as callback:
+        for factor in (1.0, float("inf"), 1.0):
+            before = model.weight.detach().clone()
+            scaler.scale(model(torch.ones(1, 3)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            assert torch.equal(before, model.weight) == (factor != 1)
+    assert callback.seen == [("before", 1), ("after", 1), ("before", 2), ("after", 2)]

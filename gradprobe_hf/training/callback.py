@@ -195,6 +195,12 @@ class StepCallback(TrainerCallback):
         folder = _checkpoint(args, state)
         if folder.is_dir():
             self.save(folder)
+        elif state.is_hyper_param_search and state.is_world_process_zero:
+            logger.warning(
+                "%s saves nothing in a search for hyperparameters, whose checkpoints are in folders of their trials: "
+                "a trial that is resumed begins anew with it",
+                type(self).__name__,
+            )
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -236,6 +242,8 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
     callback.start(model, optimizer, step)
 
     def before(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _leaves_out(stepping):
+            return None
         callback.step += stepping is callback.optimizer
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first of them is the optimizer
         if closure is None:
@@ -253,6 +261,8 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         return (args[0], closed, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def after(stepping: Optimizer, *_: Any) -> None:
+        if _leaves_out(stepping):
+            return
         callback.stepped = stepping
         callback.after_step()
         callback.stepped = None
@@ -269,6 +279,15 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         for handle in handles:
             handle.remove()
         callback.finish()
+
+
+def _leaves_out(optimizer: Optimizer) -> bool:
+    """Whether a GradScaler has told this optimizer not to step, because gradients are no finite numbers.
+
+    It tells a fused one, which leaves out the step itself; any other it does not call.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found.any())
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

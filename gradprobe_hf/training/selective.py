@@ -130,7 +130,9 @@ class SelectiveUpdateCallback(StepCallback):
         (folder / FILE_NAME).write_text(json.dumps({"chosen": self.chosen, "counts": self.counts}, indent=2) + "\n")
 
     def restore(self, folder: Path) -> None:
-        if (folder / FILE_NAME).exists():
+        if not (folder / FILE_NAME).exists():
+            logger.warning("%s has no choice of this callback: the next step chooses groups anew", folder)
+        else:
             saved = json.loads((folder / FILE_NAME).read_text())
             # With other `groups` than in the run that saved, its choice means nothing: the next step chooses anew.
             self.chosen = [label for label in saved["chosen"] if label in self.members]

@@ -284,6 +284,8 @@ class StatePruningCallback(StepCallback):
             since = (self.step - self.begin_step) % self.every
             waits = self.step >= self.begin_step and all(one.step < self.step - since for one in self.history)
             self._is_due = self._is_due or waits
+        elif self.step > self.begin_step:
+            logger.warning("%s has no history of this callback: that of updates before it is not known", folder)
         masks = load_masks(self.model, folder)
         if masks is not None:
             self._check_frozen(masks, folder)
