@@ -470,22 +470,23 @@ def test_processes_that_make_different_calls_are_told_so(call):
     assert together(call) == [True, True]
 
 
-def main_is_late():
+def main_is_late(verb):
     """The others wait longer than the group of all else would."""
     limit = timedelta(seconds=1)
     short, long = join_processes(limit), join_processes(limit * 60)
     assert join_processes(limit * 60).patient is long.patient, "one group, however many runs"
-    long.in_all(partial(time.sleep, 3 * long.is_main), patiently=True)
+    getattr(long, verb)(partial(time.sleep, 3 * long.is_main), patiently=True)
     if short.is_main:
         time.sleep(3)
         return "late"
     with pytest.raises(ConnectionError, match="lost the others"):
-        short.in_all(bool, patiently=True)
+        getattr(short, verb)(bool, patiently=True)
     return "gave up"
 
 
-def test_the_others_wait_as_long_as_the_main_process_writes():
-    assert together(main_is_late) == ["late", "gave up"]
+@pytest.mark.parametrize("verb", ["in_all", "on_main"])
+def test_the_others_wait_as_long_as_the_main_process_works(verb):
+    assert together(main_is_late, verb) == ["late", "gave up"]
 
 
 def upload_that_fails(folder):

@@ -59,7 +59,7 @@ def bench_shapes(context: RunContext, removals: Mapping[str, Removal]) -> BenchR
             found = _measured(context, removals)
         except Exception as error:
             logger.warning("speed was not measured: %s: %s", type(error).__name__, error)
-    result: BenchResult | None = context.processes.broadcast(found)
+    result: BenchResult | None = context.processes.broadcast(found, patiently=True)
     return result
 
 

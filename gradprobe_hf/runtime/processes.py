@@ -103,13 +103,13 @@ class Processes:
             dist.all_gather(received, sent)
         return [one.to(tensor.device) for one in received]
 
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        """The value of process `source`, in all of them; it is pickled."""
+    def broadcast(self, value: Any, source: int = 0, patiently: bool = False) -> Any:
+        """The value of process `source`, in all of them; it is pickled. Args: patiently: as for `in_all`."""
         if self.count == 1:
             return value
         box = [value]
         with self._collective():
-            dist.broadcast_object_list(box, src=source)
+            dist.broadcast_object_list(box, source, self.patient if patiently else None)
         return box[0]
 
     def gather(self, value: Item, group: Any = None) -> list[Item]:
@@ -121,10 +121,14 @@ class Processes:
             dist.all_gather_object(values, value, group)
         return values
 
-    def on_main(self, work: Callable[[], Item]) -> Item:
-        """What the main process's work returns, in all of them; what it raises is raised in all of them."""
+    def on_main(self, work: Callable[[], Item], patiently: bool = False) -> Item:
+        """What the main process's work returns, in all of them; what it raises is raised in all of them.
+
+        Args:
+            patiently: as for `in_all`.
+        """
         made, failure = _tried(work) if self.is_main else ([], None)
-        values, its = self.broadcast((made, _sendable(failure)))
+        values, its = self.broadcast((made, _sendable(failure)), patiently=patiently)
         _raise(failure or its)
         found: Item = values[0]
         return found

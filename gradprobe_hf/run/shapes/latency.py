@@ -85,12 +85,12 @@ def latency_table(context: RunContext, axes: Mapping[str, Sequence[int]]) -> Lat
     Args:
         axes: structure -> how many of it may go, rising from 0.
     """
-    return context.processes.on_main(lambda: _timed_table(context.model, context.targets, axes))
+    return context.processes.on_main(lambda: _timed_table(context.model, context.targets, axes), patiently=True)
 
 
 def measured_latency(context: RunContext, going: Mapping[str, int]) -> dict[str, float]:
     """Seconds of the dense model and of this shape, and the median of the ratios of the rounds."""
-    return context.processes.on_main(lambda: _measured(context, going))
+    return context.processes.on_main(lambda: _measured(context, going), patiently=True)
 
 
 def _measured(context: RunContext, going: Mapping[str, int]) -> dict[str, float]:
