@@ -33,7 +33,7 @@ from gradprobe_hf.reconstruction.silenced_blocks import silenced
 from gradprobe_hf.run.apply import applied
 from gradprobe_hf.run.request.compatibility import check_targets
 from gradprobe_hf.run.shapes.structured import check_hands_on, hands_on, packed
-from gradprobe_hf.structures.importance import least_missed, unit_errors
+from gradprobe_hf.structures.importance import least_missed, outputs_squared, unit_errors
 from gradprobe_hf.structures.plan import Plan
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import random_smaller, smaller_config
@@ -290,6 +290,31 @@ def test_the_error_of_a_unit_is_that_of_the_best_weights_without_it(width):
     for _ in range(3):
         gone.add(min(set(range(units)) - gone, key=lambda unit: error(gone | {unit})))
     assert set(least_missed(weight, inverse, units, 3).nonzero()[:, 0].tolist()) == gone
+
+
+@pytest.mark.parametrize("width", [1, 3])
+def test_what_damping_adds_to_an_error_is_taken_off(width):
+    """What is left is a ridge regression on the other columns; two large inputs make the mean that damping is of."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(50, 12, dtype=torch.float64), torch.randn(5, 12, dtype=torch.float64)
+    x[:, :2] *= 1000
+    hessian, units = x.T @ x, 12 // width
+    added = 0.01 * hessian.diagonal().mean()
+    inverse = torch.linalg.inv(hessian + added * torch.eye(12, dtype=torch.float64))
+
+    def error(unit):
+        own = slice(unit * width, (unit + 1) * width)
+        others = [column for column in range(12) if column // width != unit]
+        outputs, rest = x[:, own] @ weight[:, own].T, x[:, others]
+        ridge = rest.T @ rest + added * torch.eye(len(others), dtype=torch.float64)
+        z = torch.linalg.solve(ridge, rest.T @ outputs)
+        return float((outputs - rest @ z).square().sum() + added * z.square().sum())
+
+    wanted = torch.tensor([error(unit) for unit in range(units)], dtype=torch.float64)
+    torch.testing.assert_close(unit_errors(weight, inverse, units, added), wanted, rtol=1e-6, atol=0)
+    outputs = outputs_squared(weight, hessian, units)
+    assert (unit_errors(weight, inverse, units, added) <= outputs).all()
+    assert (unit_errors(weight, inverse, units)[2:] > outputs[2:]).all(), "several times the whole of it"
 
 
 GROUPED = {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 8}

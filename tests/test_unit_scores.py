@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from gradprobe_hf.structures.unit_scores import (
     taylor_unit_scores,
     wanda_unit_scores,
 )
+from gradprobe_hf.updates.sweep import damping_of, inverse_factor
 from tests import cases
 from tests.reference import naive
 
@@ -174,6 +176,20 @@ def test_an_error_that_the_others_leave_is_weighted_by_the_loss(width):
         assert going.nonzero()[:, 0].tolist() == [scores.index(min(scores))]
         unlike += scores.index(min(scores)) != errors.index(min(errors))
     assert unlike > 2
+
+
+def test_units_that_have_nearly_all_of_the_outputs_stay():
+    """They make the mean that damping is a share of, which would count as the error of every other unit."""
+    torch.manual_seed(0)
+    x, weight = torch.randn(50, 12, dtype=torch.float64), torch.ones(4, 12, dtype=torch.float64)
+    x[:, :2] *= 1000
+    hessian = x.T @ x
+    factor, took = inverse_factor(hessian, 0.01)
+    known = {"inverse": factor.T @ factor, "output_sq": outputs_squared(weight, hessian, 12)}
+    evidence = UnitEvidence(weight, 12, "a.weight", 0, **known, gate_squares=torch.ones(12, dtype=torch.float64))
+    going = UNIT_SCORES["obs+fisher"].chosen(replace(evidence, damping=damping_of(hessian, took)), 2)
+    assert not going[:2].any()
+    assert UNIT_SCORES["obs+fisher"].chosen(evidence, 2)[:2].all()
 
 
 @pytest.mark.parametrize("importance", UNIT_SCORES)

@@ -12,6 +12,10 @@ An error of the outputs matters as much as the loss depends on it. So s_U may be
 which its gate tells: `sqrt(g_U / sum_t ||W_U x_t,U||^2)`, with g_U the Fisher information of a factor on the unit. With
 the power 1 and without the update this would be the Fisher information of what the others cannot make up for.
 
+Where lambda was added to the diagonal of H, s_U has `lambda ||W_U||^2` beside the error: what it costs to change W_U
+itself. Where two inputs are a thousand times as large as the others they make the mean of the diagonal, of which lambda
+is a share, and then this is several times the whole outputs of most units. Before an error is weighted it is taken off.
+
 Source: Hassibi and Stork 1993; for units LeCun et al. 1990 and Kurtic et al. 2023, ZipLM (arXiv:2302.04089).
 """
 
@@ -23,7 +27,14 @@ from torch import Tensor
 PORTIONS = 16  # in which units go; each costs products of `[in, in]`
 
 
-def least_missed(weight: Tensor, inverse: Tensor, units: int, going: int, factors: Tensor | None = None) -> Tensor:
+def least_missed(
+    weight: Tensor,
+    inverse: Tensor,
+    units: int,
+    going: int,
+    factors: Tensor | None = None,
+    damping: Tensor | float = 0.0,
+) -> Tensor:
     """Which units go, bool `[units]`.
 
     Args:
@@ -32,6 +43,7 @@ def least_missed(weight: Tensor, inverse: Tensor, units: int, going: int, factor
         units: each of `in / units` consecutive columns.
         going: how many go.
         factors: what an error of each unit counts, `[units]`; None: all the same.
+        damping: what was added to the diagonal of H and is to be taken off the errors.
 
     >>> least_missed(torch.tensor([[3.0, 1.0, 2.0]]), torch.eye(3), 3, 1)
     tensor([False,  True, False])
@@ -40,7 +52,7 @@ def least_missed(weight: Tensor, inverse: Tensor, units: int, going: int, factor
     gone = torch.zeros(units, dtype=torch.bool, device=weight.device)
     while left := going - int(gone.sum()):
         portion = min(left, max(1, -(-going // PORTIONS)))
-        errors = unit_errors(weight, inverse, units)
+        errors = unit_errors(weight, inverse, units, damping)
         scores = (errors if factors is None else errors * factors).masked_fill_(gone, torch.inf)
         now = torch.zeros_like(gone).index_fill_(0, scores.argsort(stable=True)[:portion], True)
         gone |= now
@@ -49,8 +61,15 @@ def least_missed(weight: Tensor, inverse: Tensor, units: int, going: int, factor
     return gone.cpu()
 
 
-def unit_errors(weight: Tensor, inverse: Tensor, units: int) -> Tensor:
-    """`s_U` of each unit, `[units]`; of those that are eliminated any number."""
+def unit_errors(weight: Tensor, inverse: Tensor, units: int, damping: Tensor | float = 0.0) -> Tensor:
+    """`s_U - damping ||W_U||^2` of each unit, `[units]`; of those that are eliminated any number."""
+    width = weight.shape[1] // units
+    sizes = weight.square().sum(0).unflatten(0, (units, width)).sum(1)
+    # What is left is no less than 0 but for rounding.
+    return (_damped_errors(weight, inverse, units) - damping * sizes).clamp_(min=0)
+
+
+def _damped_errors(weight: Tensor, inverse: Tensor, units: int) -> Tensor:
     width = weight.shape[1] // units
     if width == 1:
         return weight.square().sum(0) / inverse.diagonal()

@@ -32,7 +32,8 @@ class UnitEvidence:
         count: of units, each of `in / count` consecutive columns.
         name: of the matrix.
         seed: of the configuration.
-        inverse: `(sum_t x_t x_t^T + damping)^-1`, `[in, in]`, where inputs were measured.
+        inverse: `(sum_t x_t x_t^T + damping I)^-1`, `[in, in]`, where inputs were measured.
+        damping: that number.
         input_sq: `sum_t x_t^2`, `[in]`, where inputs were measured.
         output_sq: `sum_t ||W_u x_t,u||^2`, `[count]`, where inputs were measured.
         gate_squares, gate_total: `sum_s g[s, u]^2` and `sum_s g[s, u]`, `[count]`, where gradients were: with a gate on
@@ -45,6 +46,7 @@ class UnitEvidence:
     name: str
     seed: int
     inverse: Tensor | None = None
+    damping: Tensor | float = 0.0
     input_sq: Tensor | None = None
     output_sq: Tensor | None = None
     gate_squares: Tensor | None = None
@@ -130,7 +132,7 @@ def _obs_by_loss(evidence: UnitEvidence, going: int) -> Tensor:
     assert gates is not None, "gradients were measured"
     # A unit without outputs has no error that a factor could weigh.
     factors = (gates.to(outputs) / outputs).nan_to_num_(0.0, posinf=0.0).sqrt_()
-    return least_missed(evidence.weight, inverse, evidence.count, going, factors)
+    return least_missed(evidence.weight, inverse, evidence.count, going, factors, evidence.damping)
 
 
 UNIT_SCORES: dict[str, UnitScore] = {

@@ -98,10 +98,16 @@ def inverse_factor(hessian: Tensor, damping: float = DAMPING) -> tuple[Tensor, f
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """H with a fraction of the mean of its diagonal added to that; of one where nothing was seen, a fraction of one."""
-    found, mean = hessian.clone(), hessian.diagonal().mean()
-    found.diagonal().add_(damping * torch.where(mean > 0, mean, 1))
+    """H with `damping_of` added to its diagonal."""
+    found = hessian.clone()
+    found.diagonal().add_(damping_of(hessian, damping))
     return found
+
+
+def damping_of(hessian: Tensor, fraction: float) -> Tensor:
+    """A fraction of the mean of its diagonal; of one where nothing was seen, a fraction of one."""
+    mean = hessian.diagonal().mean()
+    return fraction * torch.where(mean > 0, mean, 1)
 
 
 def fixed(mask: Tensor) -> Choose:

@@ -32,7 +32,7 @@ from gradprobe_hf.structures.importance import outputs_squared
 from gradprobe_hf.structures.plan import Units
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.unit_scores import UnitEvidence
-from gradprobe_hf.updates.sweep import inverse_factor
+from gradprobe_hf.updates.sweep import damping_of, inverse_factor
 
 
 @dataclass(frozen=True)
@@ -115,9 +115,14 @@ def _by_inputs(context: RunContext, removal: Removal, structures: Set[str]) -> I
             hessian = collected.of(units.reader).hessian
             squares = hessian.diagonal().clone()
             outputs = outputs_squared(units.reader.matrix(model).to(hessian), hessian, units.count)
-            factor, _ = inverse_factor(hessian, context.config.fixed_damping)
-            evidence = _evidence(context, units, inverse=factor.t() @ factor, input_sq=squares, output_sq=outputs)
-            del hessian, factor  # each is [in, in], as is the inverse: three of them would be the run's highest point
+            factor, took = inverse_factor(hessian, context.config.fixed_damping)
+            measured = {"inverse": factor.t() @ factor, "input_sq": squares, "output_sq": outputs}
+            evidence = _evidence(context, units, **measured, damping=damping_of(hessian, took))
+            del (
+                hessian,
+                factor,
+                measured,
+            )  # each is [in, in], as is the inverse: three of them would be the run's highest point
             yield Weighed(name, units, evidence)
 
 
