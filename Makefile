@@ -147,8 +147,8 @@ RIVALS := "sparsegpt, owl" "sparsegpt, budgets of one probe" "sparsegpt + admm, 
 REFINED_STORIES := sparsegpt "sparsegpt + blocks" "sparsegpt + recovery" "sparsegpt + admm + blocks" \
 	"one probe + admm" "one probe + admm + blocks" "one probe + admm + recovery" "one probe + admm + blocks + recovery"
 
-bench-refined-stories: $(READY)  ## the same training behind SparseGPT and behind one probe, on the model of 15M
-	$(STORIES15M) --seed 0 --methods $(REFINED_STORIES) --columns 0.5 0.6 0.7 2:4 \
+bench-refined-stories: $(READY)  ## the same training behind SparseGPT and behind one probe, on the model of 15M (DRAWS)
+	$(STORIES15M) --seed $(DRAWS) --methods $(REFINED_STORIES) --columns 0.5 0.6 0.7 2:4 \
 		--output benchmarks/results/refined-stories.json $(FLAGS)
 
 bench-gradient-admm: $(READY)  ## ADMM in training (ELSA) beside one probe and recovery, at 70, 80 and 90%: hours

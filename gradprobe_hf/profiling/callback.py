@@ -74,8 +74,8 @@ class ProfileCallback(TrainerCallback):
     ) -> None:
         if ProfileCallback._watching is not None:  # of a training that failed
             ProfileCallback._watching.finish()
-        if (script := watch_of_script()) is not None:
-            self._script = script
+        self._script = watch_of_script()
+        if self._script is not None:
             return
         self._writes = state.is_world_process_zero
         if self._save is not None and self._writes:
