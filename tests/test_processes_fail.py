@@ -171,7 +171,7 @@ def on_disks_of_their_own(folder):
     own = folder / str(torch.distributed.get_rank())
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr("gradprobe_hf.recovery.distil._SEEN_AFTER", 0.2)
-        with pytest.raises(ValueError, match=r"another folder in one of the processes.*resume_dir"):
+        with pytest.raises(ValueError, match=r"does not see the main one's folder.*resume_dir"):
             recover_pretrained(
                 model,
                 teacher,
@@ -186,3 +186,4 @@ def on_disks_of_their_own(folder):
 
 def test_a_folder_that_only_one_machine_sees_is_told_before_training(tmp_path):
     assert together(on_disks_of_their_own, tmp_path) == [True, True]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "no mark is left"

@@ -9,7 +9,15 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import ResNetConfig, ResNetForImageClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    ResNetConfig,
+    ResNetForImageClassification,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.pytorch_utils import Conv1D
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
@@ -648,3 +656,10 @@ def test_a_step_that_a_scaler_leaves_out_is_none():
             optimizer.zero_grad()
             assert torch.equal(before, model.weight) == (factor != 1)
     assert callback.seen == [("before", 1), ("after", 1), ("before", 2), ("after", 2)]
+
+
+def test_a_search_whose_trials_have_folders_of_their_own_is_told(tmp_path, caplog):
+    state = TrainerState(global_step=3, is_hyper_param_search=True)
+    with caplog.at_level(logging.WARNING):
+        SparsityCallback("from-zeros").on_save(arguments(tmp_path), state, TrainerControl())
+    assert "SparsityCallback saves nothing in a search for hyperparameters" in caplog.text

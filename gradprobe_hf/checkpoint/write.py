@@ -168,7 +168,7 @@ def write_checkpoint(
     overwrite: bool = False,
     where: str | None = None,
     revision: str | None = None,
-    processes: Processes | None = None,
+    processes: Processes,
 ) -> Report:
     """Weights, configuration, tokenizer, report, pictures and card, written beside `directory` and renamed.
 
@@ -187,11 +187,11 @@ def write_checkpoint(
     """
     path = Path(directory)
     check = partial(_check_before, path, directory, made.model, overwrite)
-    if processes is not None and is_sharded(made.model):
+    if is_sharded(made.model):
         processes.on_main(check)  # for all: none may wait for the main one's shards
     else:
         check()
-    if processes is not None and not processes.is_main:
+    if not processes.is_main:
         save_in_shards(path, made.model, writes=False)
         return made.report
     with replacing(path) as scratch:

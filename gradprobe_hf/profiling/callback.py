@@ -26,8 +26,8 @@ class ProfileCallback(TrainerCallback):
             writes it, as soon as all steps were seen, or when training ends. Its folder is made when training begins;
             what cannot be written then is a warning.
 
-    Use it as a context manager around `trainer.train()`, which may fail or be interrupted: Trainer tells no callback of
-    that, and only the end of the `with` takes the watch off and writes what was seen.
+    Use it as a context manager around a `trainer.train()` that may fail or be interrupted: Trainer tells no callback of
+    that, so without the `with` the watch goes on, and nothing is written, until the next training begins.
 
     In a script under `gradprobe profile script` its steps count there, with the schedule of the command, and nothing is
     saved here.

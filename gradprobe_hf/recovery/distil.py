@@ -113,15 +113,12 @@ def workplace(
     Args:
         keeps: whether one that is given stays: what was trained is yet to be saved, and the caller removes it then.
     """
-    folder = resume_dir or Path(processes.on_main(lambda: str(scratch_folder("recovery"))))
+    folder = resume_dir or processes.on_main(partial(scratch_folder, "recovery"))
     folder.mkdir(parents=True, exist_ok=True)
-    if processes.count > 1:
-        marked = processes.on_main(partial(_marked, folder))
-        processes.in_all(partial(_check_seen, folder, marked))
-        if processes.is_main:
-            (folder / marked).unlink()
     finished = False
     try:
+        if processes.count > 1:
+            _check_shared(folder, processes)
         yield Workplace(folder, resume_dir is not None, processes, stopwatch, progress and processes.is_main)
         processes.barrier()
         finished = not keeps
@@ -132,6 +129,19 @@ def workplace(
             folder.rmdir()
 
 
+def _check_shared(folder: Path, processes: Processes) -> None:
+    """Raise ValueError where not all processes see one folder: they read the best state there, which one has written.
+
+    Each has made it by its name, so that its being there tells nothing.
+    """
+    marked = processes.on_main(partial(_marked, folder))
+    try:
+        processes.in_all(partial(_check_seen, folder, marked))
+    finally:
+        if processes.is_main:
+            (folder / marked).unlink()
+
+
 def _marked(folder: Path) -> str:
     """The name of a file that is in the folder now."""
     handle, path = tempfile.mkstemp(prefix=".seen-", dir=folder)
@@ -140,13 +150,13 @@ def _marked(folder: Path) -> str:
 
 
 def _check_seen(folder: Path, name: str) -> None:
-    """Raise ValueError where this process does not see what the main one has written: it reads the best state there."""
+    """Raise ValueError where this process does not see what the main one has made."""
     deadline = time.monotonic() + _SEEN_AFTER
     while not (folder / name).is_file():
         if time.monotonic() > deadline:
             raise ValueError(
-                f"{folder} is another folder in one of the processes than in the main one. On several machines set "
-                "resume_dir (--resume-dir) to a folder on a disk that all of them see."
+                f"one of the processes does not see the main one's folder {folder}. On several machines set resume_dir "
+                "(--resume-dir) to a folder on a disk that all of them see."
             )
         time.sleep(0.1)
 

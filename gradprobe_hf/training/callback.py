@@ -240,9 +240,11 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
     if not isinstance(callback, StepCallback):
         raise TypeError(f"callback must be a StepCallback, got {type(callback).__name__}.")
     callback.start(model, optimizer, step)
+    left_out: set[Optimizer] = set()  # of the step that is under way: to ask again would wait for the device again
 
     def before(stepping: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if _leaves_out(stepping):
+            left_out.add(stepping)
             return None
         callback.step += stepping is callback.optimizer
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first of them is the optimizer
@@ -261,7 +263,8 @@ def attached(callback: StepCallback, model: nn.Module, optimizer: Any, step: int
         return (args[0], closed, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def after(stepping: Optimizer, *_: Any) -> None:
-        if _leaves_out(stepping):
+        if stepping in left_out:
+            left_out.remove(stepping)
             return
         callback.stepped = stepping
         callback.after_step()

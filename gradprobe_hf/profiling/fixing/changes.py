@@ -344,7 +344,7 @@ CHANGES: dict[str, Change] = {
         f"gradient_checkpointing {_ARGUMENTS}",
         ("checkpointing",),
     ),
-    "fused": Change(_no_loop, _fused, f"fused=True; of AdamW optim='adamw_torch_fused' {_ARGUMENTS}", ("optimizer",)),
+    "fused": Change(_no_loop, _fused, f"fused=True; for AdamW, optim='adamw_torch_fused' {_ARGUMENTS}", ("optimizer",)),
     "compile": Change(
         _compiled,
         partial(_first_called, _compile),
