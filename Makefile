@@ -7,7 +7,7 @@ MINILM := runs/all-minilm-l6-v2
 READY := $(VENV)/.installed
 
 .PHONY: demo test test-all test-gpu check docs architectures bench bench-quality bench-c4 bench-c4-targets bench-c4-80 bench-wikitext \
-	bench-wikitext-rows bench-qwen bench-paper bench-refined bench-refined-stories bench-variants bench-stories \
+	bench-wikitext-rows bench-qwen bench-paper bench-refined bench-refined-longer bench-refined-stories bench-variants bench-stories \
 	bench-structured bench-structured-stories bench-structured-smollm2 bench-structured-defaults \
 	bench-structured-speed bench-elsewhere \
 	bench-structure-options bench-rivals bench-matching bench-gradient-admm bench-choices bench-texts bench-mixtures \
@@ -97,6 +97,10 @@ REFINED := sparsegpt "sparsegpt + admm + blocks" "sparsegpt + recovery" "sparseg
 
 bench-refined: $(READY) $(MODEL)  ## blocks trained, and recovery: some hours a column
 	$(ON_WIKITEXT) --columns 0.5 0.6 0.7 2:4 4:8 --methods $(REFINED) \
+		--output benchmarks/results/refined.json $(FLAGS)
+
+bench-refined-longer: $(READY) $(MODEL)  ## recovery with 2 million tokens, at 60%: hours; it goes on from runs/longer
+	$(ON_WIKITEXT) --columns 0.6 --methods "one probe + admm + blocks + recovery, 488 steps" --state runs/longer \
 		--output benchmarks/results/refined.json $(FLAGS)
 
 bench-paper: $(READY) $(MODEL)  ## the README's rows at 60% by the protocol of papers: all of WikiText-2's test split

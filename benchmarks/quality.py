@@ -98,6 +98,7 @@ class Bench:
             sparsity=self.file.cells[like, seed, column].sparsity if like else None,
             settings=self.file.settings,
             commit=self.file.commit,
+            state=self.args.state and self.args.state / f"{method}, {column.replace(':', 'of')}, {seed}",
         )
 
 
@@ -129,6 +130,9 @@ def parsed() -> argparse.Namespace:
         )
     parser.add_argument("--peers", metavar="PYTHON", help="of an environment that has llm-compressor")
     parser.add_argument("--output", type=Path, help="default: results/TABLE.json")
+    parser.add_argument(
+        "--state", type=Path, metavar="DIR", help="for checkpoints: a recovery that was stopped goes on from there"
+    )
     parser.add_argument("--fresh", action="store_true", help="forget the cells of earlier runs")
     parser.add_argument("--mixed", action="store_true", help="keep cells that other code has made; the tables say so")
     args = parser.parse_args()

@@ -52,6 +52,7 @@ OBS: Options = {"update": "obs", "dense_target": 0.5}  # its default when most t
 ADMM: Options = {"update": "admm"}
 BLOCKS: Options = {"refinement": "blocks"}
 RECOVERY: Options = {"recovery_steps": 100}  # of 8 windows each: 410,000 tokens at 512
+LONGER: Options = {"recovery_steps": 488}  # 2 million
 AS_PRUNED: Options = {"dense_target": 0.0}  # outputs of the model as pruned so far, as SparseGPT published it
 HALF_WAY: Options = {"dense_target": 0.5}
 A_QUARTER: Options = {"dense_target": 0.25}
@@ -108,6 +109,7 @@ METHODS: dict[str, Row] = {
     "wanda + blocks": Row(WANDA | BLOCKS),
     "one probe + admm + recovery": Row(ONE_PROBE | ADMM | RECOVERY),
     "one probe + admm + blocks + recovery": Row(ONE_PROBE | ADMM | BLOCKS | RECOVERY),
+    "one probe + admm + blocks + recovery, 488 steps": Row(ONE_PROBE | ADMM | BLOCKS | LONGER),
     "sparsegpt + recovery": Row(SPARSEGPT | RECOVERY),
     "sparsegpt + admm + recovery": Row({"update": "sparsegpt+admm"} | RECOVERY),
     "magnitude": Row(MAGNITUDE),
@@ -160,6 +162,7 @@ EXTRA = (  # made when asked for
     "wanda + blocks",
     "one probe + admm + recovery",
     "one probe + admm + blocks + recovery",
+    "one probe + admm + blocks + recovery, 488 steps",
     "sparsegpt + recovery",
     "sparsegpt + admm + recovery",
 )

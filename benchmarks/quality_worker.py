@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -82,6 +83,7 @@ class CellTask:
         sparsity: where it is another's; None: the column's.
         settings: of the file that it will go into.
         commit: of the code.
+        state: a folder for what its recovery goes on from where it was stopped; None: it begins anew.
     """
 
     protocol: Protocol
@@ -92,6 +94,7 @@ class CellTask:
     sparsity: float | None
     settings: dict[str, Any]
     commit: str
+    state: Path | None = None
 
 
 class Bench:
@@ -226,10 +229,13 @@ def _own_cell(bench: Bench, row: Row, task: CellTask) -> tuple[Cell, dict[str, s
     context = replace(bench.context(row, task.seed), config=config)
     begun = time.perf_counter()
     decision = _decided(context, row)
+    seconds = time.perf_counter() - begun
     recovered = None
     if config.recovery_steps:  # on the text that was calibrated on: nothing else is given to any row
-        recovered = recovered_weights(context, decision, bench.source(row), None, None).parameters
-    seconds, peak = time.perf_counter() - begun, peak_memory()["peak_resident_bytes"]
+        before = sum(context.stopwatch.seconds.values())
+        recovered = recovered_weights(context, decision, bench.source(row), None, task.state).parameters
+        seconds += sum(context.stopwatch.seconds.values()) - before  # those of what it goes on from, too
+    peak = peak_memory()["peak_resident_bytes"]
     if recovered is None:
         found = bench.measured(context, decision, _label(task))
     else:
@@ -246,6 +252,8 @@ def _own_cell(bench: Bench, row: Row, task: CellTask) -> tuple[Cell, dict[str, s
         passes=decision.diagnostics.passes,
         options=_changed(config),
     )
+    if task.state is not None:
+        shutil.rmtree(task.state, ignore_errors=True)
     return cell, versions()
 
 
