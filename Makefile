@@ -62,7 +62,9 @@ WIKI_TEST := $(if $(WIKITEXT),$(WIKITEXT)/evaluation.txt,$(HUB):test)
 TEXTS := --calibration $(WIKI_CALIBRATION) --evaluation $(WIKI_TEST) pydoc=26
 # C4: a file of plain text, of which the first 70% calibrate.
 C4 ?= $(wildcard ../shared/data/c4/calibration.txt)
-C4_CALIBRATION := --calibration "$(C4)[:70%]"
+C4_CALIBRATION = --calibration "$(call named,C4)[:70%]"
+# The value of a variable that has to be given.
+named = $(or $($(1)),$(error $(1) is not set: docs/method.md says under "How to read the tables" what it names))
 QUALITY := $(BIN)/python -m benchmarks.quality
 SMOLLM2 = $(QUALITY) --model $(MODEL) --blocks-per-step 6 $(if $(PEERS),--peers $(PEERS))
 README_ROWS := sparsegpt "two probes" "sparsegpt + admm" "one probe + admm"
@@ -117,9 +119,9 @@ bench-qwen: $(READY) $(QWEN)  ## a second model, fewer rows
 bench-variants: $(READY) $(MODEL)  ## other estimates, factors, bounds and scopes
 	$(QUALITY) --variants --model $(MODEL) $(TEXTS) $(FLAGS)
 
-SPLIT_STORIES := --calibration "$(STORIES_TEXT)[:70%]" --evaluation "$(STORIES_TEXT)[70%:]"
+SPLIT_STORIES = --calibration "$(call named,STORIES_TEXT)[:70%]" --evaluation "$(STORIES_TEXT)[70%:]"
 DRAWS ?= 0 1 2
-STORIES15M = $(QUALITY) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) --num-samples 32 --sequence-length 256 \
+STORIES15M = $(QUALITY) --model $(call named,STORIES) --dtype float32 $(SPLIT_STORIES) --num-samples 32 --sequence-length 256 \
 	--evaluation-samples 48 --blocks-per-step 2
 
 # Without the rows of bench-rivals and bench-refined-stories.
@@ -133,11 +135,11 @@ bench-stories: $(READY)  ## its rows in every column on a model of 15M (STORIES,
 		--output benchmarks/results/stories.json $(FLAGS)
 
 bench-matching: $(READY)  ## settings of block matching, on a part of the text that no other benchmark measures on
-	$(BIN)/python -m benchmarks.matching --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
+	$(BIN)/python -m benchmarks.matching --model $(call named,STORIES) --calibration '$(call named,STORIES_TEXT)[:50%]' \
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
 bench-choices: $(READY)  ## constants and presets beside their neighbours, on the same part
-	$(BIN)/python -m benchmarks.choices --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
+	$(BIN)/python -m benchmarks.choices --model $(call named,STORIES) --calibration '$(call named,STORIES_TEXT)[:50%]' \
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
 EQUALS := wanda "wanda + obs" "wanda + obs, dense_target 0" "wanda + obs, dense_target 0.25" sparsegpt \
@@ -156,18 +158,18 @@ bench-refined-stories: $(READY)  ## the same training behind SparseGPT and behin
 		--output benchmarks/results/refined-stories.json $(FLAGS)
 
 bench-gradient-admm: $(READY)  ## ADMM in training (ELSA) beside one probe and recovery, at 70, 80 and 90%: hours
-	$(BIN)/python -m benchmarks.gradient_admm --model $(STORIES) $(SPLIT_STORIES) --evaluation-samples 48 $(FLAGS)
+	$(BIN)/python -m benchmarks.gradient_admm --model $(call named,STORIES) $(SPLIT_STORIES) --evaluation-samples 48 $(FLAGS)
 
 bench-rivals: $(READY)  ## three draws of the rows that others are compared by, on the model of 15M
 	$(STORIES15M) --seed 0 1 2 --methods $(EQUALS) $(RIVALS) --columns 0.5 0.6 0.7 0.8 2:4 \
 		--output benchmarks/results/rivals.json $(FLAGS)
 
 bench-structured: $(READY)  ## whole channels, heads and blocks of the model of 15M
-	$(BIN)/python -m benchmarks.structured --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
+	$(BIN)/python -m benchmarks.structured --model $(call named,STORIES) --calibration '$(call named,STORIES_TEXT)[:50%]' \
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
 bench-structure-options: $(READY)  ## damping chosen on held-out batches, and gates in rounds, on the model of 15M
-	$(BIN)/python -m benchmarks.structure_options --model $(STORIES) --calibration '$(STORIES_TEXT)[:50%]' \
+	$(BIN)/python -m benchmarks.structure_options --model $(call named,STORIES) --calibration '$(call named,STORIES_TEXT)[:50%]' \
 		--evaluation '$(STORIES_TEXT)[50%:70%]' $(FLAGS)
 
 SMALLER := $(BIN)/python -m benchmarks.structured_quality
@@ -176,7 +178,7 @@ CHANNELS += "channels, OBS + least squares, half own text" "channels, Fisher + l
 	"channels, OBS x Fisher + least squares, half own text"
 
 bench-structured-stories: $(READY)  ## ways to make the model of 15M smaller, at equal parameters (STORIES, STORIES_TEXT, DRAWS)
-	$(SMALLER) --model $(STORIES) $(SPLIT_STORIES) --columns 0.17 0.33 0.5 --seed $(DRAWS) --sequence-length 256 \
+	$(SMALLER) --model $(call named,STORIES) $(SPLIT_STORIES) --columns 0.17 0.33 0.5 --seed $(DRAWS) --sequence-length 256 \
 		--output benchmarks/results/structured_stories.json $(FLAGS)
 
 bench-structured-smollm2: $(READY) $(MODEL)  ## the same of SmolLM2-135M, calibrated on C4 (C4)
@@ -186,21 +188,21 @@ bench-structured-smollm2: $(READY) $(MODEL)  ## the same of SmolLM2-135M, calibr
 bench-structured-defaults: $(READY) $(MODEL)  ## how channels are chosen best, on four texts of no other table (C4, STORIES_TEXT)
 	$(BIN)/python -m benchmarks.docstrings runs/docstrings.txt
 	$(SMALLER) --model $(MODEL) --dtype bfloat16 $(C4_CALIBRATION) --columns 0.2 --evaluation $(WIKI_CALIBRATION)=8 \
-		"$(STORIES_TEXT)=8" "$(C4)[70%:]=8" runs/docstrings.txt=8 --methods $(CHANNELS) \
+		"$(call named,STORIES_TEXT)=8" "$(C4)[70%:]=8" runs/docstrings.txt=8 --methods $(CHANNELS) \
 		--output benchmarks/results/structured_defaults.json $(FLAGS)
 
 bench-structured-speed: $(READY) $(MODEL)  ## speed, memory and bytes of shapes of SmolLM2-135M beside the dense one
 	$(BIN)/python -m benchmarks.structured_speed --model $(MODEL) $(FLAGS)
 
 bench-elsewhere: $(READY)  ## smaller models in llama.cpp, ONNX Runtime and OpenVINO, each in an environment of its own
-	$(BIN)/python -m benchmarks.elsewhere --model $(STORIES) $(FLAGS)
+	$(BIN)/python -m benchmarks.elsewhere --model $(call named,STORIES) $(FLAGS)
 
 bench-texts: $(READY)  ## more calibration text, less of it, and the model's own, on the model of 15M
-	$(QUALITY) --texts --seed $(DRAWS) --model $(STORIES) --dtype float32 $(SPLIT_STORIES) \
+	$(QUALITY) --texts --seed $(DRAWS) --model $(call named,STORIES) --dtype float32 $(SPLIT_STORIES) \
 		--sequence-length 256 --evaluation-samples 48 $(FLAGS)
 
 bench-mixtures: $(READY) $(MODEL)  ## calibration on the model's own text, on others, and on two at once (C4)
-	$(BIN)/python -m benchmarks.mixtures --model $(MODEL) --wikitext $(WIKI_CALIBRATION) $(WIKI_TEST) --c4 "$(C4)" $(FLAGS)
+	$(BIN)/python -m benchmarks.mixtures --model $(MODEL) --wikitext $(WIKI_CALIBRATION) $(WIKI_TEST) --c4 "$(call named,C4)" $(FLAGS)
 
 TRAIN_TEXT ?= $(if $(WIKITEXT),$(WIKITEXT)/calibration.txt,README.md)
 
@@ -222,14 +224,14 @@ bench-training: $(READY) $(MODEL)  ## pruning in training: saliencies compared, 
 	$(BIN)/python -m benchmarks.training cost --model $(MODEL) --batch-size 2 --window 256 --compile
 
 bench-recovery: $(READY)  ## training towards the dense model after pruning, and towards the text (STORIES, STORIES_TEXT)
-	$(BIN)/python examples/recover.py --model $(STORIES) --split $(STORIES_TEXT) --json benchmarks/results/recovery.json \
+	$(BIN)/python examples/recover.py --model $(call named,STORIES) --split $(call named,STORIES_TEXT) --json benchmarks/results/recovery.json \
 		--evaluation wikitext=$(if $(WIKITEXT),$(WIKITEXT)/evaluation.txt,$(HUB):test) $(FLAGS)
 
 bench-profiling: $(READY)  ## what profiling costs, and what each finding is worth in the examples
 	$(BIN)/python -m benchmarks.profiling $(FLAGS)
 
 bench-candidates: $(READY)  ## whether a second probe should keep sums of candidates alone (STORIES, STORIES_TEXT)
-	$(BIN)/python -m benchmarks.candidate_sums --model $(STORIES) --calibration $(STORIES_TEXT)
+	$(BIN)/python -m benchmarks.candidate_sums --model $(call named,STORIES) --calibration $(call named,STORIES_TEXT)
 
 SST2 ?= $(wildcard ../shared/data/sst2)
 
@@ -238,7 +240,7 @@ bench-chat: $(READY) $(MODEL)  ## a chat model with an adapter, pruned on its ow
 		--recovery-steps 30 --json benchmarks/results/chat.json $(if $(SST2),--data $(SST2))
 
 bench-embeddings: $(READY) $(MINILM)  ## an embedding model: what is left of its embeddings, of retrieval, of sentiment (C4, SST2)
-	$(BIN)/python -m benchmarks.embeddings --model $(MINILM) --calibration "$(C4)[:70%]" --evaluation "$(C4)[70%:]" \
+	$(BIN)/python -m benchmarks.embeddings --model $(MINILM) --calibration "$(call named,C4)[:70%]" --evaluation "$(C4)[70%:]" \
 		--sst2 $(SST2) $(FLAGS)
 
 architectures: $(READY)  ## docs/architectures.md, from a tiny model of each on its way through prune, save, load and pipeline

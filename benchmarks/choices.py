@@ -1,4 +1,4 @@
-"""The constants and presets, each beside its neighbours, on a text that nothing is reported on.
+"""The constants and presets, each beside its neighbours, on a text without another table.
 
     make bench-choices        # the model of 15M, TinyStories; benchmarks/results/choices.json
 

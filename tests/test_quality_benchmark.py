@@ -376,7 +376,7 @@ def test_the_readme_is_of_c4_once_all_of_its_cells_are_made(tmp_path, monkeypatc
     parts = re.split(r"(?=<!-- \w)", readme_table.rendered(pages))
     headline, grid, section, presets = parts[1:]
     assert '| `preset="best"` | 7.25 / 7.25 |' in headline
-    assert "on 64 x 512 of C4 (neither text is part of it), 1 draw. Made by `make bench-c4` at abc." in headline
+    assert "on 64 x 512 of C4 (neither text calibrates), 1 draw. Made by `make bench-c4` at abc." in headline
     assert grid in of_wikitext
     assert section.startswith("<!-- c4 -->\n### Calibrated on C4")
     assert "| sparsegpt | **7.25 (1.00)** |" in section
