@@ -57,7 +57,7 @@ def defaults_table(results: dict[str, Any]) -> str:
     measured = ", ".join(f"{about['text']} of {name}" for name, about in settings["evaluation"].items())
     note = (
         f"{settings['model']}, {settings['dtype']}; calibrated on {settings['calibration']}, measured on {measured}; "
-        f"{_drawn(cells)}. `make bench-{_target(results)}`, at {', '.join(commits_of(results))}."
+        f"{_drawn(cells)}.{_samples(cells)} `make bench-{_target(results)}`, at {', '.join(commits_of(results))}."
     )
     return "\n".join([*lines, "", note])
 
@@ -71,11 +71,17 @@ def _drawn(cells: Cells) -> str:
     return f"{most} draws of the calibration windows, in brackets the largest perplexity over the smallest"
 
 
+def _samples(cells: Cells) -> str:
+    """How often the model's own text was sampled: rows of other machines, and other versions, have other text."""
+    found = {row["calibration"] for (name, _), rows in cells.items() if "own text" in name for row in rows}
+    return f" Its own text was sampled {len(found)} times for these rows." if len(found) > 1 else ""
+
+
 def _notes(methods: list[str], cells: Cells) -> str:
     """What the names of rows stand for, where there are such."""
     notes, own = "", any("half own text" in name for name in methods)
     if own:
-        notes += " Half own text: every second calibration window is of text that the model writes."
+        notes += " Half own text: every second calibration window is of text that the model writes." + _samples(cells)
     steps = {row["options"]["recovery_steps"] for (name, _), rows in cells.items() if _trained(name) for row in rows}
     if steps:
         taken = " or ".join(map(str, sorted(steps)))

@@ -11,6 +11,8 @@ from transformers import (
     DiffLlamaConfig,
     DiffLlamaForCausalLM,
     DonutSwinConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
     ParakeetEncoder,
     ParakeetEncoderConfig,
     Speech2TextConfig,
@@ -26,6 +28,7 @@ from transformers import (
 )
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
+from gradprobe_hf.estimation import machine
 from gradprobe_hf.model.families import random_batch, sample_batch
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import find_targets
@@ -99,7 +102,7 @@ def test_without_room_for_a_second_model_it_is_compared_from_disk(tmp_path, monk
     outputs = equality._outputs
     monkeypatch.setattr(equality, "_outputs", note)
     for room in (0, 1 << 40):
-        monkeypatch.setattr(equality, "available_bytes", lambda _, room=room: room)
+        monkeypatch.setattr(machine, "available_bytes", lambda _, room=room: room)
         model = build("llama").to(torch.bfloat16)
         prune_pretrained(
             model,
@@ -239,3 +242,32 @@ def test_weights_that_are_not_finite_are_not_said_to_be_a_matter_of_the_shape(na
     with pytest.raises(ValueError, match=rf"{message}.*ook for NaN in .*weights"):
         cases.prune(model, cases.batches("llama"), **options)
     assert all(torch.equal(dense[one].nan_to_num(), now.nan_to_num()) for one, now in model.state_dict().items())
+
+
+class Windowed(LlamaForCausalLM):
+    """Every second block sees 64 tokens, by its number, as code that is shared beside weights may have it."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers[::2]:
+            layer.self_attn.register_forward_pre_hook(self.within_window, with_kwargs=True)
+
+    @staticmethod
+    def within_window(_, args, kwargs):
+        place = torch.arange(kwargs["hidden_states"].shape[1])
+        far = (place[:, None] < place) | (place[:, None] - place >= 64)
+        return args, kwargs | {"attention_mask": torch.zeros(far.shape).masked_fill(far, -1e9)[None, None]}
+
+
+def test_a_window_that_no_configuration_tells_is_found_out(monkeypatch):
+    torch.manual_seed(0)
+    config = LlamaConfig(**{**SIZES, "num_hidden_layers": 4, "max_position_embeddings": 128})
+    model = Windowed(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.5)
+    monkeypatch.setattr("gradprobe_hf.run.request.reading.load_batches", lambda *_, **__: pytest.fail("text was read"))
+    config = GradProbeConfig(structure={"blocks": 1}, update="none")
+    with pytest.raises(ValueError, match="the smaller Windowed does not compute what the masked one does"):
+        prune_pretrained(model, config, calibration=cases.batches("llama"), evaluation=False, progress=False)

@@ -201,3 +201,9 @@ def test_the_dense_model_is_timed_in_memory_of_its_own_where_there_is_room(monke
 
 def shapes_of(model):
     return {name: one.shape for name, one in model.state_dict().items()}
+
+
+def test_where_memory_has_no_room_for_models_of_one_block_latency_is_refused(monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.estimation.machine.available_bytes", lambda _: 100_000)
+    with pytest.raises(ValueError, match=r"latency is told by \d+ models of one block each, with the embeddings"):
+        cases.prune(deep(), cases.batches("llama"), structure="auto", latency=0.7)

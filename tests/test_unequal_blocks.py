@@ -11,6 +11,9 @@ from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.data.text.self_generated import own_text, window_bytes
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.shapes.budget import budget_shapes
+from gradprobe_hf.run.shapes.latency import check_timeable
+from gradprobe_hf.run.shapes.structured import check_hands_on
+from gradprobe_hf.structures.plan import Plan
 from tests import cases
 from tests.grids import some
 
@@ -55,6 +58,22 @@ GEMMA4 = {
     "attention_k_eq_v": True,
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 260,
+}
+GEMMA3 = {
+    "intermediate_size": 64,
+    "layer_types": [*["sliding_attention"] * 3, "full_attention", *["sliding_attention"] * 2],
+    "sliding_window": 16,
+    "head_dim": 8,
+}
+GLM4_MOE = {
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 3,
+    "n_group": 1,
+    "topk_group": 1,
+    "head_dim": 8,
 }
 PARTS = cases.batches("llama", rows=8)
 
@@ -226,3 +245,34 @@ def test_a_model_of_sound_is_made_smaller(structure, tmp_path):
     )
     given = parts[0]["input_values"]
     torch.testing.assert_close(smaller(given).logits, model.eval()(given).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_one_block_stays_that_sees_more_than_a_window():
+    """No text that is shorter than the window shows what it is for."""
+    model = built("gemma3_text", **GEMMA3)
+    with torch.no_grad():
+        for parameter in model.model.layers[3].parameters():
+            parameter.zero_()  # nothing loses less
+    result = pruned(model, structure={"blocks": 3})
+    assert "model.layers.3" not in result.report.structure["blocks"]
+    with pytest.raises(
+        ValueError, match=r"4 of 6 blocks cannot go, since the first and the last stay, and one of each"
+    ):
+        pruned(built("gemma3_text", **GEMMA3), structure={"blocks": 4})
+    check_timeable(model, Plan.of(model, find_targets(model), {}))  # blocks take as long, whatever they see
+
+
+def test_latency_is_not_told_by_one_block_where_some_have_experts():
+    model = built("glm4_moe", **GLM4_MOE)
+    with pytest.raises(ValueError, match=r"those of Glm4MoeForCausalLM have none of these or experts in them"):
+        pruned(model, structure="auto", latency=0.8)
+
+
+def test_every_block_that_may_go_has_to_hand_on_what_it_is_given(monkeypatch):
+    """Gemma 4 multiplies what a block makes by a number of its own, which is 1 in models that are not trained."""
+    model = built("gemma4_text", **GEMMA4)
+    check_hands_on(model, find_targets(model))
+    model.model.layers[4].layer_scalar.fill_(0.9)
+    monkeypatch.setattr("gradprobe_hf.run.request.reading.load_batches", lambda *_, **__: pytest.fail("text was read"))
+    with pytest.raises(ValueError, match="a norm or a factor behind the sum, say"):
+        pruned(model, structure={"blocks": 1})

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.bench.bench import measured, started
 from gradprobe_hf.bench.result import BenchResult
 from gradprobe_hf.checkpoint.file_sizes import FileSizes
+from gradprobe_hf.estimation.machine import fits
 from gradprobe_hf.model.parameters import input_device, is_offloaded, parameter_bytes
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
@@ -68,6 +69,8 @@ def _measured(context: RunContext, removals: Mapping[str, Removal]) -> BenchResu
     configs = [model.config, *(smaller_config(model.config, removal) for removal in removals.values())]
     sizes = [parameter_bytes(model), *(removal.bytes(model) for removal in removals.values())]
     names, device = ["dense", *removals], str(input_device(model))
+    if not fits(sum(sizes), input_device(model)):
+        raise MemoryError(f"there is no room for {len(sizes)} models of {sum(sizes) / 1e9:,.1f} GB beside this one")
     made_by: list[tuple[Any, ...]] = [("of_config", type(model), config, model.dtype, device, {}) for config in configs]
     with started(names, made_by) as workers:
         found = measured(names, workers, progress=context.progress)

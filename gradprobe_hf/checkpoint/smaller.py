@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter
 
+from gradprobe_hf.estimation.machine import fits
 from gradprobe_hf.model.files.saving import Smaller, save_in_shards
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.pooler import without_pooler
-from gradprobe_hf.run.shapes.equality import MaskedOutputs, fits
+from gradprobe_hf.run.shapes.equality import MaskedOutputs
 from gradprobe_hf.structures.removal import Removal
 from gradprobe_hf.structures.shapes import smaller_config
 

@@ -66,7 +66,9 @@ def _check_rows(config: ResolvedOptions) -> None:
     for option, row in rows.items():
         for other, why in (row.refuses if row else {}).items():
             if other not in METHOD and getattr(config, other) != defaults[other]:
-                raise ValueError(f"{refusal(config, option, other, why)}; leave {other} unset.")
+                # Of what goes whole the row is no part at all.
+                unset = option if other == "structure" else other
+                raise ValueError(f"{refusal(config, option, other, why)}; leave {unset} unset.")
 
 
 def check_task(task: str | None, label_column: str | None, metric: str | None) -> None:

@@ -28,6 +28,7 @@ from gradprobe_hf.tasks.table import task_of_class
 # What says which tokens count, or what is to be predicted, in other code than transformers' models: they take any name.
 _LABELS_ELSEWHERE = ("label_ids", "targets", "target")
 _MASKS_ELSEWHERE = ("completion_mask", "assistant_masks", "loss_mask")
+_WITHOUT_LOSS = "; score='wanda', or importance='obs' where channels or heads alone go, needs no loss"
 _INPUTS = {"input_ids", "attention_mask", "token_type_ids", "pixel_values", "input_features", "input_values"}
 
 
@@ -42,7 +43,7 @@ def check_batches(model: PreTrainedModel, batches: Batches, part: str, needs_los
     alone = all(set(batch) <= _INPUTS for batch in batches)
     may_be_labelled = not takes or "labels" in takes or answers_by_position(model) or needs_pairs(model)
     if needs_loss and not is_causal(model) and alone and may_be_labelled:
-        without = "; score='wanda', or importance='obs' with structure, needs no loss" * (part == "calibration")
+        without = _WITHOUT_LOSS * (part == "calibration")
         if needs_pairs(model):
             raise ValueError(
                 f"{part}: {type(model).__name__} returns a loss only where a batch has return_loss=True. Give that, "

@@ -9,6 +9,7 @@ import psutil
 import torch
 
 CGROUPS = Path("/sys/fs/cgroup")
+SHARE = 0.8  # of free memory, for models that are made beside the one at hand
 
 
 def available_bytes(device: torch.device) -> int:
@@ -16,6 +17,11 @@ def available_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return min([psutil.virtual_memory().available, *_container_room(CGROUPS, Path("/proc/self/cgroup"))])
+
+
+def fits(nbytes: int, device: torch.device) -> bool:
+    """Whether there is room on a device for models of so much, with some to spare."""
+    return nbytes <= SHARE * available_bytes(device)
 
 
 def free_disk_bytes(folder: str | Path = ".") -> int:

@@ -28,6 +28,8 @@ _WIDTHS = (
 _COMPUTED_WIDTHS = {"block_auto_adjust_ff_dim": "intermediate_size"}
 # Lists in a configuration that have one element for each block.
 _PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size", "moe_topk")
+# Those of them that say which tokens a block sees, and whether it knows where they are.
+_SIGHT = ("layer_types", "no_rope_layers", "attention_layers")
 # Numbers in a configuration up to which blocks are of another kind: full attention, no experts.
 _LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
 # Lists in a configuration with the numbers of some blocks.
@@ -54,6 +56,13 @@ def of_each_block(config: PreTrainedConfig, name: str, default: Any = None) -> l
     if name in _unlike(text):
         return [getattr(one, name, None) or default for one in text.per_layer_config]
     return [getattr(text, name, None) or default] * (getattr(text, "num_hidden_layers", None) or 1)
+
+
+def seen_by_block(config: PreTrainedConfig, blocks: int) -> list[str]:
+    """What a configuration says of the tokens that each of so many blocks sees, `"full_attention"` say; or nothing."""
+    lists = [getattr(config, name, None) for name in _SIGHT]
+    said = [values for values in lists if isinstance(values, (list, tuple)) and len(values) == blocks]
+    return [" ".join(str(values[number]) for values in said) for number in range(blocks)]
 
 
 def _unlike(config: PreTrainedConfig) -> Collection[str]:

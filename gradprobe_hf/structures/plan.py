@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from gradprobe_hf.model.config_names import chosen_experts
+from gradprobe_hf.model.config_names import chosen_experts, seen_by_block
 from gradprobe_hf.model.families import stack_of
 from gradprobe_hf.model.passes.routing import Mixture, mixtures
 from gradprobe_hf.model.targets import Target
@@ -69,6 +69,19 @@ class Experts:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """What tells a block from those of other kinds.
+
+    Attributes:
+        inside: its modules, as its code calls them: a hybrid has blocks with `linear_attn` and some with `self_attn`.
+        sees: which tokens it sees, and whether it knows where they are, in the configuration's words.
+    """
+
+    inside: frozenset[str]
+    sees: str
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is to be removed.
 
@@ -77,14 +90,14 @@ class Plan:
         units: structure -> its units in every block.
         going: structure -> how many of these go in every block; of blocks, how many go.
         experts: of every block that has some.
-        kinds: of the blocks, in their order: what is in them. Empty: all are of one kind.
+        kinds: of the blocks, in their order. Empty: all are of one kind.
     """
 
     blocks: tuple[str, ...]
     units: Mapping[str, tuple[Units, ...]]
     going: Mapping[str, int] = field(default_factory=dict)
     experts: tuple[Experts, ...] = ()
-    kinds: tuple[str, ...] = ()
+    kinds: tuple[Kind, ...] = ()
 
     @classmethod
     def of(cls, model: PreTrainedModel, targets: Sequence[Target], amounts: Mapping[str, float]) -> Plan:
@@ -100,7 +113,7 @@ class Plan:
         for target in targets:
             by_block.setdefault(target.block, {})[target.role] = target
         _check_stack(model, list(by_block), amounts)
-        every = cls(tuple(by_block), {}, kinds=tuple(_kind(model, block) for block in by_block))
+        every = cls(tuple(by_block), {}, kinds=_kinds(model, list(by_block)))
         units: dict[str, tuple[Units, ...]] = {}
         going: dict[str, int] = {}
         experts: tuple[Experts, ...] = ()
@@ -152,9 +165,10 @@ class Plan:
     def may_go(self, gone: Set[str]) -> list[str]:
         """The blocks that can go beside those that are gone.
 
-        Of each kind one stays: without any attention a hybrid does not know how far a text has come, and cannot write.
+        Of each kind one stays: without any attention a hybrid does not know how far a text has come, and cannot write;
+        and what the last block that sees more than a window is for, no text shows that is shorter than the window.
         """
-        kinds = dict(zip(self.blocks, self.kinds or [""] * len(self.blocks), strict=True))
+        kinds = dict(zip(self.blocks, self.kinds or [None] * len(self.blocks), strict=True))
         left = Counter(kind for block, kind in kinds.items() if block not in gone)
         return [block for block in self.blocks[1:-1] if block not in gone and left[kinds[block]] > 1]
 
@@ -194,11 +208,19 @@ def _check_stack(model: PreTrainedModel, blocks: Sequence[str], amounts: Mapping
         )
 
 
-def _kind(model: PreTrainedModel, block: str) -> str:
-    """What is in a block, as its code calls it: a hybrid has some with `linear_attn` and some with `self_attn`."""
-    inside = model.get_submodule(block).named_children()
-    # Norms are no kind: the first block of RWKV has one more.
-    return ", ".join(sorted(name for name, one in inside if any(weight.ndim > 1 for weight in one.parameters())))
+def _kinds(model: PreTrainedModel, blocks: Sequence[str]) -> tuple[Kind, ...]:
+    """Of each of these blocks, which are all that a stack has."""
+    mixed = {one.block for one in mixtures(model)}
+
+    def inside(block: str) -> frozenset[str]:
+        modules = model.get_submodule(block).named_children()
+        # Norms are no kind: the first block of RWKV has one more.
+        found = {name for name, one in modules if any(weight.ndim > 1 for weight in one.parameters())}
+        return frozenset(found | ({"experts"} if block in mixed else set()))
+
+    return tuple(
+        Kind(inside(block), sees) for block, sees in zip(blocks, seen_by_block(model.config, len(blocks)), strict=True)
+    )
 
 
 def _blocks_going(name: str, amount: float, every: Plan) -> int:

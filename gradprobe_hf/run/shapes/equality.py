@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.estimation.machine import available_bytes
-from gradprobe_hf.model.families import random_batch
+from gradprobe_hf.estimation.machine import fits
+from gradprobe_hf.model.families import longest_text, random_batch
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.parameters import input_device, is_offloaded, parameter_bytes
 from gradprobe_hf.model.passes.loss import forward_only
@@ -40,13 +40,14 @@ from gradprobe_hf.structures.shapes import smaller_config
 
 logger = logging.getLogger(__name__)
 
-ROWS, TOKENS = 1, 32  # one: without a padding token, a classifier of sequences takes no more
+ROWS = 1  # without a padding token, a classifier of sequences takes no more
+# As long as the texts of a calibration, so that windows of attention show; and the last of them are compared.
+TOKENS, COMPARED = 512, 32
 # How far apart the outputs of the two models may be, relative to their size: sums over fewer terms round otherwise.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 OF_HALF_PRECISION = 0.1  # where there is no room to compute in float32
 # What a model's own code raises where a batch, or a size, is none that it was made for.
 _REFUSALS = (RuntimeError, TypeError, ValueError, LookupError)
-SHARE = 0.8  # of free memory, for what is compared
 HUGE = 1e30  # outputs from here on say that something is masked, tokens that are never written say
 
 
@@ -67,7 +68,7 @@ class MaskedOutputs:
     @classmethod
     def of(cls, model: PreTrainedModel) -> MaskedOutputs:
         wide = model.dtype not in TOLERANCE and _takes_float32(model)
-        batch, outputs = random_batch(model, ROWS, TOKENS), None
+        batch, outputs = random_batch(model, ROWS, min(TOKENS, longest_text(model) or TOKENS)), None
         try:
             outputs = _outputs(model, batch, wide)
         except torch.OutOfMemoryError:
@@ -156,11 +157,6 @@ def _difference(
         return masked.difference(made)
 
 
-def fits(nbytes: int, device: torch.device) -> bool:
-    """Whether there is room for so much on a device."""
-    return nbytes <= SHARE * available_bytes(device)
-
-
 def _apart(found: Tensor, wanted: Tensor) -> tuple[float, float]:
     """How far apart outputs are, and the size of those that are wanted.
 
@@ -204,13 +200,13 @@ def _outputs(model: PreTrainedModel, batch: dict[str, Tensor], wide: bool) -> Te
 
 
 def _told(output: Any) -> Tensor:
-    """What a model predicts; of one without a head, its hidden states.
+    """What a model predicts of the last tokens, or classes; of one without a head, its hidden states.
 
     The loss of routers may stand in front of it (`output_router_logits` in the configuration), which counts experts.
     """
     logits = getattr(output, "logits", None)
     found: Tensor = logits if isinstance(logits, Tensor) else output[0]
-    return found
+    return found[:, -COMPARED:] if found.ndim == 3 else found
 
 
 def _cuda_devices(model: PreTrainedModel) -> list[torch.device]:

@@ -21,7 +21,7 @@ from accelerate.utils import send_to_device
 from torch import nn
 from transformers import PreTrainedModel
 
-from gradprobe_hf.estimation.machine import available_bytes
+from gradprobe_hf.estimation.machine import available_bytes, fits
 from gradprobe_hf.model.families import cache_name, longest_text, random_batch, stack_of, without_cache
 from gradprobe_hf.model.parameters import input_device, is_offloaded, parameter_bytes
 from gradprobe_hf.model.passes.patches import eval_mode
@@ -54,10 +54,12 @@ def check_timeable(model: PreTrainedModel, plan: Plan) -> None:
     Args:
         plan: of the model, whatever goes.
     """
-    if len({*plan.kinds}) > 1:
-        inside = [frozenset(kind.split(", ")) for kind in sorted({*plan.kinds})]
+    inside = {kind.inside for kind in plan.kinds}
+    if len(inside) > 1:
         everywhere = frozenset.intersection(*inside)
-        apart = " or ".join(", ".join(sorted(one - everywhere)) or "none of these" for one in inside)
+        apart = " or ".join(
+            ", ".join(one) or "none of these" for one in sorted(sorted(one - everywhere) for one in inside)
+        )
         raise ValueError(
             f"latency takes one block for all, and those of {type(model).__name__} have {apart} in them. Give another "
             "budget: params=0.75, say, or memory='200MB'."
@@ -136,9 +138,15 @@ def _timed_table(model: PreTrainedModel, targets: Sequence[Target], axes: Mappin
     plan, length = Plan.of(model, targets, {}), length_of(model)
     middle = plan.blocks[len(plan.blocks) // 2]
     others = frozenset(plan.blocks) - {middle}
+    removals = [Removal(Plan.of(model, targets, going), others) for going in asked]
+    if not fits(needed := sum(one.bytes(model) for one in removals), input_device(model)):
+        raise ValueError(
+            f"latency is told by {len(removals)} models of one block each, with the embeddings {needed / 1e9:,.1f} GB "
+            "beside the model, and there is no room for them. Give another budget: params=0.75, say, or "
+            "memory='200MB'."
+        )
     subjects = []
-    for going in asked:
-        removal = Removal(Plan.of(model, targets, going), others)
+    for removal in removals:
         made = _random(model, removal)
         subjects.append(_Subject(made, length, made.get_submodule(f"{stack_of(middle)}.0")))
     rounds = _rounds(subjects)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
@@ -103,56 +104,64 @@ def packed(removal: Removal, targets: Sequence[Target]) -> PackedMasks:
 
 
 def check_hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> None:
-    """Raise ValueError unless a block whose matrices and biases are zero hands on what it is given."""
+    """Raise ValueError unless blocks whose matrices and biases are zero hand on what they are given."""
     if not hands_on(model, targets):
         raise ValueError(
             f"structure 'blocks': a block of {type(model).__name__} without weights does not hand on what it is given "
-            "(it has a norm behind the sum, say, or does not run once in a pass), so that none can be left out. Leave "
-            "'blocks' out."
+            "(it has a norm or a factor behind the sum, say, or does not run once in a pass), so that none can be left "
+            "out. Leave 'blocks' out."
         )
 
 
 @torch.no_grad()
 def hands_on(model: PreTrainedModel, targets: Sequence[Target]) -> bool:
-    """Whether a block whose matrices and biases are zero hands on what it is given.
+    """Whether blocks whose matrices and biases are zero hand on what they are given, all those that may go.
 
-    Others (a norm behind the residual sum, as in BERT) change it all the same, and removing them is something else. So
-    it is where a block runs several times, or never.
+    Others (a norm behind the residual sum, as in BERT, or a factor, as in Gemma 4) change it all the same, and removing
+    them is something else. So it is where a block runs several times, or never.
 
     Raises:
-        ValueError: NaN or infinite values in what it is given.
+        ValueError: NaN or infinite values in what they are given.
     """
     plan = Plan.of(model, targets, {})
-    block = plan.blocks[len(plan.blocks) // 2]
-    inside = [target for target in targets if target.block == block]
-    biases, module = silenced(model, [block]), model.get_submodule(block)
-    masks, seen = packed(Removal(plan, frozenset([block])), inside), list[tuple[Tensor | None, Tensor]]()
-    original = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = original(*args, **kwargs)
-        handed_on = output if isinstance(output, Tensor) else output[0]
-        # Whatever it is called, and whether or not by its name: masks and positions have other shapes.
-        given = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.shape == handed_on.shape)
-        seen.append((next(given, None), handed_on))
-        return output
-
+    blocks = plan.may_go(set()) or [plan.blocks[len(plan.blocks) // 2]]
+    inside = [target for target in targets if target.block in blocks]
+    biases, masks = silenced(model, blocks), packed(Removal(plan, frozenset(blocks)), inside)
+    seen: dict[str, list[tuple[Tensor | None, Tensor]]] = {block: [] for block in blocks}
     batch = send_to_device(random_batch(model, 1, RANDOM_TOKENS), input_device(model))
     with (
         serving(model, [*inside, *biases.vectors], masks, new_weights=biases),
-        replaced_forward(module, forward),
+        ExitStack() as watched,
         eval_mode(model),
         upcast_products(model),
     ):
+        for block in blocks:  # in one pass: what one of them hands on, the next is given
+            module = model.get_submodule(block)
+            watched.enter_context(replaced_forward(module, partial(_noted, module.forward, seen[block])))
         forward_only(model, batch)
-    if len(seen) != 1 or (given := seen[0][0]) is None:
+    return all(_handed_on(block, passes) for block, passes in seen.items())
+
+
+def _noted(forward: Callable[..., Any], passes: list[tuple[Tensor | None, Tensor]], *args: Any, **kwargs: Any) -> Any:
+    """What a block makes; it is noted with what it was given."""
+    output = forward(*args, **kwargs)
+    handed_on = output if isinstance(output, Tensor) else output[0]
+    # Whatever it is called, and whether or not by its name: masks and positions have other shapes.
+    given = (one for one in (*args, *kwargs.values()) if isinstance(one, Tensor) and one.shape == handed_on.shape)
+    passes.append((next(given, None), handed_on))
+    return output
+
+
+def _handed_on(block: str, passes: Sequence[tuple[Tensor | None, Tensor]]) -> bool:
+    """Whether a block has run once, and handed on what it was given."""
+    if len(passes) != 1 or (given := passes[0][0]) is None:
         return False
     if not given.isfinite().all():
         raise ValueError(
             f"structure 'blocks': the inputs of {block} are not finite: look for NaN in the weights before it, or a "
             "dtype that overflows (float16: try bfloat16). Nothing was changed."
         )
-    return torch.allclose(given, seen[0][1].to(given.device))
+    return torch.allclose(given, passes[0][1].to(given.device))
 
 
 def check_routing(model: PreTrainedModel, plan: Plan) -> None:
