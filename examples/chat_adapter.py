@@ -66,10 +66,23 @@ def rows_of(tokenizer: Any, sentences: Sequence[Sentence]) -> list[dict[str, lis
     return rows
 
 
+def answers_of(tokenizer: Any) -> list[int]:
+    """The first token of each answer, where its template has the model write it."""
+    asked = question(tokenizer, "fine")
+    chats = [tokenizer.apply_chat_template(chat("fine", label))["input_ids"] for label in range(len(ANSWERS))]
+    found = [whole[len(asked)] for whole in chats]
+    if any(whole[: len(asked)] != asked for whole in chats) or len(set(found)) < len(found):
+        sys.exit(
+            "the chat template of this model does not put the answer right behind the question (it may think first): "
+            "give a model whose template does."
+        )
+    return found
+
+
 @torch.no_grad()
 def accuracy(model: Any, tokenizer: Any, sentences: Sequence[Sentence], batch_size: int = 16) -> float:
     """The share of sentences for which the first token of the right answer is likelier than that of the wrong one."""
-    answers = torch.tensor([tokenizer(answer, add_special_tokens=False)["input_ids"][0] for answer in ANSWERS])
+    answers = torch.tensor(answers_of(tokenizer))
     model.eval()
     right = 0
     for start in range(0, len(sentences), batch_size):
@@ -143,6 +156,7 @@ def run(args: argparse.Namespace) -> None:
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
+    answers_of(tokenizer)  # before anything is trained
     sentences, test = read(args.data, "train"), read(args.data, "test")
     for drawn in (sentences, test):
         random.Random(0).shuffle(drawn)

@@ -111,7 +111,7 @@ def accuracy(model: Any, tokenizer: Any, rows: Dataset) -> float:
         processing_class=tokenizer,
         task=TaskOptions(TASK),
     )
-    metric = metric_of(TASK, "accuracy", batches, tokenizer)
+    metric = metric_of(TASK, "accuracy", batches, tokenizer, model.config)
     assert metric is not None, "it was asked for"
     return measure_metric(Workload(model, batches), metric)
 

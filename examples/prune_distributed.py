@@ -39,6 +39,7 @@ if __name__ == "__main__":
         GradProbeConfig(
             sparsity=0.5,
             preset="balanced",
+            # So few and short windows are enough to try it: leave these options out for a model that will be used.
             num_samples=32,
             sequence_length=64,
             batch_size=2,

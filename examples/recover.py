@@ -284,6 +284,8 @@ def main() -> None:
     parser.add_argument("--evaluation-samples", type=int, default=20)
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[5e-4, 1e-3])
     args = parser.parse_args()
+    if not (args.evaluation or args.split):
+        parser.error("--evaluation: there is nothing to measure on. Give NAME=SPEC, or a file to --split.")
     with tempfile.TemporaryDirectory() as folder:
         if args.split:
             args.text, rest = split(args.split, Path(folder))

@@ -15,7 +15,7 @@ from huggingface_hub import EvalResult, ModelCard
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from gradprobe_hf import prune_pretrained
+from gradprobe_hf import prune_pretrained, recover_pretrained
 from gradprobe_hf.cli import main
 from gradprobe_hf.data.text.paper_protocol import PaperSpec, paper_batches
 from gradprobe_hf.evaluation import harness
@@ -131,6 +131,24 @@ def test_a_dense_model_for_something_else_is_told(checkpoint, evaluated, tmp_pat
     code, _, err = evaluated(checkpoint, "--against", tmp_path / "other", "--data", "pydoc", *TEXT)
     assert code == 1
     assert re.search(r"is for text-generation, and .*other for fill-mask: name the dense model", err)
+
+
+def test_a_dense_model_that_numbers_its_labels_otherwise_is_told(evaluated, tmp_path):
+    """Its accuracy would be that of exchanged labels."""
+    rows = labelled.classified()
+    for name in ("pruned", "dense"):
+        model = labelled.build("bert")
+        names = sorted(labelled.LABELS, reverse=name == "dense")
+        model.config.id2label, model.config.label2id = dict(enumerate(names)), {one: n for n, one in enumerate(names)}
+        model.save_pretrained(tmp_path / name)
+        labelled.tokenizer().save_pretrained(tmp_path / name)
+    rows.to_json(tmp_path / "rows.jsonl")
+    asked = ("--data", tmp_path / "rows.jsonl", "--num-samples", "4")
+    code, _, err = evaluated(tmp_path / "pruned", "--against", tmp_path / "dense", *asked)
+    assert code == 1
+    assert re.search(r"number their labels differently \('negative' is 0 and 2, id2label in config\.json\)", err)
+    with pytest.raises(ValueError, match="the pruned model and the teacher number their labels differently"):
+        recover_pretrained(str(tmp_path / "pruned"), str(tmp_path / "dense"), text=rows, evaluation=False)
 
 
 # The paper protocol.

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_multi_gpu_env
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.readme_table import faces_table
 from examples import chat_adapter, demo, recover
@@ -166,6 +166,24 @@ def test_recover(checkpoint, text_file, other_text_file, tmp_path):
     assert "50.0000%" in ran.stdout
 
 
+@pytest.mark.parametrize("template", ["right behind", "thinks first"])
+def test_answers_are_compared_where_the_model_was_taught_to_write_them(checkpoint, template):
+    words = AutoTokenizer.from_pretrained(checkpoint)
+    said = "{{ m['content'] }}" if template == "right behind" else "{{ '<think></think>' + m['content'] }}"
+    words.chat_template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'user' %}{{ m['content'] }}{% else %}"
+        + said
+        + "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    if template == "thinks first":
+        with pytest.raises(SystemExit, match="does not put the answer right behind the question"):
+            chat_adapter.answers_of(words)
+        return
+    rows = chat_adapter.rows_of(words, [("It is good.", 0), ("It is good.", 1)])
+    taught = [next(label for label in row["labels"] if label != -100) for row in rows]
+    assert chat_adapter.answers_of(words) == taught
+
+
 def test_what_is_there_of_another_run_is_neither_replaced_nor_shown_as_this_one(checkpoint, tmp_path, monkeypatch):
     """Called here, where a process of its own would import for seconds what it does not come to."""
 
@@ -189,11 +207,14 @@ def test_what_is_there_of_another_run_is_neither_replaced_nor_shown_as_this_one(
     pruned = [*text, "--steps", 60, "--pruned", tmp_path / "pruned"]
     ends_with(r"pruned is .*tiny-llama at a sparsity of 50\.00%", recover, "--model", checkpoint, *pruned)
 
+    ends_with("2", recover, "--model", checkpoint, *text[:2], *text[4:])  # nothing to measure on; argparse's own
+
     (tmp_path / "chats" / "adapter").mkdir(parents=True)
     (tmp_path / "chats" / "adapter" / "settings.json").write_text('{"model": "other", "steps": 75, "train": 600}')
     for part in ("train", "test"):
         (tmp_path / f"{part}.tsv").write_text("It is good.\t1\n")
-    monkeypatch.setattr(chat_adapter, "rows_of", lambda *_: [])
+    for asked in ("rows_of", "answers_of"):  # of a chat template
+        monkeypatch.setattr(chat_adapter, asked, lambda *_: [])
     ends_with(
         "adapter of .*other", chat_adapter, "--model", checkpoint, "--output", tmp_path / "chats", "--data", tmp_path
     )

@@ -408,6 +408,17 @@ def test_boxes_are_fractions_of_their_image(classes, boxes, said):
         prune(model, [batch])
 
 
+def test_classes_that_a_text_names_are_numbered_by_it():
+    """Of Grounding DINO: its configuration has two labels, as every one that says nothing of them."""
+    labels = [{"class_labels": torch.tensor([3]), "boxes": torch.tensor([[0.5, 0.5, 0.2, 0.2]])}]
+    with torch.device("meta"):
+        model = hf.GroundingDinoForObjectDetection(hf.GroundingDinoConfig())
+    check_labels(model, {"labels": labels}, "calibration", needs_loss=True)
+    labels[0]["class_labels"] = torch.tensor([-1])
+    with pytest.raises(ValueError, match="class_labels hold -1"):
+        check_labels(model, {"labels": labels}, "calibration", needs_loss=True)
+
+
 def test_void_of_upernet_has_its_own_name():
     stages = {"depths": (1, 1, 1, 1), "num_heads": (1, 2, 2, 4), "out_features": [f"stage{one}" for one in range(1, 5)]}
     swin = hf.SwinConfig(image_size=32, patch_size=2, embed_dim=8, window_size=2, **stages)

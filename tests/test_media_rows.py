@@ -14,7 +14,7 @@ from transformers import ASTConfig, ASTFeatureExtractor, ASTForAudioClassificati
 from transformers.image_utils import load_image
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-from gradprobe_hf.tasks.media_batches import as_image
+from gradprobe_hf.tasks.media_batches import as_image, as_wave
 from tests import labelled
 from tests.labelled import CASES, batches
 
@@ -195,3 +195,14 @@ def test_recordings_of_unequal_lengths_are_padded_by_encoder_decoders_too():
     rows = Dataset.from_dict({"audio": waves, "text": ["a", "b"]})
     (batch,) = batches("whisper", rows, samples=2, processor=processor)
     assert batch["labels"].shape[0] == 2
+
+
+@pytest.mark.parametrize(("scale", "dtype"), [(32_767, "int16"), (32_767, "float32"), (127, "float32")])
+def test_samples_of_another_scale_are_refused(scale, dtype):
+    """As `scipy.io.wavfile` reads them, say: Whisper's features of such samples are no features of speech."""
+    tone = np.sin(np.linspace(0, 400, 16_000)).astype("float32")
+    assert np.array_equal(as_wave(tone, 16_000), tone)
+    given = (tone * scale).astype(dtype)
+    with pytest.raises(ValueError, match=r"audio must be samples from -1 to 1, .*divide those of 16 bits by 32768"):
+        as_wave(given, 16_000)
+    assert as_wave(np.zeros(8, dtype="int16"), 16_000).dtype == np.float32  # silence

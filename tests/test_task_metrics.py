@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from accelerate import disk_offload
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import MarianConfig, MarianMTModel
+from transformers import AutoModelForSequenceClassification, MarianConfig, MarianMTModel
 
 from gradprobe_hf import GradProbeConfig, compare_pretrained
 from gradprobe_hf.tasks.metrics import METRICS, accuracy, f1, word_error_rate
@@ -230,3 +230,34 @@ def test_a_mask_of_pairs_of_tokens_hides_no_token_from_the_metric():
 def test_errors_in_no_words_are_refused():
     with pytest.raises(ValueError, match="have no word"):
         word_error_rate(["something"], [" "])
+
+
+def one_number():
+    config = labelled.build("bert").config
+    config.num_labels = 1
+    return AutoModelForSequenceClassification.from_config(config).eval()
+
+
+def squared_logits(model, batch):
+    return model(input_ids=batch["input_ids"]).logits.square().sum()
+
+
+@pytest.mark.parametrize(
+    ("make", "labels", "why"),
+    [
+        (one_number, lambda: torch.tensor([1, 0]), "the model predicts one number, which is no class"),
+        (lambda: labelled.build("bert"), lambda: None, "the evaluation batches have no 'labels'"),
+        (lambda: labelled.build("bert"), lambda: torch.ones(2, 3).long(), "the labels are several of a row"),
+        (lambda: labelled.build("tags"), lambda: torch.ones(2).long(), "the labels are not one of each token"),
+    ],
+    ids=["one number", "none", "several", "of rows"],
+)
+def test_what_is_no_class_has_no_accuracy(make, labels, why):
+    """The most likely of one class is always the same, and that of other labels was an error behind all the work."""
+    batches = [{"input_ids": torch.randint(3, 250, (2, 12)), "labels": labels()} for _ in range(4)]
+    batches = [{name: value for name, value in batch.items() if value is not None} for batch in batches]
+    given = {"evaluation": batches, "loss_fn": squared_logits}
+    result = cases.prune(make(), batches, **given)
+    assert result.report.evaluation["metric"] is None
+    with pytest.raises(ValueError, match=f"metric='accuracy' cannot be measured: {why}"):
+        cases.prune(make(), batches, **given, metric="accuracy")

@@ -129,6 +129,21 @@ def test_names_that_a_model_shows_are_its_names(back):
         batches("bert", rows, model=model)
 
 
+def test_letters_of_either_case_may_be_classes_of_their_own():
+    names = LabelNames({"a": 0, "B": 1, "A": 2, "b": 3}, 4, ("A", "a", "B", "b"))
+    assert [names.number(stored, "row 1") for stored in range(4)] == [2, 0, 1, 3]
+
+
+def test_measures_that_are_all_the_same_are_those_of_a_split_without_any():
+    """STS-B's test split has -1 for each row: the loss would be a distance to that."""
+    model = labelled.build("bert")
+    model.config.num_labels = 1
+    rows = Dataset.from_dict({"text": [f"row {number}" for number in range(20)], "label": [-1.0] * 20})
+    with pytest.raises(ValueError, match=r"all 16 rows have the label -1\.0, .* seem not to be published"):
+        batches("bert", rows, model=model, samples=16)
+    assert batches("bert", rows, model=model, samples=8)  # so few may be the same by chance
+
+
 def test_numerals_are_the_names_that_begin_with_them():
     names = LabelNames({f"{stars} star{'s' * (stars > 1)}": stars - 1 for stars in range(1, 6)}, 5)
     assert [names.number(str(stars), "row 1") for stars in range(1, 6)] == list(range(5))

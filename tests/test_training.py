@@ -85,6 +85,17 @@ def test_zeros_hold_after_every_step(how, name, tmp_path):
     assert not hooks_of(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_in_half_precision_are_told_to_round_steps_away(dtype, tmp_path, caplog):
+    model, masks = half_pruned(dtype=dtype)
+    before = weights(model)
+    trained(model, tmp_path, [SparsityCallback(masks)], learning_rate=1e-6)
+    moved = sum(int((one != before[name]).sum()) for name, one in weights(model).items())
+    kept = sum(one.numel() for one in before.values()) - sum(int(mask.sum()) for mask in masks.values())
+    assert (moved < kept / 2) == (dtype == torch.bfloat16)
+    assert ("the weights train in bfloat16, which rounds" in caplog.text) == (dtype == torch.bfloat16)
+
+
 def test_without_the_callback_they_are_lost(tmp_path):
     model, masks = half_pruned()
     trained(model, tmp_path, [])

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from gradprobe_hf.model.families import (
     answers_by_position,
     chooses_among_texts,
+    forward_arguments,
     frame_counts,
     ignored_label,
     is_causal,
@@ -147,7 +148,9 @@ def _check_boxes(model: PreTrainedModel, labels: Sequence[Any], part: str) -> No
                 "fractions of the image: center x, center y, width and height, as the image processor makes them."
             )
         first, last = int(classes.min()), int(classes.max())
-        if first < 0 or last >= model.config.num_labels:
+        # Where a text names the classes, they are numbered by it.
+        named = "input_ids" in forward_arguments(model)
+        if first < 0 or (last >= model.config.num_labels and not named):
             raise ValueError(
                 f"{part}: class_labels hold {first if first < 0 else last}, and {type(model).__name__} predicts 0 to "
                 f"{model.config.num_labels - 1}."

@@ -223,6 +223,7 @@ class Labels:
         if label and spec.task.compares == "texts":
             _check_texts([str(value_of(row, label)) for row in rows], items, reader, f"{opened.name}, {label}")
         if label:
+            _check_one_label(opened, reader, [value_of(row, label) for row in rows])
             _warn_of_one_label(opened, spec.task, [value_of(row, label) for row in rows])
         if spec.task.inputs == (TEXT,) and len(inputs) == 1 and not (spec.text.text_column or spec.text.text_template):
             _warn_of_unread(opened, rows, inputs[0], label)
@@ -250,6 +251,7 @@ class Labels:
         keep = [name for name in rows[0] if name in reader.accepts and name not in ("labels", "return_loss")]
         items = prepared_batches(rows, keep, reader, spec.task, self.model, spec.batch_size)
         if label:
+            _check_one_label(opened, reader, [row.get(label) for row in rows])
             _warn_of_one_label(opened, spec.task, [row.get(label) for row in rows])
         kind = "tokenised rows" if "input_ids" in keep else spec.task.row
         return _described(items, opened, f"{len(rows)} {kind}, {order}{spec.words}")
@@ -347,6 +349,15 @@ def _taken(opened: Source, spec: RowSpec) -> tuple[list[Row], str]:
             f"most {len(taken)} samples."
         )
     return taken, order
+
+
+def _check_one_label(opened: Source, reader: RowReader, labels: Sequence[Any]) -> None:
+    """Raise ValueError for measures that are all the same: splits for tests are published with -1 in their place."""
+    if len(labels) >= FEWEST_OF_ONE_LABEL and reader.is_regression and len(set(map(str, labels))) == 1:
+        raise ValueError(
+            f"{opened.name}: all {len(labels)} rows have the label {labels[0]}, and {reader.config.num_labels} "
+            "number(s) are to be predicted of each: its labels seem not to be published. Give a split that has some."
+        )
 
 
 def _warn_of_one_label(opened: Source, task: Task, labels: Sequence[Any]) -> None:

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
 from tqdm.auto import tqdm
+from transformers import PreTrainedConfig
 
 from gradprobe_hf.data.batches import Batches
 from gradprobe_hf.data.text.special_tokens import is_tokenizer, tokenizer_of
@@ -20,6 +21,8 @@ from gradprobe_hf.probe.steps import share
 from gradprobe_hf.tasks.columns import IGNORED
 from gradprobe_hf.tasks.embeddings import is_for_embedding
 from gradprobe_hf.tasks.metrics import Metric
+from gradprobe_hf.tasks.predictions import predicted_labels
+from gradprobe_hf.tasks.row_reader import is_regression
 from gradprobe_hf.tasks.table import Task
 
 
@@ -45,8 +48,10 @@ class TaskMetric:
         return -1 if self.metric.higher_is_better else 1
 
 
-def metric_of(task: Task | None, name: str | None, batches: Batches, processing_class: Any) -> TaskMetric | None:
-    """The metric that was asked for; the task's default, where these batches allow it; else None.
+def metric_of(
+    task: Task | None, name: str | None, batches: Batches, processing_class: Any, config: PreTrainedConfig
+) -> TaskMetric | None:
+    """The metric that was asked for; the task's default, where these batches and the model allow it; else None.
 
     Raises:
         ValueError: the one that was asked for is none of the task's, or cannot be measured on these batches.
@@ -59,7 +64,7 @@ def metric_of(task: Task | None, name: str | None, batches: Batches, processing_
     if name is None:
         return None
     metric = task.metric(name)
-    lacks = _lacks(metric, batches, processing_class)
+    lacks = _lacks(metric, batches, processing_class) or _lacks_classes(task, batches, config)
     if lacks and asked:
         raise ValueError(f"metric={name!r} cannot be measured: {lacks}.")
     if not lacks:
@@ -80,6 +85,23 @@ def _lacks(metric: Metric, batches: Batches, processing_class: Any) -> str:
         return "the evaluation batches have no embeddings to compare with"
     if metric.compares == "texts" and not is_tokenizer(tokenizer_of(processing_class)):
         return "its texts need a tokenizer, and none was found beside the model: pass processing_class="
+    return ""
+
+
+def _lacks_classes(task: Task, batches: Batches, config: PreTrainedConfig) -> str:
+    """What the labels of these batches miss to be compared with the most likely classes, in words; "": nothing."""
+    if task.predict is not predicted_labels:
+        return ""
+    if task.one_label and task.name != "multiple-choice" and is_regression(config):
+        return "the model predicts one number, which is no class: give a metric_fn"
+    for batch in batches:
+        labels = batch.get("labels")
+        if not isinstance(labels, Tensor):
+            return "the evaluation batches have no 'labels'"
+        if task.one_label and labels.ndim > 1:
+            return "the labels are several of a row: give a metric_fn"
+        if not task.one_label and "input_ids" in batch and labels.shape != batch["input_ids"].shape:
+            return "the labels are not one of each token: give a metric_fn"
     return ""
 
 

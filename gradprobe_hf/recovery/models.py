@@ -28,6 +28,7 @@ from gradprobe_hf.recovery.checks import (
 from gradprobe_hf.recovery.distil import check_top_k
 from gradprobe_hf.recovery.text import task_of
 from gradprobe_hf.report.report import Report
+from gradprobe_hf.tasks.columns import check_one_numbering
 
 
 @dataclass(frozen=True)
@@ -63,12 +64,14 @@ class Student:
 
     def check(self, dense: Dense, config: RecoveryConfig) -> None:
         """Raise ValueError where the two models do not go together, or one cannot be used."""
-        task_of(self.model, config)
+        task = task_of(self.model, config)
         check_trainable(self.model, "recovery")
         check_alike(self.model, dense.model)
         check_related(self.model, dense.model)
         if dense.processing_class is not None and self.processing_class is not None:
             check_one_vocabulary(self.processing_class, dense.processing_class, ("the pruned model", "the teacher"))
+        if task is not None and task.labels:
+            check_one_numbering(self.model.config, dense.model.config, ("the pruned model", "the teacher"))
         check_pruned(self.model, dense.model)
         check_top_k(dense.model, config.teacher_top_k)
         if config.lora_r is not None:

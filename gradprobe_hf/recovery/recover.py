@@ -166,7 +166,7 @@ def recover_pretrained(
         with stopwatch("read data"):
             measured_on = evaluation_of(evaluation, config, dense.model, student.processing_class)
             task = task_of(dense.model, config)
-            metric = metric_of(task, config.metric, measured_on, student.processing_class)
+            metric = metric_of(task, config.metric, measured_on, student.processing_class, dense.model.config)
             check_same_batches(processes, evaluation=measured_on.fingerprint)
             # A text that is too short comes before a repository is created, and one that is yet to be written after.
             given = None if is_written(text) else _read(text, config, dense, student, place)

@@ -284,9 +284,10 @@ class LabelNames:
         ('POSITIVE', 'NEGATIVE')
         """
         known, found = {one.lower(): one for one in self.ids}, []
-        for name in map(str.lower, self.stored):
-            if name in known:
-                found.append(known[name])
+        for stored in self.stored:
+            name = stored.lower()
+            if stored in self.ids or name in known:  # letters may be classes of their own, A and a
+                found.append(stored if stored in self.ids else known[name])
                 continue
             alike = [one for lower, one in known.items() if lower.startswith(name) or name.startswith(lower)]
             found += alike * (len(alike) == 1)
@@ -360,6 +361,22 @@ def label_ids(config: Any) -> dict[str, int]:
                     "label2id: mend the one that is wrong."
                 )
     return found
+
+
+def check_one_numbering(config: Any, other: Any, names: tuple[str, str]) -> None:
+    """Raise ValueError for two models that number the same labels each in its own order.
+
+    Args:
+        names: of the two models, for the error.
+    """
+    ids, others = label_ids(config), label_ids(other)
+    if ids != others and {*ids} == {*others} and not _are_numbers(ids):
+        apart = next(name for name in ids if ids[name] != others[name])
+        raise ValueError(
+            f"{names[0]} and {names[1]} number their labels differently ({apart!r} is {ids[apart]} and "
+            f"{others[apart]}, id2label in config.json): one's predictions cannot be compared with the other's. Give "
+            "the model that the first was pruned from."
+        )
 
 
 def _are_numbers(names: Iterable[str]) -> bool:

@@ -20,6 +20,8 @@ from gradprobe_hf.tasks.text_batches import class_labels, target_ids
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+LOUDEST = 32.0  # of samples that are not whole numbers: from -1 to 1, or of the variance 1, and not of 8 or 16 bits
+
 
 def classified_images(rows: Sequence[Row], reader: RowReader) -> dict[str, Tensor]:
     """Pixels `[rows, channels, height, width]` with a label `[rows]` each."""
@@ -239,7 +241,9 @@ def as_wave(value: Any, rate: int) -> Any:
             )
         value = value["array"]
     try:
-        wave = np.asarray(value, dtype=np.float32)
+        wave = np.asarray(value)
+        whole = wave.dtype.kind in "iu"
+        wave = wave.astype(np.float32)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"audio must be samples, or what `datasets` decodes with its audio extra (pip install torchcodec), got "
@@ -247,6 +251,12 @@ def as_wave(value: Any, rate: int) -> Any:
         ) from error
     if wave.ndim != 1 or not len(wave):
         raise ValueError(f"audio must be samples [time] of one channel, got an array of shape {list(wave.shape)}.")
+    loudest = float(np.abs(wave).max())
+    if loudest > LOUDEST or (whole and loudest > 1):
+        raise ValueError(
+            f"audio must be samples from -1 to 1, got some of {loudest:g}: divide those of 16 bits by 32768, "
+            "(samples / 32768).astype('float32')."
+        )
     return wave
 
 

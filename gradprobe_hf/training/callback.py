@@ -134,6 +134,21 @@ class StepCallback(TrainerCallback):
             if parameter.requires_grad and id(parameter) not in held:
                 raise ValueError(f"{type(self).__name__}: {name} is in no optimizer that was passed. {remedy}")
 
+    def tell_of_rounding(self, names: Iterable[str]) -> None:
+        """Warn where one of these parameters trains in half precision: at usual rates steps are less than its spacing.
+
+        What other optimizers do is not known: some keep a copy in float32, or round at random.
+        """
+        dtypes = {one.dtype for one in map(self.model.get_parameter, names) if one.requires_grad and one.itemsize < 4}
+        if dtypes and all(type(one).__module__.startswith("torch.optim") for one in self.optimizers):
+            found = str(min(dtypes, key=str)).removeprefix("torch.")
+            logger.warning(
+                "the weights train in %s, which rounds nearly all of a step away where the learning rate is a usual "
+                "one, 5e-5 say. Load the model with dtype='float32' to train it: bf16=True of TrainingArguments still "
+                "computes in bfloat16",
+                found,
+            )
+
     def _check_only_one_decides(self, running: weakref.WeakSet[StepCallback]) -> None:
         """Refuse a second callback that chooses zeros. Others of the same optimizer work side by side."""
         for other in running if self.decides_zeros else ():

@@ -61,6 +61,7 @@ class SparsityCallback(StepCallback):
             "Its zeros are lost between two steps of another one: pass all that train the model, keep_sparsity(model, "
             "[one, other]), or freeze what none of them trains (requires_grad_(False)).",
         )
+        self.tell_of_rounding(target.parameter for target in self.keeper.targets.values())
         self.keeper.mask_weights()
 
     def gradient_hooks(self) -> list[RemovableHandle]:

@@ -190,6 +190,7 @@ class StatePruningCallback(StepCallback):
             (target.parameter for target in self.targets),
             "Another one would fill its zeros: name the matrices that this one does not train in exclude.",
         )
+        self.tell_of_rounding(target.parameter for target in self.targets)
         self.history, self.keeper, self._is_due = [], None, False
         self._first, self._earlier = self.initial_sparsity, None
         if self.step >= self.end_step:  # a resumed run; `restore` has the exact mask, unless its file is missing

@@ -216,6 +216,7 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
     from gradprobe_hf.evaluation.task_metric import measure_metric, metric_of
     from gradprobe_hf.model.passes.loss import is_in_nats
     from gradprobe_hf.probe.engine import Workload
+    from gradprobe_hf.tasks.columns import check_one_numbering
 
     if dense is not None:
         check_one_vocabulary(pruned.tokenizer, dense.tokenizer, (pruned.name, dense.name))
@@ -226,6 +227,8 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
             f"{pruned.name} is for {kinds[0]}, and {dense.name} for {kinds[1]}: name the dense model that it was "
             "pruned from (--against), or what both are for (--task)."
         )
+    if dense is not None and task is not None and task.labels:
+        check_one_numbering(pruned.model.config, dense.model.config, (pruned.name, dense.name))
     labelled_by = pruned
     if task is not None and task.embeds:  # the dense model's embeddings are the labels
         if dense is None:
@@ -238,7 +241,7 @@ def _on_text(options: argparse.Namespace, pruned: _Loaded, dense: _Loaded | None
     if dense is not None:  # it may have fewer positions
         check_batches(dense.model, batches, "data", needs_loss=labelled_by is pruned)
     known = _warn_of_known_text(options, batches)
-    metric = metric_of(task, options.metric, batches, pruned.tokenizer)
+    metric = metric_of(task, options.metric, batches, pruned.tokenizer, pruned.model.config)
     models = {"pruned": pruned.model} | ({"dense": dense.model} if dense is not None else {})
     works = {
         name: Workload(model, media_in_dtype(batches, model.dtype), progress=shows_progress(options))

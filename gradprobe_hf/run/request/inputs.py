@@ -85,7 +85,7 @@ def load_inputs(request: RunRequest) -> RunContext:
             check_text_options(TextOptions.of(config), calibrated, measured)
         if task is not None:
             task.check_length(config.sequence_length, model.main_input_name)
-        metric = metric_of(task, config.metric, measured, processing_class)
+        metric = metric_of(task, config.metric, measured, processing_class, model.config)
         check_same_batches(processes, calibration=calibrated.fingerprint, evaluation=measured.fingerprint)
     folder = request.from_pretrained_kwargs.get("offload_folder")
     return RunContext(
