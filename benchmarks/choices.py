@@ -2,7 +2,8 @@
 
     make bench-choices        # the model of 15M, TinyStories; benchmarks/results/choices.json
 
-Each row is a whole run at each of three sparsities. Rows that the file has are not made again.
+Each row is a whole run in each of its columns: three sparsities, or two patterns. Rows that the file has are
+not made again.
 
 usage: python -m benchmarks.choices --model DIR --calibration SPEC --evaluation SPEC [--rows NAME ...]
 """
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from benchmarks.quality_tables import geometric_mean
+from benchmarks.quality_tables import column_title, geometric_mean
 from benchmarks.resumed_rows import made_rows, row_parser, texts_of, windows_of
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.probe.statistics import Statistics
@@ -25,7 +26,8 @@ from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.updates import admm
 
 RESULTS = Path(__file__).parent / "results"
-SPARSITIES = (0.5, 0.6, 0.7)
+SPARSITIES = ("0.5", "0.6", "0.7")
+PATTERNS = ("2:4", "4:8")
 TWO_PROBES, BEST, OBS = {"probes": 2}, {"preset": "best"}, {"probes": 1, "update": "obs"}
 
 
@@ -37,15 +39,20 @@ class Choice:
         options: of the configuration.
         constants: of `updates/admm.py`, that are others meanwhile.
         first_probe: what the first probe of two counts beside the second.
+        columns: sparsities, and patterns.
     """
 
     options: dict[str, Any]
     constants: dict[str, float] = field(default_factory=dict)
     first_probe: float = 1.0
+    columns: tuple[str, ...] = SPARSITIES
 
 
 CHOICES: dict[str, dict[str, Choice]] = {  # what is chosen -> its values; the package's own is the first
     "preset": {name: Choice({"preset": name}) for name in ("best", "balanced", "fast")},
+    "preset, with a pattern": {
+        name: Choice({"preset": name}, columns=PATTERNS) for name in ("best", "balanced", "fast")
+    },
     "ADMM: penalty": {
         "0.7": Choice(BEST),
         "0.35": Choice(BEST, {"PENALTY": 0.35}),
@@ -107,15 +114,12 @@ def first_probe_counts(weight: float) -> Iterator[None]:
 
 
 def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
-    """Perplexity of one choice at each sparsity."""
+    """Perplexity of one choice in each of its columns."""
     choice = ALL[name]
     found, dense = {}, None
-    for sparsity in SPARSITIES:
-        config = GradProbeConfig(
-            sparsity=sparsity,
-            **windows_of(args),
-            **choice.options,
-        )
+    for column in choice.columns:
+        asked = {"pattern": column} if ":" in column else {"sparsity": float(column)}
+        config = GradProbeConfig(**asked, **windows_of(args), **choice.options)
         with ExitStack() as changed:
             changed.enter_context(first_probe_counts(choice.first_probe))
             for constant, value in choice.constants.items():
@@ -125,21 +129,25 @@ def row(args: argparse.Namespace, name: str) -> dict[str, Any]:
             )
         measured = result.report.evaluation
         assert measured is not None, "there is a text"
-        found[str(sparsity)], dense = measured["pruned"]["perplexity"], measured["dense"]["perplexity"]
+        found[column], dense = measured["pruned"]["perplexity"], measured["dense"]["perplexity"]
     return {"row": name, "perplexity": found, "dense": dense}
 
 
 def choices_table(results: dict[str, Any]) -> str:
     """Each choice, and its perplexities over those of the package's own."""
     made, settings = {one["row"]: one["perplexity"] for one in results["rows"]}, results["settings"]
-    lines = [f"| | {' | '.join(f'{float(s):.0%}' for s in SPARSITIES)} | mean ratio |", "|---|---:|---:|---:|---:|"]
+    columns = (*SPARSITIES, *PATTERNS)
+    lines = [f"| | {' | '.join(map(column_title, columns))} | mean ratio |", "|---|" + "---:|" * (len(columns) + 1)]
     for what, values in CHOICES.items():
+        if run_of(next(iter(values.values()))) not in made:
+            continue
         own = made[run_of(next(iter(values.values())))]
         for number, (value, choice) in enumerate(values.items()):
             found, name = made[run_of(choice)], f"{what} = {value}"
             ratio = geometric_mean([found[s] / own[s] for s in own])
             label = f"**{name}**" if number == 0 else name
-            lines.append(f"| {label} | {' | '.join(f'{value:.2f}' for value in found.values())} | {ratio:.3f} |")
+            shown = [f"{found[column]:.2f}" if column in found else "" for column in columns]
+            lines.append(f"| {label} | {' | '.join(shown)} | {ratio:.3f} |")
     note = (
         f"{settings['model']} in float32; calibration {settings['num_samples']} x {settings['sequence_length']} of "
         f"{settings['calibration']}, evaluation {settings['evaluation_samples']} x {settings['sequence_length']} of "
