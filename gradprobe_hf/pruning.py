@@ -171,7 +171,12 @@ def prune_pretrained(
         rows = rows_at_once(resume_dir, context.processes) if config.batch_size == "auto" else None
     if apply:
         check_store_room(context.model, {target.parameter for target in context.targets}, output_dir)
-    out = out.checked(context.model, context.processes, is_smaller=context.config.structure is not None)
+    out = out.checked(
+        context.model,
+        context.processes,
+        processing_class=context.processing_class,
+        is_smaller=context.config.structure is not None,
+    )
     with upcast_products(context.model):  # as what it is compared with
         judge = None if metric_fn is None else Judge.of(context, metric_fn)
     with open_run(written(context), rows=rows) as context:

@@ -311,6 +311,16 @@ def test_no_number_of_a_table_is_cut(monkeypatch, capsys):
             assert shown in said
 
 
+def test_a_best_loss_of_nothing_has_no_ratio(capsys):
+    """Of embeddings that have not moved."""
+    passes = {"forward": 0.0, "backward": 0.0}
+    rows = [
+        ComparedRow(name, 0.5, 5, 10, loss, None, 1.0, passes, 10, 40, {}) for name, loss in (("a", 0.0), ("b", 0.1))
+    ]
+    print_comparison(rows, Measurement(0.0, None, 100), {"metric": None, "source": "x", "protocol": "y"})
+    assert "0.0000" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_options_that_no_baseline_has_are_a_row_of_their_own(checkpoint, capsys):
     assert main(["compare", str(checkpoint), "--order", "sequential", "--json", *SMALL]) == 0

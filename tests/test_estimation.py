@@ -570,6 +570,10 @@ def test_a_run_beside_its_estimate(tmp_path, capsys):
     cases.build("gpt2").save_pretrained(tmp_path / "other")
     assert main(["estimate", str(tmp_path / "other"), "--measured", str(out)]) == 1
     assert "was pruned from another model" in capsys.readouterr().err
+    report = json.loads((out / "gradprobe_report.json").read_text())
+    (out / "gradprobe_report.json").write_text(json.dumps(report | {"recovery": {"steps": 1}}))
+    assert main(["estimate", str(tmp_path / "dense"), "--measured", str(out)]) == 1
+    assert "was recovered behind its pruning" in capsys.readouterr().err
 
 
 def test_a_run_in_another_dtype_is_estimated_in_that(tmp_path, capsys):

@@ -418,7 +418,8 @@ def test_weights_of_an_earlier_push_are_not_there_beside_the_new_ones(hub, user,
 def test_a_tokenizer_of_an_earlier_push_is_not_there_beside_the_new_one(hub, user, tmp_path):
     """Its template and special tokens would be read with the new one, and what was measured had others."""
     old = ["chat_template.jinja", "special_tokens_map.json", "tokenizer.model", "generation_config.json"]
-    kept = ["notes.txt", "preprocessor_config.json", "model.gguf", "onnx/model.onnx"]
+    kept = ["notes.txt", "preprocessor_config.json", "model.gguf", "onnx/model.onnx", "word2vec.model", "vocab.pt"]
+    kept += ["q50/spiece.model", "original/tokenizer.model", "vision/model.safetensors"]  # other models' files
     new = {"with": ["model.safetensors", "tokenizer_config.json"], "without": ["model.safetensors"]}
     for name, files in new.items():
         hub.repositories[f"me/{name}"] = Repository(revisions={"main": dict.fromkeys([*old, *kept], b"old")})

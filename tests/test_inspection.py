@@ -60,3 +60,15 @@ def test_it_says_what_the_run_left_dense(tmp_path):
     assert {name.split(".")[-2] for name in found.excluded} == {"down_proj"}
     assert found.to_dict()["excluded"] == list(found.excluded)
     assert len(found.rows) + len(found.excluded) == len(find_targets(cases.build("llama")))
+
+
+def test_it_reads_what_transformers_loads(tmp_path):
+    """A file before an index: `save_pretrained` leaves that of an earlier one in shards, whose files it removes."""
+    model = cases.build("llama")
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    with torch.no_grad():
+        for target in find_targets(model):
+            target.matrix(model)[::2] = 0
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    assert inspect_checkpoint(tmp_path).sparsity == pytest.approx(0.5, abs=0.05)

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, ViTImageProcessor, Wav2Vec2Config
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, prune_pretrained, recover_pretrained
 from gradprobe_hf.checkpoint import file_sizes
 from gradprobe_hf.checkpoint.companions import copy_companions
+from gradprobe_hf.checkpoint.origin import stored_report
 from gradprobe_hf.checkpoint.write import check_destination, check_writable
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.verbs import compare
@@ -556,3 +557,44 @@ def test_the_bases_that_a_card_names(written, found, tmp_path):
     assert bases(tmp_path / "README.md") == found
     assert ("base_model" in base_metadata(str(tmp_path), tmp_path / "README.md")) == bool(found)
     assert bases(None) == []
+
+
+def test_a_path_that_a_card_names_is_no_base(tmp_path):
+    """Reports are published."""
+    for named, found in (("/home/ann/llama", None), ("[/home/ann/llama, me/a]", ["me/a"])):
+        (tmp_path / "README.md").write_text(f"---\nlicense: mit\nbase_model: {named}\n---\n")
+        assert base_metadata(str(tmp_path), tmp_path / "README.md").get("base_model") == found
+
+
+class Unsaved:
+    """Somebody's own."""
+
+    def __call__(self, *args, **kwargs):
+        return cases.tokenizer()(*args, **kwargs)
+
+
+def test_what_cannot_be_saved_is_told_before_the_work(source, tmp_path, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.pruning.decide_pruning", lambda *_: pytest.fail("it was probed"))
+    given = {"processing_class": Unsaved(), "output_dir": tmp_path / "out"}
+    with pytest.raises(ValueError, match=r"processing_class, a Unsaved, cannot be saved, .*AttributeError"):
+        cases.prune(cases.build("llama"), cases.batches("llama"), **given)
+
+
+def test_what_is_pushed_alone_wants_room_for_temporary_files(monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.checkpoint.destination.check_push", lambda *_: pytest.fail("it was created"))
+    monkeypatch.setattr("gradprobe_hf.checkpoint.write.shutil.disk_usage", lambda _: SimpleNamespace(free=0))
+    with pytest.raises(OSError, match="the checkpoint needs about"):
+        cases.prune(cases.build("llama"), cases.batches("llama"), push_to_hub="me/model")
+
+
+def test_a_report_is_that_of_the_folder_inside_that_is_read(tmp_path):
+    for inside, sparsity in (("", 0.3), ("q60", 0.6)):
+        cases.prune(
+            cases.build("llama"), cases.batches("llama"), sparsity=sparsity, output_dir=tmp_path / "all" / inside
+        )
+    found = [stored_report(str(tmp_path / "all"), {"subfolder": inside}) for inside in ("", "q60", "q90")]
+    assert [(round(report.sparsity, 1), config.sparsity) for report, config in found[:2]] == [(0.3, 0.3), (0.6, 0.6)]
+    assert found[2] == (None, None)
+    (tmp_path / "all" / "q60" / "gradprobe_config.json").unlink()  # as of what something else has pruned
+    report, config = stored_report(str(tmp_path / "all"), {"subfolder": "q60"})
+    assert (round(report.sparsity, 1), config) == (0.6, None)

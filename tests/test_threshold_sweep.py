@@ -130,6 +130,7 @@ def test_a_threshold_that_breaks_the_model_is_a_row():
         ({"max_metric_drop": "five"}, "max_metric_drop must be"),
         ({"max_metric_drop": "5"}, "a share like '5%'"),
         ({"config": cases.config(order="sequential")}, "order='sequential' has no part"),
+        ({"config": cases.config(metric="accuracy")}, "metric='accuracy' has no part in a sweep"),
     ],
 )
 def test_options_without_a_part_in_it_are_refused_before_any_pass(options, message):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -78,24 +80,32 @@ class Destination:
             join_processes().on_main(partial(check_destination, self.output_dir, name, self.overwrite))
 
     def checked(
-        self, model: PreTrainedModel, processes: Processes, *, is_smaller: bool = False, also_read: Sequence[str] = ()
+        self,
+        model: PreTrainedModel,
+        processes: Processes,
+        *,
+        processing_class: Any = None,
+        is_smaller: bool = False,
+        also_read: Sequence[str] = (),
     ) -> Destination:
         """The same with its repository, which is created: before any work.
 
         Args:
+            processing_class: that is saved with the model.
             is_smaller: whether structures are cut out as it is written.
             also_read: names of other models that are read, and are not replaced either.
 
         Raises:
             OSError: no room on the disk, or the Hub refuses.
-            ValueError: a configuration of the model cannot be saved, or folder or repository are of a model that is
-                read.
+            ValueError: a configuration of the model, or the processing class, cannot be saved; or folder or repository
+                are of a model that is read.
         """
         self.check(model.name_or_path, *also_read)  # the base of an adapter is known now
-        if self.output_dir is not None:
-            processes.on_main(partial(check_room, self.output_dir, model, is_smaller))
         if self.output_dir is not None or self.repo_id is not None:
-            processes.on_main(partial(check_configurations, model))
+            # What is pushed alone is written to a temporary folder.
+            where = self.output_dir or Path(tempfile.gettempdir()) / "checkpoint"
+            processes.on_main(partial(check_room, where, model, is_smaller))
+            processes.on_main(partial(check_configurations, model, processing_class))
             processes.on_main(partial(check_reloads, model))
         if self.repo_id is None:
             return self

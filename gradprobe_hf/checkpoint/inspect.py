@@ -138,9 +138,12 @@ def _unreached(path: Path) -> list[str]:
 
 
 def weight_files(path: Path) -> dict[str, list[str]]:
-    """File name -> the tensors in it."""
+    """File name -> the tensors in it; of what transformers loads, a file before an index."""
     if not (path / "config.json").is_file():
         raise ValueError(f"{path} is not a checkpoint folder: it has no config.json.")
+    if (path / SAFE_WEIGHTS_NAME).is_file():
+        with _opened(path / SAFE_WEIGHTS_NAME) as handle:
+            return {SAFE_WEIGHTS_NAME: list(handle.keys())}
     if (path / SAFE_WEIGHTS_INDEX_NAME).is_file():
         files: dict[str, list[str]] = {}
         for name, file in index_of(path).items():
@@ -148,10 +151,7 @@ def weight_files(path: Path) -> dict[str, list[str]]:
         if missing := [file for file in files if not (path / file).is_file()]:
             raise ValueError(f"{path} has no {missing[0]}, which its index names; fetch it again.")
         return files
-    if not (path / SAFE_WEIGHTS_NAME).is_file():
-        raise ValueError(f"{path} has no safetensors weights ({SAFE_WEIGHTS_NAME}); write them with save_pretrained.")
-    with _opened(path / SAFE_WEIGHTS_NAME) as handle:
-        return {SAFE_WEIGHTS_NAME: list(handle.keys())}
+    raise ValueError(f"{path} has no safetensors weights ({SAFE_WEIGHTS_NAME}); write them with save_pretrained.")
 
 
 @contextmanager

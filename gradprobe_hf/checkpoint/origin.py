@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from huggingface_hub import snapshot_download
@@ -20,19 +20,25 @@ _UNNAMED = "default"  # PEFT's name for an adapter that was given none
 def stored_report(name: str, source: Mapping[str, Any]) -> tuple[Report | None, GradProbeConfig | None]:
     """The report and the configuration of a checkpoint's pruning; None of one that something else has made.
 
+    What something else has pruned, and was recovered here, has a report alone.
+
     Args:
         name: a folder, or a Hub id.
-        source: keyword arguments of `from_pretrained`: `revision`, `token` and `cache_dir` count.
+        source: keyword arguments of `from_pretrained`: `subfolder`, `revision`, `token` and `cache_dir` count.
     """
+    inside = source.get("subfolder") or ""
     folder = Path(name)
     if not folder.is_dir():
         if looks_like_path(name):
             return None, None
         of_hub = {key: source[key] for key in ("revision", "token", "cache_dir") if key in source}
-        folder = Path(snapshot_download(name, allow_patterns=[REPORT_NAME, CONFIG_NAME], **of_hub))
-    if not all((folder / file).is_file() for file in (REPORT_NAME, CONFIG_NAME)):
+        wanted = [str(PurePosixPath(inside, file)) for file in (REPORT_NAME, CONFIG_NAME)]
+        folder = Path(snapshot_download(name, allow_patterns=wanted, **of_hub))
+    folder = folder / inside
+    if not (folder / REPORT_NAME).is_file():
         return None, None
-    return Report.load(folder), GradProbeConfig.from_pretrained(folder)
+    has_config = (folder / CONFIG_NAME).is_file()
+    return Report.load(folder), GradProbeConfig.from_pretrained(folder) if has_config else None
 
 
 def check_made_of(report: Report | None, dense: Loaded, argument: str, in_memory: bool = False) -> list[str]:

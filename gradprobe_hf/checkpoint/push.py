@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,20 +21,18 @@ from gradprobe_hf.report.card.base_model import CARD, bases
 logger = logging.getLogger(__name__)
 
 MAIN = "main"
-# Files of an earlier push that this one may not have, and that transformers would read with it. Weights of another
-# name: a model in one file is loaded before one in shards, and some libraries go by an index that is there.
-_OLD_MODEL = [
-    *("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin", "pytorch_model-*-of-*.bin", "pytorch_model.bin.index.json"),
-    "generation_config.json",
-]
+# Files of an earlier push that this one may not have, and that transformers would read with it; whole paths, so that
+# none of a folder is meant but where it is named. Weights of another name: a model in one file is loaded before one in
+# shards, and some libraries go by an index that is there.
+_OLD_MODEL = r"(pytorch_)?model(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?|generation_config\.json"
 # A template, special tokens and vocabularies, of which transformers takes what is there. They stay where no tokenizer,
 # or no processor, is uploaded: somebody may have put them there for this model.
-_OLD_TOKENIZER = [
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "*.model"),
-    *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*", "vocab.*", "merges.txt"),
-]
-_OLD_PROCESSOR = ["processor_config.json", "*preprocessor_config.json"]
+_OLD_TOKENIZER = (
+    r"(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json|(vocab|merges)\.txt|"
+    r"(tokenizer|spiece|sentencepiece(\.bpe)?|tiktoken)\.model|"
+    r"chat_template\.(jinja|json)|additional_chat_templates/[^/]+"
+)
+_OLD_PROCESSOR = r"((video_)?pre)?processor_config\.json"
 _ADAPTER = "adapter_config.json"
 
 
@@ -115,21 +115,25 @@ def push_folder(
     with _hub_errors(repo_id):
         if revision is not None and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
+        there = api.list_repo_files(repo_id, revision=revision)
         commit = api.upload_folder(
             repo_id=repo_id,
             folder_path=folder,
             revision=revision,
             create_pr=create_pr,
             commit_message=message,
-            delete_patterns=_old_files(Path(folder)),  # but those that are uploaded
+            # But those that are uploaded; as patterns, which these are taken for.
+            delete_patterns=[glob.escape(name) for name in _old_files(Path(folder), there)],
         )
     return str(commit.pr_url or commit.commit_url)
 
 
-def _old_files(folder: Path) -> list[str]:
-    has_tokenizer = (folder / "tokenizer_config.json").is_file()
-    has_processor = any(folder.glob("*processor_config.json"))
-    return [*_OLD_MODEL, *(_OLD_TOKENIZER if has_tokenizer else []), *(_OLD_PROCESSOR if has_processor else [])]
+def _old_files(folder: Path, there: Iterable[str]) -> list[str]:
+    """Those of a repository's files that would be read with what is uploaded."""
+    old = [_OLD_MODEL]
+    old += [_OLD_TOKENIZER] * (folder / "tokenizer_config.json").is_file()
+    old += [_OLD_PROCESSOR] * any(folder.glob("*processor_config.json"))
+    return [name for name in there if any(re.fullmatch(pattern, name) for pattern in old)]
 
 
 @contextmanager

@@ -133,8 +133,8 @@ def check_room(directory: str | Path, model: PreTrainedModel, is_smaller: bool =
         )
 
 
-def check_configurations(model: PreTrainedModel) -> None:
-    """Raise ValueError, before any work, for a configuration that transformers refuses to save: they are saved here."""
+def check_configurations(model: PreTrainedModel, processing_class: Any = None) -> None:
+    """Raise ValueError, before any work, for what cannot be saved beside the weights: it is saved here."""
     named = {"config": model.config, "generation_config": getattr(model, "generation_config", None)}
     with tempfile.TemporaryDirectory(prefix="gradprobe-") as scratch:
         for name, one in named.items():
@@ -143,6 +143,16 @@ def check_configurations(model: PreTrainedModel) -> None:
                     one.save_pretrained(scratch)
             except ValueError as error:
                 raise ValueError(f"model.{name} cannot be saved, and no checkpoint without it: {error}") from error
+        try:
+            if processing_class is not None:
+                processing_class.save_pretrained(scratch)
+        except (AttributeError, TypeError, ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"processing_class, a {type(processing_class).__name__}, cannot be saved, and no checkpoint without "
+                f"it: {type(error).__name__}: {error}"
+            ) from error
+        except Exception as error:  # of the disk, say, and the checkpoint goes to another
+            logger.debug("whether the processing class can be saved is not known: %s", error)
 
 
 @dataclass(frozen=True)

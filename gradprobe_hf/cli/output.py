@@ -221,7 +221,7 @@ def print_comparison(
             row.method,
             f"{row.sparsity:.2%}",
             f"{value:,.4f}",
-            f"{value / best:.3f}",
+            f"{value / best:.3f}" if best else "-",  # embeddings that have not moved have a loss of 0
             *([f"{row.metric:.4f}"] if metric else []),
             *_shown(row.divergence),
             f"{row.seconds:,.0f}",

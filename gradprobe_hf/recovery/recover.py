@@ -171,7 +171,12 @@ def recover_pretrained(
             # A text that is too short comes before a repository is created, and one that is yet to be written after.
             given = None if is_written(text) else _read(text, config, dense, student, place)
         # Of an adapter by its name the model is the base that it was folded into.
-        out = out.checked(student.model, processes, also_read=(name_of(teacher), dense.model.name_or_path))
+        out = out.checked(
+            student.model,
+            processes,
+            processing_class=student.processing_class,
+            also_read=(name_of(teacher), dense.model.name_or_path),
+        )
         with stopwatch("read data"):
             trained_on = given or _read(text, config, dense, student, place)
             trained_on.check_apart(measured_on)

@@ -149,6 +149,8 @@ def perplexity_figure(report: Report) -> Figure:
         if recovery["before"] is not None:
             bars_of[pruned] = (recovery["before"]["pruned"]["perplexity"], DENSE)
         bars_of[f"{pruned}, recovered"] = (found["pruned"], PRUNED)
+    # A model that was recovered may have had none before.
+    bars_of = {name: bar for name, bar in bars_of.items() if bar[0] is not None and math.isfinite(bar[0])}
     values = [value for value, _ in bars_of.values()]
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator

@@ -74,6 +74,11 @@ def sweep_gradient_thresholds(
         check_drop(max_metric_drop)
     config = threshold_rule(resolve_config(config))
     check_without_recovery(config)
+    if config.metric is not None:
+        raise ValueError(
+            f"metric={config.metric!r} has no part in a sweep, whose rows and max_metric_drop are of the loss. Leave "
+            "metric unset."
+        )
     in_turn = config.order == "sequential"
     wanted, shares = checked_thresholds(thresholds, config), checked_sparsities(sparsities, config)
     if in_turn:

@@ -101,9 +101,15 @@ def _measured(options: argparse.Namespace) -> Report:
         name = others[0].replace("_", "-")
         raise ValueError(f"--{name} has no effect with --measured, which has the options of its run. Leave it out.")
     try:
-        return Report.load(options.measured)
+        found = Report.load(options.measured)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"--measured {options.measured}: there is no {REPORT_NAME} in it, which every checkpoint that "
             "`gradprobe prune` wrote has. Give the folder of one."
         ) from None
+    if found.recovery is not None and not found.config.get("recovery_steps"):
+        raise ValueError(
+            f"--measured {options.measured} was recovered behind its pruning, and seconds and memory of both are in "
+            f"its {REPORT_NAME}: give the folder of a run of `gradprobe prune`."
+        )
+    return found

@@ -30,7 +30,9 @@ def base_metadata(name: str, card: Path | None, keeps_use: bool = False) -> dict
     data = _metadata(card)
     kept = {key: data[key] for key in (*_HANDED_ON, *(_USED_WITH if keeps_use else ())) if data.get(key)}
     if name and Path(name).is_dir():
-        base = data["base_model"] if names_in(data) else None
+        # A path, of a card that was written by hand, is nobody else's, and reports are published.
+        named = list(filter(_names_repository, names_in(data)))
+        base = named if isinstance(data.get("base_model"), list) else next(iter(named), None)
     else:
         base = name if _names_repository(name) else None
     return {**kept, "base_model": base} if base else kept
