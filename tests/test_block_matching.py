@@ -9,13 +9,14 @@ from functools import partial
 import pytest
 import torch
 from accelerate import disk_offload
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Zamba2Config, Zamba2ForCausalLM
 
 from gradprobe_hf import GradProbeConfig
 from gradprobe_hf.estimation.expected_passes import expected_passes
 from gradprobe_hf.evaluation.perplexity import measure
-from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.reconstruction.block_matching import BlockExamples
+from gradprobe_hf.model.targets import block_vectors, find_targets
+from gradprobe_hf.reconstruction.block_matching import BlockExamples, Example, Matching, match_block
+from gradprobe_hf.runtime.processes import Processes
 from gradprobe_hf.updates import refinement
 from tests import cases
 
@@ -263,3 +264,64 @@ def test_no_more_passes_are_made_than_were_expected(short):
     expected = expected_passes(cases.config(**BLOCKS), blocks=3)
     assert expected.trained == short.epochs
     assert report.passes == pytest.approx({"forward": expected.forward, "backward": expected.backward})
+
+
+def matching(tail=()):
+    """Of the first block of a model whose smaller half of the weights is zero."""
+    model = cases.build("gpt2")
+    targets = [one for one in find_targets(model) if one.block == "transformer.h.0"]
+    values, masks, examples = {}, {}, []
+    for target in targets:
+        matrix = target.matrix(model).detach().clone()
+        masks[target.name] = matrix.abs() < matrix.abs().median()
+        values[target.name] = matrix.masked_fill(masks[target.name], 0)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        inputs = torch.randn(1, 8, model.config.n_embd, generator=generator)
+        with torch.no_grad():
+            output = model.transformer.h[0](inputs)
+        output = output if isinstance(output, torch.Tensor) else output[0]
+        examples.append(Example(((inputs,), {}), output, output.square().sum(-1).reciprocal()))
+    settings = refinement.REFINEMENTS["blocks"]
+    task = Matching(model, "transformer.h.0", targets, [*examples, *tail], settings, Processes(), 0)
+    return match_block(task, values, masks)[2]
+
+
+def test_what_a_block_has_no_part_in_is_not_held_out():
+    """The last tenth of the rows, all of text, say, of a tower that sees: it would have been judged by nothing."""
+    assert matching([None] * 4) == matching()
+    assert matching().after < matching().before
+
+
+def zamba():
+    """Two blocks of the same weights and norms."""
+    sizes = {"vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 4, "intermediate_size": 32}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "attention_hidden_size": 32, "attention_head_dim": 16}
+    mamba = {"mamba_d_state": 4, "n_mamba_heads": 2, "mamba_headdim": 16, "mamba_expand": 2, "chunk_size": 8}
+    kinds = {"layers_block_type": ["mamba", "hybrid"] * 2, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1}
+    torch.manual_seed(0)
+    config = Zamba2Config(**sizes, **heads, **mamba, **kinds, adapter_rank=4, mamba_ngroups=1, pad_token_id=0)
+    return Zamba2ForCausalLM(config).eval()
+
+
+def test_vectors_that_blocks_share_and_those_of_routers_are_not_trained():
+    model = zamba()
+    shared = {name for name, _ in model.named_parameters(remove_duplicate=False) if "shared_transformer" in name}
+    assert shared
+    for block in (1, 3):
+        found = {one.name for one in block_vectors(model, f"model.layers.{block}")}
+        assert found
+        assert not found & shared
+    sizes = {"vocab_size": 260, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 16, "head_dim": 8}
+    mixture = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2}
+    model = GptOssForCausalLM(GptOssConfig(**sizes, **mixture))
+    names = {one.name for one in block_vectors(model, "model.layers.0")}
+    assert any(name.endswith("sinks") for name in names)
+    assert not any("router" in name for name in names)
+
+
+def test_of_blocks_with_the_same_norms_a_model_is_left_as_it_was():
+    model, batches = zamba(), cases.batches("llama", rows=8)
+    before = cases.bits(model)
+    cases.prune(model, batches, evaluation=batches, **BLOCKS, exclude=["re:shared_transformer"], apply=False)
+    assert cases.changed(model, before) == []

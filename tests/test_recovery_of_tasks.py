@@ -13,7 +13,15 @@ import torch
 import torch.nn.functional as F
 from datasets import Dataset
 from huggingface_hub import ModelCard
-from transformers import AutoModelForSequenceClassification, ResNetConfig, ResNetForImageClassification
+from transformers import (
+    AutoModelForSequenceClassification,
+    FNetConfig,
+    FNetForSequenceClassification,
+    GPT2Config,
+    GPT2ForSequenceClassification,
+    ResNetConfig,
+    ResNetForImageClassification,
+)
 
 from gradprobe_hf import GradProbeConfig, RecoveryConfig, prune_pretrained, recover_pretrained
 from gradprobe_hf.cli.main import main
@@ -282,3 +290,32 @@ def test_batches_of_ones_own_are_rows_without_their_padding():
     alone = dense(input_ids=ids[1:2, :5]).logits
     torch.testing.assert_close(logits[1, :5], alone[0], rtol=1e-4, atol=1e-5)
     assert "labels" not in again
+
+
+def test_two_texts_for_one_source_are_two_rows():
+    """A decoder is given them: of five captions of a picture all are trained on."""
+    dense = labelled.build("t5")
+    source = torch.arange(6)[None]
+    batches = [{"input_ids": source, "labels": source + number} for number in (1, 1, 2, 3)]
+    text = read_text(batches, CONFIG, Reading(dense, None, Processes(), False))
+    assert [int(row["labels"][0]) for row in text.rows] == [1, 2, 3]
+    pairs = (0, 0), (0, 1), (1, 0)
+    classes = [{"input_ids": source + shift, "labels": torch.tensor([label])} for shift, label in pairs]
+    assert len(read_text(classes, CONFIG, Reading(labelled.build("bert"), None, Processes(), False)).rows) == 2
+
+
+def test_what_computes_with_padding_is_given_rows_of_one_length():
+    config = FNetConfig(vocab_size=260, hidden_size=16, num_hidden_layers=1, intermediate_size=32, num_labels=2)
+    model = FNetForSequenceClassification(config)
+    rows = [{"input_ids": torch.arange(length)[None], "labels": torch.tensor([0])} for length in (5, 6, 7)]
+    with pytest.raises(ValueError, match=r"computes with padding, too, .*Give rows of one length"):
+        read_text(rows, CONFIG, Reading(model, None, Processes(), False))
+
+
+def test_a_classifier_without_a_padding_token_is_refused_before_the_pruning(monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.pruning.decide_pruning", lambda *_: pytest.fail("it was probed"))
+    sizes = {"vocab_size": 260, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 32}
+    model = GPT2ForSequenceClassification(GPT2Config(**sizes, bos_token_id=1, eos_token_id=2, num_labels=2)).eval()
+    rows = [{"input_ids": torch.arange(number, number + 8)[None], "labels": torch.tensor([0])} for number in range(20)]
+    with pytest.raises(ValueError, match="has no pad_token_id, by which it would find the last token"):
+        cases.prune(model, rows, batch_size=1, recovery_steps=2)

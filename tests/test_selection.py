@@ -171,6 +171,18 @@ def test_bounds_keep_zeros_that_are_there_before_scores_of_zero(bounds):
     assert sum(int((masks[name] | (weights[name] == 0)).sum()) for name in scores) == 72
 
 
+def test_zeros_beyond_an_upper_bound_count_towards_the_budget():
+    weights = {"full": torch.ones(10, 100), "empty": torch.ones(10, 100)}
+    weights["empty"].view(-1)[:900] = 0
+    scores = {name: torch.rand(10, 100, generator=torch.Generator().manual_seed(1)) for name in weights}
+    targets = [target(name, (10, 100)) for name in weights]
+    masks = select_masks(
+        targets, lambda t: [score_keys(scores[t.name], weights[t.name], t.name)], Budget(0.5, bounds=(0.0, 0.7))
+    )
+    zeros = {name: int((masks[name] | (weight == 0)).sum()) for name, weight in weights.items()}
+    assert zeros == {"full": 100, "empty": 900}
+
+
 def test_an_infinite_score_goes_last():
     scores = np.array([[np.inf, 1.0, 3e38, np.inf]], dtype=np.float32)
     nothing = {"m": np.zeros((1, 4), dtype=bool)}

@@ -81,8 +81,8 @@ class PruningOptions(Options):
             eighth of the calibration rows, held out from the others, are kept best. Default: 0.01; `"auto"` with
             `structure` and `update="least_squares"`.
         refinement: what is trained of a block after the update of its matrices, under a mask that is fixed. `"none"`:
-            nothing. `"blocks"`: its kept weights, the gains of its norms and its biases, until its outputs are those of
-            the dense block.
+            nothing. `"blocks"`: its kept weights, the gains of its norms, its biases and other vectors, until its
+            outputs are those of the dense block.
         recovery_steps: steps in which all kept weights are trained towards the dense model's predictions, after
             pruning, on more of the calibration's text. 0: none.
         recovery_learning_rate: highest learning rate of these steps, > 0.

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.model.families import block_of, is_choosing, is_expert, is_head, mixes_rows
 from gradprobe_hf.model.fsdp import shard_layout
-from gradprobe_hf.model.parameters import read_weight
+from gradprobe_hf.model.parameters import aliases, read_weight
 from gradprobe_hf.model.sites import Site, Use, plain_uses, uses_by_parameter
 
 
@@ -146,12 +146,30 @@ def block_biases(model: PreTrainedModel, block: str) -> list[Target]:
 
 
 def _vectors(model: PreTrainedModel, block: str) -> Iterator[Target]:
-    """The parameters of a block that are one vector, or several of one kind as biases of experts are."""
+    """The parameters of a block that are one vector, or several of one kind as biases of experts are.
+
+    Not those that another block has, too, as of Zamba's blocks with the same weights: what is right for one is wrong
+    for the others. Nor those of routers, which choose and are not differentiated by.
+    """
+    others = _in_other_blocks(model, block)
     for name, module in model.get_submodule(block).named_modules(prefix=block):
         for leaf, parameter in module.named_parameters(recurse=False):
+            full, shape = f"{name}.{leaf}", (parameter.numel(), 1)
+            if full in others or is_choosing(model, name):
+                continue
             if (parameter.ndim == 1 or leaf.endswith("bias")) and parameter.is_floating_point():
-                full, shape = f"{name}.{leaf}", (parameter.numel(), 1)
                 yield Target(full, full, shape, False, (Site(name, "vector"),), block, full.removeprefix(f"{block}."))
+
+
+def _in_other_blocks(model: nn.Module, block: str) -> set[str]:
+    """Names of parameters of a block that are another block's, too."""
+    uses: dict[str, set[str]] = {}
+    further = aliases(model)
+    for name, canonical in further.items():
+        uses.setdefault(canonical, {canonical}).add(name)
+    blocks = {name: block_of(model, name.rpartition(".")[0]) for names in uses.values() for name in names}
+    apart = (names for names in uses.values() if len({blocks[name] for name in names}) > 1)
+    return {name for names in apart for name in names if blocks[name] == block}
 
 
 def other_targets(model: nn.Module, targets: Sequence[Target]) -> list[Target]:

@@ -227,14 +227,18 @@ class _Trainer:
     def _split(self) -> tuple[list[list[int]], list[list[int]]]:
         """Steps to train on and steps that are held out, the last ones; the same where there is one window.
 
-        Each is a list of batches, by their number among those of all processes.
+        Each is a list of batches, by their number among those of all processes, that the block has a part in: a text
+        without an image has none in a vision tower.
         """
         processes, examples = self._task.processes, self._task.examples
         rows = [0 if example is None else len(example.target) for example in examples]
         total, windows = processes.sum_(torch.tensor([len(rows), sum(rows)])).tolist()
         largest = int(processes.max_(torch.tensor(max(rows, default=1))))
         size = max(1, _windows_in_step(self._settings, windows) // max(1, largest))
-        steps = [list(range(start, min(start + size, total))) for start in range(0, total, size)]
+        there = torch.zeros(total)
+        there[[number * processes.count + processes.rank for number, count in enumerate(rows) if count]] = 1
+        numbers = processes.sum_(there).nonzero().flatten().tolist()
+        steps = [numbers[start : start + size] for start in range(0, len(numbers), size)]
         held_out = max(1, round(self._settings.held_out * len(steps)))
         return (steps[:-held_out], steps[-held_out:]) if len(steps) > 1 else (steps, steps)
 

@@ -19,7 +19,7 @@ from gradprobe_hf.checkpoint.result import PruneResult
 from gradprobe_hf.checkpoint.saving import Savable
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.data.sources import is_path
-from gradprobe_hf.model.families import is_causal
+from gradprobe_hf.model.families import is_causal, labels_whole_sequences
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading.adapters import active_adapters, has_adapters, stored_adapter
 from gradprobe_hf.model.parameters import is_offloaded
@@ -158,6 +158,13 @@ def check_trainable(model: PreTrainedModel, option: str) -> None:
             f"{option} trains all weights, and those of this model are {where}. Prune it first, and train the "
             "checkpoint where a whole model fits on each device, or with adapters alone: `gradprobe recover --lora-r "
             "16`."
+        )
+    reads_text = model.main_input_name == "input_ids"
+    if reads_text and labels_whole_sequences(model) and model.config.get_text_config().pad_token_id is None:
+        raise ValueError(
+            f"{option} trains on several rows at once, and the configuration of this {type(model).__name__} has no "
+            "pad_token_id, by which it would find the last token of each: set model.config.pad_token_id to the "
+            "tokenizer's."
         )
     if not all(p.is_floating_point() for p in model.parameters()):
         raise ValueError(f"{option} trains weights, and those of this model are quantized: load it dequantised.")

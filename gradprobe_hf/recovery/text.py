@@ -35,6 +35,7 @@ from gradprobe_hf.data.text.special_tokens import tokenizer_of
 from gradprobe_hf.data.text.text_options import SELF, is_written
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, Writing, load_batches, window_length
 from gradprobe_hf.model.families import (
+    feels_padding,
     forward_arguments,
     is_causal,
     makes_decoder_inputs_of_source,
@@ -161,7 +162,7 @@ class RecoveryText:
             )
         # A chat's window without a word of the assistant has nothing to learn from, and a step of such alone no mean.
         counted = (row for row in _rows(batches, layout) if bool((_labels(row, layout) != IGNORED).any()))
-        rows = list({_content(row): row for row in counted}.values())
+        rows = list({_content(row, layout): row for row in counted}.values())
         if len(rows) < 2:
             what, shorter = "a prediction that counts", ""
             if layout.is_causal:
@@ -285,6 +286,11 @@ def read_text(source: Any, config: RecoveryConfig, reading: Reading) -> Recovery
         check_evidence(model, batches, "text")
     _check_read(model, batches)
     found = RecoveryText.of(batches, config.held_out_samples, reading.layout)
+    if feels_padding(model) and len({row[_main(row)].shape for row in found.rows}) > 1:
+        raise ValueError(
+            f"text: a {type(model).__name__} computes with padding, too, and rows of several lengths would be padded "
+            "to train on them together. Give rows of one length."
+        )
     epochs = config.steps * config.batch_size / len(found.trained)
     if epochs > 1:
         what = "windows" if found.layout.is_causal else "rows"
@@ -364,8 +370,10 @@ def _main(row: Row) -> str:
     return "input_ids" if "input_ids" in row else next(name for name in row if name in READ_BY_ITSELF)
 
 
-def _content(row: Row) -> bytes:
-    return row[_main(row)].contiguous().flatten().view(torch.uint8).numpy().tobytes()
+def _content(row: Row, layout: Layout) -> bytes:
+    """What a row is called with: of a decoder that is given its labels, as of a caption, these too."""
+    names = (_main(row), "labels") if layout.takes_labels else (_main(row),)
+    return b"|".join(row[name].contiguous().flatten().view(torch.uint8).numpy().tobytes() for name in names)
 
 
 def _tokens(row: Row) -> int:

@@ -143,7 +143,7 @@ def _exchanged(model: nn.Module, targets: Sequence[Target], new_weights: NewWeig
     finally:
         if not keeping:
             with uninterrupted(), torch.no_grad():
-                for target in targets:
+                for target in reversed(targets):
                     new_weights.withdraw(target.name, target.matrix(model))
 
 

@@ -46,6 +46,8 @@ def bounded(keys: Keys, bounds: tuple[float, float], unit: Sequence[Target], bud
             # Key 0 now stands for the least alone. All others are one higher: weights that are zero already and not
             # part of it are still the first of the rest, before a score of 0, but no longer pruned before the least of
             # every other matrix.
-            yield (chunk + 1).masked_fill_(~pruned_at_all(chunk), KEPT).masked_fill_(pruned_first(chunk), 0)
+            # What is zero already stays so, and counts, though it be more than the upper bound.
+            kept = ~pruned_at_all(chunk) & (chunk != 0)
+            yield (chunk + 1).masked_fill_(kept, KEPT).masked_fill_(pruned_first(chunk), 0)
 
     return changed

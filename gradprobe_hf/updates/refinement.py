@@ -44,8 +44,8 @@ REFINEMENTS: dict[str, Refinement] = {
         rate=0.01,
         dense_target=0.5,
         sentence="Behind the update of its matrices, each block was trained as a whole, its mask fixed: its kept "
-        "weights, the gains of its norms and its biases, towards the outputs of the dense block (Adam, as long as "
-        "calibration windows that were held out gained from it).",
+        "weights, the gains of its norms, its biases and other vectors, towards the outputs of the dense block (Adam, "
+        "as long as calibration windows that were held out gained from it).",
         source="Shin et al. 2024 (arXiv:2406.15524); Makni et al. 2026, 3BASiL (arXiv:2603.01376)",
     ),
 }
