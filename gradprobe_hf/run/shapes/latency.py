@@ -57,9 +57,8 @@ def check_timeable(model: PreTrainedModel, plan: Plan) -> None:
     inside = {kind.inside for kind in plan.kinds}
     if len(inside) > 1:
         everywhere = frozenset.intersection(*inside)
-        apart = " or ".join(
-            ", ".join(one) or "none of these" for one in sorted(sorted(one - everywhere) for one in inside)
-        )
+        own = sorted(sorted(one - everywhere) for one in inside)
+        apart = " or ".join(", ".join(names) or "none of these" for names in own)
         raise ValueError(
             f"latency takes one block for all, and those of {type(model).__name__} have {apart} in them. Give another "
             "budget: params=0.75, say, or memory='200MB'."
