@@ -355,8 +355,8 @@ def _check_one_label(opened: Source, reader: RowReader, labels: Sequence[Any]) -
     """Raise ValueError for measures that are all the same: splits for tests are published with -1 in their place."""
     if len(labels) >= FEWEST_OF_ONE_LABEL and reader.is_regression and len(set(map(str, labels))) == 1:
         raise ValueError(
-            f"{opened.name}: all {len(labels)} rows have the label {labels[0]}, where a measure is to be predicted: its "
-            "labels seem not to be published. Give a split that has some."
+            f"{opened.name}: all {len(labels)} rows have the label {labels[0]}, where a measure is to be predicted: "
+            "its labels seem not to be published. Give a split that has some."
         )
 
 
