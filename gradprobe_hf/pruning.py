@@ -13,10 +13,11 @@ from transformers import PreTrainedModel
 from gradprobe_hf.bench.of_shapes import check_measurable, speed_of_decision
 from gradprobe_hf.checkpoint.destination import Destination
 from gradprobe_hf.checkpoint.result import PruneResult
+from gradprobe_hf.checkpoint.write import check_writable
 from gradprobe_hf.config.config import GradProbeConfig, resolve_config
 from gradprobe_hf.evaluation.divergence import PairedMeasurement
 from gradprobe_hf.memory.memory_plan import open_run
-from gradprobe_hf.model.files.offload_store import check_store_room
+from gradprobe_hf.model.files.offload_store import check_store_room, existing_parent
 from gradprobe_hf.model.fsdp import is_sharded
 from gradprobe_hf.model.loading.load import folders_of
 from gradprobe_hf.model.passes.loss import LossFunction
@@ -135,6 +136,8 @@ def prune_pretrained(
     out.check(*folders_of(model_or_id, from_pretrained_kwargs))
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)
+    if resume_dir is not None:
+        check_writable(existing_parent(Path(resume_dir).absolute()), f"resume_dir={str(resume_dir)!r}")
     if resume_dir is not None:
         check_resumable(config, f"resume_dir={str(resume_dir)!r}")
         if config.recovery_steps:

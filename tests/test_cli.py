@@ -284,6 +284,8 @@ def test_a_file_of_options_and_the_command_line_over_it(checkpoint, tmp_path, gr
     assert report["sparsity"] == 0.25
     assert {row["role"] for row in report["matrices"]} == {"self_attn.q_proj"}
     assert report["calibration"] is None
+    recipe.write_text("seed: 010\n")
+    assert configured("--config", recipe).seed == 10
     recipe.write_text("pattern: 2:4\ndamping: 1e-3\n")
     assert configured("--config", recipe).group == (2, 4)
     assert configured("--damping", 0.5, "--config", recipe).damping == 0.5  # wherever it stands

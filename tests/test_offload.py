@@ -26,7 +26,7 @@ from gradprobe_hf.checkpoint.inspect import inspect_checkpoint
 from gradprobe_hf.estimation.estimate import estimate
 from gradprobe_hf.model.files.saving import save_in_shards
 from gradprobe_hf.model.files.shard_files import join
-from gradprobe_hf.model.loading.load import load_config, skeleton
+from gradprobe_hf.model.loading.load import load_config, load_model, skeleton
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.model.parameters import (
     OffloadedParameter,
@@ -653,3 +653,18 @@ def test_a_model_that_does_not_load_leaves_nothing_behind(saved, tmp_path, monke
     with pytest.raises(OSError, match="damaged"):
         prune_pretrained(broken, device_map="disk", progress=False)
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
+
+
+def test_two_models_in_one_offload_folder_are_two(tmp_path):
+    """transformers writes fused experts there by the names of parameters."""
+    models = []
+    for seed in (0, 1):
+        cases.build("mixtral", seed=seed).save_pretrained(tmp_path / str(seed))
+        models.append(load_model(tmp_path / str(seed), device_map="disk", offload_folder=tmp_path / "off"))
+    name = next(name for name, _ in models[0].named_parameters() if "experts.gate_up" in name)
+    alone = [load_model(tmp_path / str(seed)).get_parameter(name) for seed in (0, 1)]
+    for model, wanted in zip(models, alone, strict=True):
+        assert torch.equal(read_weight(model, name), wanted)
+    del models, model
+    gc.collect()
+    assert list((tmp_path / "off").iterdir()) == []

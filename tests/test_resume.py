@@ -346,6 +346,13 @@ def failing_at(number):
     return failing
 
 
+def edited():
+    """A model of the same weights that computes something else, by its configuration."""
+    model = cases.build("llama")
+    model.config.rms_norm_eps = 0.5
+    return model
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -355,9 +362,10 @@ def failing_at(number):
         ({"sparsity": 0.5, "parts": cases.batches("llama", rows=BATCHES, batch_size=2)}, "batches was 8, now it is 4"),
         ({"sparsity": 0.5, "model": cases.build("llama", seed=1)}, "weights was"),
         ({"sparsity": 0.5, "model": cases.build("llama", torch.bfloat16)}, "weights was"),
+        ({"sparsity": 0.5, "model": edited()}, "weights was"),
         ({"sparsity": 0.5, "model": cases.build("opt")}, "model was 'LlamaForCausalLM', now it is 'OPTForCausalLM'"),
     ],
-    ids=["sparsity", "fisher", "text", "batches", "weights", "dtype", "model"],
+    ids=["sparsity", "fisher", "text", "batches", "weights", "dtype", "configuration", "model"],
 )
 def test_a_state_of_something_else_is_refused_with_the_difference(change, named, tmp_path):
     interrupted(tmp_path / "state", sparsity=0.5)
@@ -561,3 +569,19 @@ def test_what_has_nothing_to_resume_refuses_the_folder(tmp_path):
     with pytest.raises(ValueError, match=r"resume_dir=.* has no effect here"):
         run(tmp_path / "state", score="magnitude")
     assert not (tmp_path / "state").exists()
+
+
+def test_folders_of_the_user_s_own_stay(tmp_path):
+    for name in ("process-notes", "process-2024"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "thesis.txt").write_text("mine")
+    (tmp_path / "process-7" / "probe-0-4").mkdir(parents=True)  # of a run with more processes
+    run(tmp_path, sparsity=0.5)
+    assert {path.name for path in tmp_path.iterdir()} == {"process-notes", "process-2024"}
+
+
+def test_where_no_state_can_be_kept_is_told_before_any_text_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.pruning.load_inputs", lambda *_: pytest.fail("something was loaded"))
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises((OSError, ValueError), match=r"resume_dir"):
+        run(tmp_path / "file" / "state", sparsity=0.5)

@@ -23,6 +23,7 @@ from gradprobe_hf import GradProbeConfig, RecoveryConfig, compare_pretrained, pr
 from gradprobe_hf.checkpoint import file_sizes
 from gradprobe_hf.checkpoint.companions import copy_companions
 from gradprobe_hf.checkpoint.origin import stored_report
+from gradprobe_hf.checkpoint.replacing import replacing
 from gradprobe_hf.checkpoint.write import check_destination, check_writable
 from gradprobe_hf.cli.main import main
 from gradprobe_hf.cli.verbs import compare
@@ -564,6 +565,21 @@ def test_a_path_that_a_card_names_is_no_base(tmp_path):
     for named, found in (("/home/ann/llama", None), ("[/home/ann/llama, me/a]", ["me/a"])):
         (tmp_path / "README.md").write_text(f"---\nlicense: mit\nbase_model: {named}\n---\n")
         assert base_metadata(str(tmp_path), tmp_path / "README.md").get("base_model") == found
+
+
+def test_a_name_as_long_as_a_disk_takes_is_no_hindrance(tmp_path):
+    name = "模" * 80  # of 240 bytes
+    with replacing(tmp_path / name) as scratch:
+        (scratch / "file").write_text("new")
+    with replacing(tmp_path / name) as scratch:
+        (scratch / "file").write_text("newer")
+    assert [(path.name, (path / "file").read_text()) for path in tmp_path.iterdir()] == [(name, "newer")]
+
+
+def test_the_folder_that_one_is_in_has_a_name(source, tmp_path, monkeypatch):
+    shutil.copytree(source, tmp_path / "mine")
+    monkeypatch.chdir(tmp_path / "mine")
+    assert prune(".").report.model["name"] == "mine"
 
 
 class Unsaved:

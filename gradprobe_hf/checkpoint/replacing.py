@@ -27,7 +27,8 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()  # of a link the folder is replaced, and the link stays
     path.parent.mkdir(parents=True, exist_ok=True)
-    begins = f".{path.name}.partial-"
+    # A name may have 255 bytes, and this one more is put to it.
+    begins = f".{path.name.encode()[:200].decode(errors='ignore')}.partial-"
     remove_abandoned(path.parent, begins)
     scratch = path.with_name(begins + secrets.token_hex(6))
     try:
@@ -59,7 +60,7 @@ def _swap(scratch: Path, path: Path) -> None:
     if not path.exists():
         scratch.rename(path)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old-", dir=path.parent))
+    old = Path(tempfile.mkdtemp(prefix=f".{path.name.encode()[:200].decode(errors='ignore')}.old-", dir=path.parent))
     try:
         path.rename(old / path.name)
         scratch.rename(path)

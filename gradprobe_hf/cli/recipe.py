@@ -60,7 +60,8 @@ def _read(path: str) -> dict[str, Any]:
 def named_in(message: str, options: argparse.Namespace) -> str | None:
     """The message with the file and the key, if what it is about stands in a recipe."""
     for name, value in getattr(options, "from_recipe", {}).items():
-        if repr(value) in message:
+        # `True` may be another switch's.
+        if (f"{name}={value!r}" if isinstance(value, bool) else repr(value)) in message:
             return f"{options.config}: {name}: {message}"
     return None
 

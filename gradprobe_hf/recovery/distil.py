@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from gradprobe_hf.config.recovery import RecoveryConfig
 from gradprobe_hf.memory.memory_errors import memory_errors
 from gradprobe_hf.model.families import is_causal
-from gradprobe_hf.model.fingerprint import weights_fingerprint
+from gradprobe_hf.model.fingerprint import model_fingerprint
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.model.targets import Target, default_targets, every_matrix, find_targets
 from gradprobe_hf.recovery.adapters import with_adapters
@@ -217,7 +217,7 @@ def distil(
     """
     bf16 = student.dtype == torch.bfloat16 if config.bf16 == "auto" else config.bf16
     targets, masks = _masks(student, adapted=config.lora_r is not None)
-    weights = weights_fingerprint(student)
+    weights = model_fingerprint(student)
     of = {"weights": weights, "teacher": teacher.identity, "text": text.described["fingerprint"]}
     checkpoint = checkpoint_to_resume(place.folder, config, place.processes, of) if place.resumable else None
     place.stopwatch.add(seconds_until(checkpoint))

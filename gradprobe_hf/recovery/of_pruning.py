@@ -19,7 +19,7 @@ from gradprobe_hf.data.text.self_generated import KeptText
 from gradprobe_hf.data.text.text_options import is_written
 from gradprobe_hf.evaluation.divergence import PairedMeasurement, measure_pair
 from gradprobe_hf.evaluation.task_metric import measure_metric
-from gradprobe_hf.model.fingerprint import weights_fingerprint
+from gradprobe_hf.model.fingerprint import model_fingerprint
 from gradprobe_hf.model.passes.routing import routed
 from gradprobe_hf.model.passes.upcast import upcast_products
 from gradprobe_hf.reconstruction.new_weights import NewWeights
@@ -148,7 +148,7 @@ def _reading(context: RunContext, place: Workplace) -> Reading:
     kept = None
     if place.resumable:
         path = place.folder / f"own_text-{place.processes.rank}.safetensors"
-        kept = KeptText(path, weights_fingerprint(context.model), place.processes)
+        kept = KeptText(path, model_fingerprint(context.model), place.processes)
     return Reading(context.model, context.processing_class, place.processes, place.progress, kept)
 
 

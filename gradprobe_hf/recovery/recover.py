@@ -12,11 +12,13 @@ from transformers import PreTrainedModel
 
 from gradprobe_hf.checkpoint.destination import Destination
 from gradprobe_hf.checkpoint.result import PruneResult
+from gradprobe_hf.checkpoint.write import check_writable
 from gradprobe_hf.config.recovery import RecoveryConfig, resolve_recovery
 from gradprobe_hf.data.text.self_generated import KeptText
 from gradprobe_hf.data.text.text_options import SELF, TextOptions, is_written
 from gradprobe_hf.evaluation.task_metric import metric_of
-from gradprobe_hf.model.fingerprint import weights_fingerprint
+from gradprobe_hf.model.files.offload_store import existing_parent
+from gradprobe_hf.model.fingerprint import model_fingerprint
 from gradprobe_hf.model.loading.load import folders_of, name_of
 from gradprobe_hf.model.passes.own_forward import with_own_forward
 from gradprobe_hf.model.passes.upcast import upcast_products
@@ -141,6 +143,8 @@ def recover_pretrained(
     check_outside("offload_folder", from_pretrained_kwargs.get("offload_folder"), output_dir)
     check_outside("resume_dir", resume_dir, output_dir)
     if resume_dir is not None:
+        check_writable(existing_parent(Path(resume_dir).absolute()), f"resume_dir={str(resume_dir)!r}")
+    if resume_dir is not None:
         check_own(Path(resume_dir), output_dir)
         check_begun(Path(resume_dir), config, processes)
     with stopwatch("load"):
@@ -155,7 +159,7 @@ def recover_pretrained(
         if student.processing_class is None:
             student = replace(student, processing_class=dense.stored_processing_class())
     if resume_dir is not None:
-        of = {"weights": weights_fingerprint(student.model), "teacher": weights_fingerprint(dense.model)}
+        of = {"weights": model_fingerprint(student.model), "teacher": model_fingerprint(dense.model)}
         check_begun(Path(resume_dir), config, processes, **of)
     check_state_fits(None if resume_dir is None else Path(resume_dir), student.model, config, output_dir)
     report = student.report or report_without_pruning(student.model, dense.model, student.processing_class)
@@ -223,5 +227,5 @@ def _read(text: Any, config: RecoveryConfig, dense: Dense, student: Student, pla
     model, kept = dense.model, None
     if place.resumable:
         path = place.folder / f"own_text-{place.processes.rank}.safetensors"
-        kept = KeptText(path, weights_fingerprint(model), place.processes)
+        kept = KeptText(path, model_fingerprint(model), place.processes)
     return read_text(text, config, Reading(model, student.processing_class, place.processes, place.progress, kept))

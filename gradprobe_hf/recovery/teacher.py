@@ -24,7 +24,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from gradprobe_hf.evaluation.divergence_loss import Predictions, TopPredictions, WholePredictions
-from gradprobe_hf.model.fingerprint import weights_fingerprint
+from gradprobe_hf.model.fingerprint import model_fingerprint
 from gradprobe_hf.model.parameters import input_device
 from gradprobe_hf.model.passes.loss import next_token_logits
 from gradprobe_hf.model.passes.patches import eval_mode
@@ -55,7 +55,7 @@ class LiveTeacher:
 
     @property
     def identity(self) -> str:
-        return weights_fingerprint(self.model)
+        return model_fingerprint(self.model)
 
     @torch.no_grad()
     def predictions(self, batch: Mapping[str, Tensor]) -> Predictions:

@@ -26,6 +26,7 @@ from gradprobe_hf.report.warnings import FinishedRun, warnings_of
 from gradprobe_hf.run.context import RunContext
 from gradprobe_hf.run.decision import PruningDecision
 from gradprobe_hf.run.diagnostics import Diagnostics
+from gradprobe_hf.runtime.paths import folder_name
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.selection.packed_masks import rows_of
 from gradprobe_hf.structures.removal import Removal
@@ -76,7 +77,7 @@ def build_report(
 
 def published_name(model: PreTrainedModel) -> str:
     """The model's name; of a local folder its own alone: reports are published, and paths tell about the machine."""
-    return Path(model.name_or_path).name if Path(model.name_or_path).is_dir() else model.name_or_path
+    return folder_name(model.name_or_path) if Path(model.name_or_path).is_dir() else model.name_or_path
 
 
 def _source(model: PreTrainedModel) -> dict[str, str]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from gradprobe_hf.data.batches import Batches, row_count
 from gradprobe_hf.estimation.peak import higher, peak_memory
-from gradprobe_hf.model.fingerprint import weights_fingerprint
+from gradprobe_hf.model.fingerprint import model_fingerprint
 from gradprobe_hf.runtime.interrupts import uninterrupted
 from gradprobe_hf.runtime.option_checks import function_name
 from gradprobe_hf.runtime.processes import Processes
@@ -208,7 +209,7 @@ class Snapshots:
             common = [self.folder / name for name in shared]
             # Of a run with more processes, whose own states here are gone.
             known = {folder_of(self.folder, replace(self.processes, rank=rank)) for rank in range(self.processes.count)}
-            common += [one for one in self.folder.glob("process-*") if one not in known]
+            common += [one for one in self.folder.glob("process-*") if one not in known and _is_of_a_process(one)]
         with uninterrupted(), suppress(OSError):
             for one in (*common, self.own):
                 shutil.rmtree(one, ignore_errors=True)
@@ -244,7 +245,7 @@ def run_identity(
         # How often a state is saved may change between two runs.
         **{f"config.{name}": value for name, value in config.items() if name != "save_every"},
         "model": type(model).__name__,
-        "weights": weights_fingerprint(model),
+        "weights": model_fingerprint(model),
         "number of processes": processes.count,
         **{name: f"{text.source} ({text.fingerprint})" for name, text in texts.items() if text},
         **{name: function_name(one) for name, one in functions.items()},
@@ -283,6 +284,13 @@ def _compare(folder: Path, processes: Processes, identity: Mapping[str, Any], pa
                     f"{folder} holds the state of another run: its {name} was {before!r}, now it is {now!r}. "
                     "Go on with the same settings, or choose another resume_dir (--resume-dir), or delete it."
                 )
+
+
+def _is_of_a_process(folder: Path) -> bool:
+    """Whether a folder holds states, and text that a model wrote, and nothing else: by its name it may be anybody's."""
+    own = re.compile(r"[^-]+(-[^-]+)*-\d+-\d+(\.partial)?|own_text\..*|.*\.tmp\w*")
+    numbered = re.fullmatch(r"process-\d+", folder.name) is not None
+    return numbered and folder.is_dir() and all(own.fullmatch(one.name) for one in folder.iterdir())
 
 
 def _states_in(own: Path) -> list[Path]:

@@ -20,6 +20,11 @@ def looks_like_path(name: str) -> bool:
     return _PATH.match(name) is not None
 
 
+def folder_name(path: str | Path) -> str:
+    """What a folder is called, one named as `.`, too: reports are published, and paths tell about the machine."""
+    return Path(os.path.abspath(path)).name
+
+
 def expanded(path: Any) -> Any:
     """A path with the home folder in place of its `~`: a shell leaves that in `--output=~/x`, and Python everywhere.
 

@@ -33,6 +33,9 @@ _Options.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?$"), list("-+.0123456789")
 )
 
+# Nor is 010 eight.
+_Options.add_constructor("tag:yaml.org,2002:int", lambda _, node: int(node.value))
+
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file of options; an empty file is an empty mapping.

@@ -52,7 +52,7 @@ from gradprobe_hf.model.loading.stored_files import cached_commit, remember_sour
 from gradprobe_hf.model.loading.ties import forget_false_ties
 from gradprobe_hf.model.sites import plain_uses
 from gradprobe_hf.model.targets import find_targets
-from gradprobe_hf.runtime.paths import expanded_model
+from gradprobe_hf.runtime.paths import expanded_model, folder_name
 from gradprobe_hf.runtime.row_chunks import row_chunks
 from gradprobe_hf.runtime.scratch import remove_scratch, scratch_folder
 
@@ -95,7 +95,7 @@ class Loaded:
         gone since."""
         before = _said_before(self.model.config)
         # Reports are published, and paths tell about the machine.
-        adapter = Path(self.adapter).name if self.adapter and Path(self.adapter).is_dir() else self.adapter
+        adapter = folder_name(self.adapter) if self.adapter and Path(self.adapter).is_dir() else self.adapter
         found = {"adapter": adapter, "stored_as": self.stored_as, "structure": before.get("structure")}
         found |= {"converted_from": self.converted_from}
         # A training that does not keep zeros saves the configuration as it was.
@@ -249,9 +249,10 @@ def _load_checkpoint(
     reinitialises = kwargs.get("ignore_mismatched_sizes", False)
     with ExitStack() as undo:
         scratch = None
-        if _may_offload(kwargs) and kwargs.get("offload_folder") is None:
-            # transformers writes there what it cannot read from the checkpoint as it is, such as fused experts.
-            scratch = kwargs["offload_folder"] = scratch_folder("offload")
+        if _may_offload(kwargs):
+            # transformers writes there what it cannot read from the checkpoint as it is, such as fused experts, by the
+            # names of parameters: in one folder another process's would be read in their place.
+            scratch = kwargs["offload_folder"] = scratch_folder("offload", kwargs.get("offload_folder"))
             undo.callback(remove_scratch, scratch)
         with load_errors(name, WEIGHTS):
             # Sizes that differ would be an error without a name in it; `check_complete` says which they are.

@@ -20,7 +20,7 @@ from gradprobe_hf.data.text.text_options import DEFAULT_LENGTH, PYDOC, SELF, is_
 from gradprobe_hf.data.windows import EVALUATION_SEED, TextOptions, Writing, window_length
 from gradprobe_hf.evaluation.task_metric import metric_of
 from gradprobe_hf.model.families import is_causal
-from gradprobe_hf.model.fingerprint import weights_fingerprint
+from gradprobe_hf.model.fingerprint import model_fingerprint
 from gradprobe_hf.model.fsdp import check_sharding, is_sharded
 from gradprobe_hf.model.loading.load import Loaded, load
 from gradprobe_hf.model.loading.placement import to_accelerator
@@ -151,7 +151,7 @@ def _kept_text(request: RunRequest, model: PreTrainedModel, processes: Processes
     if request.resume_dir is None:
         return None
     path = folder_of(Path(request.resume_dir), processes) / "own_text.safetensors"
-    return KeptText(path, weights_fingerprint(model), processes)
+    return KeptText(path, model_fingerprint(model), processes)
 
 
 def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
@@ -160,9 +160,6 @@ def _load(request: RunRequest, processes: Processes) -> tuple[Loaded, Any]:
         kwargs.pop("offload_folder", None)
     elif request.config.accumulator_device == "disk" and kwargs.get("device_map") is None:
         kwargs.pop("offload_folder", None)  # it is for accumulators alone here too
-    elif "offload_folder" in kwargs and processes.count > 1:
-        # transformers writes there what it has to convert: each process in a folder of its own
-        kwargs["offload_folder"] = Path(kwargs["offload_folder"]) / f"process-{processes.rank}"
     auto = auto_classes(request.config.task)
     limits = partial(weight_limits, config=request.config, processes=processes.count)
     loaded = load(request.model_or_id, auto_classes=auto, limits=limits, dequantize=True, **kwargs)
