@@ -16,7 +16,7 @@ from transformers import ViTImageProcessorPil
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.data import sources
-from gradprobe_hf.data.batches import from_iterable, from_windows, shared_passages, shared_rows
+from gradprobe_hf.data.batches import from_iterable, from_rows, from_windows, shared_passages, shared_rows
 from gradprobe_hf.data.text import pieces
 from gradprobe_hf.data.text.pydoc_text import manual_text
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, check_length, load_batches, window_length
@@ -337,6 +337,25 @@ def test_tokenised_rows_are_padded_and_masked():
         assert ((batch["input_ids"] == 258) == (batch["attention_mask"] == 0)).all()
     with pytest.raises(ValueError, match="4 tokenised rows and 9 were asked for"):
         load(rows, samples=9)
+
+
+def test_the_text_that_is_named_is_read_though_token_ids_stand_beside_it():
+    rows = Dataset.from_dict({"input_ids": [[7] * 40] * 4, "text": ["some words of a text that is long " * 4] * 4})
+    named = load(rows, text_column="text")
+    assert not any((batch["input_ids"] == 7).any() for batch in named)
+    assert all((batch["input_ids"] == 7).any() for batch in load(rows))
+
+
+def test_rows_with_types_of_tokens_go_with_others():
+    pair = {"input_ids": torch.arange(3), "token_type_ids": torch.ones(3, dtype=torch.long)}
+    mixed = from_rows([pair, {"input_ids": torch.arange(4)}], 2, 0, source="x", protocol="y")
+    assert mixed.items[0]["token_type_ids"].tolist() == [[1, 1, 1, 0], [0, 0, 0, 0]]
+
+
+def test_a_stream_of_one_s_own_is_mixed_by_the_seed():
+    rows = Dataset.from_dict({"text": [f"document number {number}" for number in range(200)]}).to_iterable_dataset()
+    found = [load(rows, seed=seed, packing=False, length=40) for seed in (0, 1, 0)]
+    assert found[0].fingerprint == found[2].fingerprint != found[1].fingerprint
 
 
 def test_token_ids_alone_are_rows():

@@ -25,6 +25,13 @@ def test_messages_are_a_chat_whatever_their_column_is_called(as_table):
         load(two, **options)
 
 
+def test_the_day_is_no_part_of_a_chat():
+    """A run that is resumed on the next day would be another."""
+    template = "{{ strftime_now('%d %b %Y %S') }}" + CHATML
+    found = ChatTemplate.of(chatting(template), "chats").render(Chat(CHAT), assistant_only=False)
+    assert found.text.startswith("01 Jan 2025 00")
+
+
 def test_the_first_chat_may_be_empty(tmp_path):
     chats = [{"messages": json.dumps(messages)} for messages in ([], CHAT, CHAT)]
     options = {"tokenizer": chatting(CHATML), "samples": 2, "length": 200, "packing": False, "model": LONG}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,3 +142,9 @@ def test_a_default_window_is_as_long_as_the_model_has_positions(caplog):
     assert GradProbeConfig().sequence_length is None
     with pytest.raises(ValueError, match="sequence_length=512 is more than the 64 positions"):
         cases.prune(cases.build("llama"), "self", processing_class=tokenizer, sequence_length=512)
+
+
+def test_a_process_without_a_window_writes_none():
+    """Of more processes than there are windows."""
+    idle = SimpleNamespace(mine=lambda _: [], sum_=lambda values: values)
+    assert own_text(cases.build("llama"), 2, 6, 0, progress=False, processes=idle).tolist() == [[0] * 6] * 2

@@ -11,6 +11,7 @@ from PIL import Image
 from transformers import BertForQuestionAnswering
 
 from gradprobe_hf.data import sources
+from gradprobe_hf.data.batches import from_iterable, shared_rows
 from gradprobe_hf.data.labelled import TaskOptions
 from gradprobe_hf.data.windows import TextOptions, WindowSpec, load_batches
 from gradprobe_hf.tasks.columns import LabelNames
@@ -338,6 +339,34 @@ def test_the_text_of_a_row_is_found_beside_what_says_where_it_is_from(name, colu
     values = {column: [f"{column} {number}" for number in range(4)] for column in columns} | {"label": [0, 1, 2, 0]}
     rows = Dataset.from_dict({column: values[column] for column in columns})
     assert f"({read})" in batches(name, rows).protocol
+
+
+def test_padding_decides_no_mask():
+    rows = Dataset.from_dict({"text": ["word " * count for count in (1, 6, 4, 2)]})
+    found = [batches("masked", rows, batch_size=size, packing=False) for size in (1, 2, 4)]
+    labels = [[one[one != -100].tolist() for batch in made for one in batch["labels"]] for made in found]
+    assert labels[0] == labels[1] == labels[2]
+
+
+def test_what_is_named_is_read_though_tokens_and_labels_stand_beside_it():
+    columns = {"input_ids": [[7, 7, 7]] * 4, "label": [0] * 4, "other": [2, 1, 2, 1], "sentence": ["abc"] * 4}
+    rows = Dataset.from_dict(columns)
+    found = batches("bert", rows, label_column="other")
+    assert sorted(torch.cat([one["labels"] for one in found]).tolist()) == [1, 1, 2, 2]
+    assert (torch.cat([one["input_ids"] for one in found]) == 7).all()
+    words = batches("bert", rows, label_column="other", text_column="sentence")
+    assert not (torch.cat([one["input_ids"] for one in words]) == 7).any()
+    with pytest.raises(ValueError, match="there is no such column"):
+        batches("bert", rows, label_column="nothing")
+
+
+def test_two_texts_with_the_same_labels_of_words_are_two():
+    labels = torch.ones(1, 6, dtype=torch.long)
+    one, other = (
+        from_iterable([{"input_ids": torch.arange(6)[None] + shift, "labels": labels}], "x") for shift in (0, 7)
+    )
+    assert shared_rows(one, other) == 0
+    assert shared_rows(one, one) == 1
 
 
 def test_tokens_are_masked_as_bert_was_trained():

@@ -17,6 +17,7 @@ from gradprobe_hf.tasks.embeddings import embedding_inputs, is_for_embedding
 PASSAGE = 32  # tokens: more than two texts have in common by chance
 SHARED = 0.01  # of an evaluation text: two texts may quote the same lines
 SKETCH = 512  # numbers by which a text is known again
+MASKED_ALIKE = 0.5  # of the masked tokens show the mask: four of five do, others show any token, or their own
 AS_GIVEN = "batches as given"
 # What says which examples or tokens count, and not what they are.
 BESIDE = ("labels", "attention_mask", "return_loss")
@@ -199,14 +200,19 @@ def _input_of(batch: Mapping[str, Any]) -> Tensor:
 def _text_of(batch: Mapping[str, Any]) -> Any:
     """The token ids; of masked ones those that were there, which the labels say: they are masked anew in every batch.
 
-    Labels of words are other numbers, and as good: the same text has the same.
+    Masked ones are told by the token that most of those with a label show. Labels of words, and of another text that is
+    to be written, say nothing of what is read.
     """
     ids, labels = batch.get("input_ids"), batch.get("labels")
     if not isinstance(ids, Tensor) or not isinstance(labels, Tensor) or labels.shape != ids.shape:
         return ids
     if labels.is_floating_point():  # embeddings, of as many numbers as there are tokens
         return ids
-    return torch.where(labels == IGNORED, ids, labels.to(ids))
+    counted = labels != IGNORED
+    shown = ids[counted]
+    if not len(shown) or float((shown == shown.mode().values).float().mean()) < MASKED_ALIKE:
+        return ids
+    return torch.where(counted, labels.to(ids), ids)
 
 
 def shared_passages(a: Batches, b: Batches) -> float:
@@ -268,11 +274,11 @@ def from_rows(rows: Sequence[Mapping[str, Tensor]], batch_size: int, pad_token_i
             "that it returns a loss for (a DataLoader, or a list)."
         )
     masked = any("attention_mask" in row for row in rows) or len({len(row["input_ids"]) for row in rows}) > 1
-    labelled = any("labels" in row for row in rows)
+    labelled, typed = (any(name in row for row in rows) for name in ("labels", "token_type_ids"))
     fill = {"input_ids": pad_token_id, "labels": IGNORED}
     items = []
     for start in range(0, len(rows), batch_size):
-        part = [_completed(row, masked, labelled) for row in rows[start : start + batch_size]]
+        part = [_completed(row, masked, labelled, typed) for row in rows[start : start + batch_size]]
         items.append(
             {
                 name: pad_sequence([row[name] for row in part], batch_first=True, padding_value=fill.get(name, 0))
@@ -288,11 +294,12 @@ def from_windows(windows: Tensor, batch_size: int, **described: Any) -> Batches:
     return from_rows([{"input_ids": window} for window in windows], batch_size, 0, **described)
 
 
-def _completed(row: Mapping[str, Tensor], masked: bool, labelled: bool) -> dict[str, Tensor]:
-    """A row with a mask and labels where others have them: all of it counts."""
+def _completed(row: Mapping[str, Tensor], masked: bool, labelled: bool, typed: bool) -> dict[str, Tensor]:
+    """A row with a mask, labels and types where others have them: all of it counts, and is one text."""
     mask = {"attention_mask": torch.ones_like(row["input_ids"])} if masked else {}
     labels = {"labels": row["input_ids"]} if labelled else {}
-    return {**mask, **labels, **row}
+    types = {"token_type_ids": torch.zeros_like(row["input_ids"])} if typed else {}
+    return {**mask, **labels, **types, **row}
 
 
 def from_iterable(source: Iterable[Any], name: str) -> Batches:

@@ -151,7 +151,7 @@ class Labels:
         """
         task = self.spec.task
         self._check_label_column()
-        if not task.cuts_windows and self._is_prepared(opened):
+        if not task.cuts_windows and self._is_prepared(opened) and not self.spec.text.names_text:
             return self._embedded(media_in_dtype(self._prepared(opened), self.model.dtype))
         first = _first_row(opened)
         would_be_left_out = task.medium is not None and task.medium.is_in(first)
@@ -245,8 +245,13 @@ class Labels:
         rows, order = _taken(opened, spec)
         if not rows:
             return Batches.none()
+        _check_text_options(spec)
         label = next((name for name in ("label", "labels") if name in rows[0]), None)
-        names = class_names(opened.rows, label)
+        if spec.label_column is not None:
+            named = checked_column(rows[0], spec.label_column, "label_column")
+            rows = [{**row, "label": row[named], "labels": row[named]} for row in rows]
+            label = "label"
+        names = class_names(opened.rows, spec.label_column or label)
         reader = self._reader((), None, names)
         keep = [name for name in rows[0] if name in reader.accepts and name not in ("labels", "return_loss")]
         items = prepared_batches(rows, keep, reader, spec.task, self.model, spec.batch_size)
@@ -478,7 +483,7 @@ def _cut(items: Sequence[Mapping[str, Any]], reader: RowReader) -> str:
     read = max((item["input_ids"].shape[1] for item in items if "input_ids" in item), default=0)
     if read and pads_to_one_length(reader.config):
         return f", padded to {read} tokens"
-    found = f", cut at {length} tokens" if read >= length else ""
+    found = f", cut at {length} tokens" if read == length else ""  # a text around images is never cut
     if not reader.config.is_encoder_decoder:
         return found
     written = max(item["labels"].shape[1] for item in items)

@@ -300,7 +300,7 @@ def _local(path: Path, part: str, seed: int) -> Source:
         )
     if kind == "csv":
         _warn_of_texts_as_names(path, rows.column_names or [])
-    return _source(rows, seed, path.name, is_plain=kind == "text", split=split)
+    return seeded(rows, seed, path.name, is_plain=kind == "text", split=split)
 
 
 def _check_separator(path: Path, names: list[str], separator: str) -> None:
@@ -438,10 +438,10 @@ def _from_hub(spec: str, part: str, seed: int) -> Source:
             "HF_HUB_OFFLINE; gated data needs `hf auth login`. 'pydoc' and local files need no network."
         ) from error
     name = ":".join(filter(None, (dataset_id, config, split)))
-    return _source(rows, seed, name, dataset_id=dataset_id, split=chosen)
+    return seeded(rows, seed, name, dataset_id=dataset_id, split=chosen)
 
 
-def _source(rows: Rows, seed: int, name: str, **described: Any) -> Source:
+def seeded(rows: Rows, seed: int, name: str, **described: Any) -> Source:
     """Rows as they are; those of a stream shuffled with the seed, and in order where its files are shuffled alone."""
     if isinstance(rows, list) or not is_streamed(rows):
         return Source(rows, name, **described)

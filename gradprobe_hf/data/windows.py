@@ -29,6 +29,7 @@ from gradprobe_hf.data.sources import (
     is_tokenised,
     open_source,
     rows_from,
+    seeded,
     shuffled,
     text_rows,
 )
@@ -153,7 +154,7 @@ class _Reader:
             return self._written(windows)
         if not isinstance(opened, Source):
             return None
-        if is_tokenised(opened.rows):
+        if is_tokenised(opened.rows) and not windows.text.names_text:
             drawn = _tokenised(opened, windows)
             check_length(self.model, max((len(row["input_ids"]) for row in drawn.rows), default=0))
             return drawn
@@ -231,7 +232,7 @@ def open_rows(source: Any, part: Part, seed: int) -> Source | None:
         # Columns as plain Python, whatever a user reads them as; a transform of the user's own stays.
         if (getattr(source, "format", None) or {}).get("type") not in (None, "custom"):
             source = source.with_format(None)
-        return Source(source, f"a Dataset ({known})" if known else "a Dataset")
+        return seeded(source, seed, f"a Dataset ({known})" if known else "a Dataset")
     if isinstance(source, Sequence) and source:
         if not isinstance(source[0], Mapping):
             return Source(text_rows(source), f"{len(source)} texts", is_plain=True)

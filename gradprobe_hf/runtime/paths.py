@@ -21,8 +21,11 @@ def looks_like_path(name: str) -> bool:
 
 
 def folder_name(path: str | Path) -> str:
-    """What a folder is called, one named as `.`, too: reports are published, and paths tell about the machine."""
-    return Path(os.path.abspath(path)).name
+    """What a folder is called, one named as `.`, too: reports are published, and paths tell about the machine.
+
+    A model that has no name, in memory say, has none here: "" would be the folder that one is in.
+    """
+    return Path(os.path.abspath(path)).name if str(path) else ""
 
 
 def expanded(path: Any) -> Any:

@@ -111,8 +111,10 @@ def masked_tokens(batch: Mapping[str, Any], reader: RowReader) -> dict[str, Any]
             "give batches with 'labels'."
         )
     special = torch.isin(ids, torch.tensor(tokenizer.all_special_ids))
-    ordinary = ~special & batch.get("attention_mask", torch.ones_like(ids)).bool()
-    drawn, how, random = (torch.stack(one) for one in zip(*(_drawn(row, reader) for row in ids), strict=True))
+    there = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    pairs = zip(ids, there, strict=True)
+    drawn, how, random = (torch.stack(one) for one in zip(*(_drawn(*pair, reader) for pair in pairs), strict=True))
+    ordinary = ~special & there
     lowest = drawn.masked_fill(~ordinary, 2).argmin(1, keepdim=True)
     hidden = ((drawn < MASKED_SHARE) | torch.zeros_like(ordinary).scatter_(1, lowest, True)) & ordinary
     shown = ids.masked_fill(hidden & (how < MASKED_BY_TOKEN), tokenizer.mask_token_id)
@@ -120,11 +122,17 @@ def masked_tokens(batch: Mapping[str, Any], reader: RowReader) -> dict[str, Any]
     return {**batch, "input_ids": torch.where(replaced, random, shown), "labels": ids.masked_fill(~hidden, IGNORED)}
 
 
-def _drawn(row: Tensor, reader: RowReader) -> tuple[Tensor, Tensor, Tensor]:
-    """For each token of a row two numbers in [0, 1) and a token, the same however rows are batched."""
-    tokens = reader.config.get_text_config().vocab_size
-    first, second = torch.rand(2, len(row), generator=reader.generator)
-    return first, second, torch.randint(tokens, row.shape, generator=reader.generator)
+def _drawn(row: Tensor, there: Tensor, reader: RowReader) -> tuple[Tensor, Tensor, Tensor]:
+    """For each token of a row two numbers in [0, 1) and a token, the same however rows are batched.
+
+    Args:
+        there: which are no padding: how much of that a row has, the others of its batch decide.
+    """
+    tokens, count = reader.config.get_text_config().vocab_size, int(there.sum())
+    numbers, random = torch.zeros(2, len(row)), torch.zeros_like(row)
+    numbers[:, there] = torch.rand(2, count, generator=reader.generator)
+    random[there] = torch.randint(tokens, (count,), generator=reader.generator)
+    return numbers[0], numbers[1], random
 
 
 def class_labels(rows: Sequence[Row], reader: RowReader) -> Tensor:

@@ -69,7 +69,8 @@ def own_text(
     first = _first_tokens(model, samples, begins[: length - 1], generator)
     chances = torch.rand(samples, length, generator=generator)
     own = torch.tensor(processes.mine(range(samples)), dtype=torch.long)
-    parts = own.split(written_at_once(model, length))
+    # Of a few windows a process may have none.
+    parts = own.split(written_at_once(model, length)) if len(own) else ()
     ids = torch.zeros(samples, length, dtype=torch.long)
     steps = len(parts) * (length - first.shape[1])
     with (

@@ -59,6 +59,11 @@ class TextOptions:
                 f"{self.text_template!r}."
             )
 
+    @property
+    def names_text(self) -> bool:
+        """Whether it says where the text is: it is read then, though token ids stand beside it."""
+        return self.text_column is not None or self.text_template is not None
+
     @classmethod
     def of(cls, config: object) -> TextOptions:
         """Those of a configuration, which has them among others."""
@@ -84,9 +89,15 @@ def template_columns(template: str) -> list[str]:
         ValueError: a brace that is not closed, or one without a name.
     """
     try:
-        named = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        parts = [part for part in Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
         raise ValueError(f"text_template={template!r} (--text-template) is no template: {error}.") from error
+    if formatted := next((name for _, name, how, turned in parts if how or turned), None):
+        raise ValueError(
+            f"text_template={template!r} (--text-template) says how {formatted!r} is to be written, and columns are "
+            "written as they are: leave out what stands behind its name."
+        )
+    named = [str(name) for _, name, _, _ in parts]
     if not all(name.strip() for name in named):
         raise ValueError(f"text_template={template!r} (--text-template) has braces without a column's name in them.")
     return named
