@@ -27,8 +27,7 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     path = path.resolve()  # of a link the folder is replaced, and the link stays
     path.parent.mkdir(parents=True, exist_ok=True)
-    # A name may have 255 bytes, and this one more is put to it.
-    begins = f".{path.name.encode()[:200].decode(errors='ignore')}.partial-"
+    begins = _beside(path, "partial")
     remove_abandoned(path.parent, begins)
     scratch = path.with_name(begins + secrets.token_hex(6))
     try:
@@ -46,6 +45,11 @@ def replacing(path: Path) -> Iterator[Path]:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _beside(path: Path, kind: str) -> str:
+    """How the name of a scratch folder beside this one begins: of a long name with a part, since 255 bytes are most."""
+    return f".{path.name.encode()[:200].decode(errors='ignore')}.{kind}-"
+
+
 def _errno(error: Exception) -> int | None:
     """The system's number of what is wrong with a file or its disk; None of any other error."""
     if isinstance(error, OSError):
@@ -60,7 +64,7 @@ def _swap(scratch: Path, path: Path) -> None:
     if not path.exists():
         scratch.rename(path)
         return
-    old = Path(tempfile.mkdtemp(prefix=f".{path.name.encode()[:200].decode(errors='ignore')}.old-", dir=path.parent))
+    old = Path(tempfile.mkdtemp(prefix=_beside(path, "old"), dir=path.parent))
     try:
         path.rename(old / path.name)
         scratch.rename(path)
