@@ -97,9 +97,9 @@ def test_a_state_that_only_one_process_has_is_refused_in_all(tmp_path):
 
 def test_states_of_more_processes_go_with_the_run(tmp_path):
     """Those of the others were lost, so that nothing of the run is left but what nobody would remove."""
-    left = tmp_path / "state" / "process-1"
+    left = tmp_path / "state" / "process-1" / "probe-0-4"
     left.mkdir(parents=True)
-    (left / "old").write_text("old")
+    (left / "state.json").write_text("old")
     cases.prune(cases.build("llama"), cases.batches("llama"), resume_dir=tmp_path / "state")
     assert not (tmp_path / "state").exists()
 
