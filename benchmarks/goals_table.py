@@ -15,6 +15,7 @@ ROWS = (  # what a row shows: a goal, or a method of the benchmark
     ("goal: + blocks + recovery, at most 2M tokens", BOTH),
     ("one probe + admm + recovery, 0.41M tokens", "one probe + admm + recovery"),
     ("one probe + admm + blocks + recovery, 0.41M tokens", "one probe + admm + blocks + recovery"),
+    ("one probe + admm + blocks + recovery, 2M tokens", "one probe + admm + blocks + recovery, 488 steps"),
 )
 
 
