@@ -96,7 +96,7 @@ def _cell(bench: worker.Bench, row: Row, task: Task) -> Cell:
     seconds, peak = time.perf_counter() - begun, peak_memory()["peak_resident_bytes"]
     held_out = dict[str, float]()
     if row.recovered:
-        found, held_out = _recovered(bench, context, decision, task)
+        found, held_out = _recovered(bench, context, decision, task, row)
     else:
         found = bench.measured(context, decision, task.method)
     dense, blocks = _parameters(context)
@@ -131,20 +131,26 @@ def _context(bench: worker.Bench, row: Row, task: Task) -> RunContext:
 
 
 def _calibration(bench: worker.Bench, row: Row, task: Task) -> Batches:
-    own, source = task.protocol, TextSpec.parse(task.protocol.calibration).read()
+    own = task.protocol
     if not row.own_text:
-        return bench.windows(source, "calibration", own.num_samples, task.seed)
-    if not isinstance(source, str):  # a part of a file: mixtures name their texts
-        (task.folder / "calibration.txt").write_text("\n\n".join(source), encoding="utf-8")
-        source = str(task.folder / "calibration.txt")
+        return bench.windows(TextSpec.parse(own.calibration).read(), "calibration", own.num_samples, task.seed)
     return load_batches(
-        {source: 1, SELF: 1},
+        _half_own_text(task),
         WindowSpec(own.num_samples, own.sequence_length, own.batch_size, task.seed),
         part="calibration",
         model=bench.model,
         processing_class=bench.tokenizer,
         writing=Writing(kept=KeptText(task.folder / "own.safetensors", own.model, Processes())),
     )
+
+
+def _half_own_text(task: Task) -> dict[str, float]:
+    """The calibration text and what the model writes, in equal parts."""
+    source = TextSpec.parse(task.protocol.calibration).read()
+    if not isinstance(source, str):  # a part of a file: mixtures name their texts
+        (task.folder / "calibration.txt").write_text("\n\n".join(source), encoding="utf-8")
+        source = str(task.folder / "calibration.txt")
+    return {source: 1, SELF: 1}
 
 
 def _shape(bench: worker.Bench, axis: str, share: float) -> dict[str, Any]:
@@ -181,15 +187,16 @@ def _parameters(context: RunContext) -> tuple[int, int]:
 
 
 def _recovered(
-    bench: worker.Bench, context: RunContext, decision: PruningDecision, task: Task
+    bench: worker.Bench, context: RunContext, decision: PruningDecision, task: Task, row: Row
 ) -> tuple[dict[str, PairedMeasurement], dict[str, float]]:
-    """What is left, written, trained towards the dense model on the calibration text, and measured beside it.
+    """What is left, written, trained towards the dense model on the row's text, and measured beside it.
 
     Returns:
         By text, what the best learning rate came to; by learning rate, the least divergence on the windows held out.
     """
     assert decision.removal is not None, "whole structures go"
-    text, held_out = TextSpec.parse(task.protocol.calibration).read(), dict[str, float]()
+    text = _half_own_text(task) if row.trained_on_own_text else TextSpec.parse(task.protocol.calibration).read()
+    held_out = dict[str, float]()
     best: PreTrainedModel | None = None
     with tempfile.TemporaryDirectory() as folder:
         targets = [*context.targets, *decision.new_weights.vectors]

@@ -41,6 +41,7 @@ class Row:
         recovered: whether what is left is trained towards the dense model.
         rates: learning rates to train it with, in place of `--recovery-rates`.
         own_text: whether half of the calibration windows are of text that the model writes.
+        trained_on_own_text: whether half of the windows that it is trained on are.
     """
 
     axis: str
@@ -50,6 +51,7 @@ class Row:
     recovered: bool = False
     rates: tuple[float, ...] = ()
     own_text: bool = False
+    trained_on_own_text: bool = False
 
 
 def chosen_masks(context: RunContext, row: Row) -> PackedMasks | None:
@@ -225,4 +227,11 @@ ROWS |= {
         ),
     }.items()
     for name in names
+}
+# Beside them: what a text that is like no evaluation text leaves out, own text may bring back.
+ROWS |= {
+    f"{name}, recovered on half own text, at {FASTER:g}": replace(
+        ROWS[name], recovered=True, rates=(FASTER,), trained_on_own_text=True
+    )
+    for name in ("channels, Fisher + least squares, half own text", "blocks, ShortGPT's influence")
 }
