@@ -17,6 +17,11 @@ MARKED = (
     "{% for m in messages %}{{ '[' + m.role + ']\n' }}{% if m.role == 'assistant' %}{% generation %}"
     "{{ m.content + '</s>' }}{% endgeneration %}{% else %}{{ m.content + '</s>' }}{% endif %}{{ '\n' }}{% endfor %}"
 )
+UNPROMPTED = CHATML.partition("{% if")[0]  # add_generation_prompt changes nothing
+INSTRUCT = (  # as Llama 2's and Mistral's
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '[ask] ' + m.content + ' [/ask]' }}"
+    "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+)
 FORGETFUL = "{% for m in messages %}{{ m.content if loop.last else '(' + m.role + ')' }}{% endfor %}"  # as Qwen3's
 TURNS = [("user", "What is 2 + 2?"), ("assistant", "It is 4."), ("user", "And 3 + 3?"), ("assistant", "It is 6.")]
 CHAT = [{"role": role, "content": content} for role, content in TURNS]

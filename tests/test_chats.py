@@ -9,7 +9,21 @@ import torch
 
 from gradprobe_hf.data.text.chat import ChatTemplate
 from gradprobe_hf.tasks.conversation import Chat
-from tests.chats import CHAT, CHATML, FORGETFUL, LONG, MARKED, TURNS, WITH_BOS, chatting, one_chat, said, written
+from tests.chats import (
+    CHAT,
+    CHATML,
+    FORGETFUL,
+    INSTRUCT,
+    LONG,
+    MARKED,
+    TURNS,
+    UNPROMPTED,
+    WITH_BOS,
+    chatting,
+    one_chat,
+    said,
+    written,
+)
 from tests.test_calibration import TOKENIZER, ids, load
 
 
@@ -53,7 +67,7 @@ def test_what_is_called_messages_and_is_none_is_refused(value, message, tmp_path
         load(written(tmp_path / "rows.jsonl", rows), tokenizer=chatting(CHATML))
 
 
-@pytest.mark.parametrize("template", [CHATML, WITH_BOS, MARKED])
+@pytest.mark.parametrize("template", [CHATML, WITH_BOS, MARKED, UNPROMPTED, INSTRUCT])
 def test_a_chat_is_rendered_by_the_template_and_only_the_assistant_may_count(template):
     tokenizer = chatting(template, "<s> $A")
     whole = one_chat(tokenizer=tokenizer)
@@ -61,7 +75,7 @@ def test_a_chat_is_rendered_by_the_template_and_only_the_assistant_may_count(tem
     assert "labels" not in whole
     row = one_chat(tokenizer=tokenizer, assistant_only_loss=True)
     assert torch.equal(row["input_ids"], whole["input_ids"])
-    assert said(row) == "It is 4.</s>It is 6.</s>"
+    assert said(row).replace("</s> ", "</s>").strip() == "It is 4.</s>It is 6.</s>"
 
 
 def test_prompts_and_completions_are_a_chat():

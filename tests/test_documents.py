@@ -51,6 +51,32 @@ def test_a_column_that_is_not_there_is_an_error_that_names_those_that_are(option
 
 
 @pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (
+            "{answers}",
+            r"the column 'answers', which the template names, holds a list, \['a', 'b'\]: make one text of it",
+        ),
+        ("{given}", r"'given', which the template names, holds fields: name one of them, given\.by, given\.at\."),
+    ],
+)
+def test_a_template_names_no_column_of_several_values(template, message):
+    rows = [{"answers": ["a", "b"], "given": {"by": "someone", "at": "home"}}] * 20
+    with pytest.raises(ValueError, match=message):
+        load(rows, text_template=template)
+    assert load(rows, text_template="{given.by} and {given.at}").describe()["example"] == "someone and home"
+    assert load(rows, text_column="given.by").fingerprint == load(["someone"] * 20).fingerprint
+
+
+def test_texts_of_a_mixture_are_looked_at_before_the_model_writes(monkeypatch):
+    monkeypatch.setattr("gradprobe_hf.data.windows._Reader._written", lambda *_: pytest.fail("it wrote a text"))
+    with pytest.raises((ValueError, FileNotFoundError), match="missing"):
+        load({"self": 1, "missing.txt": 1})
+    with pytest.raises(ValueError, match="holds"):
+        load({"self": 1, "pydoc": 10**6}, samples=10**7)
+
+
+@pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("rows.csv", 'text;id\n"some text";3\n', "';' between the names of its columns, 'text;id'"),

@@ -189,10 +189,11 @@ class _Reader:
         if has_to_be_chats:
             _check_chats(list(opened.values()), windows.text)
         parts = {}
-        for name, count in counts.items():
-            drawn = self.drawn(opened[name], replace(windows, samples=count))
+        for name in sorted(counts, key=_is_self):  # to write is expensive: what cannot be read is told before
+            drawn = self.drawn(opened[name], replace(windows, samples=counts[name]))
             assert drawn is not None, "a name is no batches"
             parts[name] = drawn
+        parts = {name: parts[name] for name in counts}
         return mixed(in_proportion(parts, counts) if windows.at_most else parts, weights, windows.seed)
 
     def _written(self, windows: WindowSpec) -> Drawn:

@@ -142,11 +142,19 @@ def text_of(row: Row, column: str, named_by: str) -> str:
     """The value of a column as text.
 
     Raises:
-        ValueError: it holds nothing.
+        ValueError: it holds nothing, or several values, which nothing says how to write.
     """
     value = value_of(row, column)
     if value is None:
         raise ValueError(f"the column {column!r}, which {named_by} names, holds nothing (null).")
+    if isinstance(value, Mapping):
+        fields = ", ".join(f"{column}.{name}" for name in value)
+        raise ValueError(f"the column {column!r}, which {named_by} names, holds fields: name one of them, {fields}.")
+    if isinstance(value, list | tuple):
+        raise ValueError(
+            f"the column {column!r}, which {named_by} names, holds a list, {str(value)[:60]}: make one text of it "
+            "first (data.map(...))."
+        )
     return str(value)
 
 

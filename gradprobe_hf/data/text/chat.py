@@ -131,7 +131,8 @@ class ChatTemplate:
         """Where in the rendered text the assistant has these turns: each is what it adds to the turns before it."""
         spans = []
         for at in turns:
-            before = self._text(replace(chat, messages=chat.messages[:at]), add_generation_prompt=True) if at else ""
+            asked = replace(chat, messages=chat.messages[:at])
+            before = self._text(asked, add_generation_prompt=True) if at else ""
             upto = self._text(replace(chat, messages=chat.messages[: at + 1]))
             if not (upto.startswith(before) and text.startswith(upto)):
                 raise ValueError(
@@ -139,8 +140,14 @@ class ChatTemplate:
                     "assistant says cannot be told. Set assistant_only_loss=False (--assistant-only-loss off), or use "
                     "a template that marks it with {% generation %}."
                 )
+            first, said = len(before), chat.messages[at].get("content")
+            if at and isinstance(said, str) and before == self._text(asked):
+                # No prompt for an answer: what the template writes in front of one, the role say, is not the answer.
+                # A space is, for tokens begin with it.
+                front = upto[first:].partition(said.strip())[0] if said.strip() in upto[first:] else ""
+                first += len(front.rstrip(" "))
             # The line break behind the token that ends a turn is not the assistant's.
-            spans.append((len(before), len(before) + len(upto[len(before) :].rstrip())))
+            spans.append((first, len(upto.rstrip())))
         return spans
 
     def _text(self, chat: Chat, add_generation_prompt: bool = False) -> str:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from gradprobe_hf.data.sources import Source, class_names
 from gradprobe_hf.data.text.text_options import TextOptions, template_columns
-from gradprobe_hf.tasks.columns import filled, is_beside, named_classes
+from gradprobe_hf.tasks.columns import filled, has_column, is_beside, named_classes, value_of
 from gradprobe_hf.tasks.conversation import CHAT_COLUMNS, Chat, Message, Row, from_json, is_chat, messages_of, shown
 
 # A text, or a chat.
@@ -105,7 +105,7 @@ def _reader(opened: Source, options: TextOptions) -> Callable[[Row], Document]:
     first = _first_row(opened)
     if (template := options.text_template) is not None:
         for name in template_columns(template):
-            if name not in first:
+            if not has_column(first, name):
                 raise ValueError(
                     f"text_template={template!r} (--text-template) names the column {name!r}, which "
                     f"{opened.name} does not have; its columns are {', '.join(map(repr, first))}."
@@ -116,7 +116,7 @@ def _reader(opened: Source, options: TextOptions) -> Callable[[Row], Document]:
     if column is None:
         return _prompt_and_completion
     is_chats = options.text_column is None and column in CHAT_COLUMNS
-    return partial(_chat_column if is_chats or is_chat(first[column]) else _one_column, column=column)
+    return partial(_chat_column if is_chats or is_chat(value_of(first, column)) else _one_column, column=column)
 
 
 def _column(opened: Source, options: TextOptions, first: Row) -> str | None:
@@ -127,7 +127,7 @@ def _column(opened: Source, options: TextOptions, first: Row) -> str | None:
     """
     columns = ", ".join(map(repr, first))
     if options.text_column is not None:
-        if options.text_column not in first:
+        if not has_column(first, options.text_column):
             raise ValueError(
                 f"text_column={options.text_column!r} (--text-column): {opened.name} has no such column; its columns "
                 f"are {columns}."
@@ -175,7 +175,7 @@ def _is_list_of(kind: type, value: Any) -> bool:
 
 def _chat_column(row: Row, column: str) -> Document:
     """What a column of chats holds: as JSON too, as tables without lists have it."""
-    value = from_json(row[column])
+    value = from_json(value_of(row, column))
     if isinstance(value, str) and value.lstrip().startswith(("[{", "{")):
         raise ValueError(
             f"the column {column!r} must hold a list of messages, or one as JSON, and holds {shown(value)}, which "
@@ -187,7 +187,7 @@ def _chat_column(row: Row, column: str) -> Document:
 
 
 def _one_column(row: Row, column: str) -> Document:
-    value = row[column]
+    value = value_of(row, column)
     if isinstance(value, str):
         return value
     if _is_list_of(Mapping, value):
