@@ -69,6 +69,7 @@ MORE = {
     "every other": lambda: Qwen2MoeForCausalLM(
         Qwen2MoeConfig(**{**SIZES, **MIXTURE, "num_hidden_layers": 6, "decoder_sparse_step": 2})
     ),
+    "told of each": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, width_of_each=[8, 4, 8])),
     "periods": lambda: JambaForCausalLM(JambaConfig(**JAMBA)),
     "turns": lambda: RecurrentGemmaForCausalLM(
         RecurrentGemmaConfig(**{**SIZES, "num_hidden_layers": 5}, lru_width=16, attention_window_size=8)

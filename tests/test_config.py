@@ -205,6 +205,21 @@ def test_an_option_without_effect_names_what_it_belongs_to(name):
     GradProbeConfig(**elsewhere, **{name: GradProbeConfig.__dataclass_fields__[name].default})
 
 
+@pytest.mark.parametrize("of", [{}, {"pattern": "2:4"}, {"rounds": (0.1, 0.3)}], ids=str)
+@pytest.mark.parametrize("to", [{"pattern": "1:4"}, {"rounds": (0.2, 0.6)}, {"structure": {"ffn": 0.3}}], ids=str)
+def test_a_budget_that_nobody_named_gives_way_to_another(of, to):
+    unset = {name: GradProbeConfig.defaults()[name] for name in of}
+    assert GradProbeConfig(**of).varied(**unset | to) == GradProbeConfig(**to)
+    with pytest.raises(ValueError, match=r"sparsity=0\.7.* unset"):
+        GradProbeConfig(sparsity=0.7).varied(**to)
+
+
+@pytest.mark.parametrize("value", [5, ["label"]])
+def test_a_column_of_labels_has_a_name(value):
+    with pytest.raises(ValueError, match="label_column must be the name of a column, got "):
+        GradProbeConfig(label_column=value)
+
+
 @pytest.mark.parametrize("name", OWNED)
 def test_a_variation_drops_what_no_longer_applies_and_keeps_the_rest(name):
     value, where, elsewhere = OWNED[name]

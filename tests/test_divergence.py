@@ -155,7 +155,7 @@ def test_windows_without_a_token_to_predict_have_no_part_in_the_interval():
     assert ratio_interval(dense[1:], pruned[1:], tokens[1:]) is None
 
 
-def test_the_interval_is_as_wide_as_the_differences_vary():
+def test_the_interval_is_as_wide_as_the_differences_vary(monkeypatch):
     """Of many normal differences: 1.96 standard errors to each side, whatever the windows' own losses are."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.full((400,), 511.0, dtype=torch.float64)
@@ -167,3 +167,5 @@ def test_the_interval_is_as_wide_as_the_differences_vary():
     assert math.log(high) == pytest.approx(float(difference.mean()) + half, abs=0.15 * half)
     assert ratio_interval(dense, dense + 511 * difference, tokens) == (low, high), "it is seeded"
     assert ratio_interval(dense[:1], dense[:1], tokens[:1]) is None
+    monkeypatch.setattr("gradprobe_hf.evaluation.divergence.DRAWN_AT_ONCE", 7 * 400)
+    assert ratio_interval(dense, dense + 511 * difference, tokens) == (low, high), "in small parts, too"

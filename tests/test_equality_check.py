@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     BartConfig,
     BartForSequenceClassification,
@@ -29,10 +30,12 @@ from transformers import (
 
 from gradprobe_hf import GradProbeConfig, prune_pretrained
 from gradprobe_hf.estimation import machine
+from gradprobe_hf.model import config_names
 from gradprobe_hf.model.families import random_batch, sample_batch
 from gradprobe_hf.model.parameters import is_offloaded
 from gradprobe_hf.model.targets import find_targets
 from gradprobe_hf.run.shapes import equality
+from gradprobe_hf.structures import shapes
 from tests import cases
 from tests.smaller_models import SIZES, build
 from tests.structure_page import BEGINS, TWO_STACKS
@@ -70,6 +73,39 @@ def test_a_model_that_computes_something_else_when_it_is_smaller_is_not_written(
         )
     assert list(tmp_path.iterdir()) == []
     assert cases.changed(model, dense) == []
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_what_takes_turns_from_block_to_block_goes_with_its_block(known, tmp_path, monkeypatch):
+    """Without two blocks in a row turns are still in step, and nothing shows."""
+    thetas = [10_000.0, 0] * 4
+    torch.manual_seed(0)
+    sizes = {**SIZES, "num_hidden_layers": len(thetas), "layer_rope_theta": thetas}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("granite_swa", **sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.normal_(std=0.3)
+    if not known:
+        monkeypatch.setattr(config_names, "_PER_BLOCK", ("layer_types",))
+        monkeypatch.setattr(shapes, "told_by_number", lambda _: None)
+        monkeypatch.setattr(
+            "gradprobe_hf.run.request.reading.load_batches", lambda *_, **__: pytest.fail("text was read")
+        )
+
+    def prune():
+        options = GradProbeConfig(structure={"blocks": 2}, update="none")
+        out = tmp_path / "made"
+        batches = cases.batches("llama")
+        prune_pretrained(model, options, calibration=batches, evaluation=False, output_dir=out, progress=False)
+        return AutoConfig.from_pretrained(out)
+
+    if known:
+        made = prune()
+        assert (len(made.layer_rope_theta), made.num_hidden_layers) == (6, 6)
+    else:
+        with pytest.raises(ValueError, match="does not compute what the masked one does"):
+            prune()
 
 
 def test_a_model_that_was_rounded_in_memory_is_compared_as_it_is(tmp_path, monkeypatch):

@@ -525,6 +525,28 @@ def test_a_search_is_measured_again_and_again():
     assert found.measured.passes == 3 * (2 + 6 + 1) + 3 * 2
 
 
+def test_a_search_updates_the_weights_of_each_budget():
+    model = cases.build("llama")
+    searched = {"max_metric_drop": 1, "sparsity_step": 0.25}
+
+    def work(**options):
+        config = cases.config(sparsity=0.5, num_samples=4, sequence_length=16, **options)
+        return estimate(skeleton(model.config, type(model)), find_targets(model), config, device=CPU).work["resident"]
+
+    plain, updated = work(), work(update="obs")
+    once = updated.flops - plain.flops
+    more = work(update="obs", **searched).flops - work(**searched).flops
+    assert more == pytest.approx((2 + 6 + 1) * once, rel=1e-6)
+
+
+def test_another_evaluation_than_the_usual_is_not_counted():
+    model = cases.build("llama")
+    config = cases.config(evaluation_protocol="paper")
+    found = estimate(skeleton(model.config, type(model)), find_targets(model), config, device=CPU)
+    assert found.measured is None
+    assert any("whole test split" in note for note in found.notes)
+
+
 @pytest.mark.parametrize("kind", ["bert", "vit"])
 def test_what_writes_no_text_has_none_counted(kind):
     model = cases.build(kind)

@@ -421,6 +421,10 @@ def test_a_pruning_run_deals_whole_shares_to_any_number_of_processes(processes, 
         ({"learning_rate": 0}, "learning_rate must be a number > 0, like 2e-4, got 0"),
         ({"batch_size": 8, "gradient_accumulation_steps": 3}, "choose a divisor"),
         ({"warmup_steps": 9, "steps": 4}, "warmup_steps=9 is more than steps=4"),
+        *(
+            ({name: None}, f"{name} must be a whole number >= ., got None")
+            for name in ("steps", "batch_size", "early_stopping_patience", "held_out_samples", "save_steps", "seed")
+        ),
         ({"bf16": "on"}, "bf16 must be True, False or 'auto', got 'on'"),
         ({"text_column": "a", "text_template": "{b}"}, "both say what the text is"),
         ({"lora_r": 0}, "lora_r must be a whole number >= 1"),

@@ -69,6 +69,10 @@ class GradProbeConfig(ResolvedOptions):
             values |= {name: None for name in METHOD if name not in given}
         elif changes.keys() & {*METHOD, "pattern"}:
             values["preset"] = None  # another method may have another name, or none
+        # What says how much goes leaves nothing of what the earlier ones, or the defaults, came to.
+        resolved = {"sparsity"} if changes.keys() & {"pattern", "rounds", "structure"} else set()
+        resolved |= {*METHOD} if changes.get("structure") else set()
+        values |= dict.fromkeys(resolved - given)
         values = {name: value for name, value in values.items() if name not in BELONGS} | changes
         plain = GradProbeConfig(**values)
         kept = {name for name, (has_effect, _) in BELONGS.items() if has_effect(plain) and name not in changes}

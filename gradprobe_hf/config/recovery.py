@@ -120,13 +120,11 @@ class RecoveryConfig(Options):
 
     def __post_init__(self) -> None:
         for name, least in _WHOLE.items():
-            if getattr(self, name) is not None:
+            if getattr(self, name) is not None or self.defaults()[name] is not None:
                 whole(name, getattr(self, name), at_least=least)
         for name in ("task", "metric"):
             if getattr(self, name) is not None:
                 one_of(name, getattr(self, name), tuple(CHOICES[name]))
-        if self.label_column is not None and not isinstance(self.label_column, str):
-            raise ValueError(f"label_column must be the name of a column, got {self.label_column!r}.")
         check_task(self.task, self.label_column, self.metric)
         if self.seed > LARGEST_SEED:
             raise ValueError(f"seed must be at most {LARGEST_SEED}, got {self.seed}.")

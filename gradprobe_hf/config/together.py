@@ -73,6 +73,8 @@ def _check_rows(config: ResolvedOptions) -> None:
 
 def check_task(task: str | None, label_column: str | None, metric: str | None) -> None:
     """Raise ValueError for a metric that is none of the task's, or a column of labels that it does not read."""
+    if label_column is not None and not isinstance(label_column, str):
+        raise ValueError(f"label_column must be the name of a column, got {label_column!r}.")
     if task is None:
         return
     first = TASKS[task][0]

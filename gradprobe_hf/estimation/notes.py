@@ -29,6 +29,8 @@ def notes_on(
         notes.append("this architecture cannot be run without data: activations are a rough formula's")
     if config.batch_size == "auto":
         notes.append("batch_size='auto': counted for batches of one")
+    if config.evaluation_protocol == "paper":
+        notes.append("evaluation_protocol='paper': it reads the whole test split, and is not counted")
     if config.recovery_steps:
         notes.append("recovery_steps: counted to the last step, on full windows; offloaded weights cannot be trained")
     if is_routed(targets):

@@ -77,13 +77,13 @@ def written(model: PreTrainedModel, config: GradProbeConfig, walk: Walk, forward
 
 
 def measured(model: PreTrainedModel, config: GradProbeConfig, walk: Walk, forward: PassCost) -> Measured | None:
-    """What the evaluation takes; None of a model that is measured only on what the user gives.
+    """What the evaluation takes by default; None where it is another: of the whole test split, or of the user's rows.
 
     Args:
         walk: the shape of its batches, which are those of the calibration.
         forward: the cost of one forward pass of such a batch.
     """
-    if not is_causal(model):
+    if not is_causal(model) or config.evaluation_protocol == "paper":
         return None
     windows = WINDOWS_MEASURED if config.evaluation_samples is None else config.evaluation_samples
     searched = attempts_of(config)

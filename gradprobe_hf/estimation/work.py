@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from gradprobe_hf.config.config import GradProbeConfig
-from gradprobe_hf.estimation.expected_passes import expected_passes
+from gradprobe_hf.estimation.expected_passes import attempts_of, expected_passes
 from gradprobe_hf.estimation.footprint import PlacementName
 from gradprobe_hf.estimation.formula import active_weights
 from gradprobe_hf.estimation.passes import PassCost
@@ -83,7 +83,9 @@ def work_of(
         products = len({row.is_of_tokens for row in matrix_terms(config.needs.terms).values()})
         gradients = (products - 1) * 2 * walk.rows * walk.length * active_weights(model, targets)
         batch = backwards * flops + probed * gradients + max(0.0, forwards - backwards) * forward
-        total = round(batch * walk.batches + reconstruction_operations(config, targets))
+        # A search updates the weights of each budget that it tries, and once more those of the best.
+        updates = (attempts_of(config) + 1) * reconstruction_operations(config, targets)
+        total = round(batch * walk.batches + updates)
         total += weighing_operations(model, targets, config)
         # Each walk of a probe reads every block twice, for forward and for backward.
         read = int(2 * probed * walk.batches * weights) if name == "offloaded" else 0

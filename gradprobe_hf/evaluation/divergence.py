@@ -31,6 +31,7 @@ from gradprobe_hf.probe.steps import share
 from gradprobe_hf.tasks.columns import IGNORED
 
 RESAMPLES = 2000
+DRAWN_AT_ONCE = 10**7  # windows: 80 MB of their numbers, and twice that of what is drawn
 CONFIDENCE = 0.95
 SEED = 0
 
@@ -233,9 +234,13 @@ def ratio_interval(dense: Tensor, pruned: Tensor, tokens: Tensor) -> tuple[float
     dense, pruned, tokens = (one[tokens > 0] for one in (dense, pruned, tokens))
     if len(tokens) < 2:
         return None
-    generator = torch.Generator().manual_seed(SEED)
-    drawn = torch.randint(len(tokens), (RESAMPLES, len(tokens)), generator=generator)
-    log_ratios = (pruned - dense)[drawn].sum(1) / tokens[drawn].sum(1)
+    generator, difference = torch.Generator().manual_seed(SEED), pruned - dense
+    # A few draws at a time: all of them are gigabytes where windows are many.
+    at_once = max(1, DRAWN_AT_ONCE // len(tokens))
+    log_ratios = torch.empty(RESAMPLES, dtype=difference.dtype)
+    for ratios in log_ratios.split(at_once):
+        drawn = torch.randint(len(tokens), (len(ratios), len(tokens)), generator=generator)
+        ratios.copy_(difference[drawn].sum(1) / tokens[drawn].sum(1))
     # A window of infinite loss: between two infinite ratios quantiles would be NaN.
     log_ratios = log_ratios.clamp(max=torch.finfo(log_ratios.dtype).max)
     low, high = log_ratios.quantile(torch.tensor([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).to(log_ratios)).tolist()

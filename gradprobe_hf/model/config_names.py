@@ -27,13 +27,16 @@ _WIDTHS = (
 # two thirds of it, rounded up. A smaller model has the width itself, and the switch off.
 _COMPUTED_WIDTHS = {"block_auto_adjust_ff_dim": "intermediate_size"}
 # Lists in a configuration that have one element for each block.
-_PER_BLOCK = ("layer_types", "no_rope_layers", "mlp_layer_types", "intermediate_size", "moe_topk")
+_PER_BLOCK = (
+    *("layer_types", "no_rope_layers", "layer_rope_theta", "mlp_layer_types", "indexer_types"),
+    *("intermediate_size", "moe_topk"),
+)
 # Those of them that say which tokens a block sees, and whether it knows where they are.
-_SIGHT = ("layer_types", "no_rope_layers", "attention_layers")
+_SIGHT = ("layer_types", "no_rope_layers", "layer_rope_theta", "attention_layers")
 # Numbers in a configuration up to which blocks are of another kind: full attention, no experts.
 _LEADING_BLOCKS = ("max_window_layers", "first_k_dense_replace", "num_dense_layers")
 # Lists in a configuration with the numbers of some blocks.
-_BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs", "attn_layer_indices")
+_BLOCK_NUMBERS = ("mlp_only_layers", "full_attn_idxs", "attn_layer_indices", "rope_scaling_layers")
 # What a configuration says of some blocks alone: number -> values.
 _BY_BLOCK = "per_layer_config"
 # What blocks do by their own numbers, which change when one before them goes: attention is scaled by it (GPT-2), every
@@ -42,6 +45,7 @@ _BY_NUMBER = (
     *("scale_attn_by_inverse_layer_idx", "decoder_sparse_step", "moe_layer_interval"),
     *("attn_layer_period", "expert_layer_period"),  # Jamba
     "block_types",  # RecurrentGemma: kinds that take turns
+    "indexer_types",  # DeepSeek's sparse attention: some blocks read the tokens that the one before them has chosen
 )
 
 
@@ -95,8 +99,16 @@ def key_value_heads(config: PreTrainedConfig) -> int:
 
 def told_by_number(config: PreTrainedConfig) -> str | None:
     """The name of a value in a configuration by which blocks differ with their numbers; None if there is none."""
-    values = ((name, getattr(config, name, None)) for name in _BY_NUMBER)
-    return next((name for name, value in values if value is True or _kinds(value) > 1), None)
+    values = {name: getattr(config, name, None) for name in _BY_NUMBER}
+    known = {*_PER_BLOCK, *_BLOCK_NUMBERS, "layers_block_type"}  # the last is another name for `layer_types`
+    # What stands for each block under a name that nobody has told what it is cannot be cut.
+    blocks = getattr(config, "num_hidden_layers", None)
+    values |= {
+        name: list(map(str, value))
+        for name, value in config.to_dict().items()
+        if name not in known and isinstance(value, (list, tuple)) and len(value) == blocks and "token_id" not in name
+    }
+    return next((name for name, value in values.items() if value is True or _kinds(value) > 1), None)
 
 
 @dataclass(frozen=True)

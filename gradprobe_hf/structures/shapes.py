@@ -79,7 +79,7 @@ def unfit(model: PreTrainedModel, plan: Plan) -> str | None:
     if spanning := _over_all_units(model, plan):
         return f"its {spanning} is over all heads together"
     if plan.blocks_going and (name := told_by_number(model.config)):
-        return f"with its {name} a block depends on how many are before it"
+        return f"with its {name} what a block does depends on its number"
     removal = Removal.example(plan)
     try:
         made = skeleton(smaller_config(model.config, removal), type(model), **without_pooler(model))

@@ -66,8 +66,8 @@ def _print_texts(out: Console, found: Estimate) -> None:
         )
     if (measured := found.measured) is not None:
         out.print(
-            f"evaluation, dense and pruned: {measured.windows} windows, {measured.passes} passes of {measured.rows}, "
-            f"{_scaled(measured.flops, 'FLOP')}"
+            f"evaluation, dense and pruned (by default): {measured.windows} windows, {measured.passes} passes of "
+            f"{measured.rows}, {_scaled(measured.flops, 'FLOP')}"
         )
     if (recovery := found.recovery) is not None:
         out.print(

@@ -1,7 +1,7 @@
 """Equality: whether a smaller model computes what the masked one does.
 
 A model whose code relies on a size, or on a position, that no configuration tells would load, and compute something
-else. So it is tried twice: before any work on an example of what is to go, in memory; and on what was written.
+else. So it is tried twice: before any work on examples of what is to go, in memory; and on what was written.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class MaskedOutputs:
 
 
 def check_example(model: PreTrainedModel, targets: Sequence[Target], config: GradProbeConfig) -> None:
-    """Raise ValueError where an example of what is to go leaves a model that computes something else.
+    """Raise ValueError where one of two examples of what is to go leaves a model that computes something else.
 
     It is not tried where parts of the model are offloaded, or memory has no room for a second one: what is written is
     looked at in any case.
@@ -118,19 +118,22 @@ def check_example(model: PreTrainedModel, targets: Sequence[Target], config: Gra
     if is_offloaded(model) or is_sharded(model) or len(devices) > 1:
         return
     plan = Plan.of(model, targets, config.amounts) if config.amounts else example_of_budget(model, targets, config)
-    removal = Removal.example(plan)
+    removals = [Removal.example(plan)]
+    if plan.blocks_going > 1:  # without two in a row, what takes turns from block to block would still be in step
+        removals.append(Removal.example(plan, plan.blocks[1::2]))
     # The smaller model, in float32 at most; beside it what is zero meanwhile is kept.
-    nbytes = torch.float32.itemsize * removal.parameters(model) + parameter_bytes(model)
+    nbytes = torch.float32.itemsize * removals[0].parameters(model) + parameter_bytes(model)
     if not all(fits(nbytes, device) for device in devices):
         return
-    try:
-        difference = _difference(model, targets, removal, *devices)
-    except torch.OutOfMemoryError:
-        return
-    if difference is not None:
-        raise ValueError(
-            f"structure={config.structure!r}: {difference}. It cannot be made smaller so. Nothing was changed."
-        )
+    for removal in removals:
+        try:
+            difference = _difference(model, targets, removal, *devices)
+        except torch.OutOfMemoryError:
+            return
+        if difference is not None:
+            raise ValueError(
+                f"structure={config.structure!r}: {difference}. It cannot be made smaller so. Nothing was changed."
+            )
 
 
 def _difference(
